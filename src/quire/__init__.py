@@ -1,0 +1,61 @@
+"""Paged attention for mixed batches: one operator, a checked contract, a dispatcher that explains itself."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from quire.attend import attend
+from quire.batch import Batch
+from quire.cache.kv_cache import KVCache
+from quire.cache.pool import PagePool
+from quire.contract.check import check, checked
+from quire.dispatch.platform import Platform
+from quire.errors import ArgumentError, ContractError, KernelError, OutOfPages, QuireError
+from quire.explain import explain
+from quire.merge import merge
+from quire.options import Options
+from quire.problem import Problem
+from quire.step import step
+from quire.write import write
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "PagePool",
+    "KVCache",
+    "Batch",
+    "Options",
+    "attend",
+    "write",
+    "step",
+    "merge",
+    "explain",
+    "check",
+    "checked",
+    "Problem",
+    "Platform",
+    "QuireError",
+    "ArgumentError",
+    "ContractError",
+    "KernelError",
+    "OutOfPages",
+    "reference",
+    "__version__",
+]
+
+
+if TYPE_CHECKING:
+    from quire import reference as reference
+else:
+
+    def __getattr__(name: str) -> object:
+        # The reference is a module that nothing fast imports: it is loaded when somebody asks for it.
+        if name == "reference":
+            from importlib import import_module
+
+            return import_module("quire.reference")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,0 +1,229 @@
+"""Which tokens a call is about: for each sequence its pages, its length, and its run of new tokens."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Sequence
+
+import torch
+
+from quire.errors import ArgumentError, describe
+
+if TYPE_CHECKING:
+    from quire.cache.pool import Sequence as PoolSequence
+
+INDEX_TYPES = (torch.int32, torch.int64)
+
+
+class Batch:
+    """A mixed batch of sequences. It aliases the caller's tensors, never copies them, and trusts nothing: `check` and the
+    operators look at the values.
+
+        page_table  [seqs, pages_per_seq]   page ids of a sequence, in order
+        kv_lens     [seqs]                  all tokens of a sequence, the new ones included
+        q_starts    [seqs + 1]              where a sequence's new tokens start among the rows of q; the last entry is their end
+        slots       [tokens]                where each new token is written, `page * page_size + offset`, -1 to skip it;
+                                            by default they follow from the other three
+
+    The maxima are hints for speed. A low one is reported by `check` and never truncates.
+    """
+
+    __slots__ = ("page_table", "kv_lens", "q_starts", "slots", "max_q_len", "max_kv_len", "copies", "sequences", "_slot_buffer")
+
+    def __init__(
+        self,
+        page_table: torch.Tensor,
+        kv_lens: torch.Tensor,
+        q_starts: torch.Tensor,
+        *,
+        slots: torch.Tensor | None = None,
+        max_q_len: int | None = None,
+        max_kv_len: int | None = None,
+        copies: Sequence[tuple[int, int]] = (),
+        sequences: Sequence[PoolSequence] | None = None,
+    ):
+        for name, tensor in (("page_table", page_table), ("kv_lens", kv_lens), ("q_starts", q_starts), ("slots", slots)):
+            if not isinstance(tensor, torch.Tensor) and not (name == "slots" and tensor is None):
+                raise ArgumentError(name, describe(tensor), "a tensor of int32 or int64")
+        for name, hint in (("max_q_len", max_q_len), ("max_kv_len", max_kv_len)):
+            if hint is not None and (not isinstance(hint, int) or isinstance(hint, bool) or hint < 0):
+                raise ArgumentError(name, describe(hint), "an int of 0 or more, known on the host, or None")
+        self.page_table, self.kv_lens, self.q_starts, self.slots = page_table, kv_lens, q_starts, slots
+        self.max_q_len, self.max_kv_len = max_q_len, max_kv_len
+        self.copies = tuple(copies)
+        """(source, target) pages to copy before this batch is written: a pool's copy-on-write. `write` applies them."""
+        self.sequences = None if sequences is None else tuple(sequences)
+        """The pool's sequences, row by row; they let a ledger tell one sequence's tokens from another's."""
+        self._slot_buffer: torch.Tensor | None = None
+
+    @property
+    def seqs(self) -> int:
+        return self.kv_lens.shape[0]
+
+    @property
+    def device(self) -> torch.device:
+        return self.page_table.device
+
+    def rows_of_tokens(self, tokens: int) -> torch.Tensor:
+        """The sequence of each of `tokens` rows of q, `[tokens]`; padding rows get `seqs`. No host read."""
+        at = torch.arange(tokens, device=self.device, dtype=self.q_starts.dtype)
+        return torch.searchsorted(self.q_starts[1:].contiguous(), at, right=True)
+
+    def slots_of_tokens(self, tokens: int, page_size: int) -> torch.Tensor:
+        """The slot of each of `tokens` rows of k and v, int64 `[tokens]`, -1 for padding rows and pages a table leaves
+        out. Those given as `slots` are taken as they are."""
+        if self.slots is not None:
+            return self.slots.to(torch.int64)
+        if not self.seqs or not tokens or not self.page_table.shape[1]:
+            return torch.full((tokens,), -1, dtype=torch.int64, device=self.device)
+        row = self.rows_of_tokens(tokens)
+        live = row < self.seqs
+        row = row.clamp(max=self.seqs - 1)
+        starts = self.q_starts.to(torch.int64)
+        at = torch.arange(tokens, device=self.device) - starts[row + 1] + self.kv_lens.to(torch.int64)[row]
+        column = torch.div(at, page_size, rounding_mode="floor")
+        live &= (column >= 0) & (column < self.page_table.shape[1])
+        page = self.page_table[row, column.clamp(0, self.page_table.shape[1] - 1)].to(torch.int64)
+        return torch.where(live & (page >= 0), page * page_size + at % page_size, -1)
+
+    @classmethod
+    def allocate(
+        cls,
+        seqs: int,
+        pages_per_seq: int,
+        tokens: int,
+        *,
+        max_q_len: int | None = None,
+        max_kv_len: int | None = None,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.int32,
+    ) -> Batch:
+        """A batch that owns buffers of a fixed size, for captured graphs: `fill` changes them in place. It starts empty."""
+        for name, size in (("seqs", seqs), ("pages_per_seq", pages_per_seq), ("tokens", tokens)):
+            if not isinstance(size, int) or isinstance(size, bool) or size < 0:
+                raise ArgumentError(name, describe(size), "an int of 0 or more")
+        if dtype not in INDEX_TYPES:
+            raise ArgumentError("dtype", dtype, "torch.int32 or torch.int64")
+        batch = cls(
+            torch.full((seqs, pages_per_seq), -1, dtype=dtype, device=device),
+            torch.zeros(seqs, dtype=dtype, device=device),
+            torch.zeros(seqs + 1, dtype=dtype, device=device),
+            max_q_len=max_q_len,
+            max_kv_len=max_kv_len,
+        )
+        batch._slot_buffer = torch.full((tokens,), -1, dtype=torch.int64, device=device)
+        return batch
+
+    def fill(
+        self, page_table: torch.Tensor, kv_lens: torch.Tensor, q_starts: torch.Tensor, slots: torch.Tensor | None = None
+    ) -> Batch:
+        """Takes over the values of another step, in place. Rows that are left over become empty (q_len 0). A batch that was
+        once filled with slots needs them every time: a captured graph goes on reading them."""
+        buffer = self._slot_buffer
+        if buffer is None:
+            raise ArgumentError("fill", "a batch that aliases its caller's tensors", "a batch made by Batch.allocate")
+        Batch(page_table, kv_lens, q_starts, slots=slots)
+        if page_table.dim() != 2 or kv_lens.shape != page_table.shape[:1] or q_starts.shape != (kv_lens.shape[0] + 1,):
+            given = ", ".join(f"{n} {list(t.shape)}" for n, t in (("page_table", page_table), ("kv_lens", kv_lens), ("q_starts", q_starts)))
+            raise ArgumentError("fill", given, "page_table [seqs, pages_per_seq], kv_lens [seqs], q_starts [seqs + 1]")
+        if slots is None and self.slots is not None:
+            raise ArgumentError("slots", None, "a tensor [tokens]: this batch was filled with slots before")
+        seqs, width = page_table.shape
+        sizes = (("seqs", seqs, self.seqs), ("pages_per_seq", width, self.page_table.shape[1]))
+        for name, size, room in (*sizes, ("tokens", 0 if slots is None else slots.shape[0], buffer.shape[0])):
+            if size > room:
+                raise ArgumentError(name, size, f"at most {room}, as allocated")
+        self.page_table.fill_(-1)[:seqs, :width].copy_(page_table)
+        self.kv_lens.zero_()[:seqs].copy_(kv_lens)
+        self.q_starts[: seqs + 1].copy_(q_starts)
+        self.q_starts[seqs + 1 :] = q_starts[-1]
+        if slots is not None:
+            self.slots = buffer
+            buffer.fill_(-1)[: slots.shape[0]].copy_(slots)
+        return self
+
+    @classmethod
+    def from_vllm(
+        cls,
+        *,
+        block_table: torch.Tensor,
+        seq_lens: torch.Tensor,
+        query_start_loc: torch.Tensor,
+        slot_mapping: torch.Tensor | None = None,
+        max_query_len: int | None = None,
+        max_seq_len: int | None = None,
+    ) -> Batch:
+        """vLLM's words. `seq_lens` counts all tokens there too; `slot_mapping` -1 is skipped. Nothing is copied."""
+        return cls(block_table, seq_lens, query_start_loc, slots=slot_mapping, max_q_len=max_query_len, max_kv_len=max_seq_len)
+
+    @classmethod
+    def from_flash_attn(
+        cls,
+        *,
+        block_table: torch.Tensor,
+        cu_seqlens_q: torch.Tensor | None = None,
+        seqlen_q: int | None = None,
+        seqused_k: torch.Tensor | None = None,
+        cache_seqlens: torch.Tensor | None = None,
+        appends: bool | None = None,
+        max_seqlen_q: int | None = None,
+        max_seqlen_k: int | None = None,
+    ) -> Batch:
+        """FlashAttention's words, varlen (`cu_seqlens_q`) or `q [batch, seqlen_q, ...]`.
+
+        `seqused_k` counts all tokens. `cache_seqlens` counts those *before* the call when k and v are passed to
+        `flash_attn_with_kvcache`, and all of them otherwise: say which with `appends`."""
+        if (seqused_k is None) == (cache_seqlens is None):
+            raise ArgumentError("seqused_k", "both or neither of seqused_k and cache_seqlens", "exactly one of them")
+        if (cu_seqlens_q is None) == (seqlen_q is None):
+            raise ArgumentError("cu_seqlens_q", "both or neither of cu_seqlens_q and seqlen_q", "exactly one of them")
+        if (cache_seqlens is None) != (appends is None):
+            raise ArgumentError("appends", appends, "True or False beside cache_seqlens, None beside seqused_k")
+        lens = seqused_k if seqused_k is not None else cache_seqlens
+        assert lens is not None
+        if cu_seqlens_q is None:
+            assert seqlen_q is not None
+            cu_seqlens_q = torch.arange(lens.shape[0] + 1, device=lens.device, dtype=lens.dtype) * seqlen_q
+            max_seqlen_q = seqlen_q if max_seqlen_q is None else max_seqlen_q
+        if appends:
+            lens = lens + cu_seqlens_q.diff().to(lens.dtype)
+        return cls(block_table, lens, cu_seqlens_q, max_q_len=max_seqlen_q, max_kv_len=max_seqlen_k)
+
+    @classmethod
+    def from_flashinfer(
+        cls,
+        *,
+        kv_indptr: torch.Tensor,
+        kv_indices: torch.Tensor,
+        kv_last_page_len: torch.Tensor,
+        page_size: int,
+        qo_indptr: torch.Tensor | None = None,
+        pages_per_seq: int | None = None,
+    ) -> Batch:
+        """FlashInfer's words: pages in CSR form, all tokens counted. Without `qo_indptr` every sequence has one new token
+        (the decode wrapper). The table is new memory; its width is `pages_per_seq`, or read from `kv_indptr` on the host."""
+        for name, tensor in (("kv_indptr", kv_indptr), ("kv_indices", kv_indices), ("kv_last_page_len", kv_last_page_len)):
+            if not isinstance(tensor, torch.Tensor) or tensor.dtype not in INDEX_TYPES:
+                raise ArgumentError(name, describe(tensor), "a tensor of int32 or int64")
+        seqs = kv_last_page_len.shape[0]
+        if kv_indptr.shape != (seqs + 1,):
+            raise ArgumentError("kv_indptr", describe(kv_indptr), f"[{seqs + 1}]: one more than kv_last_page_len")
+        counts = kv_indptr.diff()
+        if kv_indptr.device.type == "cpu" and seqs:
+            if int(counts.min()) < 0 or int(kv_indptr[0]) != 0 or int(kv_indptr[-1]) > kv_indices.shape[0]:
+                raise ArgumentError("kv_indptr", kv_indptr.tolist(), f"0 first, never falling, at most {kv_indices.shape[0]} (kv_indices)")
+        width = pages_per_seq if pages_per_seq is not None else (int(counts.max()) if seqs else 0)
+        column = torch.arange(width, device=kv_indptr.device)
+        at = kv_indptr[:-1, None].to(torch.int64) + column
+        inside = column < counts[:, None]
+        if kv_indices.numel():
+            table = torch.where(inside, kv_indices[at.clamp(max=kv_indices.shape[0] - 1)], -1)
+        else:
+            table = torch.full((seqs, width), -1, dtype=kv_indices.dtype, device=kv_indices.device)
+        kv_lens = torch.where(counts > 0, (counts - 1) * page_size + kv_last_page_len, 0)
+        if qo_indptr is None:
+            qo_indptr = torch.arange(seqs + 1, device=kv_indptr.device, dtype=kv_indptr.dtype)
+        return cls(table, kv_lens, qo_indptr)
+
+    def __repr__(self) -> str:
+        hints = "".join(f", {name}={getattr(self, name)}" for name in ("max_q_len", "max_kv_len") if getattr(self, name) is not None)
+        return f"Batch(seqs={self.kv_lens.shape}, page_table={describe(self.page_table)}{hints})"

@@ -1,0 +1,222 @@
+"""A paged KV cache of one layer: pages of K and V, how they are laid out, how they are stored, and their scales."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Iterable, Union
+
+import torch
+
+from quire.cache.format import Format, format_of
+from quire.cache.layout import Layout, layout_named
+from quire.cache.ledger import Ledger
+from quire.errors import ArgumentError, describe
+
+if TYPE_CHECKING:
+    from quire.cache.pool import PagePool
+
+Scale = Union[float, torch.Tensor, None]
+
+
+class KVCache:
+    """Pages of keys and values of one layer. Data only: `quire.write` fills it, `quire.attend` reads it.
+
+        k, v              the storage, in the layout's own shape; quantised formats may be bytes
+        k_view, v_view    the same memory as [pages, kv_heads, slot/, slot%, dim/, dim%], without a copy
+        k_scale, v_scale  fp32 [] or [kv_heads] or [pages, page_size, kv_heads], None if the format is not quantised
+    """
+
+    def __init__(
+        self,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layout: Layout,
+        format: Format,
+        k_scale: torch.Tensor | None,
+        v_scale: torch.Tensor | None,
+        pool: PagePool | None,
+        ledger: bool,
+    ):
+        self.k, self.v, self.layout, self.format = k, v, layout, format
+        self.k_view, self.v_view = layout.k.view(k), layout.v.view(v)
+        self.k_scale, self.v_scale, self.pool = k_scale, v_scale, pool
+        pages, kv_heads, slot_hi, slot_lo, _, _ = self.k_view.shape
+        self.pages, self.kv_heads, self.page_size = pages, kv_heads, slot_hi * slot_lo
+        self.head_dim = self.k_view.shape[4] * self.k_view.shape[5]
+        self.v_head_dim = self.v_view.shape[4] * self.v_view.shape[5]
+        self.ledger = Ledger(pages, self.page_size, k.device, pool) if ledger else None
+
+    @classmethod
+    def allocate(
+        cls,
+        pool: PagePool,
+        *,
+        kv_heads: int,
+        head_dim: int,
+        v_head_dim: int | None = None,
+        dtype: torch.dtype = torch.bfloat16,
+        format: str | None = None,
+        layout: str = "nhd",
+        x: int | None = None,
+        k_scale: Scale = None,
+        v_scale: Scale = None,
+        scales: str | None = None,
+        ledger: bool = False,
+        device: torch.device | str | None = None,
+    ) -> KVCache:
+        """A cache for the pages of `pool`.
+
+        `dtype` names the format, except for torch.uint8, whose `format` must be given. Quantised caches take `k_scale` and
+        `v_scale` (a number, or fp32 `[]` or `[kv_heads]`; 1 for fp8 if left out), or `scales="token"`: then `write` computes one
+        scale per token and head. `x` is the length of the split axis in layouts that split one (by default 16 bytes)."""
+        order, found = layout_named(layout), format_of(dtype, format)
+        v_head_dim = head_dim if v_head_dim is None else v_head_dim
+        for name, value, most in (("kv_heads", kv_heads, None), ("head_dim", head_dim, 512), ("v_head_dim", v_head_dim, 512)):
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1 or (most and value > most):
+                raise ArgumentError(name, describe(value), f"1 to {most}" if most else "1 or more")
+        if x is not None and not order.splits:
+            raise ArgumentError("x", x, f"None: layout {layout!r} splits no axis")
+        x = (x or 16 // found.itemsize) if order.splits else 1
+        device = pool.device if device is None else torch.device(device)
+        if scales not in (None, "token"):
+            raise ArgumentError("scales", repr(scales), "'token', or None for the scales given")
+        if scales == "token":
+            if not found.quantised or k_scale is not None or v_scale is not None:
+                given = f"'token' beside format {found} and k_scale {describe(k_scale)}, v_scale {describe(v_scale)}"
+                raise ArgumentError("scales", given, "'token' for a quantised format, without other scales")
+            k_scale = torch.ones(pool.pages, pool.page_size, kv_heads, device=device)
+            v_scale = torch.ones_like(k_scale)
+
+        def make(order_shape: tuple[int, ...]) -> torch.Tensor:
+            # Not torch.empty: a page that was never written then reads as zeros on every machine, and a leak is repeatable.
+            return torch.zeros(order_shape, dtype=dtype, device=device)
+
+        size = (pool.pages, pool.page_size, kv_heads)
+        if order.joint:
+            storage = (make(order.k.shape(*size, head_dim + v_head_dim, x)),)
+        else:
+            storage = (make(order.k.shape(*size, head_dim, x)), make(order.v.shape(*size, v_head_dim, x)))
+        return cls.wrap(
+            *storage, layout=layout, format=found.name, head_dim=head_dim, k_scale=k_scale, v_scale=v_scale, pool=pool, ledger=ledger
+        )
+
+    @classmethod
+    def wrap(
+        cls,
+        k_pages: torch.Tensor,
+        v_pages: torch.Tensor | None = None,
+        *,
+        layout: str,
+        format: str | None = None,
+        head_dim: int | None = None,
+        k_scale: Scale = None,
+        v_scale: Scale = None,
+        pool: PagePool | None = None,
+        ledger: bool = False,
+    ) -> KVCache:
+        """A cache over memory that somebody else owns; nothing is copied. Any strides will do (padded pages, K and V views of
+        one tensor). A joint layout is wrapped from one tensor, cut at `head_dim` (by default in the middle)."""
+        order = layout_named(layout)
+        for name, pages in (("k_pages", k_pages), ("v_pages", v_pages)):
+            if not isinstance(pages, torch.Tensor) and not (name == "v_pages" and pages is None):
+                raise ArgumentError(name, describe(pages), "a tensor of pages")
+        k, v = order.parts(*((k_pages,) if v_pages is None else (k_pages, v_pages)), head_dim=head_dim)
+        if k.dtype != v.dtype or k.device != v.device:
+            raise ArgumentError("v_pages", describe(v), f"the type and device of k_pages, {describe(k)}")
+        found = format_of(k.dtype, format)
+        k_view, v_view = order.k.view(k), order.v.view(v)
+        sizes = [(view.shape[0], view.shape[2] * view.shape[3], view.shape[1]) for view in (k_view, v_view)]
+        if sizes[0] != sizes[1]:
+            words = "pages {}, page_size {}, kv_heads {}"
+            raise ArgumentError("v_pages", words.format(*sizes[1]), f"those of k_pages: {words.format(*sizes[0])} in layout {layout!r}")
+        pages, page_size, kv_heads = sizes[0]
+        dims = {"head_dim": k_view.shape[4] * k_view.shape[5], "v_head_dim": v_view.shape[4] * v_view.shape[5]}
+        for name, dim in dims.items():
+            if not 1 <= dim <= 512:
+                raise ArgumentError(name, dim, "1 to 512")
+        if head_dim is not None and dims["head_dim"] != head_dim:
+            raise ArgumentError("head_dim", head_dim, f"{dims['head_dim']}, as k_pages {list(k.shape)} in layout {layout!r} says")
+        if page_size < 1 or kv_heads < 1:
+            raise ArgumentError("k_pages", describe(k), "page_size and kv_heads of 1 or more")
+        if pool is not None and (pool.pages, pool.page_size) != (pages, page_size):
+            raise ArgumentError("pool", f"{pool.pages} pages of {pool.page_size}", f"{pages} pages of {page_size}, as k_pages has")
+        for name, view in (("k_pages", k_view), ("v_pages", v_view)):
+            if any(stride == 0 and size > 1 for size, stride in zip(view.shape, view.stride())):
+                raise ArgumentError(name, f"an expanded tensor, strides {view.stride()}", "memory of its own for each element")
+        shapes = {"[]": (), "[kv_heads]": (kv_heads,), "[pages, page_size, kv_heads]": (pages, page_size, kv_heads)}
+        scale = [_scale(name, value, found, shapes, k.device) for name, value in (("k_scale", k_scale), ("v_scale", v_scale))]
+        if scale[0] is not None and scale[1] is not None and (scale[0].dim() == 3) != (scale[1].dim() == 3):
+            raise ArgumentError("v_scale", describe(scale[1]), f"one per token and head, as k_scale {describe(scale[0])}, or neither")
+        return cls(k, v, order, found, scale[0], scale[1], pool, ledger)
+
+    @property
+    def device(self) -> torch.device:
+        return self.k.device
+
+    @property
+    def scale_kind(self) -> str:
+        """'none', 'tensor', 'head' or 'token': what one scale of K stands for."""
+        return "none" if self.k_scale is None else ("tensor", "head", "", "token")[self.k_scale.dim()]
+
+    def copy_pages(self, copies: Iterable[tuple[int, int]]) -> None:
+        """Copies whole pages, (source, target) each, K, V, scales and ledger: what a pool's copy-on-write asks for. All
+        sources are read before any target is written."""
+        pairs = list(copies)
+        if not pairs:
+            return
+        for source, target in pairs:
+            if not (0 <= source < self.pages and 0 <= target < self.pages):
+                raise ArgumentError("copies", (source, target), f"page ids in [0, {self.pages})")
+        if len({target for _, target in pairs}) < len(pairs):
+            raise ArgumentError("copies", pairs, "targets that differ")
+        source, target = torch.tensor(pairs, device=self.device).unbind(1)
+        per_slot = [t for t in (self.k_scale, self.v_scale) if t is not None and t.dim() == 3]
+        for tensor in (self.k_bytes, self.v_bytes, *per_slot):
+            tensor.index_copy_(0, target, tensor.index_select(0, source))
+        if self.ledger is not None:
+            self.ledger.copy_pages(source, target)
+
+    @property
+    def k_bytes(self) -> torch.Tensor:
+        """K as storage that every torch operator can move: one-byte floats as uint8."""
+        return _movable(self.k)
+
+    @property
+    def v_bytes(self) -> torch.Tensor:
+        return _movable(self.v)
+
+    def __repr__(self) -> str:
+        dims = f"{self.head_dim}" if self.v_head_dim == self.head_dim else f"{self.head_dim}/{self.v_head_dim}"
+        scales = "" if self.scale_kind == "none" else f", scales={self.scale_kind}"
+        return (
+            f"KVCache({self.pages} pages x {self.page_size} slots x {self.kv_heads} heads x {dims}, {self.format}, "
+            f"layout={self.layout}{scales}, {self.device})"
+        )
+
+
+def _movable(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
+
+
+def _scale(
+    name: str, value: Scale, format: Format, shapes: dict[str, tuple[int, ...]], device: torch.device
+) -> torch.Tensor | None:
+    """One scale as an fp32 tensor of an allowed shape. Host values are looked at: a zero or NaN scale is refused."""
+    if not format.quantised:
+        if value is not None:
+            raise ArgumentError(name, describe(value), f"None: format {format} is not quantised")
+        return None
+    if value is None:
+        if format.name == "int8":
+            raise ArgumentError(name, None, "a scale: int8 holds whole numbers from -127 to 127")
+        value = 1.0
+    if not isinstance(value, torch.Tensor):
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value <= 0:
+            raise ArgumentError(name, describe(value), "a finite number above 0")
+        return torch.tensor(float(value), dtype=torch.float32, device=device)
+    if value.dtype is not torch.float32 or tuple(value.shape) not in shapes.values():
+        allowed = ", ".join(f"{words} = {list(shape)}" for words, shape in shapes.items())
+        raise ArgumentError(name, describe(value), f"float32 of shape {allowed}")
+    if value.device != device:
+        raise ArgumentError(name, describe(value), f"on {device}, as the pages are")
+    return value

@@ -1,0 +1,151 @@
+"""What was written where, slot by slot: the memory that lets a check say never written, stale, or another sequence's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+if TYPE_CHECKING:
+    from quire.cache.pool import PagePool
+    from quire.cache.pool import Sequence as PoolSequence
+
+UNKNOWN = -1
+"""A writer nobody named: it is not compared."""
+_FREE = -1
+"""The pool's number of a slot that no token has."""
+_RELEASED = -2
+"""The ledger's number of a slot that `release` gave back."""
+
+
+class Finding(NamedTuple):
+    """One token that is not where it should be, or would be written where it should not."""
+
+    row: int
+    position: int
+    slot: int
+    page: int
+    offset: int
+    reason: str
+
+    def __str__(self) -> str:
+        return f"row {self.row}, position {self.position}: slot {self.slot} (page {self.page}, offset {self.offset}): {self.reason}"
+
+
+class Ledger:
+    """Beside the pages of one cache, on their device, three numbers for each slot `[pages * page_size]`:
+
+        position  int32   the position of the token that was written last, -1 for none
+        writer    int32   the sequence it was written for, -1 for unknown
+        issue     int64   the number the pool had given the slot by then
+
+    A slot holds the right token if all three are what the reader's sequence and the pool say now. Without a pool the numbers
+    are 0, and only `release` makes a slot stale. Recording never reads the device; only the audits do.
+    """
+
+    def __init__(self, pages: int, page_size: int, device: torch.device | str, pool: PagePool | None = None):
+        self.pages, self.page_size, self.pool = pages, page_size, pool
+        self._size = pages * page_size
+
+        def cells(value: int, dtype: torch.dtype) -> torch.Tensor:
+            # The one cell too many takes what is skipped: nothing then depends on a value the host would have to read.
+            return torch.full((self._size + 1,), value, dtype=dtype, device=device)
+
+        self._cells = cells(-1, torch.int32), cells(UNKNOWN, torch.int32), cells(0, torch.int64)
+        self.position, self.writer, self.issue = (cell[: self._size] for cell in self._cells)
+        self.device = self.issue.device
+        self._current = torch.zeros_like(self.issue) if pool is None else pool.issue_on(self.device)
+
+    def record(self, slots: torch.Tensor, positions: torch.Tensor, writers: torch.Tensor | None = None) -> None:
+        """Notes that tokens were written: integers `[tokens]` each. Slots outside the cache, -1 among them, are skipped."""
+        inside = (slots >= 0) & (slots < self._size)
+        at = torch.where(inside, slots, self._size).to(torch.int64)
+        position, writer, issue = self._cells
+        position[at] = positions.to(position.dtype)
+        writer[at] = (torch.full_like(at, UNKNOWN) if writers is None else writers).to(writer.dtype)
+        issue[at] = self._current[at.clamp(max=self._size - 1)]
+
+    def copy_pages(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        """Notes that whole pages were copied, all sources read before any target was written."""
+        for cells in (self.position, self.writer, self.issue):
+            pages = cells.view(self.pages, self.page_size)
+            pages[target] = pages[source]
+
+    def release(self, pages: torch.Tensor) -> None:
+        """Notes that pages were given back, for engines that keep pages themselves; a pool's are known."""
+        self.issue.view(self.pages, self.page_size)[pages] = _RELEASED
+
+    def audit_read(
+        self, slots: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor, sequences: Sequence[PoolSequence] | None = None
+    ) -> list[Finding]:
+        """Every token of `(row, position)` that its slot does not hold, in order. All three are integers `[n]`; slots outside
+        the cache are another rule's business. `sequences` are the pool's, row by row: they say who wrote which position."""
+        facts = self._facts(slots, positions, rows, sequences)
+        writer, issue, now, owner = facts["writer"], facts["issue"], facts["now"], facts["owner"]
+        return self._findings(
+            facts,
+            (facts["held"] < 0, "never written"),
+            (issue == _FREE, "stale: written while the slot was free"),
+            ((now == _FREE) | (issue == _RELEASED), "stale: freed after it was written"),
+            (issue != now, "stale: written at step {issue}, the slot was handed out again for a token of step {now}"),
+            (facts["position"] >= facts["length"], "beyond its sequence, which has {length} tokens"),
+            (
+                (writer != owner) & (writer != UNKNOWN) & (owner != UNKNOWN),
+                "another sequence's: written by sequence {writer} at position {held}",
+            ),
+            (facts["held"] != facts["position"], "another position's: written at position {held}"),
+        )
+
+    def audit_write(
+        self, slots: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor, sequences: Sequence[PoolSequence] | None = None
+    ) -> list[Finding]:
+        """Every token of `(row, position)` that must not be written to its slot, in order; to be asked before the write. A slot
+        is written once in a call, and once for each time that a pool hands it out. Arguments as in `audit_read`."""
+        facts = self._facts(slots, positions, rows, sequences)
+        order = torch.argsort(facts["slot"], stable=True)
+        again = torch.zeros_like(order, dtype=torch.bool)
+        again[order[1:]] = facts["slot"][order].diff() == 0
+        # Without a pool nobody says when a slot is handed out again: only a second write in one call is known to be wrong.
+        written = (facts["held"] >= 0) & (facts["issue"] == facts["now"]) & (self.pool is not None)
+        return self._findings(
+            facts,
+            (again, "written twice in one call"),
+            (facts["now"] == _FREE, "free: the pool has given the slot to no token"),
+            (facts["position"] >= facts["length"], "beyond its sequence, which has {length} tokens"),
+            (written & (facts["writer"] == UNKNOWN), "written twice: already at step {issue}, at position {held}"),
+            (written, "written twice: already at step {issue}, by sequence {writer} at position {held}"),
+        )
+
+    def _facts(
+        self, slots: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor, sequences: Sequence[PoolSequence] | None
+    ) -> dict[str, torch.Tensor]:
+        """What the ledger, the pool and the sequences say about each token, by the names that the reasons use."""
+        slot, position, row = (t.to(self.device, torch.int64) for t in (slots, positions, rows))
+        inside = (slot >= 0) & (slot < self._size)
+        slot, position, row = slot[inside], position[inside], row[inside]
+        now = self._current if self.pool is None else self.pool.issue.to(self.device)
+        facts = {"slot": slot, "position": position, "row": row, "now": now[slot]}
+        facts |= {"held": self.position[slot], "writer": self.writer[slot], "issue": self.issue[slot]}
+        if sequences is None:
+            return facts | {"owner": torch.full_like(slot, UNKNOWN), "length": position + 1}
+        # The runs of all rows as one sorted list: a single search finds the run of every token.
+        runs = [((row << 32) + start, id) for row, s in enumerate(sequences) for start, id in s.runs or [(0, UNKNOWN)]]
+        starts, ids = torch.tensor(runs, dtype=torch.int64, device=self.device).view(-1, 2).unbind(1)
+        lengths = torch.tensor([s.length for s in sequences], dtype=torch.int64, device=self.device)
+        owner = ids[torch.searchsorted(starts.contiguous(), (row << 32) + position, right=True) - 1]
+        return facts | {"owner": owner, "length": lengths[row]}
+
+    def _findings(self, facts: dict[str, torch.Tensor], *reasons: tuple[torch.Tensor, str]) -> list[Finding]:
+        """The tokens to which a reason applies, each with the first that does."""
+        applies = torch.stack([condition for condition, _ in reasons])
+        bad = applies.any(0).nonzero()[:, 0]
+        firsts = applies[:, bad].int().argmax(0).tolist()
+        values = {name: fact[bad].tolist() for name, fact in facts.items()}
+        findings = []
+        for i, first in enumerate(firsts):
+            token = {name: value[i] for name, value in values.items()}
+            page, offset = divmod(token["slot"], self.page_size)
+            reason = reasons[first][1].format_map(token)
+            findings.append(Finding(token["row"], token["position"], token["slot"], page, offset, reason))
+        return sorted(findings)

@@ -1,0 +1,63 @@
+"""The command line: one file a verb. Each has `HELP`, `EXAMPLES`, `add_arguments(parser)` and `run(args) -> exit code`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from importlib import import_module, metadata
+from importlib.util import find_spec
+
+from quire.errors import ArgumentError
+
+VERBS = ("doctor", "demo", "explain", "bench")
+
+EXAMPLES = """\
+examples:
+  quire doctor                      is this machine fine?
+  quire demo                        watch a small decoder use a paged cache
+  quire explain --arch gfx942       which kernel would an MI300X run, and why?
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """0: fine. 1: the answer is no. 2: the question was wrong."""
+    argv = sys.argv[1:] if argv is None else argv
+    parser = argparse.ArgumentParser(
+        "quire",
+        description="Paged attention that explains itself.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"quire {version('quire')}")
+    verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
+    # Only the verb that was asked for is imported; to list them all, all are.
+    asked = tuple(verb for verb in VERBS if argv and argv[0] == verb)
+    for verb in asked or VERBS:
+        if find_spec(f"quire.cli.{verb}") is None:
+            continue
+        module = import_module(f"quire.cli.{verb}")
+        one = verbs.add_parser(
+            verb,
+            usage=f"quire {verb} [options]    (all of them: quire {verb} --help)",
+            help=module.HELP,
+            description=module.HELP,
+            epilog=getattr(module, "EXAMPLES", None),
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        module.add_arguments(one)
+        one.set_defaults(run=module.run, parser=one)
+    args = parser.parse_args(argv)
+    try:
+        code: int = args.run(args)
+    except ArgumentError as error:
+        args.parser.error(str(error))
+    return code
+
+
+def version(package: str) -> str:
+    """The installed version of a package."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "not installed"

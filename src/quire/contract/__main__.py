@@ -1,0 +1,3 @@
+from quire.contract.document import render
+
+print(render(), end="")

@@ -1,0 +1,167 @@
+"""One call as it was made: the arguments of `attend` or `write`, and the values of its index tensors once a rule needs them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from quire.batch import Batch
+from quire.cache.kv_cache import KVCache
+from quire.options import PLAIN, Options
+
+
+@dataclass
+class Call:
+    """The arguments of one operation. `q` is absent in a write; `k, v` are what a write stores, `new` what an attend in context
+    form takes instead of the cache."""
+
+    cache: KVCache
+    batch: Batch
+    q: torch.Tensor | None = None
+    options: Options = PLAIN
+    new: tuple[torch.Tensor, torch.Tensor] | None = None
+    out: torch.Tensor | None = None
+    k: torch.Tensor | None = None
+    v: torch.Tensor | None = None
+    slots: torch.Tensor | None = None
+
+    @property
+    def writes(self) -> bool:
+        return self.k is not None or self.v is not None
+
+    @property
+    def given_slots(self) -> torch.Tensor | None:
+        return self.batch.slots if self.slots is None else self.slots
+
+    @property
+    def tokens(self) -> int:
+        """The rows of q, or of k in a write."""
+        rows = self.q if self.q is not None else self.k
+        return 0 if rows is None or rows.dim() < 1 else rows.shape[0]
+
+    @property
+    def index_tensors(self) -> dict[str, torch.Tensor]:
+        """The integer tensors, by the names a user knows them by."""
+        named = {"page_table": self.batch.page_table, "kv_lens": self.batch.kv_lens, "q_starts": self.batch.q_starts}
+        if self.writes and self.given_slots is not None:
+            named["slots"] = self.given_slots
+        if self.q is not None and self.options.positions is not None:
+            named["positions"] = self.options.positions
+        return named
+
+    @property
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Every tensor of the call besides the cache's, by name."""
+        named: dict[str, torch.Tensor | None] = {"q": self.q, "k": self.k, "v": self.v, "out": self.out, **self.index_tensors}
+        if self.new is not None:
+            named |= {"new[0]": self.new[0], "new[1]": self.new[1]}
+        for name in ("alibi", "sinks", "causal", "mask", "q_scale", "out_scale"):
+            value = getattr(self.options, name)
+            if self.q is not None and isinstance(value, torch.Tensor):
+                named[name] = value
+        return {name: tensor for name, tensor in named.items() if tensor is not None}
+
+    # The values. Only rules that read values ask for them, and only once the static rules hold.
+
+    @cached_property
+    def page_table(self) -> torch.Tensor:
+        return self.batch.page_table.cpu().long()
+
+    @cached_property
+    def kv_lens(self) -> torch.Tensor:
+        return self.batch.kv_lens.cpu().long()
+
+    @cached_property
+    def q_starts(self) -> torch.Tensor:
+        return self.batch.q_starts.cpu().long()
+
+    @cached_property
+    def q_lens(self) -> torch.Tensor:
+        return self.q_starts.diff()
+
+    @cached_property
+    def context(self) -> torch.Tensor:
+        return self.kv_lens - self.q_lens
+
+    @cached_property
+    def lengths_hold(self) -> bool:
+        """Whether the lengths make sense, so that what they point at can be looked at."""
+        starts, lens = self.q_starts, self.q_lens
+        if starts[0] != 0 or bool((lens < 0).any()) or int(starts[-1]) > self.tokens or bool((self.kv_lens < 0).any()):
+            return False
+        return not bool((self.lens_bound & (lens > self.kv_lens)).any())
+
+    @cached_property
+    def lens_bound(self) -> torch.Tensor:
+        """The sequences whose new tokens must be among their keys, bool `[seqs]`: all but those of non-causal calls."""
+        live = self.q_lens > 0
+        if self.writes or self.new is not None or self.options.mask is not None:
+            return live
+        if isinstance(self.options.causal, torch.Tensor):
+            return live & self.options.causal.cpu()
+        return live if self.options.causal else torch.zeros_like(live)
+
+    @cached_property
+    def first_needed(self) -> torch.Tensor:
+        """The first position of each sequence that one of its queries can see, `[seqs]`."""
+        left, _ = self.options.sides
+        if left is None:
+            return torch.zeros_like(self.kv_lens)
+        first = self.context.clone()
+        if self.options.positions is not None:
+            positions = self.options.positions.cpu().long()
+            for seq in (self.q_lens > 0).nonzero().flatten().tolist():
+                first[seq] = positions[self.q_starts[seq] : self.q_starts[seq + 1]].min()
+        return torch.minimum((first - left).clamp(min=0), self.context.clamp(min=0))
+
+    @cached_property
+    def end_needed(self) -> torch.Tensor:
+        """One past the last position of each sequence that an attend takes from the cache, `[seqs]`."""
+        end = self.context if self.new is not None else self.kv_lens
+        return torch.where(self.q_lens > 0, end, 0)
+
+    @cached_property
+    def needed(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Every token that an attend reads from the cache: its sequence and its position, `[n]` each, in order."""
+        first = torch.minimum(self.first_needed, self.end_needed)
+        counts = self.end_needed - first
+        seq = torch.repeat_interleave(torch.arange(len(counts)), counts)
+        at = torch.arange(int(counts.sum())) - (counts.cumsum(0) - counts)[seq] + first[seq]
+        if self.options.mask is not None and self.new is None:
+            seen = torch.ones_like(seq, dtype=torch.bool)
+            for s in (self.q_lens > 0).nonzero().flatten().tolist():
+                seen[(seq == s) & (at >= self.context[s])] = self._tree_seen(s)
+            seq, at = seq[seen], at[seen]
+        return seq, at
+
+    def _tree_seen(self, seq: int) -> torch.Tensor:
+        """Which of a sequence's new tokens any of them sees, bool `[q_len]`."""
+        assert self.options.mask is not None
+        start, stop = int(self.q_starts[seq]), int(self.q_starts[seq + 1])
+        visible = self.options.mask[start:stop, : stop - start].cpu()
+        left, right = self.options.sides
+        if self.options.positions is not None:
+            at = self.options.positions[start:stop].cpu().long()
+            distance = at[:, None] - at
+            visible = visible & (distance <= left if left is not None else True) & (distance >= -right if right is not None else True)
+        return visible.any(0)
+
+    @cached_property
+    def stored(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Every token that a write stores: its row of k, its slot and its position, `[n]` each. Position -1 where the batch does
+        not know the token."""
+        given = self.given_slots
+        host = Batch(self.page_table, self.kv_lens, self.q_starts, slots=None if given is None else given.cpu())
+        slot = host.slots_of_tokens(self.tokens, self.cache.page_size)
+        row = (slot >= 0).nonzero().flatten()
+        seq = self.sequence_of_rows(row)
+        known = seq < host.seqs
+        at = torch.full_like(row, -1)
+        at[known] = row[known] - self.q_starts[1:][seq[known]] + self.kv_lens[seq[known]]
+        return row, slot[row], at
+
+    def sequence_of_rows(self, rows: torch.Tensor) -> torch.Tensor:
+        """The sequence of each row of q or k; `seqs` for padding rows."""
+        return torch.searchsorted(self.q_starts[1:].contiguous(), rows, right=True)

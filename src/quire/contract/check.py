@@ -1,0 +1,67 @@
+"""Runs the rules over a call: all of them, always, or until the static ones show that values cannot be read."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Iterator, Literal
+
+import torch
+
+from quire.batch import Batch
+from quire.cache.kv_cache import KVCache
+from quire.contract.call import Call
+from quire.contract.rule import Violation
+from quire.contract.rules import CONTRACT
+from quire.errors import ContractError
+from quire.options import PLAIN, Options
+
+Level = Literal["auto", "full"]
+"""auto: static rules always, values where they lie in host memory. full: values wherever they lie."""
+
+_checked: ContextVar[bool] = ContextVar("quire_checked", default=False)
+
+
+def check(
+    q: torch.Tensor | None,
+    cache: KVCache,
+    batch: Batch,
+    options: Options | None = None,
+    *,
+    new: tuple[torch.Tensor, torch.Tensor] | None = None,
+    out: torch.Tensor | None = None,
+    k: torch.Tensor | None = None,
+    v: torch.Tensor | None = None,
+    slots: torch.Tensor | None = None,
+) -> list[Violation]:
+    """Every violation of the contract by this call, values included, in the order of the contract; an empty list if there is none.
+
+    With `k` and `v` the write is checked too (`q` may be None then): together they are what `step` does. Nothing is written."""
+    return violations(Call(cache, batch, q, options or PLAIN, new, out, k, v, slots), "full")
+
+
+@contextmanager
+def checked() -> Iterator[None]:
+    """Within it every operation of this thread or task checks its whole call first, on any device, and raises at the first bad one.
+    A hint that is too low counts as bad here."""
+    token = _checked.set(True)
+    try:
+        yield
+    finally:
+        _checked.reset(token)
+
+
+def violations(call: Call, level: Level) -> list[Violation]:
+    found = {rule.id: [v for find in rule.static for v in find(call)] for rule in CONTRACT}
+    if not any(found.values()) and (level == "full" or call.cache.device.type == "cpu"):
+        for rule in CONTRACT:
+            found[rule.id] += [v for find in rule.values for v in find(call)]
+    return [v for of_rule in found.values() for v in of_rule]
+
+
+def enforce(operation: str, call: Call, level: Level) -> None:
+    """Raises if the call breaks the contract. Low hints pass, except under `checked()`."""
+    strict = _checked.get()
+    broken = [v for v in violations(call, "full" if strict else level) if strict or not v.harmless]
+    if broken:
+        raise ContractError(operation, broken)

@@ -1,0 +1,29 @@
+"""Pictures of what is wrong: a few cells of a row with the bad one marked."""
+
+from __future__ import annotations
+
+from typing import Sequence
+
+AROUND = 5
+"""How many cells are shown on each side of the bad one."""
+
+
+def row_picture(label: str, cells: Sequence[object], bad: int, note: str = "") -> str:
+    """A row of a table, the bad cell in brackets and underlined.
+
+    >>> print(row_picture("page_table[2]", [12, 7, 900, 4], 2, "kv_len 60 needs 4 pages"))
+      page_table[2]    12    7 [900]   4
+                               ^^^^^  kv_len 60 needs 4 pages
+    """
+    first, last = max(0, bad - AROUND), min(len(cells), bad + AROUND + 1)
+    width = max([len(str(cell)) for cell in cells[first:last]], default=1) + 1
+    line = f"  {label}  " + ("... " if first else "")
+    under = 0, 0
+    for i in range(first, last):
+        text = f"[{cells[i]}]" if i == bad else f"{cells[i]} "
+        line += f"{text:>{width + 2}}"
+        if i == bad:
+            under = len(line) - len(text), len(text)
+    line = (line + (" ..." if last < len(cells) else "")).rstrip()
+    marks = " " * under[0] + "^" * under[1]
+    return f"{line}\n{marks}" + (f"  {note}" if note else "")

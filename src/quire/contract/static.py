@@ -1,0 +1,176 @@
+"""Checks of shapes, types and devices: they read no value, cost next to nothing, and run in every call."""
+
+from __future__ import annotations
+
+from typing import Iterator
+
+import torch
+
+from quire.batch import INDEX_TYPES
+from quire.contract.call import Call
+from quire.contract.rule import Violation
+from quire.errors import describe
+from quire.problem import default_out_dtype, dtype_name, is_fp8
+
+FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def index_types(call: Call) -> Iterator[Violation]:
+    for name, tensor in call.index_tensors.items():
+        if tensor.dtype not in INDEX_TYPES:
+            hint = " (torch.cumsum of int32 gives int64, which is allowed too)" if name == "q_starts" else ""
+            yield Violation("index-types", name, describe(tensor), f"int32 or int64, read in its own type{hint}")
+
+
+def batch_shapes(call: Call) -> Iterator[Violation]:
+    batch = call.batch
+    if batch.kv_lens.dim() != 1:
+        yield Violation("shapes", "kv_lens", describe(batch.kv_lens), "[seqs]")
+        return
+    seqs = batch.seqs
+    if batch.q_starts.dim() != 1 or batch.q_starts.shape[0] != seqs + 1:
+        allowed = f"[{seqs + 1}]: one more entry than kv_lens [{seqs}]; the last one is where the new tokens end"
+        yield Violation("shapes", "q_starts", describe(batch.q_starts), allowed)
+    if batch.page_table.dim() != 2 or batch.page_table.shape[0] != seqs:
+        yield Violation("shapes", "page_table", describe(batch.page_table), f"[{seqs}, pages_per_seq]: one row for each of kv_lens")
+
+
+def query_shapes(call: Call) -> Iterator[Violation]:
+    q, cache = call.q, call.cache
+    if q is None:
+        return
+    if not isinstance(q, torch.Tensor) or q.dim() != 3:
+        yield Violation("shapes", "q", describe(q), "[tokens, q_heads, head_dim]")
+        return
+    if q.dtype not in FLOATS and not is_fp8(q.dtype):
+        yield Violation("shapes", "q", describe(q), "float32, float16, bfloat16, or fp8 with q_scale")
+    if q.shape[2] != cache.head_dim:
+        yield Violation("shapes", "q", f"head_dim {q.shape[2]}", f"{cache.head_dim}, as the cache has")
+    if q.shape[1] == 0 or q.shape[1] % cache.kv_heads:
+        yield Violation("shapes", "q", f"{q.shape[1]} q_heads", f"a multiple of kv_heads = {cache.kv_heads}")
+    if q.requires_grad and torch.is_grad_enabled():
+        yield Violation("shapes", "q", "a tensor that requires grad", "inference only: call under torch.no_grad() or detach it")
+    for name in ("alibi", "sinks"):
+        value = getattr(call.options, name)
+        if value is not None and value.shape[0] != q.shape[1]:
+            yield Violation("shapes", name, f"{value.shape[0]} entries", f"[q_heads] = {q.shape[1]}: one for each query head")
+    causal, mask, positions = call.options.causal, call.options.mask, call.options.positions
+    if isinstance(causal, torch.Tensor) and causal.shape[0] != call.batch.kv_lens.shape[0]:
+        yield Violation("shapes", "causal", describe(causal), f"[seqs] = {call.batch.kv_lens.shape[0]}")
+    if mask is not None and mask.shape[0] != q.shape[0]:
+        yield Violation("shapes", "mask", describe(mask), f"[tokens, M] with tokens = {q.shape[0]}, as q has")
+    if positions is not None and positions.shape[0] != q.shape[0]:
+        yield Violation("shapes", "positions", describe(positions), f"[tokens] = {q.shape[0]}, as q has")
+
+
+def key_value_shapes(call: Call) -> Iterator[Violation]:
+    pairs = []
+    if call.new is not None:
+        if call.q is None or call.q.dim() != 3:
+            return
+        if not isinstance(call.new, (tuple, list)) or len(call.new) != 2:
+            yield Violation("shapes", "new", describe(call.new), "a pair (k, v)")
+            return
+        pairs.append((("new[0]", call.new[0]), ("new[1]", call.new[1]), call.q.shape[0]))
+    if call.writes:
+        rows = call.k.shape[0] if isinstance(call.k, torch.Tensor) and call.k.dim() else None
+        pairs.append((("k", call.k), ("v", call.v), rows))
+    for k, v, tokens in pairs:
+        for (name, x), dim, word in ((k, call.cache.head_dim, "head_dim"), (v, call.cache.v_head_dim, "v_head_dim")):
+            want = f"[tokens, kv_heads, {word}] = [{'tokens' if tokens is None else tokens}, {call.cache.kv_heads}, {dim}]"
+            if not isinstance(x, torch.Tensor) or x.dim() != 3 or tuple(x.shape[1:]) != (call.cache.kv_heads, dim):
+                yield Violation("shapes", name, describe(x), want)
+            elif tokens is not None and x.shape[0] != tokens:
+                yield Violation("shapes", name, describe(x), want)
+            elif x.dtype not in FLOATS:
+                yield Violation("shapes", name, describe(x), "float32, float16 or bfloat16")
+        if isinstance(k[1], torch.Tensor) and isinstance(v[1], torch.Tensor) and k[1].dtype != v[1].dtype:
+            yield Violation("shapes", v[0], describe(v[1]), f"the type of {k[0]}, {dtype_name(k[1].dtype)}")
+    slots = call.given_slots
+    if call.writes and slots is not None and (slots.dim() != 1 or slots.shape[0] != call.tokens):
+        yield Violation("shapes", "slots", describe(slots), f"[tokens] = {call.tokens}, one for each row of k")
+
+
+def one_device(call: Call) -> Iterator[Violation]:
+    for name, tensor in call.tensors.items():
+        # A scale is one number: torch combines it with tensors of any device.
+        if tensor.device != call.cache.device and name not in ("q_scale", "out_scale"):
+            yield Violation("devices", name, describe(tensor), f"on {call.cache.device}, where the cache is")
+
+
+def output(call: Call) -> Iterator[Violation]:
+    q, out, options = call.q, call.out, call.options
+    if q is None or q.dim() != 3:
+        return
+    if out is None:
+        return
+    shape = (q.shape[0], q.shape[1], call.cache.v_head_dim)
+    if not isinstance(out, torch.Tensor) or tuple(out.shape) != shape:
+        yield Violation("output", "out", describe(out), f"[tokens, q_heads, v_head_dim] = {list(shape)}")
+        return
+    if options.out_scale is not None and not is_fp8(out.dtype):
+        yield Violation("output", "out", describe(out), "an fp8 type: out_scale divides an fp8 output")
+    elif options.out_scale is None and is_fp8(out.dtype):
+        yield Violation("output", "out", describe(out), "an fp8 output needs Options(out_scale=...)")
+    elif options.out_scale is None and out.dtype not in FLOATS:
+        yield Violation("output", "out", describe(out), "float32, float16 or bfloat16; fp8 with out_scale")
+    if any(stride == 0 and size > 1 for size, stride in zip(out.shape, out.stride())):
+        yield Violation("output", "out", f"an expanded tensor, strides {out.stride()}", "memory of its own for each element")
+    inputs = {name: tensor for name, tensor in call.tensors.items() if name != "out"}
+    inputs |= {"the cache's K": call.cache.k, "the cache's V": call.cache.v}
+    inputs |= {name: t for name, t in (("k_scale", call.cache.k_scale), ("v_scale", call.cache.v_scale)) if t is not None}
+    for name, tensor in inputs.items():
+        if share_memory(out, tensor):
+            yield Violation("output", "out", f"memory shared with {name}", "memory of its own: nothing else is touched")
+
+
+def share_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors can touch the same bytes. Interleaved views of one buffer (K and V halves of a projection, say) count
+    as apart if no element of one lies in the other: their bytes are compared exactly where that is cheap."""
+    if not a.numel() or not b.numel() or a.device != b.device or a.untyped_storage().data_ptr() != b.untyped_storage().data_ptr():
+        return False
+    first, last = _span(a)
+    start, stop = _span(b)
+    if last <= start or stop <= first:
+        return False
+    apart = _residues(a, b)
+    return not apart
+
+
+def _span(t: torch.Tensor) -> tuple[int, int]:
+    """The bytes of its storage from the first element to the last."""
+    first = t.storage_offset() * t.element_size()
+    return first, first + (sum((n - 1) * s for n, s in zip(t.shape, t.stride())) + 1) * t.element_size()
+
+
+def _residues(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two views of one buffer with the same row stride keep to different columns of it."""
+    row = a.stride(0) * a.element_size()
+    if a.dim() < 2 or b.dim() < 2 or row == 0 or b.stride(0) * b.element_size() != row:
+        return False
+    spans = []
+    for t in (a, b):
+        first, last = _span(t[0])
+        if last - first > row:
+            return False
+        spans.append((first % row, first % row + last - first))
+    (a0, a1), (b0, b1) = spans
+    return (a1 <= b0 or b1 <= a0) and a1 <= row and b1 <= row
+
+
+def quantisation(call: Call) -> Iterator[Violation]:
+    q, options, cache = call.q, call.options, call.cache
+    if q is None or q.dim() != 3:
+        return
+    if is_fp8(q.dtype) and options.q_scale is None:
+        yield Violation("quantisation", "q_scale", "None beside fp8 queries", "a number above 0, or an fp32 tensor []")
+    if not is_fp8(q.dtype) and options.q_scale is not None:
+        yield Violation("quantisation", "q_scale", f"a scale beside {dtype_name(q.dtype)} queries", "None: only fp8 queries have one")
+    if options.batch_invariant and call.new is not None and cache.format.quantised:
+        given = f"context form over {cache.format}: new tokens are exact now, quantised in the next call"
+        yield Violation("quantisation", "batch_invariant", given, "full form (write first, then attend without new)")
+
+
+def out_dtype(call: Call) -> torch.dtype:
+    assert call.q is not None
+    return call.out.dtype if call.out is not None else default_out_dtype(call.q.dtype, call.options)

@@ -1,0 +1,235 @@
+"""Checks of values: index tensors, scales and the ledger. They run once the static ones hold, and never dereference a bad index."""
+
+from __future__ import annotations
+
+import math
+from typing import Iterator
+
+import torch
+
+from quire.cache.ledger import Finding
+from quire.contract.call import Call
+from quire.contract.picture import row_picture
+from quire.contract.rule import Violation
+
+
+def starts(call: Call) -> Iterator[Violation]:
+    at = call.q_starts
+    cells = at.tolist()
+    if cells[0] != 0:
+        picture = row_picture("q_starts", cells, 0)
+        yield Violation("lengths", "q_starts[0]", str(cells[0]), "0: the first sequence starts at row 0", picture=picture)
+    for i in (call.q_lens < 0).nonzero().flatten().tolist():
+        picture = row_picture("q_starts", cells, i + 1, f"falls from {cells[i]}")
+        yield Violation("lengths", f"q_starts[{i + 1}]", str(cells[i + 1]), f"{cells[i]} or more: it never falls", seq=i, picture=picture)
+    if cells[-1] > call.tokens:
+        rows = "q" if call.q is not None else "k"
+        picture = row_picture("q_starts", cells, len(cells) - 1, f"{rows} has {call.tokens} rows")
+        yield Violation("lengths", f"q_starts[{len(cells) - 1}]", str(cells[-1]), f"at most {call.tokens}, the rows of {rows}", picture=picture)
+
+
+def lengths(call: Call) -> Iterator[Violation]:
+    kv, q, bound = call.kv_lens, call.q_lens, call.lens_bound
+    for i in (kv < 0).nonzero().flatten().tolist():
+        yield Violation("lengths", f"kv_lens[{i}]", str(int(kv[i])), "0 or more", seq=i, picture=row_picture("kv_lens", kv.tolist(), i))
+    for i in (bound & (q > kv) & (kv >= 0)).nonzero().flatten().tolist():
+        why = "they are written to its slots" if call.writes else "they are among its keys"
+        note = f"q_len {int(q[i])}: kv_lens counts the new tokens too"
+        picture = row_picture("kv_lens", kv.tolist(), i, note)
+        allowed = f"{int(q[i])} or more: the sequence has {int(q[i])} new tokens, and {why}"
+        yield Violation("lengths", f"kv_lens[{i}]", str(int(kv[i])), allowed, seq=i, picture=picture)
+    mask = call.options.mask
+    if call.q is not None and mask is not None and len(q) and int(q.max()) > mask.shape[1]:
+        i = int(q.argmax())
+        allowed = f"M >= {int(q[i])}, the new tokens of sequence {i}"
+        yield Violation("lengths", "mask", f"[tokens, {mask.shape[1]}]", allowed, seq=i)
+
+
+def hints(call: Call) -> Iterator[Violation]:
+    batch = call.batch
+    for name, hint, lens in (("max_q_len", batch.max_q_len, call.q_lens), ("max_kv_len", batch.max_kv_len, call.kv_lens)):
+        if hint is not None and len(lens) and int(lens.max()) > hint:
+            i = int(lens.argmax())
+            allowed = f"{int(lens[i])} or more: sequence {i} has as many (a hint: the result is right all the same)"
+            yield Violation("lengths", name, str(hint), allowed, seq=i, harmless=True)
+
+
+def table(call: Call) -> Iterator[Violation]:
+    """The cells that the call needs: those an attend reads, and those a write stores to unless slots are given."""
+    if not call.lengths_hold:
+        return
+    cache, width = call.cache, call.page_table.shape[1]
+    reach = torch.zeros_like(call.kv_lens)
+    if call.q is not None:
+        reach = torch.where(call.first_needed < call.end_needed, call.end_needed, 0)
+    if call.writes and call.given_slots is None:
+        reach = torch.maximum(reach, torch.where(call.q_lens > 0, call.kv_lens, 0))
+    narrow = (reach > width * cache.page_size).nonzero().flatten().tolist()
+    for i in narrow:
+        needs = -(-int(reach[i]) // cache.page_size)
+        given = f"{width} columns"
+        allowed = f"{needs} or more: sequence {i} reaches {int(reach[i])} tokens in pages of {cache.page_size}"
+        yield Violation("table", "page_table", given, allowed, seq=i, picture=_row(call, i, width - 1) if width else "")
+    if narrow:
+        return
+    for i, column in _needed_cells(call):
+        id = int(call.page_table[i, column])
+        if not 0 <= id < cache.pages:
+            note = f"kv_len {int(call.kv_lens[i])}, pages of {cache.page_size}"
+            picture = _row(call, i, column, note)
+            yield Violation("table", f"page_table[{i}, {column}]", str(id), f"a page id in [0, {cache.pages})", seq=i, page=id, picture=picture)
+
+
+def _needed_cells(call: Call) -> list[tuple[int, int]]:
+    """The cells of the page table that the call needs and that hold no page, (sequence, column) each, in order."""
+    size, width = call.cache.page_size, call.page_table.shape[1]
+    column = torch.arange(width)
+    needed = torch.zeros(call.page_table.shape, dtype=torch.bool)
+    if call.q is not None:
+        if call.options.mask is None:
+            needed |= _columns(column, size, call.first_needed, call.end_needed)
+        else:
+            seq, at = call.needed
+            needed[seq, at // size] = True
+    if call.writes and call.given_slots is None:
+        needed |= _columns(column, size, call.context, torch.where(call.q_lens > 0, call.kv_lens, 0))
+    bad = needed & ((call.page_table < 0) | (call.page_table >= call.cache.pages))
+    return [(i, c) for i, c in bad.nonzero().tolist()]
+
+
+def _columns(column: torch.Tensor, size: int, first: torch.Tensor, end: torch.Tensor) -> torch.Tensor:
+    """Which pages of a sequence positions [first, end) lie in, bool `[seqs, columns]`."""
+    first, end = first[:, None], end[:, None]
+    return (first < end) & (column * size < end) & ((column + 1) * size > first)
+
+
+def _row(call: Call, seq: int, column: int, note: str = "") -> str:
+    return row_picture(f"page_table[{seq}]", call.page_table[seq].tolist(), column, note)
+
+
+def _holds(call: Call) -> bool:
+    """Whether lengths and table are sound, so that slots can be computed from them."""
+    return call.lengths_hold and not any(True for _ in table(call))
+
+
+def slots(call: Call) -> Iterator[Violation]:
+    """Where a write goes: inside the cache, each slot once, no page with several holders."""
+    if not call.writes or not call.lengths_hold:
+        return
+    given, room = call.given_slots, call.cache.pages * call.cache.page_size
+    if given is not None:
+        values = given.cpu().long()
+        outside = ((values < -1) | (values >= room)).nonzero().flatten().tolist()
+        for i in outside:
+            picture = row_picture("slots", values.tolist(), i)
+            allowed = f"a slot in [0, {room}), or -1 to skip the token"
+            yield Violation("ownership", f"slots[{i}]", str(int(values[i])), allowed, token=i, slot=int(values[i]), picture=picture)
+        if outside:
+            return
+    elif not _holds(call):
+        return
+    row, slot, _ = call.stored
+    order = torch.argsort(slot, stable=True)
+    again = (slot[order].diff() == 0).nonzero().flatten()
+    for first, second in zip(order[again].tolist(), order[again + 1].tolist()):
+        given_text = f"slot {int(slot[second])}, which row {int(row[first])} is written to as well"
+        yield _ownership(call, int(row[second]), int(slot[second]), given_text, "each slot at most once in a call")
+    if call.cache.pool is not None:
+        # Copies come first, so a page that copy-on-write gives away is judged by who holds it after the step.
+        held = call.cache.pool.holders[slot // call.cache.page_size]
+        for i in (held > 1).nonzero().flatten().tolist():
+            text = f"slot {int(slot[i])} of page {int(slot[i]) // call.cache.page_size}, which {int(held[i])} sequences hold"
+            yield _ownership(call, int(row[i]), int(slot[i]), text, "a page with one holder: extend through the pool, which copies on write")
+
+
+def _ownership(call: Call, row: int, slot: int, given: str, allowed: str) -> Violation:
+    page = slot // call.cache.page_size
+    seq = int(call.sequence_of_rows(torch.tensor(row)))
+    picture = ""
+    if call.given_slots is not None:
+        picture = row_picture("slots", call.given_slots.tolist(), row)
+    elif seq < call.page_table.shape[0]:
+        at = row - int(call.q_starts[seq + 1]) + int(call.kv_lens[seq])
+        picture = _row(call, seq, at // call.cache.page_size, f"position {at}")
+    return Violation("ownership", f"slots[{row}]", given, allowed, seq=seq, token=row, page=page, slot=slot, picture=picture)
+
+
+def written_once(call: Call) -> Iterator[Violation]:
+    """With a ledger: a slot is written once each time it is handed out."""
+    if not call.writes or call.cache.ledger is None or any(True for _ in slots(call)) or not call.lengths_hold:
+        return
+    row, slot, at = call.stored
+    known = at >= 0
+    seq = call.sequence_of_rows(row[known])
+    for finding in call.cache.ledger.audit_write(slot[known], at[known], seq, call.batch.sequences):
+        text = f"{_name(call, finding.row)} writes position {finding.position} to {_slot(finding)}: {finding.reason}"
+        yield _finding(call, "ownership", finding, text, "a slot that was handed to this token and not written since")
+
+
+def residency(call: Call) -> Iterator[Violation]:
+    """With a ledger: every slot that an attend needs was written, for this sequence and position."""
+    ledger = call.cache.ledger
+    if call.q is None or ledger is None or not _holds(call):
+        return
+    seq, at = call.needed
+    # What this very call writes first (`check` of a whole step) counts as written, and what it copies as copied.
+    if call.writes:
+        old = at < call.context[seq]
+        seq, at = seq[old], at[old]
+    page = call.page_table[seq, at // call.cache.page_size]
+    sources = dict((target, source) for source, target in call.batch.copies) if call.writes else {}
+    for target, source in sources.items():
+        page = torch.where(page == target, source, page)
+    slot = page * call.cache.page_size + at % call.cache.page_size
+    for finding in ledger.audit_read(slot, at, seq, call.batch.sequences):
+        text = f"{_name(call, finding.row)} needs {_slot(finding)}: {finding.reason}"
+        yield _finding(call, "residency", finding, text, "required slots were written for this sequence")
+
+
+def _name(call: Call, row: int) -> str:
+    known = call.batch.sequences
+    return f"sequence {row}" if known is None or known[row].id == row else f"sequence {known[row].id} (row {row})"
+
+
+def _slot(finding: Finding) -> str:
+    return f"slot {finding.slot} (page {finding.page}, offset {finding.offset})"
+
+
+def _finding(call: Call, rule: str, f: Finding, given: str, allowed: str) -> Violation:
+    picture = _row(call, f.row, f.position // call.cache.page_size, f"position {f.position}: offset {f.offset}")
+    return Violation(rule, "cache", given, allowed, seq=f.row, token=f.position, page=f.page, slot=f.slot, picture=picture)
+
+
+def scales(call: Call) -> Iterator[Violation]:
+    cache = call.cache
+    for name, scale in (("k_scale", cache.k_scale), ("v_scale", cache.v_scale)):
+        if scale is None:
+            continue
+        if scale.dim() < 3:
+            yield from _bad_scales(name, scale)
+        elif call.q is not None and _holds(call):
+            # Per token and head: only those of required slots count, the rest is don't-care.
+            seq, at = call.needed
+            if call.writes:
+                old = at < call.context[seq]
+                seq, at = seq[old], at[old]
+            page = call.page_table[seq, at // cache.page_size]
+            read = scale.cpu()[page, at % cache.page_size]
+            for i, head in ((read <= 0) | ~read.isfinite()).nonzero().tolist():
+                where = f"{name}[{int(page[i])}, {int(at[i]) % cache.page_size}, {head}]"
+                allowed = "a finite number above 0: the slot is required"
+                picture = _row(call, int(seq[i]), int(at[i]) // cache.page_size, f"position {int(at[i])}")
+                yield Violation("quantisation", where, str(float(read[i, head])), allowed, seq=int(seq[i]), token=int(at[i]), picture=picture)
+    if call.q is not None:
+        for name in ("q_scale", "out_scale"):
+            value = getattr(call.options, name)
+            if isinstance(value, torch.Tensor):
+                yield from _bad_scales(name, value)
+
+
+def _bad_scales(name: str, scale: torch.Tensor) -> Iterator[Violation]:
+    values = scale.cpu().reshape(-1).tolist()
+    for i, value in enumerate(values):
+        if not (value > 0 and math.isfinite(value)):
+            where = name if scale.dim() == 0 else f"{name}[{i}]"
+            yield Violation("quantisation", where, str(value), "a finite number above 0", picture=row_picture(name, values, i))

@@ -1,0 +1,96 @@
+"""Which kernel runs a call, why, why not the others, and what to change to get a better one."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
+
+from quire.dispatch.kernel import Finding, Kernel
+from quire.dispatch.platform import Platform
+from quire.problem import Problem
+
+
+class Candidate(NamedTuple):
+    """A kernel and what its limits answered."""
+
+    kernel: Kernel
+    findings: tuple[Finding, ...]
+
+    @property
+    def refusals(self) -> tuple[Finding, ...]:
+        return tuple(finding for finding in self.findings if not finding.holds)
+
+    @property
+    def changes(self) -> tuple[str, ...] | None:
+        """What a person would change so that it runs; None if the machine refuses it."""
+        changes = tuple(refusal.change for refusal in self.refusals)
+        return None if None in changes else tuple(change for change in changes if change)
+
+    def to_dict(self) -> dict[str, Any]:
+        refusals = [refusal.to_dict() for refusal in self.refusals]
+        return {"kernel": self.kernel.name, "summary": self.kernel.summary, "refusals": refusals}
+
+
+@dataclass(frozen=True)
+class Decision:
+    """The answer to "which kernel ran, and why?". Print it."""
+
+    problem: Problem
+    platform: Platform
+    operation: str
+    chosen: Kernel | None
+    candidates: tuple[Candidate, ...]
+    """Every kernel of the operation, the most preferred first."""
+    asked: str | None = None
+    """The name of the kernel, if one was asked for."""
+    capturing: bool = False
+
+    @property
+    def next_better(self) -> Candidate | None:
+        """The most preferred kernel above the chosen one that changes could get; its `changes` say which."""
+        for candidate in self.candidates:
+            if candidate.kernel is self.chosen:
+                return None
+            if candidate.changes is not None:
+                return candidate
+        return None
+
+    def to_dict(self) -> dict[str, Any]:
+        better = self.next_better
+        return {
+            "operation": self.operation,
+            "problem": {**asdict(self.problem), "window": list(self.problem.window)},
+            "platform": self.platform.to_dict(),
+            "asked": self.asked,
+            "capturing": self.capturing,
+            "chosen": self.chosen and self.chosen.name,
+            "because": self.because,
+            "candidates": [candidate.to_dict() for candidate in self.candidates],
+            "next_better": better and {"kernel": better.kernel.name, "changes": list(better.changes or ())},
+        }
+
+    @property
+    def because(self) -> str:
+        """Why the chosen kernel was chosen, or none was."""
+        if self.asked is not None:
+            return f"{self.asked} was asked for by name, and its limits {'all hold' if self.chosen else 'do not all hold'}"
+        return "it is the first whose limits all hold" if self.chosen else "there is none whose limits all hold"
+
+    def __str__(self) -> str:
+        chosen = f"{self.chosen.name} ({self.chosen.summary})" if self.chosen else "none"
+        lines = [
+            f"{self.operation}: {self.problem}" + (", inside a CUDA graph" if self.capturing else ""),
+            f"on {self.platform}",
+            f"chosen: {chosen}, because {self.because}",
+        ]
+        for candidate in self.candidates:
+            if candidate.refusals:
+                lines.append(f"refused: {candidate.kernel.name} ({candidate.kernel.summary})")
+                lines += [f"  {refusal}" for refusal in candidate.refusals]
+            elif candidate.kernel is not self.chosen:
+                lines.append(f"also able: {candidate.kernel.name} ({candidate.kernel.summary})")
+        better = self.next_better
+        if better:
+            changes = better.changes or (f"do not ask for {self.asked}",)
+            lines.append(f"to get {better.kernel.name}: {'; '.join(changes)}")
+        return "\n".join(lines)

@@ -1,0 +1,235 @@
+"""A kernel and its limits, as data. One loop, `judge`, asks every limit; choosing and explaining read the same answers."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property, partial
+from importlib.util import find_spec
+from operator import attrgetter
+from typing import Any, NamedTuple, Protocol
+
+from quire.dispatch.platform import Platform
+from quire.errors import KernelError
+from quire.problem import Problem
+
+
+class Allowed(Protocol):
+    """What a limit allows: asked with `in`, printed with `str`."""
+
+    def __contains__(self, given: Any, /) -> bool: ...
+
+
+@dataclass(frozen=True)
+class OneOf:
+    """A few values: '16 or 32'."""
+
+    values: tuple[Any, ...]
+
+    def __contains__(self, given: Any) -> bool:
+        return given in self.values
+
+    def __str__(self) -> str:
+        *most, last = map(words, self.values)
+        return f"{', '.join(most)} or {last}" if most else last
+
+
+@dataclass(frozen=True)
+class Except:
+    """Anything else than a few values."""
+
+    values: tuple[Any, ...]
+
+    def __contains__(self, given: Any) -> bool:
+        return given not in self.values
+
+    def __str__(self) -> str:
+        return f"not {OneOf(self.values)}"
+
+
+@dataclass(frozen=True)
+class Span:
+    """Whole numbers from `low` to `high`, both included; None is open: '1 to 512', 'at most 16'."""
+
+    low: int | None
+    high: int | None
+
+    def __contains__(self, given: int) -> bool:
+        return (self.low is None or given >= self.low) and (self.high is None or given <= self.high)
+
+    def __str__(self) -> str:
+        if self.low is None:
+            return f"at most {self.high}"
+        return f"at least {self.low}" if self.high is None else f"{self.low} to {self.high}"
+
+
+@dataclass(frozen=True)
+class MultipleOf:
+    """'a multiple of 16'."""
+
+    unit: int
+
+    def __contains__(self, given: int) -> bool:
+        return given % self.unit == 0
+
+    def __str__(self) -> str:
+        return f"a multiple of {self.unit}"
+
+
+@dataclass(frozen=True)
+class AllOf:
+    """Every one of these is among the things given."""
+
+    names: tuple[str, ...]
+
+    def __contains__(self, given: Iterable[str]) -> bool:
+        return set(self.names) <= set(given)
+
+    def __str__(self) -> str:
+        return " and ".join(self.names)
+
+
+@dataclass(frozen=True)
+class Limit:
+    """One question about a call: what is given, and is it allowed?"""
+
+    rule: str
+    given: Callable[[Any], Any]
+    allowed: Allowed
+    change: str | None = None
+    """What a person can do to satisfy it; None if it is the machine that refuses."""
+
+
+class Finding(NamedTuple):
+    """The answer to one limit. One that does not hold is a refusal."""
+
+    rule: str
+    given: Any
+    allowed: str
+    holds: bool
+    change: str | None
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**self._asdict(), "given": list(self.given) if isinstance(self.given, tuple) else self.given}
+
+    def __str__(self) -> str:
+        return f"{self.rule}: given {words(self.given)}, allowed {self.allowed}"
+
+
+def judge(limits: Iterable[Limit], call: Any) -> tuple[Finding, ...]:
+    """Asks every limit about a call. None hides a later one: whoever wants to change something wants to know all of it."""
+    findings = []
+    for limit in limits:
+        given = limit.given(call)
+        findings.append(Finding(limit.rule, given, str(limit.allowed), given in limit.allowed, limit.change))
+    return tuple(findings)
+
+
+def words(value: Any) -> str:
+    """A value as an explanation prints it."""
+    if isinstance(value, tuple):
+        return ", ".join(map(words, value)) or "none"
+    return {True: "yes", False: "no"}[value] if isinstance(value, bool) else str(value)
+
+
+class Call(NamedTuple):
+    """What the limits of a kernel are asked about."""
+
+    problem: Problem
+    platform: Platform
+    capturing: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class Kernel:
+    """One implementation of one operation and where it works. A limit of None is no limit.
+
+    Compared by identity: kernels live in a catalogue, and a decision is looked up on every call."""
+
+    name: str
+    operation: str
+    """attend or write."""
+    summary: str
+    launcher: str
+    """'module:function', imported at the first launch and not before."""
+    vendors: tuple[str, ...] | None = None
+    families: tuple[str, ...] | None = None
+    arches: tuple[str, ...] | None = None
+    cpu_features: tuple[str, ...] = ()
+    """Those a CPU must have, all of them."""
+    needs: tuple[str, ...] = ()
+    """Modules that must be installed, all of them."""
+    q_dtypes: tuple[str, ...] | None = None
+    formats: tuple[str, ...] | None = None
+    scales: tuple[str, ...] | None = None
+    layouts: tuple[str, ...] | None = None
+    page_size: OneOf | MultipleOf | Span | None = None
+    head_dim: OneOf | MultipleOf | Span | None = None
+    v_head_dim: OneOf | MultipleOf | Span | None = None
+    group: OneOf | Span | None = None
+    max_q_len: int | None = None
+    max_kv_len: int | None = None
+    without: tuple[str, ...] = ()
+    """Features it lacks, by their names in `Problem.features`."""
+    capturable: bool = True
+    """Whether a CUDA graph may record its launch."""
+
+    @cached_property
+    def limits(self) -> tuple[Limit, ...]:
+        return tuple(_limits(self))
+
+    def load(self) -> Callable[..., Any]:
+        """The launcher."""
+        return self._loaded
+
+    @cached_property
+    def _loaded(self) -> Callable[..., Any]:
+        module, _, function = self.launcher.partition(":")
+        try:
+            launcher: Callable[..., Any] = getattr(importlib.import_module(module), function)
+        except (ImportError, AttributeError) as error:
+            raise KernelError(f"kernel {self.name!r} cannot {self.operation}: {self.launcher} does not load: {error}") from error
+        return launcher
+
+
+def _limits(kernel: Kernel) -> Iterator[Limit]:
+    """The limits of a kernel in the order in which an explanation names them: what nobody can change comes first."""
+
+    def one_of(values: tuple[str, ...] | None) -> OneOf | None:
+        return None if values is None else OneOf(values)
+
+    def at_most(most: int | None) -> Span | None:
+        return None if most is None else Span(None, most)
+
+    def all_of(names: tuple[str, ...]) -> AllOf | None:
+        return AllOf(names) if names else None
+
+    rows: tuple[tuple[str, Callable[[Call], Any], Allowed | None, str | None], ...] = (
+        ("vendor", attrgetter("platform.vendor"), one_of(kernel.vendors), None),
+        ("family", attrgetter("platform.family"), one_of(kernel.families), None),
+        ("arch", attrgetter("platform.arch"), one_of(kernel.arches), None),
+        ("cpu_features", attrgetter("platform.cpu_features"), all_of(kernel.cpu_features), None),
+        ("installed", lambda _: tuple(filter(find_spec, kernel.needs)), all_of(kernel.needs), "install {}"),
+        ("q_dtype", attrgetter("problem.q_dtype"), one_of(kernel.q_dtypes), "give q as {}"),
+        ("format", attrgetter("problem.format"), one_of(kernel.formats), "store the cache as {}"),
+        ("scales", attrgetter("problem.scales"), one_of(kernel.scales), "set scales to {}"),
+        ("layout", attrgetter("problem.layout"), one_of(kernel.layouts), "set layout to {}"),
+        ("page_size", attrgetter("problem.page_size"), kernel.page_size, "set page_size to {}"),
+        ("head_dim", attrgetter("problem.head_dim"), kernel.head_dim, "use a head_dim of {}"),
+        ("v_head_dim", attrgetter("problem.v_head_dim"), kernel.v_head_dim, "use a v_head_dim of {}"),
+        ("group", attrgetter("problem.group"), kernel.group, "use a group (q_heads / kv_heads) of {}"),
+        ("max_q_len", attrgetter("problem.max_q_len"), at_most(kernel.max_q_len), "give {} new tokens of a sequence in one call"),
+        ("max_kv_len", attrgetter("problem.max_kv_len"), at_most(kernel.max_kv_len), "keep {} tokens in a sequence"),
+    )
+    for rule, given, allowed, change in rows:
+        if allowed is not None:
+            yield Limit(rule, given, allowed, change and change.format(allowed))
+    for feature in kernel.without:
+        yield Limit(feature, partial(_uses, feature), OneOf((False,)), f"do without {feature}")
+    if not kernel.capturable:
+        yield Limit("capturing", attrgetter("capturing"), OneOf((False,)), "launch it outside of a CUDA graph")
+
+
+def _uses(feature: str, call: Call) -> bool:
+    return feature in call.problem.features

@@ -1,0 +1,150 @@
+"""The machine as a value: what a kernel may ask about it. Made by looking (`detect`) or by name (`named`)."""
+
+from __future__ import annotations
+
+import platform as host
+import re
+from dataclasses import asdict, dataclass
+from functools import cache
+from typing import Any
+
+import torch
+
+from quire.errors import ArgumentError
+
+
+@dataclass(frozen=True)
+class Platform:
+    """One device and what it can do. Hashable and without tensors, so that every decision for every machine can be tested on
+    any machine.
+
+    >>> print(Platform.named("gfx942"))
+    amd gfx942: 64 KiB shared memory, warps of 64, fp8 e4m3fnuz
+    """
+
+    name: str
+    vendor: str
+    """nvidia, amd, cpu; 'other' for any further device torch has."""
+    arch: str
+    """sm90, gfx942, x86-64, aarch64, ..."""
+    family: str
+    """The generation: gfx9, gfx11, gfx12, ... for AMD; elsewhere as `arch`."""
+    shared_memory: int = 0
+    """Bytes that the threads of one multiprocessor share; 0 on a CPU."""
+    warp: int = 1
+    """Threads that run in step."""
+    fp8: str | None = None
+    """The e4m3 flavour of the hardware, None if it has none."""
+    cpu_features: tuple[str, ...] = ()
+    multiprocessors: int | None = None
+    """None where only the name is known."""
+
+    @classmethod
+    def detect(cls, device: torch.device | str | None = None) -> Platform:
+        """The platform of a torch device; by default the accelerator of this machine, or its CPU if it has none."""
+        wanted = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        if wanted.type == "cuda" and wanted.index is None and torch.cuda.is_available():
+            wanted = torch.device("cuda", torch.cuda.current_device())
+        return _detect(wanted)
+
+    @classmethod
+    def named(cls, name: str) -> Platform:
+        """A platform that need not be here."""
+        if name not in NAMED:
+            raise ArgumentError("arch", repr(name), ", ".join(NAMED))
+        return NAMED[name]
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "cpu_features": list(self.cpu_features)}
+
+    def __str__(self) -> str:
+        facts = [
+            f"{self.multiprocessors} multiprocessors" if self.multiprocessors else "",
+            f"{self.shared_memory // 1024} KiB shared memory" if self.shared_memory else "",
+            f"warps of {self.warp}" if self.warp > 1 else "",
+            f"fp8 {self.fp8}" if self.fp8 else "",
+            *self.cpu_features,
+        ]
+        names = " ".join(dict.fromkeys((self.vendor, self.arch, self.name)))
+        return ": ".join(filter(None, (names, ", ".join(filter(None, facts)))))
+
+
+def _gpu(arch: str, shared_memory: int, name: str | None = None, multiprocessors: int | None = None) -> Platform:
+    """What follows from the name of a GPU's architecture."""
+    amd = re.fullmatch(r"gfx(\d+)[0-9a-f]{2}", arch)
+    if amd:
+        generation = int(amd[1])
+        family, vendor, warp = f"gfx{generation}", "amd", 64 if generation < 10 else 32
+        has_fp8 = arch[:5] in ("gfx94", "gfx95") or generation >= 12
+    else:
+        family, vendor, warp = arch, "nvidia", 32
+        has_fp8 = int(arch.removeprefix("sm")) >= 89
+    fp8 = ("e4m3fnuz" if arch.startswith("gfx94") else "e4m3fn") if has_fp8 else None
+    return Platform(name or arch, vendor, arch, family, shared_memory, warp, fp8, multiprocessors=multiprocessors)
+
+
+_SHARED_MEMORY_KIB = {
+    "sm80": 164,
+    "sm86": 100,
+    "sm89": 100,
+    "sm90": 228,
+    "sm100": 228,
+    "sm120": 100,
+    "gfx900": 64,
+    "gfx906": 64,
+    "gfx908": 64,
+    "gfx90a": 64,
+    "gfx942": 64,
+    "gfx950": 160,
+    "gfx1030": 64,
+    "gfx1100": 64,
+    "gfx1101": 64,
+    "gfx1151": 64,
+    "gfx1200": 64,
+    "gfx1201": 64,
+    "gfx1250": 320,
+}
+
+NAMED: dict[str, Platform] = {
+    **{arch: _gpu(arch, kib * 1024) for arch, kib in _SHARED_MEMORY_KIB.items()},
+    # CPUs by name promise nothing beyond their instruction set: what more this one has, only looking can tell.
+    "cpu": Platform("cpu", "cpu", "x86-64", "x86-64"),
+    "aarch64": Platform("aarch64", "cpu", "aarch64", "aarch64", cpu_features=("asimd",)),
+}
+
+_CPU_ARCHES = {"x86_64": "x86-64", "amd64": "x86-64", "arm64": "aarch64"}
+_CPU_FEATURES = (
+    *("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16", "amx_tile", "amx_int8", "amx_bf16", "amx_fp16"),
+    *("asimd", "asimddp", "bf16", "i8mm", "sve", "sve2"),
+)
+
+
+def cpu_flags() -> frozenset[str]:
+    """Every flag the kernel reports of this CPU; none where there is no /proc/cpuinfo."""
+    try:
+        with open("/proc/cpuinfo") as file:
+            text = file.read()
+    except OSError:
+        return frozenset()
+    found = re.search(r"^(?:flags|Features)\s*:(.*)$", text, re.MULTILINE)
+    return frozenset(found[1].split()) if found else frozenset()
+
+
+@cache
+def _detect(device: torch.device) -> Platform:
+    if device.type == "cpu":
+        machine = host.machine().lower()
+        arch, flags = _CPU_ARCHES.get(machine, machine), cpu_flags()
+        return Platform("cpu", "cpu", arch, arch, cpu_features=tuple(name for name in _CPU_FEATURES if name in flags))
+    if device.type != "cuda":
+        return Platform(device.type, "other", device.type, device.type)
+    if not torch.cuda.is_available():
+        raise ArgumentError("device", repr(str(device)), "cpu: torch sees no CUDA or ROCm device here")
+    if device.index is not None and device.index >= torch.cuda.device_count():
+        raise ArgumentError("device", repr(str(device)), f"cuda:0 to cuda:{torch.cuda.device_count() - 1}")
+    found = torch.cuda.get_device_properties(device)
+    amd = torch.version.hip is not None
+    arch = found.gcnArchName.split(":")[0] if amd else f"sm{found.major}{found.minor}"
+    # torch does not tell this of every ROCm device; 64 KiB is what AMD's have had at least since gfx9.
+    shared_memory = getattr(found, "shared_memory_per_multiprocessor", 1024 * _SHARED_MEMORY_KIB.get(arch, 64))
+    return _gpu(arch, shared_memory, found.name, found.multi_processor_count)

@@ -1,0 +1,62 @@
+"""What can go wrong, as types. Every message names the argument, what was given and what is allowed."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Sequence
+
+if TYPE_CHECKING:
+    from quire.contract.rule import Violation
+    from quire.dispatch.decision import Decision
+
+
+class QuireError(Exception):
+    """The base of every error that Quire raises on purpose."""
+
+
+class ArgumentError(QuireError, ValueError):
+    """One argument of a constructor is not allowed."""
+
+    def __init__(self, argument: str, given: Any, allowed: str):
+        self.argument, self.given, self.allowed = argument, given, allowed
+        super().__init__(f"{argument}: given {given}; allowed: {allowed}")
+
+
+class ContractError(QuireError, ValueError):
+    """A call breaks the contract. Nothing was written."""
+
+    def __init__(self, operation: str, violations: Sequence[Violation]):
+        self.operation, self.violations = operation, tuple(violations)
+        count = len(self.violations)
+        shown = [str(violation) for violation in self.violations[:8]]
+        if count > len(shown):
+            shown.append(f"... and {count - len(shown)} more: see `violations` of this error")
+        head = f"quire.{operation}: {count} violation{'s' if count > 1 else ''} of the contract; nothing was written"
+        super().__init__("\n\n".join([head, *shown]))
+
+
+class KernelError(QuireError, ValueError):
+    """No kernel, or not the one asked for by name, can run this problem on this platform."""
+
+    def __init__(self, message: str, decision: Decision | None = None):
+        self.decision = decision
+        super().__init__(message if decision is None else f"{message}\n\n{decision}")
+
+
+class OutOfPages(QuireError):
+    """The pool has too few free pages for a request. The pool is as it was before the request."""
+
+    def __init__(self, needed: int, free: int, pages: int):
+        self.needed, self.free, self.pages = needed, free, pages
+        super().__init__(
+            f"pages: the request needs {needed} more, {free} of {pages} are free; nothing was changed. "
+            "Free or trim a sequence, or make a larger PagePool."
+        )
+
+
+def describe(value: Any) -> str:
+    """A tensor as 'int64[3, 7] on cpu', anything else as its repr: for messages."""
+    import torch
+
+    if isinstance(value, torch.Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)} on {value.device}"
+    return repr(value)

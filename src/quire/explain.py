@@ -1,0 +1,29 @@
+"""Which kernel a call gets, why, why not the others, and what to change to get a better one."""
+
+from __future__ import annotations
+
+import torch
+
+from quire.batch import Batch
+from quire.cache.kv_cache import KVCache
+from quire.dispatch.choose import choose
+from quire.dispatch.decision import Decision
+from quire.dispatch.platform import Platform
+from quire.options import Options
+from quire.problem import Problem
+
+
+def explain(
+    q: torch.Tensor,
+    cache: KVCache,
+    batch: Batch,
+    options: Options | None = None,
+    *,
+    new: tuple[torch.Tensor, torch.Tensor] | None = None,
+    out: torch.Tensor | None = None,
+    lse: bool = False,
+    platform: Platform | None = None,
+) -> Decision:
+    """The decision that `attend` would make for this call, here or on another `platform`. Nothing is computed."""
+    problem = Problem.of(q, cache, batch, options, new=new, out=out, lse=lse)
+    return choose(problem, Platform.detect(q.device) if platform is None else platform)

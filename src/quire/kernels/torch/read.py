@@ -1,0 +1,99 @@
+"""Reads runs of a sequence's tokens out of their pages, as fp32 that a matrix product can take.
+
+One reader serves one of K and V for one call. It owns the two buffers that a tile passes through, so that memory use is
+bounded whatever the context, and the allocator is not asked for megabytes in every step of the loop.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from quire.cache.format import Format
+from quire.cache.layout import Order
+
+SLICE_FROM = 64
+"""From this page size on, a page is large enough to be converted straight from the cache; smaller ones are gathered first,
+many in one operation."""
+
+
+class Reader:
+    """Tokens of one sequence as `[kv_heads, tokens, dim]` in fp32, dequantised."""
+
+    def __init__(self, storage: torch.Tensor, order: Order, format: Format, scale: torch.Tensor | None, tile: int):
+        self.order, self.format, self.scale = order, format, scale
+        self.storage = storage.view(torch.uint8) if format.itemsize == 1 else storage
+        self.view = order.view(self.storage)
+        pages, self.heads, slot_hi, slot_lo, dim_hi, dim_lo = self.view.shape
+        self.page_size, self.dim = slot_hi * slot_lo, dim_hi * dim_lo
+        self.whole_pages = self.page_size < SLICE_FROM
+        count = -(-tile // self.page_size) + 1 if self.whole_pages else 0
+        self.raw = torch.empty((count, *self.storage.shape[1:]), dtype=self.storage.dtype, device=storage.device)
+        self.tile = torch.empty(self.heads, max(tile, count * self.page_size), self.dim, device=storage.device)
+
+    def read(self, pages: torch.Tensor, start: int, stop: int, new: torch.Tensor | None, context: int) -> torch.Tensor:
+        """Tokens [start, stop) of the sequence that owns `pages`. Those from `context` on come from `new`
+        `[q_len, kv_heads, dim]`, if that is given. The result lives until the next call."""
+        cut = stop if new is None else max(start, min(stop, context))
+        first = start // self.page_size * self.page_size if self.whole_pages else start
+        if start < cut:
+            ids = pages[start // self.page_size : -(-cut // self.page_size)]
+            if self.whole_pages:
+                tile = self._gather(ids, shared=cut < stop)
+            else:
+                tile = self._slice(ids.tolist(), start, cut)
+        else:
+            tile = self.tile
+        if cut < stop:
+            assert new is not None
+            tile[:, cut - first : stop - first].copy_(new[cut - context : stop - context].transpose(0, 1))
+        return tile[:, start - first : stop - first]
+
+    def _gather(self, ids: torch.Tensor, shared: bool) -> torch.Tensor:
+        count = ids.shape[0]
+        raw = torch.index_select(self.storage, 0, ids, out=self.raw[:count])
+        view = self.order.view(raw).transpose(0, 1)  # [kv_heads, pages, slot/, slot%, dim/, dim%]
+        if self.format.name == "fp32" and not shared and self.order.names[1] == "slot":
+            return view.reshape(self.heads, count * self.page_size, self.dim)
+        tile = self.tile[:, : count * self.page_size]
+        self._convert(view, tile.view(view.shape))
+        if self.scale is not None:
+            tile.mul_(self._scale_of(ids).reshape(self.heads, -1, 1))
+        return self.tile
+
+    def _slice(self, ids: list[int], start: int, stop: int) -> torch.Tensor:
+        at = start
+        for page in ids:
+            offset = at % self.page_size
+            end = min(stop, at - offset + self.page_size)
+            slots = torch.arange(offset, offset + end - at, device=self.view.device)
+            if self.view.shape[2] == 1:
+                piece = self.view[page, :, 0, offset : offset + end - at]
+            else:
+                piece = self.view[page][:, slots // self.view.shape[3], slots % self.view.shape[3]]
+            tile = self.tile[:, at - start : end - start]
+            self._convert(piece, tile.unflatten(2, piece.shape[2:]))
+            if self.scale is not None:
+                tile.mul_(self.scale[page, slots].T.unsqueeze(2) if self.scale.dim() == 3 else self.scale.reshape(-1, 1, 1))
+            at = end
+        return self.tile
+
+    def _scale_of(self, ids: torch.Tensor) -> torch.Tensor:
+        assert self.scale is not None
+        if self.scale.dim() < 3:
+            return self.scale.expand(self.heads)
+        return self.scale.index_select(0, ids).permute(2, 0, 1)
+
+    def _convert(self, stored: torch.Tensor, out: torch.Tensor) -> None:
+        """Stored elements as fp32. torch converts e4m3 one element at a time, so those go through fp16 by shifting their bits:
+        sign and magnitude move to where fp16 keeps them, and what is missing is a power of two."""
+        if self.format.itemsize > 1:
+            out.copy_(stored)
+            return
+        power = {"e4m3fn": 256.0, "e4m3fnuz": 128.0}.get(self.format.name)
+        magnitude, nan = (0x7F, 0x7F) if self.format.name == "e4m3fn" else (0xFF, 0x80)
+        if power is None or bool((stored & magnitude == nan).any()):
+            out.copy_(stored.view(self.format.dtype))
+            return
+        bits = stored.view(torch.int8).to(torch.int16).bitwise_left_shift_(7).bitwise_and_(~0x4000)
+        out.copy_(bits.view(torch.float16))
+        out.mul_(power)

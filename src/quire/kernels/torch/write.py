@@ -1,0 +1,37 @@
+"""Cache writes in plain torch: quantise, then store each token in its slot."""
+
+from __future__ import annotations
+
+import torch
+
+from quire.cache.format import Format
+from quire.cache.kv_cache import KVCache
+
+
+@torch.no_grad()
+def launch(k: torch.Tensor, v: torch.Tensor, cache: KVCache, slots: torch.Tensor) -> None:
+    """Stores k and v `[tokens, kv_heads, dim]` at `slots` (int64 `[tokens]`, negative to skip), every head of them."""
+    live = (slots >= 0).nonzero().squeeze(1)
+    slots = slots[live]
+    page, offset = slots // cache.page_size, slots % cache.page_size
+    for x, view, scale in ((k, cache.k_view, cache.k_scale), (v, cache.v_view, cache.v_scale)):
+        x = x[live]
+        if scale is not None:
+            x = x.float()
+            if scale.dim() == 3:
+                of_token = token_scale(x, cache.format)
+                scale[page, offset] = of_token
+                x = x / of_token.unsqueeze(2)
+            else:
+                x = x / scale.reshape(-1, 1)
+        stored = cache.format.encode(x).reshape(-1, view.shape[1], *view.shape[4:])
+        if cache.format.itemsize == 1:
+            stored, view = stored.view(torch.uint8), view.view(torch.uint8)
+        view[page, :, offset // view.shape[3], offset % view.shape[3]] = stored
+
+
+def token_scale(x: torch.Tensor, format: Format) -> torch.Tensor:
+    """The scale of each token and head, fp32 `[tokens, kv_heads]`: its largest element becomes the format's; 1 for zeros."""
+    assert format.largest is not None
+    scale = x.abs().amax(-1) / format.largest
+    return torch.where(scale == 0, 1.0, scale)

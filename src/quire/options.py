@@ -1,0 +1,133 @@
+"""What a layer asks of attention beyond softmax(q k) v: a frozen value, validated once, reused for every call."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Optional, Tuple, Union
+
+import torch
+
+from quire.errors import ArgumentError, describe
+
+Window = Union[int, Tuple[Optional[int], Optional[int]], None]
+Scalar = Union[float, torch.Tensor, None]
+
+
+@dataclass(frozen=True, eq=False)
+class Options:
+    """The features of one attention layer. Logits are made in this order: scale, softcap, mask, ALiBi; then the sink.
+
+    >>> Options(window=4096, softcap=50.0)
+    Options(window=4096, softcap=50.0)
+    """
+
+    window: Window = None
+    """Visible keys around a query: an int W counts them with the query's own, `(W-1, W-1)`; `(left, right)` counts to each
+    side, None is unbounded. A causal row never looks right, whatever `right` says."""
+    softcap: Optional[float] = None
+    """Logits become `softcap * tanh(logit / softcap)`."""
+    alibi: Optional[torch.Tensor] = None
+    """Slopes `[q_heads]`: `-slope * |q_pos - k_pos|` is added to the logits. An input, never derived from a head count."""
+    sinks: Optional[torch.Tensor] = None
+    """One more logit per head `[q_heads]`, not scaled, without a value: it only takes weight away."""
+    scale: Optional[float] = None
+    """Multiplies q·k; by default `head_dim ** -0.5`."""
+    causal: Union[bool, torch.Tensor] = True
+    """Whether a query sees only keys up to its own position; a bool tensor `[seqs]` decides per sequence."""
+    mask: Optional[torch.Tensor] = None
+    """Tree mask, bool `[tokens, M]`: True where a token sees the j-th new token of its own sequence. It replaces causality
+    among new tokens; all of the context stays visible."""
+    positions: Optional[torch.Tensor] = None
+    """Absolute position of each new token, integers `[tokens]`: needed by `mask` together with `window` or `alibi`, since the
+    branches of a tree share positions."""
+    q_scale: Scalar = None
+    """Multiplies fp8 queries."""
+    out_scale: Scalar = None
+    """Divides the output, which is then stored as fp8, saturating."""
+    batch_invariant: bool = False
+    """A row's bits then do not depend on its neighbours, the batch size, the hints or how its prompt was cut."""
+
+    def __post_init__(self) -> None:
+        self._check_window()
+        for name in ("softcap", "scale"):
+            value = getattr(self, name)
+            if value is not None and not (_is_number(value) and math.isfinite(value)):
+                raise ArgumentError(name, describe(value), "a finite number or None")
+        if self.softcap is not None and self.softcap <= 0:
+            raise ArgumentError("softcap", self.softcap, "a number above 0, or None for no cap")
+        for name in ("alibi", "sinks"):
+            value = getattr(self, name)
+            if value is not None and not (isinstance(value, torch.Tensor) and value.dim() == 1 and value.is_floating_point()):
+                raise ArgumentError(name, describe(value), "a floating-point tensor [q_heads] or None")
+        if isinstance(self.causal, torch.Tensor):
+            if self.causal.dtype is not torch.bool or self.causal.dim() != 1:
+                raise ArgumentError("causal", describe(self.causal), "True, False or a bool tensor [seqs]")
+            if self.mask is not None:
+                raise ArgumentError("causal", "a tensor beside mask", "a bool: the mask replaces causality")
+        elif not isinstance(self.causal, bool):
+            raise ArgumentError("causal", describe(self.causal), "True, False or a bool tensor [seqs]")
+        self._check_mask()
+        for name in ("q_scale", "out_scale"):
+            value = getattr(self, name)
+            if isinstance(value, torch.Tensor):
+                if value.dtype is not torch.float32 or value.dim() != 0:
+                    raise ArgumentError(name, describe(value), "a number, or an fp32 tensor []")
+            elif value is not None and not (_is_number(value) and math.isfinite(value) and value > 0):
+                raise ArgumentError(name, describe(value), "a finite number above 0, or an fp32 tensor []")
+        if not isinstance(self.batch_invariant, bool):
+            raise ArgumentError("batch_invariant", describe(self.batch_invariant), "True or False")
+
+    def _check_window(self) -> None:
+        window = self.window
+        if window is None:
+            return
+        if isinstance(window, int) and not isinstance(window, bool):
+            if window < 1:
+                raise ArgumentError("window", window, "1 or more keys, the query's own included; None for no window")
+            return
+        if not (isinstance(window, tuple) and len(window) == 2):
+            raise ArgumentError("window", describe(window), "an int, a pair (left, right), or None")
+        for side in window:
+            if side is not None and (not isinstance(side, int) or isinstance(side, bool) or side < 0):
+                raise ArgumentError("window", window, "(left, right), each 0 or more keys, or None where it is unbounded")
+
+    def _check_mask(self) -> None:
+        mask, positions = self.mask, self.positions
+        if mask is not None and not (isinstance(mask, torch.Tensor) and mask.dtype is torch.bool and mask.dim() == 2):
+            raise ArgumentError("mask", describe(mask), "a bool tensor [tokens, M] or None")
+        if positions is not None:
+            if mask is None:
+                raise ArgumentError("positions", "a tensor without mask", "None: positions serve a tree mask alone")
+            right_type = isinstance(positions, torch.Tensor) and positions.dtype in (torch.int32, torch.int64)
+            if not right_type or positions.dim() != 1:
+                raise ArgumentError("positions", describe(positions), "an int32 or int64 tensor [tokens]")
+        if mask is not None and positions is None and (self.window is not None or self.alibi is not None):
+            other = "window" if self.window is not None else "alibi"
+            raise ArgumentError("positions", f"None beside mask and {other}", "positions [tokens]: a tree shares positions")
+
+    @property
+    def sides(self) -> tuple[int | None, int | None]:
+        """The window as (left, right) keys visible besides the query's own, before causality."""
+        if self.window is None:
+            return None, None
+        if isinstance(self.window, int):
+            return self.window - 1, self.window - 1
+        return self.window
+
+    def __repr__(self) -> str:
+        given = []
+        for name, field in type(self).__dataclass_fields__.items():
+            value = getattr(self, name)
+            if isinstance(value, torch.Tensor):
+                given.append(f"{name}={describe(value)}")
+            elif value != field.default:
+                given.append(f"{name}={value!r}")
+        return f"Options({', '.join(given)})"
+
+
+PLAIN = Options()
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)

@@ -1,0 +1,54 @@
+"""Attention of one sequence, in float64: the definition that everything fast is measured against."""
+
+import math
+
+import torch
+
+
+def attention(
+    q, k, v, *, scale=None, causal=True, window=(None, None), softcap=None, alibi=None, sinks=None, mask=None, positions=None
+):
+    """Dense q [q_len, q_heads, head_dim] over k [kv_len, kv_heads, head_dim] and v [kv_len, kv_heads, v_head_dim], the new tokens
+    last. Returns out [q_len, q_heads, v_head_dim] and the natural-log LSE [q_len, q_heads], both float64.
+
+    `window` is (left, right), None where unbounded. `mask` is [q_len, q_len or more], True where new token j is visible."""
+    q, k, v = q.double(), k.double(), v.double()
+    (q_len, q_heads, head_dim), (kv_len, kv_heads, _) = q.shape, k.shape
+    context = kv_len - q_len
+
+    # Positions: the queries are the last tokens of the sequence; the branches of a tree bring their own.
+    q_at = torch.arange(context, kv_len, device=q.device) if positions is None else positions.long()
+    k_at = torch.arange(kv_len, device=q.device)
+    if positions is not None:
+        k_at = torch.cat((k_at[:context], q_at))
+    distance = q_at[:, None] - k_at[None, :]
+
+    # Who sees whom.
+    left, right = window
+    visible = torch.ones(q_len, kv_len, dtype=torch.bool, device=q.device)
+    if left is not None:
+        visible &= distance <= left
+    if mask is not None:
+        visible[:, context:] &= mask[:, :q_len]
+    elif causal:
+        visible &= distance >= 0
+    if right is not None:
+        visible &= distance >= -right
+
+    # A key that nobody sees has no influence, not even as 0 * NaN.
+    seen = visible.any(0)[:, None, None]
+    k, v = (torch.where(seen, x, 0.0).repeat_interleave(q_heads // kv_heads, dim=1) for x in (k, v))
+
+    # Scale, softcap, mask, ALiBi; a sink is one more logit, without a value.
+    logits = torch.einsum("qhd,khd->hqk", q, k) * (head_dim**-0.5 if scale is None else scale)
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    logits = logits.masked_fill(~visible, -math.inf)
+    if alibi is not None:
+        logits = logits - alibi.double()[:, None, None] * distance.abs()
+    sink = torch.full((q_heads,), -math.inf, device=q.device) if sinks is None else sinks
+    lse = torch.cat((logits, sink.double()[:, None, None].expand(-1, q_len, 1)), dim=-1).logsumexp(-1)
+
+    # A row that sees no key is zero, with an LSE of -inf, or of the sink.
+    weights = torch.exp(logits - lse.masked_fill(lse == -math.inf, 0.0)[..., None])
+    return torch.einsum("hqk,khd->qhd", weights, v), lse.T

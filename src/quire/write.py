@@ -1,0 +1,62 @@
+"""Cache writes: check the call, copy the pages that copy-on-write asks for, store, and note it in the ledger."""
+
+from __future__ import annotations
+
+import torch
+
+from quire.attend import Launch, capturing
+from quire.batch import Batch
+from quire.cache.kv_cache import KVCache
+from quire.contract.call import Call
+from quire.contract.check import Level, enforce
+from quire.dispatch.choose import choose, launcher_of
+from quire.dispatch.platform import Platform
+from quire.problem import Problem
+
+
+def write(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cache: KVCache,
+    batch: Batch,
+    *,
+    slots: torch.Tensor | None = None,
+    kernel: str | None = None,
+    check: Level = "auto",
+) -> None:
+    """Puts the new keys and values `[tokens, kv_heads, dim]` of every sequence into their slots, quantising if the cache does.
+
+    `slots` (`[tokens]`, -1 to skip) default to the batch's, and those to what its page table and lengths say. The batch's copies
+    are applied first. If a rule is broken, nothing is written."""
+    enforce("write", Call(cache, batch, k=k, v=v, slots=slots), check)
+    store(choose_writer(k, cache, batch, kernel), k, v, cache, batch, slots)
+
+
+def choose_writer(k: torch.Tensor, cache: KVCache, batch: Batch, kernel: str | None) -> Launch:
+    """The launcher for a write that keeps the contract; raises if there is none."""
+    problem = Problem.of(k, cache, batch)
+    return launcher_of(choose(problem, Platform.detect(k.device), operation="write", kernel=kernel, capturing=capturing(k)))
+
+
+def store(launch: Launch, k: torch.Tensor, v: torch.Tensor, cache: KVCache, batch: Batch, slots: torch.Tensor | None) -> None:
+    """Copies, stores, and notes."""
+    cache.copy_pages(batch.copies)
+    where = batch.slots_of_tokens(k.shape[0], cache.page_size) if slots is None else slots.long()
+    launch(k, v, cache, where)
+    if cache.ledger is not None:
+        _note(cache, batch, where)
+
+
+def _note(cache: KVCache, batch: Batch, slots: torch.Tensor) -> None:
+    """Tells the ledger which position of which sequence each slot holds now."""
+    assert cache.ledger is not None
+    if not batch.seqs:
+        return
+    row = batch.rows_of_tokens(slots.shape[0])
+    live = row < batch.seqs
+    row = row.clamp(max=batch.seqs - 1)
+    at = torch.arange(slots.shape[0], device=slots.device) - batch.q_starts.long()[row + 1] + batch.kv_lens.long()[row]
+    writers = None
+    if batch.sequences is not None:
+        writers = torch.tensor([sequence.id for sequence in batch.sequences], device=slots.device)[row]
+    cache.ledger.record(torch.where(live, slots, -1), at, writers)

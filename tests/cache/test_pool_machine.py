@@ -1,0 +1,374 @@
+"""Any sequence of operations on a pool, against a model of what the pages of a cache hold.
+
+The model writes a token that occurs only once into every slot, applies copies before writes as `quire.write` does, and
+remembers what each sequence should read. A ledger is kept alongside: its findings must be exactly the tokens that are wrong.
+"""
+
+import itertools
+from collections import Counter
+
+import pytest
+import torch
+from hypothesis import Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
+
+from quire.cache.ledger import Ledger
+from quire.cache.pool import PagePool
+from quire.errors import OutOfPages
+
+PAGES, PAGE_SIZE = 16, 3
+QUICK = settings(stateful_step_count=30)
+PLANTED = settings(QUICK, max_examples=2000, phases=(Phase.generate,), derandomize=True, database=None, report_multiple_bugs=False)
+
+which = st.integers(0, 7)
+fraction = st.floats(0, 1)
+
+
+class Honest(RuleBasedStateMachine):
+    """Everything the pool asks for is done."""
+
+    make_pool = PagePool
+
+    def __init__(self):
+        super().__init__()
+        self.pool = self.make_pool(PAGES, PAGE_SIZE)
+        self.ledger = Ledger(PAGES, PAGE_SIZE, "cpu", self.pool)
+        self.tokens = itertools.count()
+        self.contents = {}
+        self.history = {}
+        self.kept_from = {}
+
+    @property
+    def live(self):
+        return list(self.history)
+
+    def pick(self, index):
+        return self.live[index % len(self.live)]
+
+    def state(self):
+        pool = self.pool
+        sequences = [(s.id, s.length, s.pages, list(s.runs)) for s in pool.sequences]
+        return sequences, list(pool._free), pool.holders.tolist(), pool.issue.tolist(), pool.steps
+
+    def attempt(self, request):
+        """The request's answer, or None if pages do not suffice and nothing has changed."""
+        before = self.state()
+        try:
+            return request()
+        except OutOfPages as error:
+            assert error.needed > error.free == self.pool.free_pages
+            assert self.state() == before
+            return None
+
+    def copy(self, copies):
+        if not copies:
+            return
+        sources = {target: [self.contents.get(source * PAGE_SIZE + i) for i in range(PAGE_SIZE)] for source, target in copies}
+        assert len(sources) == len(copies)
+        for target, held in sources.items():
+            self.contents.update({target * PAGE_SIZE + i: token for i, token in enumerate(held)})
+        self.ledger.copy_pages(*torch.tensor(copies).unbind(1))
+
+    def write(self, requests, slots, skipped=frozenset()):
+        """One new token after the other into its slot, save those that are skipped."""
+        flat = [(row, s, s.length - n + i) for row, (s, n) in enumerate(requests.items()) for i in range(n)]
+        assert len(flat) == len(slots)
+        rows, positions, writers = (torch.tensor([f(t) for t in flat], dtype=torch.int64) for f in (row_of, position_of, writer_of))
+        assert self.ledger.audit_write(torch.tensor(slots), positions, rows, list(requests)) == []
+        for index, ((_, sequence, position), slot) in enumerate(zip(flat, slots, strict=True)):
+            page = sequence.pages[position // PAGE_SIZE]
+            assert slot == page * PAGE_SIZE + position % PAGE_SIZE
+            assert self.pool.holders[page] == 1, "a shared page is never written"
+            token = next(self.tokens)
+            self.history[sequence].append(token)
+            if index not in skipped:
+                self.contents[slot] = token
+        done = torch.tensor([-1 if index in skipped else slot for index, slot in enumerate(slots)], dtype=torch.int64)
+        self.ledger.record(done, positions, writers)
+
+    @initialize()
+    def start(self):
+        self.sequence()
+
+    @precondition(lambda self: len(self.history) < 8)
+    @rule()
+    def sequence(self):
+        new = self.pool.sequence()
+        assert (new.length, new.pages) == (0, [])
+        self.history[new], self.kept_from[new] = [], 0
+
+    @precondition(lambda self: self.history)
+    @rule(wanted=st.lists(st.tuples(which, st.integers(0, 7)), max_size=5))
+    def step(self, wanted):
+        self.perform_step({self.pick(index): count for index, count in wanted})
+
+    def perform_step(self, requests, apply_copies=True, skipped=frozenset()):
+        batch = self.attempt(lambda: self.pool.step(requests))
+        if batch is None:
+            return
+        assert batch.sequences == tuple(requests)
+        assert batch.kv_lens.tolist() == [s.length for s in requests]
+        assert batch.q_starts.diff().tolist() == list(requests.values())
+        assert batch.max_q_len == max(requests.values(), default=0)
+        assert batch.max_kv_len == max((s.length for s in requests), default=0)
+        width = max([1, *(len(s.pages) for s in requests)])
+        assert batch.page_table.tolist() == [s.pages + [-1] * (width - len(s.pages)) for s in requests]
+        if apply_copies:
+            self.copy(batch.copies)
+        self.write(requests, batch.slots_of_tokens(sum(requests.values()), PAGE_SIZE).tolist(), skipped)
+
+    @rule()
+    def decode(self):
+        """One token for everybody: forks meet in one step."""
+        self.perform_step(dict.fromkeys(self.live, 1))
+
+    @precondition(lambda self: self.history)
+    @rule(index=which, count=st.integers(0, 7))
+    def extend(self, index, count):
+        sequence = self.pick(index)
+        copies = self.attempt(lambda: self.pool.extend(sequence, count))
+        if copies is None:
+            return
+        self.copy(copies)
+        new = range(sequence.length - count, sequence.length)
+        self.write({sequence: count}, [sequence.pages[p // PAGE_SIZE] * PAGE_SIZE + p % PAGE_SIZE for p in new])
+
+    @precondition(lambda self: self.history)
+    @rule(index=which, share=fraction)
+    def trim(self, index, share):
+        sequence = self.pick(index)
+        least = self.kept_from[sequence]
+        length = least + round(share * (sequence.length - least))
+        self.pool.trim(sequence, length)
+        del self.history[sequence][length:]
+
+    @precondition(lambda self: self.history)
+    @rule(index=which)
+    def free(self, index):
+        sequence = self.pick(index)
+        self.pool.free(sequence)
+        del self.history[sequence], self.kept_from[sequence]
+
+    @precondition(lambda self: self.history and len(self.history) < 8)
+    @rule(index=which)
+    def fork(self, index):
+        parent = self.pick(index)
+        child = self.pool.fork(parent)
+        self.history[child], self.kept_from[child] = self.history[parent][:], self.kept_from[parent]
+
+    @precondition(lambda self: self.history)
+    @rule(index=which, share=fraction)
+    def drop(self, index, share):
+        sequence = self.pick(index)
+        before = round(share * sequence.length)
+        self.pool.drop(sequence, before)
+        self.kept_from[sequence] = max(self.kept_from[sequence], before // PAGE_SIZE * PAGE_SIZE)
+
+    @invariant()
+    def every_page_is_counted(self):
+        held = Counter(page for s in self.live for page in s.pages if page >= 0)
+        assert self.pool.holders.tolist() == [held[page] for page in range(PAGES)]
+        assert self.pool.free_pages + len(held) == PAGES
+        assert set(self.pool._free) == set(range(PAGES)) - set(held)
+        assert self.pool.sequences == tuple(self.live)
+
+    @invariant()
+    def lengths_and_tables_agree(self):
+        for s in self.live:
+            assert s.length == len(self.history[s])
+            assert len(s.pages) == -(-s.length // PAGE_SIZE)
+            assert [page < 0 for page in s.pages] == [column * PAGE_SIZE < self.kept_from[s] for column in range(len(s.pages))]
+
+    @invariant()
+    def slots_with_tokens_have_numbers(self):
+        issue = self.pool.issue.view(PAGES, PAGE_SIZE)
+        assert all((issue[page] == -1).all() for page in self.pool._free)
+        assert all(self.pool.issue[slot] >= 0 for _, _, _, slot, _ in self.tokens_to_read())
+
+    def tokens_to_read(self):
+        """(row, sequence, position, slot, token) of all that any sequence should find."""
+        for row, s in enumerate(self.live):
+            for position in range(self.kept_from[s], s.length):
+                slot = s.pages[position // PAGE_SIZE] * PAGE_SIZE + position % PAGE_SIZE
+                yield row, s, position, slot, self.history[s][position]
+
+    def wrong(self):
+        """The tokens that are not where they should be, {(row, position, slot): whether anything was ever written there}."""
+        return {
+            (row, position, slot): self.contents.get(slot) is not None
+            for row, _, position, slot, token in self.tokens_to_read()
+            if self.contents.get(slot) != token
+        }
+
+    @invariant()
+    def the_ledger_finds_what_is_wrong_and_nothing_else(self):
+        read = list(self.tokens_to_read())
+        rows, positions, slots = (torch.tensor([token[i] for token in read], dtype=torch.int64) for i in (0, 2, 3))
+        found = self.ledger.audit_read(slots, positions, rows, self.live)
+        assert {(f.row, f.position, f.slot): f.reason != "never written" for f in found} == self.wrong()
+        assert [(f.row, f.position) for f in found] == sorted((f.row, f.position) for f in found)
+        assert all(divmod(f.slot, PAGE_SIZE) == (f.page, f.offset) for f in found)
+
+    @invariant()
+    def every_sequence_reads_its_history(self):
+        assert not self.wrong()
+
+
+def row_of(token):
+    return token[0]
+
+
+def position_of(token):
+    return token[2]
+
+
+def writer_of(token):
+    return token[1].id
+
+
+class Careless(Honest):
+    """Some writes are skipped, some copies are not applied; the ledger must tell exactly which tokens suffer."""
+
+    @precondition(lambda self: self.history)
+    @rule(wanted=st.lists(st.tuples(which, st.integers(0, 7)), max_size=5), skipped=st.frozensets(st.integers(0, 20), max_size=4))
+    def skip_writes(self, wanted, skipped):
+        self.perform_step({self.pick(index): count for index, count in wanted}, skipped=skipped)
+
+    @precondition(lambda self: self.history)
+    @rule(wanted=st.lists(st.tuples(which, st.integers(1, 7)), max_size=5))
+    def skip_copies(self, wanted):
+        self.perform_step({self.pick(index): count for index, count in wanted}, apply_copies=False)
+
+    @invariant()
+    def every_sequence_reads_its_history(self):
+        """Not here."""
+
+
+def test_any_sequence_of_operations():
+    run_state_machine_as_test(Honest, settings=QUICK)
+
+
+def test_the_ledger_tells_exactly_what_a_careless_engine_broke():
+    run_state_machine_as_test(Careless, settings=QUICK)
+
+
+def test_a_careless_engine_does_break_something():
+    class Unnoticed(Careless):
+        every_sequence_reads_its_history = Honest.every_sequence_reads_its_history
+
+    with pytest.raises(AssertionError):
+        run_state_machine_as_test(Unnoticed, settings=PLANTED)
+
+
+class NeverCopies(PagePool):
+    def _hand_out(self, new_tokens):
+        counts = self.holders.clone()
+        self.holders.clamp_(max=1)
+        copies = super()._hand_out(new_tokens)
+        self.holders.copy_(torch.maximum(counts, self.holders))
+        return copies
+
+
+class ForgetsToSayWhatToCopy(PagePool):
+    def _hand_out(self, new_tokens):
+        super()._hand_out(new_tokens)
+        return ()
+
+
+class CopiesBackwards(PagePool):
+    def _hand_out(self, new_tokens):
+        return tuple((target, source) for source, target in super()._hand_out(new_tokens))
+
+
+class FreesTwice(PagePool):
+    def _release(self, page):
+        super()._release(page)
+        if page >= 0 and not self.holders[page]:
+            self._free.append(page)
+
+
+class FreesSharedPages(PagePool):
+    def _release(self, page):
+        if page >= 0:
+            self.holders[page] = 1
+        super()._release(page)
+
+
+class ForgetsToCountAFork(PagePool):
+    def fork(self, sequence):
+        child = super().fork(sequence)
+        for page in child.pages[-1:]:
+            self.holders[page] -= 1
+        return child
+
+
+class LosesAStepWhenFull(PagePool):
+    def _hand_out(self, new_tokens):
+        self.steps += 1
+        return super()._hand_out(new_tokens)
+
+
+class TakesPagesBeforeItCounts(PagePool):
+    def _hand_out(self, new_tokens):
+        hand_out = super()._hand_out
+        return tuple(copy for sequence, count in new_tokens.items() for copy in hand_out({sequence: count}))
+
+
+class NumbersOutliveTheirTokens(PagePool):
+    def _number(self, page, start, end, number):
+        if number >= 0:
+            super()._number(page, start, end, number)
+
+
+class OneNumberForAllSteps(PagePool):
+    def _number(self, page, start, end, number):
+        super()._number(page, start, end, min(number, 1))
+
+
+class CopiesKeepTheirOldNumbers(PagePool):
+    def _hand_out(self, new_tokens):
+        copies = super()._hand_out(new_tokens)
+        for _, target in copies:
+            self._number(target, 0, self.page_size, self.steps)
+        return copies
+
+
+class ForkForgetsItsAncestors(PagePool):
+    def fork(self, sequence):
+        child = super().fork(sequence)
+        child.runs = [(0, child.id)] if child.length else []
+        return child
+
+
+class TrimRemembersItsRuns(PagePool):
+    def trim(self, sequence, length):
+        runs = sequence.runs[:]
+        super().trim(sequence, length)
+        sequence.runs[:] = runs
+
+
+FAULTS = (
+    NeverCopies,
+    ForgetsToSayWhatToCopy,
+    CopiesBackwards,
+    FreesTwice,
+    FreesSharedPages,
+    ForgetsToCountAFork,
+    LosesAStepWhenFull,
+    TakesPagesBeforeItCounts,
+    NumbersOutliveTheirTokens,
+    OneNumberForAllSteps,
+    CopiesKeepTheirOldNumbers,
+    ForkForgetsItsAncestors,
+    TrimRemembersItsRuns,
+)
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+def test_the_machine_catches(fault):
+    class Planted(Honest):
+        make_pool = fault
+
+    with pytest.raises((AssertionError, IndexError)):
+        run_state_machine_as_test(Planted, settings=PLANTED)

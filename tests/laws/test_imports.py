@@ -1,0 +1,147 @@
+"""The import law: data knows nothing of rules, rules nothing of kernels' choice, kernels nothing but data, and nothing fast
+knows the reference."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+SRC = Path(__file__).parents[2] / "src"
+FILES = sorted(SRC.rglob("*.py"))
+
+# Each may import what stands in its own line or above it.
+LAYERS = (
+    ("errors",),
+    ("cache", "batch", "options"),
+    ("problem",),
+    ("contract",),
+    ("dispatch",),
+    ("attend", "write", "step", "merge", "explain", ""),  # "" is the package itself: `import quire`
+    ("conformance", "bench", "compat", "integrations"),
+    ("cli", "__main__"),
+)
+RANK = {part: rank for rank, layer in enumerate(LAYERS) for part in layer}
+KERNELS_MAY_IMPORT = ("errors", "cache", "batch", "options", "problem")
+MAY_IMPORT_KERNELS = ("dispatch", "attend", "write", "step", "conformance", "bench", "compat", "integrations", "cli")
+MAY_IMPORT_REFERENCE = ("conformance", "bench", "cli")
+NEVER_IN_THE_KIT = ("write", "step")  # the kit fills caches by its own formula
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(SRC).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imported(tree: ast.AST) -> Iterator[str]:
+    """The modules that a file imports, wherever in the file, except for type checkers alone."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            for branch in node.orelse:
+                yield from imported(ast.Module([branch], []))
+            continue
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            if node.level:
+                yield "." * node.level + (node.module or "")
+            elif node.module == "quire":
+                yield from (f"quire.{alias.name}" for alias in node.names)
+            else:
+                yield node.module or ""
+        elif isinstance(node, ast.Attribute) and ast.unparse(node) == "quire.reference":
+            yield "quire.reference"
+        yield from imported(node)
+
+
+def part_of(module: str) -> str:
+    """The part of quire that a module belongs to: its second word. A public name belongs to the package itself."""
+    part = [*module.split("."), ""][1]
+    return part if part in RANK or part in ("kernels", "reference") else ""
+
+
+def breaches(module: str, source: str) -> list[str]:
+    """What a file of this name and content does against the law."""
+    part, found = part_of(module), []
+    for target in imported(ast.parse(source)):
+        if target.startswith("."):
+            found.append(f"{module} imports {target}: write the full name")
+        if target.split(".")[0] != "quire":
+            if part == "reference" and target.split(".")[0] not in ("torch", "__future__"):
+                found.append(f"{module} imports {target}: the reference imports only torch")
+            continue
+        other = part_of(target)
+        if part == "reference":
+            allowed = False
+        elif other == "reference":
+            allowed = part in MAY_IMPORT_REFERENCE
+        elif other == "kernels":
+            own_folder = module.split(".")[:3] == target.split(".")[:3]
+            allowed = own_folder if part == "kernels" else part in MAY_IMPORT_KERNELS
+        elif part == "kernels":
+            allowed = other in KERNELS_MAY_IMPORT
+        elif part == "conformance" and other in NEVER_IN_THE_KIT:
+            allowed = False
+        else:
+            allowed = RANK[other] <= RANK[part]
+        if not allowed:
+            found.append(f"{module} imports {target}")
+    return found
+
+
+@pytest.mark.parametrize("path", FILES, ids=module_name)
+def test_file_keeps_the_law(path: Path) -> None:
+    assert breaches(module_name(path), path.read_text()) == []
+
+
+def test_every_folder_is_a_package() -> None:
+    assert [str(path.parent) for path in FILES if not (path.parent / "__init__.py").exists()] == []
+
+
+def test_every_part_has_a_place() -> None:
+    parts = {module_name(path).partition(".")[2].partition(".")[0] for path in FILES}
+    assert parts <= {*RANK, "kernels", "reference"}
+
+
+AGAINST = {
+    "data imports rules": ("quire.batch", "from quire.contract.rule import Rule"),
+    "rules import dispatch": ("quire.contract.rules", "import quire.dispatch.choose"),
+    "inside a function": ("quire.problem", "def f():\n    from quire.attend import attend"),
+    "dispatch imports an operation": ("quire.dispatch.choose", "from quire.attend import attend"),
+    "an operation imports the package": ("quire.dispatch.choose", "import quire"),
+    "by a public name": ("quire.contract.check", "from quire import attend"),
+    "a kernel imports dispatch": ("quire.kernels.torch.attend", "from quire.dispatch.platform import Platform"),
+    "a kernel imports another folder": ("quire.kernels.triton.decode", "from quire.kernels.torch.read import read"),
+    "rules import a kernel": ("quire.contract.check", "from quire.kernels.torch.attend import attend"),
+    "a kernel imports the reference": ("quire.kernels.torch.attend", "from quire.reference import attention"),
+    "an operation imports the reference": ("quire.attend", "from quire import reference"),
+    "an operation uses the reference": ("quire.attend", "import quire\nquire.reference.attention()"),
+    "the reference imports quire": ("quire.reference", "from quire.errors import QuireError"),
+    "the reference imports more than torch": ("quire.reference", "import numpy"),
+    "the kit writes by quire.write": ("quire.conformance.build", "from quire.write import write"),
+    "an operation imports the kit": ("quire.step", "from quire.conformance.run import run"),
+    "the kit imports the command line": ("quire.conformance.run", "from quire.cli.demo import demo"),
+    "a relative import": ("quire.cache.pool", "from . import ledger"),
+    "after TYPE_CHECKING": ("quire.errors", "if TYPE_CHECKING:\n    pass\nelse:\n    import quire.batch"),
+}
+WITHIN = {
+    "an operation imports dispatch": ("quire.attend", "from quire.dispatch.choose import choose"),
+    "an operation imports another": ("quire.step", "from quire.write import write"),
+    "a kernel imports its own folder": ("quire.kernels.triton.decode", "from quire.kernels.triton.tile import load"),
+    "a kernel imports data": ("quire.kernels.triton.decode", "from quire.cache.kv_cache import KVCache"),
+    "the kit imports the reference": ("quire.conformance.run", "from quire import reference"),
+    "for type checkers alone": ("quire.errors", "if TYPE_CHECKING:\n    from quire.dispatch.decision import Decision"),
+    "the command line imports anything": ("quire.cli.demo", "import quire\nfrom quire.bench.run import run"),
+}
+
+
+@pytest.mark.parametrize("module, source", AGAINST.values(), ids=AGAINST)
+def test_the_law_sees(module: str, source: str) -> None:
+    assert breaches(module, source)
+
+
+@pytest.mark.parametrize("module, source", WITHIN.values(), ids=WITHIN)
+def test_the_law_allows(module: str, source: str) -> None:
+    assert not breaches(module, source)

@@ -1,0 +1,75 @@
+"""The public surface: these names, and whatever is imported first they mean the same."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from types import FunctionType
+
+import pytest
+
+import quire
+
+NAMES = [
+    "PagePool",
+    "KVCache",
+    "Batch",
+    "Options",
+    "attend",
+    "write",
+    "step",
+    "merge",
+    "explain",
+    "check",
+    "checked",
+    "Problem",
+    "Platform",
+    "QuireError",
+    "ArgumentError",
+    "ContractError",
+    "KernelError",
+    "OutOfPages",
+    "reference",
+    "__version__",
+]
+SHADOWED = ["attend", "write", "step", "merge", "explain"]  # a function and the module that defines it
+
+
+def test_all_is_pinned() -> None:
+    assert list(quire.__all__) == NAMES
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_name_is_there(name: str) -> None:
+    assert getattr(quire, name) is not None
+
+
+def test_completion_shows_the_surface() -> None:
+    assert dir(quire) == sorted(NAMES)
+
+
+def test_unknown_name_is_refused() -> None:
+    with pytest.raises(AttributeError, match=r"module 'quire' has no attribute 'atend'"):
+        _ = quire.atend
+
+
+@pytest.mark.parametrize("name", SHADOWED)
+def test_operation_is_a_function(name: str) -> None:
+    assert isinstance(getattr(quire, name), FunctionType)
+
+
+@pytest.mark.parametrize("name", SHADOWED)
+def test_operation_is_a_function_when_its_module_comes_first(name: str, python: Callable) -> None:
+    done = python("-c", f"import quire.{name}, quire\nfrom quire.{name} import {name}\nassert quire.{name} is {name}")
+    assert done.returncode == 0, done.stderr
+
+
+def test_reference_is_the_module(python: Callable) -> None:
+    done = python("-c", "import quire\nprint(quire.reference.__name__)")
+    assert done.stdout == "quire.reference\n", done.stderr
+
+
+def test_changelog_knows_the_version(root: Path) -> None:
+    released = re.findall(r"^## \[?(\d+\.\d+\.\d+)", (root / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert released[0] == quire.__version__

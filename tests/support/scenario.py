@@ -1,0 +1,354 @@
+"""Random calls with a known answer.
+
+Caches are filled here by index formulas of their own, never by `quire.write` or a layout's `pack`; what a query can see is worked out
+by brute force; and every slot, table cell, scale and padding row that is not required is poisoned.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from quire import Batch, KVCache, Options, reference
+
+TYPES = {
+    "fp32": torch.float32,
+    "fp16": torch.float16,
+    "bf16": torch.bfloat16,
+    "e4m3fn": torch.float8_e4m3fn,
+    "e4m3fnuz": torch.float8_e4m3fnuz,
+    "e5m2": torch.float8_e5m2,
+    "int8": torch.int8,
+}
+LARGEST = {"e4m3fn": 448.0, "e4m3fnuz": 240.0, "e5m2": 57344.0, "int8": 127.0}
+
+
+@dataclass
+class Scenario:
+    """A call, and what it must give: `expected [live, q_heads, v_head_dim]` and `expected_lse [live, q_heads]` in float64."""
+
+    q: torch.Tensor
+    cache: KVCache
+    batch: Batch
+    options: Options
+    new: tuple[torch.Tensor, torch.Tensor] | None
+    live: int
+    expected: torch.Tensor
+    expected_lse: torch.Tensor
+    honest: torch.Tensor
+    """The same in fp32, computed plainly: its error is what an honest implementation may lose."""
+
+    def budget(self, dtype: torch.dtype) -> torch.Tensor:
+        """The error allowed in each element of an output of this type: twice what plain fp32 loses here (at least a few of its
+        roundings), and one rounding to the type."""
+        lost = (self.honest.double() - self.expected).abs().amax() if self.expected.numel() else torch.tensor(0.0)
+        size = self.expected.abs().amax() if self.expected.numel() else torch.tensor(0.0)
+        rounding = torch.finfo(dtype).eps / 2
+        smallest = torch.finfo(dtype).smallest_normal * rounding
+        return 2 * torch.maximum(lost, 8 * torch.finfo(torch.float32).eps * size) + rounding * self.expected.abs() + smallest
+
+    def check(self, out: torch.Tensor, lse: torch.Tensor | None = None, scale: float = 1.0) -> None:
+        """Fails unless every live row is within its budget."""
+        got = out[: self.live].double() * scale
+        error = (got - self.expected).abs()
+        wrong = ~(error <= self.budget(out.dtype))
+        where = wrong.nonzero()[:1].tolist()
+        assert not wrong.any(), f"{int(wrong.sum())} of {wrong.numel()} wrong, first at {where}, largest error {error.max():.3g}"
+        if lse is not None:
+            want = self.expected_lse
+            same = (lse[: self.live].double() == want) | ((lse[: self.live].double() - want).abs() <= 4e-6 * want.abs().clamp(min=1))
+            assert same.all(), f"LSE wrong at {(~same).nonzero()[:1].tolist()}"
+
+
+def build(
+    seed: int,
+    q_lens: list[int],
+    kv_lens: list[int],
+    *,
+    kv_heads: int = 2,
+    group: int = 2,
+    head_dim: int = 16,
+    v_head_dim: int | None = None,
+    page_size: int = 16,
+    layout: str = "nhd",
+    x: int = 4,
+    format: str = "fp32",
+    scales: str = "tensor",
+    storage: str = "native",
+    q_dtype: str = "fp32",
+    index: tuple[torch.dtype, ...] = (torch.int32, torch.int32, torch.int32),
+    form: str = "full",
+    padding: int = 0,
+    poison: float = math.nan,
+    bad_id: int = -1,
+    device: str = "cpu",
+    **features: Any,
+) -> Scenario:
+    """A batch of sequences of these lengths. `features` are fields of Options; alibi, sinks, mask and causal="mixed" are made here."""
+    g, shuffle = torch.Generator().manual_seed(seed), random.Random(seed).shuffle
+    v_head_dim = v_head_dim or head_dim
+    seqs, q_heads, live = len(q_lens), kv_heads * group, sum(q_lens)
+    tokens = live + padding
+    starts = [sum(q_lens[:i]) for i in range(seqs + 1)]
+    made = TYPES[q_dtype] if q_dtype not in LARGEST else torch.bfloat16
+    options = _options(g, q_lens, kv_lens, tokens, q_heads, features)
+    visible = [_visible(options, starts[i], q_lens[i], kv_lens[i], i) for i in range(seqs)]
+
+    # Which tokens must be in the cache.
+    required = [v.any(0) for v in visible]
+    cached = [r.clone() for r in required]
+    if form == "context":
+        for i in range(seqs):
+            cached[i][kv_lens[i] - q_lens[i] :] = False
+
+    # Pages in a shuffled order, three of which nobody owns. A cell is filled if its page holds a token that must be there.
+    columns = [-(-n // page_size) for n in kv_lens]
+    pages = sum(columns) + 3
+    ids = list(range(pages))
+    shuffle(ids)
+    owned = [[ids.pop() for _ in range(n)] for n in columns]
+    table = torch.full((seqs, max(columns, default=0) + 2), bad_id)
+    for i, row in enumerate(owned):
+        for c, page in enumerate(row):
+            if cached[i][c * page_size : (c + 1) * page_size].any():
+                table[i, c] = page
+
+    dense, stored, scale = {}, {}, {}
+    for part, dim in (("k", head_dim), ("v", v_head_dim)):
+        dense[part] = [torch.randn(n, kv_heads, dim, generator=g).to(made).double() for n in kv_lens]
+        content = torch.full((pages, page_size, kv_heads, dim), poison, dtype=torch.float64)
+        scale[part] = _scales(g, part, format, scales, pages, page_size, kv_heads, poison)
+        for i, row in enumerate(owned):
+            at = cached[i].nonzero().flatten()
+            page, offset = torch.tensor(row, dtype=torch.long)[at // page_size], at % page_size
+            content[page, offset] = dense[part][i][at]
+            if scales == "token" and format in LARGEST:
+                largest = dense[part][i][at].float().abs().amax(-1)
+                scale[part][page, offset] = torch.where(largest == 0, 1.0, largest / LARGEST[format])
+        stored[part] = _stored(content, format, scale[part])
+        # What a reader sees is what was stored; new tokens in context form are seen as they are.
+        read = stored[part].double()
+        if scale[part] is not None:
+            read = read * (scale[part].double().unsqueeze(-1) if scales == "token" else scale[part].double().reshape(-1, 1))
+        for i, row in enumerate(owned):
+            at = cached[i].nonzero().flatten()
+            dense[part][i][at] = read[torch.tensor(row, dtype=torch.long)[at // page_size], at % page_size]
+
+    cache = _wrap(stored, scale, layout, x, format, storage, head_dim, device)
+    q = torch.randn(tokens, q_heads, head_dim, generator=g)
+    q_scale = float(options.q_scale) if options.q_scale is not None else 1.0
+    q = (q / q_scale).to(TYPES[q_dtype])
+    q[live:] = torch.tensor(poison).to(q.dtype)
+    new = None
+    if form == "context":
+        new_k = torch.full((tokens, kv_heads, head_dim), poison, dtype=made)
+        new_v = torch.full((tokens, kv_heads, v_head_dim), poison, dtype=made)
+        for i in range(seqs):
+            new_k[starts[i] : starts[i + 1]] = dense["k"][i][kv_lens[i] - q_lens[i] :].to(made)
+            new_v[starts[i] : starts[i + 1]] = dense["v"][i][kv_lens[i] - q_lens[i] :].to(made)
+        new = (new_k.to(device), new_v.to(device))
+    batch = Batch(
+        table.to(index[0]).to(device),
+        torch.tensor(kv_lens, dtype=index[1], device=device),
+        torch.tensor(starts, dtype=index[2], device=device),
+    )
+
+    outs, lses, honest = [], [], []
+    for i in range(seqs):
+        rows = slice(starts[i], starts[i + 1])
+        causal = bool(options.causal[i]) if isinstance(options.causal, torch.Tensor) else options.causal
+        out, lse = reference.attention(
+            q[rows].double() * q_scale,
+            dense["k"][i],
+            dense["v"][i],
+            scale=options.scale,
+            causal=causal,
+            window=options.sides,
+            softcap=options.softcap,
+            alibi=options.alibi,
+            sinks=options.sinks,
+            mask=None if options.mask is None else options.mask[rows],
+            positions=None if options.positions is None else options.positions[rows],
+        )
+        outs.append(out)
+        lses.append(lse)
+        honest.append(_plain_fp32(q[rows].float() * q_scale, dense["k"][i], dense["v"][i], visible[i], options, rows, group))
+    nothing = torch.zeros(0, q_heads, v_head_dim, dtype=torch.float64)
+    return Scenario(
+        q.to(device),
+        cache,
+        batch,
+        _to(options, device),
+        new,
+        live,
+        torch.cat([nothing, *outs]).to(device),
+        torch.cat([nothing[:, :, 0], *lses]).to(device),
+        torch.cat([nothing.float(), *honest]).to(device),
+    )
+
+
+def _options(
+    g: torch.Generator, q_lens: list[int], kv_lens: list[int], tokens: int, q_heads: int, features: dict[str, Any]
+) -> Options:
+    given = dict(features)
+    if given.get("alibi") is True:
+        given["alibi"] = torch.rand(q_heads, generator=g) * 0.2
+    if given.get("sinks") is True:
+        given["sinks"] = torch.randn(q_heads, generator=g) * 2
+    if given.get("causal") == "mixed":
+        given["causal"] = torch.arange(len(q_lens)) % 2 == 0
+    if given.get("mask") is True:
+        # A random tree: each new token sees itself, its parent, and what its parent sees; depth is its position.
+        longest = max(q_lens, default=0)
+        mask = torch.rand(tokens, longest + 3, generator=g) > 0.5
+        positions = torch.full((tokens,), -(10**6))
+        start = 0
+        for q_len, kv_len in zip(q_lens, kv_lens):
+            tree = torch.zeros(q_len, q_len, dtype=torch.bool)
+            depth = torch.zeros(q_len, dtype=torch.long)
+            for t in range(q_len):
+                parent = int(torch.randint(-1, t, (1,), generator=g)) if t else -1
+                if parent >= 0:
+                    tree[t] = tree[parent]
+                    depth[t] = depth[parent] + 1
+                tree[t, t] = True
+            mask[start : start + q_len, :q_len] = tree
+            positions[start : start + q_len] = kv_len - q_len + depth
+            start += q_len
+        given["mask"] = mask
+        if given.get("window") is not None or given.get("alibi") is not None:
+            given["positions"] = positions
+    return Options(**given)
+
+
+def _visible(options: Options, start: int, q_len: int, kv_len: int, seq: int) -> torch.Tensor:
+    """Who sees whom in one sequence, bool [q_len, kv_len], token by token."""
+    context = kv_len - q_len
+    left, right = options.sides
+    causal = bool(options.causal[seq]) if isinstance(options.causal, torch.Tensor) else options.causal
+    visible = torch.zeros(q_len, kv_len, dtype=torch.bool)
+    for t in range(q_len):
+        for j in range(kv_len):
+            q_at, k_at = context + t, j
+            if options.positions is not None:
+                q_at = int(options.positions[start + t])
+                k_at = int(options.positions[start + j - context]) if j >= context else j
+            if options.mask is not None:
+                see = j < context or bool(options.mask[start + t, j - context])
+            else:
+                see = not causal or k_at <= q_at
+            if left is not None:
+                see = see and q_at - k_at <= left
+            if right is not None:
+                see = see and k_at - q_at <= right
+            visible[t, j] = see
+    return visible
+
+
+def _plain_fp32(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visible: torch.Tensor, options: Options, rows: slice, group: int
+) -> torch.Tensor:
+    """One sequence in fp32, head by head, with a plain two-pass softmax."""
+    seen = visible.any(0)[:, None, None]
+    k, v = torch.where(seen, k, 0.0).float(), torch.where(seen, v, 0.0).float()
+    out = torch.zeros(q.shape[0], q.shape[1], v.shape[2])
+    context = k.shape[0] - q.shape[0]
+    q_at, k_at = torch.arange(context, k.shape[0]), torch.arange(k.shape[0])
+    if options.positions is not None:
+        q_at = options.positions[rows].long()
+        k_at = torch.cat((k_at[:context], q_at))
+    for h in range(q.shape[1]):
+        s = (q[:, h] @ k[:, h // group].T) * (options.scale if options.scale is not None else q.shape[2] ** -0.5)
+        if options.softcap is not None:
+            s = options.softcap * torch.tanh(s / options.softcap)
+        if options.alibi is not None:
+            s = s - options.alibi[h].float() * (q_at[:, None] - k_at).abs()
+        s = s.masked_fill(~visible, -math.inf)
+        sink = options.sinks[h].float() if options.sinks is not None else torch.tensor(-math.inf)
+        top = torch.maximum(s.amax(-1, keepdim=True) if s.shape[1] else torch.full((s.shape[0], 1), -math.inf), sink)
+        top = top.masked_fill(top == -math.inf, 0.0)
+        e = torch.exp(s - top)
+        total = e.sum(-1, keepdim=True) + torch.exp(sink - top)
+        out[:, h] = torch.where(total > 0, e / total, 0.0) @ v[:, h // group]
+    return out
+
+
+def _scales(
+    g: torch.Generator, part: str, format: str, kind: str, pages: int, page_size: int, kv_heads: int, poison: float
+) -> torch.Tensor | None:
+    if format not in LARGEST:
+        return None
+    base = (4.0 if part == "k" else 5.0) / LARGEST[format]  # data reach past 4 now and then: some of them saturate
+    if kind == "tensor":
+        return torch.tensor(base)
+    if kind == "head":
+        return base * (0.75 + 0.5 * torch.rand(kv_heads, generator=g))
+    return torch.full((pages, page_size, kv_heads), poison)
+
+
+def _stored(content: torch.Tensor, format: str, scale: torch.Tensor | None) -> torch.Tensor:
+    if scale is None:
+        return content.to(TYPES[format])
+    wide = scale.unsqueeze(-1) if scale.dim() == 3 else scale.reshape(-1, 1)
+    x = (content.float() / wide).clamp(-LARGEST[format], LARGEST[format])
+    if format == "int8":
+        x = torch.where(x.isnan(), 101.0, x.round())
+    return x.to(TYPES[format])
+
+
+def _wrap(
+    stored: dict[str, torch.Tensor],
+    scale: dict[str, torch.Tensor | None],
+    layout: str,
+    x: int,
+    format: str,
+    storage: str,
+    head_dim: int,
+    device: str,
+) -> KVCache:
+    if layout == "vllm_joint":
+        tensors = [place("hnd", "k", torch.cat([stored["k"].view(_bits(format)), stored["v"].view(_bits(format))], -1), x)]
+    else:
+        tensors = [place(layout, part, stored[part].view(_bits(format)), x) for part in ("k", "v")]
+    if storage == "padded":
+        # Every page followed by a gap, as engines leave it for alignment; the gap is poisoned too.
+        tensors = [torch.cat((t, torch.full_like(t[:, :1], -1)), 1)[:, :-1] for t in tensors]
+    if storage != "bytes":
+        tensors = [t.view(TYPES[format]) for t in tensors]
+    moved = [None if s is None else s.to(device) for s in (scale["k"], scale["v"])]
+    return KVCache.wrap(
+        *(t.to(device) for t in tensors), layout=layout, format=format, head_dim=head_dim, k_scale=moved[0], v_scale=moved[1]
+    )
+
+
+def _bits(format: str) -> torch.dtype:
+    return {1: torch.uint8, 2: torch.int16, 4: torch.int32}[TYPES[format].itemsize]
+
+
+def place(layout: str, part: str, pages: torch.Tensor, x: int) -> torch.Tensor:
+    """`[pages, page_size, heads, dim]` in a layout, spelled out element by element along the split axis."""
+    count, size, heads, dim = pages.shape
+    if layout == "nhd":
+        return pages.clone()
+    if layout == "hnd":
+        return pages.transpose(1, 2).contiguous()
+    if part == "k":
+        out = pages.new_empty(count, heads, dim // x, size, x)
+        for d in range(dim):
+            out[:, :, d // x, :, d % x] = pages[:, :, :, d].transpose(1, 2)
+        return out
+    if layout == "vllm_x":
+        return pages.permute(0, 2, 3, 1).contiguous()
+    out = pages.new_empty(count, heads, size // x, dim, x)
+    for s in range(size):
+        out[:, :, s // x, :, s % x] = pages[:, s]
+    return out
+
+
+def _to(options: Options, device: str) -> Options:
+    values = {name: getattr(options, name) for name in Options.__dataclass_fields__}
+    return Options(**{name: v.to(device) if isinstance(v, torch.Tensor) else v for name, v in values.items()})
