@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Sequence
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -114,16 +115,34 @@ class Batch:
         return batch
 
     def fill(
-        self, page_table: torch.Tensor, kv_lens: torch.Tensor, q_starts: torch.Tensor, slots: torch.Tensor | None = None
+        self,
+        page_table: torch.Tensor,
+        kv_lens: torch.Tensor,
+        q_starts: torch.Tensor,
+        slots: torch.Tensor | None = None,
+        *,
+        copies: Sequence[tuple[int, int]] = (),
+        sequences: Sequence[PoolSequence] | None = None,
     ) -> Batch:
         """Takes over the values of another step, in place. Rows that are left over become empty (q_len 0). A batch that was
-        once filled with slots needs them every time: a captured graph goes on reading them."""
+        once filled with slots needs them every time: a captured graph goes on reading them. A step of a pool brings its
+        `copies` and `sequences`; a captured graph does not see copies: apply them to each cache before it is replayed."""
         buffer = self._slot_buffer
         if buffer is None:
             raise ArgumentError("fill", "a batch that aliases its caller's tensors", "a batch made by Batch.allocate")
         Batch(page_table, kv_lens, q_starts, slots=slots)
+        for name, tensor in (("page_table", page_table), ("kv_lens", kv_lens), ("q_starts", q_starts), ("slots", slots)):
+            # The copies below would cast any type; an aliased tensor is left to the rules.
+            if tensor is not None and tensor.dtype not in INDEX_TYPES:
+                raise ArgumentError(name, describe(tensor), "a tensor of int32 or int64")
+        largest = torch.iinfo(self.kv_lens.dtype).max
+        for name, tensor in (("kv_lens", kv_lens), ("q_starts", q_starts)):
+            if tensor.device.type == "cpu" and tensor.numel() and int(tensor.max()) > largest:
+                raise ArgumentError(name, int(tensor.max()), f"at most {largest}: the buffers are {self.kv_lens.dtype}")
         if page_table.dim() != 2 or kv_lens.shape != page_table.shape[:1] or q_starts.shape != (kv_lens.shape[0] + 1,):
-            given = ", ".join(f"{n} {list(t.shape)}" for n, t in (("page_table", page_table), ("kv_lens", kv_lens), ("q_starts", q_starts)))
+            given = ", ".join(
+                f"{n} {list(t.shape)}" for n, t in (("page_table", page_table), ("kv_lens", kv_lens), ("q_starts", q_starts))
+            )
             raise ArgumentError("fill", given, "page_table [seqs, pages_per_seq], kv_lens [seqs], q_starts [seqs + 1]")
         if slots is None and self.slots is not None:
             raise ArgumentError("slots", None, "a tensor [tokens]: this batch was filled with slots before")
@@ -132,6 +151,8 @@ class Batch:
         for name, size, room in (*sizes, ("tokens", 0 if slots is None else slots.shape[0], buffer.shape[0])):
             if size > room:
                 raise ArgumentError(name, size, f"at most {room}, as allocated")
+        if sequences is not None and len(sequences) != seqs:
+            raise ArgumentError("sequences", f"{len(sequences)} of them", f"{seqs}, one for each row")
         self.page_table.fill_(-1)[:seqs, :width].copy_(page_table)
         self.kv_lens.zero_()[:seqs].copy_(kv_lens)
         self.q_starts[: seqs + 1].copy_(q_starts)
@@ -139,6 +160,8 @@ class Batch:
         if slots is not None:
             self.slots = buffer
             buffer.fill_(-1)[: slots.shape[0]].copy_(slots)
+        self.copies = tuple(copies)
+        self.sequences = None if sequences is None else tuple(sequences)
         return self
 
     @classmethod
@@ -210,7 +233,9 @@ class Batch:
         counts = kv_indptr.diff()
         if kv_indptr.device.type == "cpu" and seqs:
             if int(counts.min()) < 0 or int(kv_indptr[0]) != 0 or int(kv_indptr[-1]) > kv_indices.shape[0]:
-                raise ArgumentError("kv_indptr", kv_indptr.tolist(), f"0 first, never falling, at most {kv_indices.shape[0]} (kv_indices)")
+                raise ArgumentError(
+                    "kv_indptr", kv_indptr.tolist(), f"0 first, never falling, at most {kv_indices.shape[0]} (kv_indices)"
+                )
         width = pages_per_seq if pages_per_seq is not None else (int(counts.max()) if seqs else 0)
         column = torch.arange(width, device=kv_indptr.device)
         at = kv_indptr[:-1, None].to(torch.int64) + column
@@ -225,5 +250,8 @@ class Batch:
         return cls(table, kv_lens, qo_indptr)
 
     def __repr__(self) -> str:
-        hints = "".join(f", {name}={getattr(self, name)}" for name in ("max_q_len", "max_kv_len") if getattr(self, name) is not None)
-        return f"Batch(seqs={self.kv_lens.shape}, page_table={describe(self.page_table)}{hints})"
+        hints = "".join(
+            f", {name}={getattr(self, name)}" for name in ("max_q_len", "max_kv_len") if getattr(self, name) is not None
+        )
+        tensors = ", ".join(f"{name}={describe(getattr(self, name))}" for name in ("page_table", "kv_lens", "q_starts"))
+        return f"Batch({tensors}{hints})"

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Optional, Tuple, Union
 
 import torch
 
 from quire.errors import ArgumentError, describe
 
-Window = Union[int, Tuple[Optional[int], Optional[int]], None]
-Scalar = Union[float, torch.Tensor, None]
+Window = int | tuple[int | None, int | None] | None
+Scalar = float | torch.Tensor | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,20 +24,20 @@ class Options:
     window: Window = None
     """Visible keys around a query: an int W counts them with the query's own, `(W-1, W-1)`; `(left, right)` counts to each
     side, None is unbounded. A causal row never looks right, whatever `right` says."""
-    softcap: Optional[float] = None
+    softcap: float | None = None
     """Logits become `softcap * tanh(logit / softcap)`."""
-    alibi: Optional[torch.Tensor] = None
+    alibi: torch.Tensor | None = None
     """Slopes `[q_heads]`: `-slope * |q_pos - k_pos|` is added to the logits. An input, never derived from a head count."""
-    sinks: Optional[torch.Tensor] = None
+    sinks: torch.Tensor | None = None
     """One more logit per head `[q_heads]`, not scaled, without a value: it only takes weight away."""
-    scale: Optional[float] = None
+    scale: float | None = None
     """Multiplies q·k; by default `head_dim ** -0.5`."""
-    causal: Union[bool, torch.Tensor] = True
+    causal: bool | torch.Tensor = True
     """Whether a query sees only keys up to its own position; a bool tensor `[seqs]` decides per sequence."""
-    mask: Optional[torch.Tensor] = None
+    mask: torch.Tensor | None = None
     """Tree mask, bool `[tokens, M]`: True where a token sees the j-th new token of its own sequence. It replaces causality
     among new tokens; all of the context stays visible."""
-    positions: Optional[torch.Tensor] = None
+    positions: torch.Tensor | None = None
     """Absolute position of each new token, integers `[tokens]`: needed by `mask` together with `window` or `alibi`, since the
     branches of a tree share positions."""
     q_scale: Scalar = None

@@ -1,13 +1,13 @@
 """Attention of one sequence, in float64: the definition that everything fast is measured against."""
 
-import math
-
 import torch
 
 
 def attention(
-    q, k, v, *, scale=None, causal=True, window=(None, None), softcap=None, alibi=None, sinks=None, mask=None, positions=None
-):
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float | None = None, causal: bool = True,
+    window: tuple[int | None, int | None] = (None, None), softcap: float | None = None, alibi: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None, mask: torch.Tensor | None = None, positions: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Dense q [q_len, q_heads, head_dim] over k [kv_len, kv_heads, head_dim] and v [kv_len, kv_heads, v_head_dim], the new tokens
     last. Returns out [q_len, q_heads, v_head_dim] and the natural-log LSE [q_len, q_heads], both float64.
 
@@ -43,12 +43,12 @@ def attention(
     logits = torch.einsum("qhd,khd->hqk", q, k) * (head_dim**-0.5 if scale is None else scale)
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
-    logits = logits.masked_fill(~visible, -math.inf)
+    logits = logits.masked_fill(~visible, -torch.inf)
     if alibi is not None:
         logits = logits - alibi.double()[:, None, None] * distance.abs()
-    sink = torch.full((q_heads,), -math.inf, device=q.device) if sinks is None else sinks
+    sink = torch.full((q_heads,), -torch.inf, device=q.device) if sinks is None else sinks
     lse = torch.cat((logits, sink.double()[:, None, None].expand(-1, q_len, 1)), dim=-1).logsumexp(-1)
 
     # A row that sees no key is zero, with an LSE of -inf, or of the sink.
-    weights = torch.exp(logits - lse.masked_fill(lse == -math.inf, 0.0)[..., None])
+    weights = torch.exp(logits - lse.masked_fill(lse == -torch.inf, 0.0)[..., None])
     return torch.einsum("hqk,khd->qhd", weights, v), lse.T

@@ -277,6 +277,12 @@ def test_slots_outside_the_cache_are_skipped(dtype):
     assert ledger.audit_write(slots, positions, rows) == []
 
 
+def test_findings_come_in_order_of_row_and_position():
+    ledger = Ledger(2, PAGE_SIZE, "cpu")
+    slots, positions, rows = torch.tensor([5, 0, 4, 1]), torch.tensor([9, 0, 2, 1]), torch.tensor([1, 0, 1, 0])
+    assert [(f.row, f.position) for f in ledger.audit_read(slots, positions, rows)] == [(0, 0), (0, 1), (1, 2), (1, 9)]
+
+
 def test_nothing_to_audit():
     engine = Engine()
     none = torch.empty(0, dtype=torch.int64)

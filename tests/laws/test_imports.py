@@ -20,13 +20,13 @@ LAYERS = (
     ("contract",),
     ("dispatch",),
     ("attend", "write", "step", "merge", "explain", ""),  # "" is the package itself: `import quire`
-    ("conformance", "bench", "compat", "integrations"),
+    ("conformance", "bench", "demo", "compat", "integrations"),
     ("cli", "__main__"),
 )
 RANK = {part: rank for rank, layer in enumerate(LAYERS) for part in layer}
 KERNELS_MAY_IMPORT = ("errors", "cache", "batch", "options", "problem")
 MAY_IMPORT_KERNELS = ("dispatch", "attend", "write", "step", "conformance", "bench", "compat", "integrations", "cli")
-MAY_IMPORT_REFERENCE = ("conformance", "bench", "cli")
+MAY_IMPORT_REFERENCE = ("conformance", "bench", "demo", "cli")
 NEVER_IN_THE_KIT = ("write", "step")  # the kit fills caches by its own formula
 
 

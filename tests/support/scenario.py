@@ -1,7 +1,7 @@
 """Random calls with a known answer.
 
-Caches are filled here by index formulas of their own, never by `quire.write` or a layout's `pack`; what a query can see is worked out
-by brute force; and every slot, table cell, scale and padding row that is not required is poisoned.
+Caches are filled here by index formulas of their own, never by `quire.write` or a layout's `pack`; what a query can see is worked
+out by brute force; and every slot, table cell, scale and padding row that is not required is poisoned.
 """
 
 from __future__ import annotations
@@ -60,7 +60,9 @@ class Scenario:
         assert not wrong.any(), f"{int(wrong.sum())} of {wrong.numel()} wrong, first at {where}, largest error {error.max():.3g}"
         if lse is not None:
             want = self.expected_lse
-            same = (lse[: self.live].double() == want) | ((lse[: self.live].double() - want).abs() <= 4e-6 * want.abs().clamp(min=1))
+            same = (lse[: self.live].double() == want) | (
+                (lse[: self.live].double() - want).abs() <= 4e-6 * want.abs().clamp(min=1)
+            )
             assert same.all(), f"LSE wrong at {(~same).nonzero()[:1].tolist()}"
 
 
@@ -88,7 +90,7 @@ def build(
     device: str = "cpu",
     **features: Any,
 ) -> Scenario:
-    """A batch of sequences of these lengths. `features` are fields of Options; alibi, sinks, mask and causal="mixed" are made here."""
+    """A batch of sequences of these lengths. `features` are fields of Options; tensors among them are made here."""
     g, shuffle = torch.Generator().manual_seed(seed), random.Random(seed).shuffle
     v_head_dim = v_head_dim or head_dim
     seqs, q_heads, live = len(q_lens), kv_heads * group, sum(q_lens)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Iterable, Union
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -15,15 +16,15 @@ from quire.errors import ArgumentError, describe
 if TYPE_CHECKING:
     from quire.cache.pool import PagePool
 
-Scale = Union[float, torch.Tensor, None]
+Scale = float | torch.Tensor | None
 
 
 class KVCache:
     """Pages of keys and values of one layer. Data only: `quire.write` fills it, `quire.attend` reads it.
 
-        k, v              the storage, in the layout's own shape; quantised formats may be bytes
-        k_view, v_view    the same memory as [pages, kv_heads, slot/, slot%, dim/, dim%], without a copy
-        k_scale, v_scale  fp32 [] or [kv_heads] or [pages, page_size, kv_heads], None if the format is not quantised
+    k, v              the storage, in the layout's own shape; quantised formats may be bytes
+    k_view, v_view    the same memory as [pages, kv_heads, slot/, slot%, dim/, dim%], without a copy
+    k_scale, v_scale  fp32 [] or [kv_heads] or [pages, page_size, kv_heads], None if the format is not quantised
     """
 
     def __init__(
@@ -45,6 +46,8 @@ class KVCache:
         self.head_dim = self.k_view.shape[4] * self.k_view.shape[5]
         self.v_head_dim = self.v_view.shape[4] * self.v_view.shape[5]
         self.ledger = Ledger(pages, self.page_size, k.device, pool) if ledger else None
+        self.copied: tuple[tuple[int, int], ...] = ()
+        """The copies that were applied last: an attend whose batch asks for others comes too early."""
 
     @classmethod
     def allocate(
@@ -76,7 +79,7 @@ class KVCache:
                 raise ArgumentError(name, describe(value), f"1 to {most}" if most else "1 or more")
         if x is not None and not order.splits:
             raise ArgumentError("x", x, f"None: layout {layout!r} splits no axis")
-        x = (x or 16 // found.itemsize) if order.splits else 1
+        x = (16 // found.itemsize if x is None else x) if order.splits else 1
         device = pool.device if device is None else torch.device(device)
         if scales not in (None, "token"):
             raise ArgumentError("scales", repr(scales), "'token', or None for the scales given")
@@ -87,17 +90,21 @@ class KVCache:
             k_scale = torch.ones(pool.pages, pool.page_size, kv_heads, device=device)
             v_scale = torch.ones_like(k_scale)
 
-        def make(order_shape: tuple[int, ...]) -> torch.Tensor:
-            # Not torch.empty: a page that was never written then reads as zeros on every machine, and a leak is repeatable.
-            return torch.zeros(order_shape, dtype=dtype, device=device)
-
         size = (pool.pages, pool.page_size, kv_heads)
+        shapes = [order.k.shape(*size, head_dim, x), order.v.shape(*size, v_head_dim, x)]
         if order.joint:
-            storage = (make(order.k.shape(*size, head_dim + v_head_dim, x)),)
-        else:
-            storage = (make(order.k.shape(*size, head_dim, x)), make(order.v.shape(*size, v_head_dim, x)))
+            shapes = [order.k.shape(*size, head_dim + v_head_dim, x)]
+        # Not torch.empty: a page that was never written then reads as zeros on every machine, and a mistake is repeatable.
+        storage = [torch.zeros(shape, dtype=dtype, device=device) for shape in shapes]
         return cls.wrap(
-            *storage, layout=layout, format=found.name, head_dim=head_dim, k_scale=k_scale, v_scale=v_scale, pool=pool, ledger=ledger
+            *storage,
+            layout=layout,
+            format=found.name,
+            head_dim=head_dim,
+            k_scale=k_scale,
+            v_scale=v_scale,
+            pool=pool,
+            ledger=ledger,
         )
 
     @classmethod
@@ -117,9 +124,9 @@ class KVCache:
         """A cache over memory that somebody else owns; nothing is copied. Any strides will do (padded pages, K and V views of
         one tensor). A joint layout is wrapped from one tensor, cut at `head_dim` (by default in the middle)."""
         order = layout_named(layout)
-        for name, pages in (("k_pages", k_pages), ("v_pages", v_pages)):
-            if not isinstance(pages, torch.Tensor) and not (name == "v_pages" and pages is None):
-                raise ArgumentError(name, describe(pages), "a tensor of pages")
+        for name, given in (("k_pages", k_pages), ("v_pages", v_pages)):
+            if not isinstance(given, torch.Tensor) and not (name == "v_pages" and given is None):
+                raise ArgumentError(name, describe(given), "a tensor of pages")
         k, v = order.parts(*((k_pages,) if v_pages is None else (k_pages, v_pages)), head_dim=head_dim)
         if k.dtype != v.dtype or k.device != v.device:
             raise ArgumentError("v_pages", describe(v), f"the type and device of k_pages, {describe(k)}")
@@ -128,7 +135,9 @@ class KVCache:
         sizes = [(view.shape[0], view.shape[2] * view.shape[3], view.shape[1]) for view in (k_view, v_view)]
         if sizes[0] != sizes[1]:
             words = "pages {}, page_size {}, kv_heads {}"
-            raise ArgumentError("v_pages", words.format(*sizes[1]), f"those of k_pages: {words.format(*sizes[0])} in layout {layout!r}")
+            raise ArgumentError(
+                "v_pages", words.format(*sizes[1]), f"those of k_pages: {words.format(*sizes[0])} in layout {layout!r}"
+            )
         pages, page_size, kv_heads = sizes[0]
         dims = {"head_dim": k_view.shape[4] * k_view.shape[5], "v_head_dim": v_view.shape[4] * v_view.shape[5]}
         for name, dim in dims.items():
@@ -146,7 +155,9 @@ class KVCache:
         shapes = {"[]": (), "[kv_heads]": (kv_heads,), "[pages, page_size, kv_heads]": (pages, page_size, kv_heads)}
         scale = [_scale(name, value, found, shapes, k.device) for name, value in (("k_scale", k_scale), ("v_scale", v_scale))]
         if scale[0] is not None and scale[1] is not None and (scale[0].dim() == 3) != (scale[1].dim() == 3):
-            raise ArgumentError("v_scale", describe(scale[1]), f"one per token and head, as k_scale {describe(scale[0])}, or neither")
+            raise ArgumentError(
+                "v_scale", describe(scale[1]), f"one per token and head, as k_scale {describe(scale[0])}, or neither"
+            )
         return cls(k, v, order, found, scale[0], scale[1], pool, ledger)
 
     @property
@@ -161,12 +172,12 @@ class KVCache:
     def copy_pages(self, copies: Iterable[tuple[int, int]]) -> None:
         """Copies whole pages, (source, target) each, K, V, scales and ledger: what a pool's copy-on-write asks for. All
         sources are read before any target is written."""
-        pairs = list(copies)
+        pairs = tuple(copies)
         if not pairs:
             return
-        for source, target in pairs:
-            if not (0 <= source < self.pages and 0 <= target < self.pages):
-                raise ArgumentError("copies", (source, target), f"page ids in [0, {self.pages})")
+        for pair in pairs:
+            if not all(0 <= page < self.pages for page in pair):
+                raise ArgumentError("copies", pair, f"(source, target) page ids in [0, {self.pages})")
         if len({target for _, target in pairs}) < len(pairs):
             raise ArgumentError("copies", pairs, "targets that differ")
         source, target = torch.tensor(pairs, device=self.device).unbind(1)
@@ -175,6 +186,7 @@ class KVCache:
             tensor.index_copy_(0, target, tensor.index_select(0, source))
         if self.ledger is not None:
             self.ledger.copy_pages(source, target)
+        self.copied = pairs
 
     @property
     def k_bytes(self) -> torch.Tensor:

@@ -27,15 +27,13 @@ exit status: 0 a kernel runs, 1 none does, 2 the question is wrong; about vLLM 0
 
 Q_TYPES = ("fp32", "fp16", "bf16", "e4m3fn", "e4m3fnuz", "e5m2")
 
-# Everybody's spelling of a storage type; e4m3 without more is the platform's own flavour.
+# Everybody's spellings. fp8 and fp8_e4m3 are not among them: they mean the platform's own flavour.
 SPELLINGS = {
     "float32": "fp32",
     "float": "fp32",
     "float16": "fp16",
     "half": "fp16",
     "bfloat16": "bf16",
-    "fp8": "e4m3",
-    "fp8_e4m3": "e4m3",
     "float8_e4m3fn": "e4m3fn",
     "fp8_e4m3fn": "e4m3fn",
     "float8_e4m3fnuz": "e4m3fnuz",
@@ -62,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="how the cache stores an element: auto (as q), bf16, fp8_e4m3, fp8_e5m2, int8, ...",
     )
     add("--q-dtype", default="bf16", metavar="TYPE", help="the type of q (bf16)")
-    add("--out-dtype", default="auto", metavar="TYPE", help="the type of the output (auto: as q)")
+    add("--out-dtype", default="auto", metavar="TYPE", help="the type of the output (auto: as q, bf16 for fp8 queries)")
     add(
         "--scales",
         choices=("tensor", "head", "token"),
@@ -132,12 +130,12 @@ def _as_vllm(args: argparse.Namespace, platform: Platform) -> int:
         head_size=args.head_dim,
         block_size=args.page_size,
         kv_cache_dtype=args.kv_dtype,
-        q_dtype=_type_named("--q-dtype", args.q_dtype, ("fp32", "fp16", "bf16"), platform),
+        q_dtype=_type_of("--q-dtype", args.q_dtype, ("fp32", "fp16", "bf16"), platform),
         max_seq_len=args.max_kv_len,
         sliding_window=args.window,
         alibi=args.alibi,
         sinks=args.sinks,
-        output_scale=args.out_dtype != "auto" and "e4m3" in _type_named("--out-dtype", args.out_dtype, Q_TYPES, platform),
+        output_scale="e4m3" in _type_of("--out-dtype", args.out_dtype, Q_TYPES, platform, auto=args.q_dtype),
         native_strides=not args.padded_pages,
     )
     decisions = [explain_vllm(call, rule) for rule in (RULES if args.rule == "both" else (args.rule,))]
@@ -153,8 +151,9 @@ def problem_of(args: argparse.Namespace, platform: Platform) -> Problem:
     """The problem that the flags describe."""
     if args.window < 0:
         raise ArgumentError("--window", args.window, "0 for no window, or the number of visible keys")
-    q_dtype = _type_named("--q-dtype", args.q_dtype, Q_TYPES, platform)
-    format = q_dtype if args.kv_dtype == "auto" else _type_named("--kv-dtype", args.kv_dtype, tuple(FORMATS), platform)
+    q_dtype = _type_of("--q-dtype", args.q_dtype, Q_TYPES, platform)
+    out_dtype = _type_of("--out-dtype", args.out_dtype, Q_TYPES, platform, auto="bf16" if q_dtype.startswith("e") else q_dtype)
+    format = _type_of("--kv-dtype", args.kv_dtype, tuple(FORMATS), platform, auto=q_dtype)
     side = args.window - 1 if args.window else None
     return Problem(
         q_heads=args.q_heads,
@@ -163,7 +162,7 @@ def problem_of(args: argparse.Namespace, platform: Platform) -> Problem:
         page_size=args.page_size,
         v_head_dim=args.v_head_dim or 0,
         q_dtype=q_dtype,
-        out_dtype="" if args.out_dtype == "auto" else _type_named("--out-dtype", args.out_dtype, Q_TYPES, platform),
+        out_dtype=out_dtype,
         format=format,
         layout=args.layout,
         scales=args.scales if FORMATS[format].quantised else "none",
@@ -183,16 +182,16 @@ def problem_of(args: argparse.Namespace, platform: Platform) -> Problem:
     )
 
 
-def _type_named(flag: str, given: str, allowed: tuple[str, ...], platform: Platform) -> str:
-    """A type in Quire's words."""
+def _type_of(flag: str, given: str, allowed: tuple[str, ...], platform: Platform, auto: str | None = None) -> str:
+    """A type in Quire's words, whoever's words it is given in."""
+    own = platform.fp8 or "e4m3fn"
+    known = {"auto": auto} if auto else {}
+    known |= {name: name for name in allowed}
+    known |= {name: meant for name, meant in {**SPELLINGS, "fp8": own, "fp8_e4m3": own}.items() if meant in allowed}
     name = given.removeprefix("torch.")
-    name = SPELLINGS.get(name, name)
-    name = (platform.fp8 or "e4m3fn") if name == "e4m3" else name
-    if name not in allowed:
-        auto = () if flag == "--q-dtype" else ("auto",)
-        spellings = [spelling for spelling, meant in SPELLINGS.items() if meant in (*allowed, *("e4m3",) * ("e4m3fn" in allowed))]
-        raise ArgumentError(flag, repr(given), ", ".join((*auto, *allowed, *spellings)))
-    return name
+    if name not in known:
+        raise ArgumentError(flag, repr(given), ", ".join(known))
+    return known[name]
 
 
 def _count(text: str) -> int:

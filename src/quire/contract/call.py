@@ -91,6 +91,9 @@ class Call:
         starts, lens = self.q_starts, self.q_lens
         if starts[0] != 0 or bool((lens < 0).any()) or int(starts[-1]) > self.tokens or bool((self.kv_lens < 0).any()):
             return False
+        mask = self.options.mask
+        if mask is not None and len(lens) and int(lens.max()) > mask.shape[1]:
+            return False
         return not bool((self.lens_bound & (lens > self.kv_lens)).any())
 
     @cached_property
@@ -145,7 +148,9 @@ class Call:
         if self.options.positions is not None:
             at = self.options.positions[start:stop].cpu().long()
             distance = at[:, None] - at
-            visible = visible & (distance <= left if left is not None else True) & (distance >= -right if right is not None else True)
+            visible = (
+                visible & (distance <= left if left is not None else True) & (distance >= -right if right is not None else True)
+            )
         return visible.any(0)
 
     @cached_property

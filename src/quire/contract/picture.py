@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Sequence
+from collections.abc import Sequence
 
 AROUND = 5
 """How many cells are shown on each side of the bad one."""

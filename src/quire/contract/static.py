@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Iterator
+from collections.abc import Iterator
 
 import torch
 
@@ -10,7 +10,7 @@ from quire.batch import INDEX_TYPES
 from quire.contract.call import Call
 from quire.contract.rule import Violation
 from quire.errors import describe
-from quire.problem import default_out_dtype, dtype_name, is_fp8
+from quire.problem import dtype_name, is_fp8
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -64,7 +64,7 @@ def query_shapes(call: Call) -> Iterator[Violation]:
 
 
 def key_value_shapes(call: Call) -> Iterator[Violation]:
-    pairs = []
+    pairs: list[tuple[tuple[str, torch.Tensor | None], tuple[str, torch.Tensor | None], int | None]] = []
     if call.new is not None:
         if call.q is None or call.q.dim() != 3:
             return
@@ -96,6 +96,14 @@ def one_device(call: Call) -> Iterator[Violation]:
         # A scale is one number: torch combines it with tensors of any device.
         if tensor.device != call.cache.device and name not in ("q_scale", "out_scale"):
             yield Violation("devices", name, describe(tensor), f"on {call.cache.device}, where the cache is")
+
+
+def copies_applied(call: Call) -> Iterator[Violation]:
+    """`write` applies a batch's copies; an attend without one before it would read pages that are still empty."""
+    if call.q is not None and not call.writes and call.batch.copies and call.batch.copies != call.cache.copied:
+        given = f"{len(call.batch.copies)} of them, not applied to this cache"
+        allowed = "write first, or call cache.copy_pages(batch.copies): copy-on-write left the target pages empty"
+        yield Violation("residency", "copies", given, allowed)
 
 
 def output(call: Call) -> Iterator[Violation]:
@@ -139,7 +147,7 @@ def share_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 def _span(t: torch.Tensor) -> tuple[int, int]:
     """The bytes of its storage from the first element to the last."""
-    first = t.storage_offset() * t.element_size()
+    first = int(t.storage_offset()) * t.element_size()
     return first, first + (sum((n - 1) * s for n, s in zip(t.shape, t.stride())) + 1) * t.element_size()
 
 
@@ -165,12 +173,9 @@ def quantisation(call: Call) -> Iterator[Violation]:
     if is_fp8(q.dtype) and options.q_scale is None:
         yield Violation("quantisation", "q_scale", "None beside fp8 queries", "a number above 0, or an fp32 tensor []")
     if not is_fp8(q.dtype) and options.q_scale is not None:
-        yield Violation("quantisation", "q_scale", f"a scale beside {dtype_name(q.dtype)} queries", "None: only fp8 queries have one")
+        yield Violation(
+            "quantisation", "q_scale", f"a scale beside {dtype_name(q.dtype)} queries", "None: only fp8 queries have one"
+        )
     if options.batch_invariant and call.new is not None and cache.format.quantised:
         given = f"context form over {cache.format}: new tokens are exact now, quantised in the next call"
         yield Violation("quantisation", "batch_invariant", given, "full form (write first, then attend without new)")
-
-
-def out_dtype(call: Call) -> torch.dtype:
-    assert call.q is not None
-    return call.out.dtype if call.out is not None else default_out_dtype(call.q.dtype, call.options)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Iterator
+from collections.abc import Iterator
 
 import torch
 
@@ -21,17 +21,23 @@ def starts(call: Call) -> Iterator[Violation]:
         yield Violation("lengths", "q_starts[0]", str(cells[0]), "0: the first sequence starts at row 0", picture=picture)
     for i in (call.q_lens < 0).nonzero().flatten().tolist():
         picture = row_picture("q_starts", cells, i + 1, f"falls from {cells[i]}")
-        yield Violation("lengths", f"q_starts[{i + 1}]", str(cells[i + 1]), f"{cells[i]} or more: it never falls", seq=i, picture=picture)
+        yield Violation(
+            "lengths", f"q_starts[{i + 1}]", str(cells[i + 1]), f"{cells[i]} or more: it never falls", seq=i, picture=picture
+        )
     if cells[-1] > call.tokens:
         rows = "q" if call.q is not None else "k"
         picture = row_picture("q_starts", cells, len(cells) - 1, f"{rows} has {call.tokens} rows")
-        yield Violation("lengths", f"q_starts[{len(cells) - 1}]", str(cells[-1]), f"at most {call.tokens}, the rows of {rows}", picture=picture)
+        yield Violation(
+            "lengths", f"q_starts[{len(cells) - 1}]", str(cells[-1]), f"at most {call.tokens}, the rows of {rows}", picture=picture
+        )
 
 
 def lengths(call: Call) -> Iterator[Violation]:
     kv, q, bound = call.kv_lens, call.q_lens, call.lens_bound
     for i in (kv < 0).nonzero().flatten().tolist():
-        yield Violation("lengths", f"kv_lens[{i}]", str(int(kv[i])), "0 or more", seq=i, picture=row_picture("kv_lens", kv.tolist(), i))
+        yield Violation(
+            "lengths", f"kv_lens[{i}]", str(int(kv[i])), "0 or more", seq=i, picture=row_picture("kv_lens", kv.tolist(), i)
+        )
     for i in (bound & (q > kv) & (kv >= 0)).nonzero().flatten().tolist():
         why = "they are written to its slots" if call.writes else "they are among its keys"
         note = f"q_len {int(q[i])}: kv_lens counts the new tokens too"
@@ -77,7 +83,9 @@ def table(call: Call) -> Iterator[Violation]:
         if not 0 <= id < cache.pages:
             note = f"kv_len {int(call.kv_lens[i])}, pages of {cache.page_size}"
             picture = _row(call, i, column, note)
-            yield Violation("table", f"page_table[{i}, {column}]", str(id), f"a page id in [0, {cache.pages})", seq=i, page=id, picture=picture)
+            yield Violation(
+                "table", f"page_table[{i}, {column}]", str(id), f"a page id in [0, {cache.pages})", seq=i, page=id, picture=picture
+            )
 
 
 def _needed_cells(call: Call) -> list[tuple[int, int]]:
@@ -139,7 +147,9 @@ def slots(call: Call) -> Iterator[Violation]:
         held = call.cache.pool.holders[slot // call.cache.page_size]
         for i in (held > 1).nonzero().flatten().tolist():
             text = f"slot {int(slot[i])} of page {int(slot[i]) // call.cache.page_size}, which {int(held[i])} sequences hold"
-            yield _ownership(call, int(row[i]), int(slot[i]), text, "a page with one holder: extend through the pool, which copies on write")
+            yield _ownership(
+                call, int(row[i]), int(slot[i]), text, "a page with one holder: extend through the pool, which copies on write"
+            )
 
 
 def _ownership(call: Call, row: int, slot: int, given: str, allowed: str) -> Violation:
@@ -177,7 +187,7 @@ def residency(call: Call) -> Iterator[Violation]:
         old = at < call.context[seq]
         seq, at = seq[old], at[old]
     page = call.page_table[seq, at // call.cache.page_size]
-    sources = dict((target, source) for source, target in call.batch.copies) if call.writes else {}
+    sources = {target: source for source, target in call.batch.copies} if call.writes else {}
     for target, source in sources.items():
         page = torch.where(page == target, source, page)
     slot = page * call.cache.page_size + at % call.cache.page_size
@@ -219,7 +229,9 @@ def scales(call: Call) -> Iterator[Violation]:
                 where = f"{name}[{int(page[i])}, {int(at[i]) % cache.page_size}, {head}]"
                 allowed = "a finite number above 0: the slot is required"
                 picture = _row(call, int(seq[i]), int(at[i]) // cache.page_size, f"position {int(at[i])}")
-                yield Violation("quantisation", where, str(float(read[i, head])), allowed, seq=int(seq[i]), token=int(at[i]), picture=picture)
+                yield Violation(
+                    "quantisation", where, str(float(read[i, head])), allowed, seq=int(seq[i]), token=int(at[i]), picture=picture
+                )
     if call.q is not None:
         for name in ("q_scale", "out_scale"):
             value = getattr(call.options, name)

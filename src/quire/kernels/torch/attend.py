@@ -10,13 +10,15 @@ on CPUs that advertise AMX without its palette, as some hypervisors do, and woul
 
 from __future__ import annotations
 
+import itertools
 import math
-from typing import NamedTuple, Optional
+from typing import NamedTuple
 
 import torch
 
 from quire.batch import Batch
 from quire.cache.kv_cache import KVCache
+from quire.kernels.torch.exact import exact_products
 from quire.kernels.torch.read import Reader
 from quire.kernels.torch.sight import Sight
 from quire.options import Options
@@ -53,6 +55,7 @@ def tile_for(cache: KVCache, q_heads: int, longest: int, batch_invariant: bool) 
 
 
 @torch.no_grad()
+@exact_products()
 def launch(
     q: torch.Tensor,
     cache: KVCache,
@@ -68,7 +71,7 @@ def launch(
     `new`; the others find all of theirs in the cache."""
     starts, kv_lens = batch.q_starts.tolist(), batch.kv_lens.tolist()
     causal = options.causal.tolist() if isinstance(options.causal, torch.Tensor) else [options.causal] * batch.seqs
-    q_lens = [stop - start for start, stop in zip(starts, starts[1:])]
+    q_lens = [stop - start for start, stop in itertools.pairwise(starts)]
     tile = tile_for(cache, q.shape[1], max(q_lens, default=0), options.batch_invariant)
     keys = Reader(cache.k, cache.layout.k, cache.format, cache.k_scale, tile.keys)
     values = Reader(cache.v, cache.layout.v, cache.format, cache.v_scale, tile.keys)
@@ -76,9 +79,9 @@ def launch(
     on_host = q.device.type == "cpu"
     for seq, (token, q_len, kv_len) in enumerate(zip(starts, q_lens, kv_lens)):
         context, pages = kv_len - q_len, batch.page_table[seq]
-        fresh = (None, None)
+        k_new = v_new = None
         if new is not None and q_len >= context_from:
-            fresh = tuple(x[token : token + q_len] for x in new)
+            k_new, v_new = (x[token : token + q_len] for x in new)
         bad = []
         # On the host the contract was checked, and only a tree mask can leave gaps; elsewhere nobody has looked.
         if not on_host or options.mask is not None:
@@ -88,20 +91,20 @@ def launch(
             tokens = slice(token + first, token + first + count)
             sight = Sight(options, token, first, count, q_len, kv_len, causal[seq])
             queries = _rows_of(q[tokens], cache.kv_heads, options)
-            total: Optional[Part] = None
+            total: Part | None = None
             for at in range(sight.low // tile.keys * tile.keys, sight.high, tile.keys):
                 low, high = max(at, sight.low), min(at + tile.keys, sight.high)
                 visible = sight.visible(low, high, q.device)
-                k = keys.read(pages, low, high, fresh[0], context)
+                k = keys.read(pages, low, high, k_new, context)
                 if sight.tree is not None:
                     _blank_unseen(k, visible)
                 scores = _score(queries, k, sight, low, high, visible, options, room)
-                v = values.read(pages, low, high, fresh[1], context)
+                v = values.read(pages, low, high, v_new, context)
                 if sight.tree is not None:
                     _blank_unseen(v, visible)
                 total = _fold(total, _weigh(scores, v, visible is not None, room.part(total is None)))
                 if not on_host:
-                    cut = high if fresh[0] is None else max(low, min(high, context))
+                    cut = high if k_new is None else max(low, min(high, context))
                     bad.append(_needs_bad_page(batch.page_table[seq], cache, low, cut, visible))
             _store(total, options, out[tokens], None if lse is None else lse[tokens], cache.kv_heads)
         if bad and bool(torch.stack(bad).any()):

@@ -23,7 +23,7 @@ class Reader:
         self.order, self.format, self.scale = order, format, scale
         self.storage = storage.view(torch.uint8) if format.itemsize == 1 else storage
         self.view = order.view(self.storage)
-        pages, self.heads, slot_hi, slot_lo, dim_hi, dim_lo = self.view.shape
+        _pages, self.heads, slot_hi, slot_lo, dim_hi, dim_lo = self.view.shape
         self.page_size, self.dim = slot_hi * slot_lo, dim_hi * dim_lo
         self.whole_pages = self.page_size < SLICE_FROM
         count = -(-tile // self.page_size) + 1 if self.whole_pages else 0

@@ -15,7 +15,6 @@ class Sight:
 
     def __init__(self, options: Options, token: int, first: int, count: int, q_len: int, kv_len: int, causal: bool):
         self.context, self.count = kv_len - q_len, count
-        self.device = None if options.mask is None else options.mask.device
         self.left, self.right = options.sides
         self.low, self.high = 0, kv_len
         self.first = self.context + first
@@ -57,8 +56,8 @@ class Sight:
             visible[:, cut - low :] = tree[:, cut - self.context : high - self.context]
         if past_left or past_right:
             distance = self.distance(low, high, device)
-            if past_left:
+            if self.left is not None:
                 visible &= distance <= self.left
-            if past_right:
-                visible &= distance >= -self.right  # type: ignore[operator]
+            if self.right is not None:
+                visible &= distance >= -self.right
         return visible

@@ -1,0 +1,202 @@
+"""Continuous batching in a page: requests come, share a prefix, wait for pages, decode beside others' prefills, and leave.
+
+Every step is one mixed batch: each running sequence brings its next chunk of known tokens, which is one token once it decodes.
+All attention goes through `quire.step`, one cache a layer, one pool for all layers.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+
+import quire
+from quire.cache.format import FORMATS
+from quire.demo.model import HEAD_DIM, KV_HEADS, LAYERS, Model
+from quire.demo.plants import Plant
+from quire.demo.requests import Book, Choice, Request
+from quire.demo.sampling import pick
+from quire.dispatch.decision import Decision
+
+CHUNK, MOST_TOKENS = 40, 96
+"""New tokens of one sequence in a step, and of all sequences together."""
+
+
+class Record(NamedTuple):
+    """What attention gave one sequence in one layer of one step, and the keys and values it was asked about."""
+
+    step: int
+    layer: int
+    request: Request
+    q: torch.Tensor
+    out: torch.Tensor
+    book: Book
+    kv_len: int
+
+
+class Event(NamedTuple):
+    step: int
+    text: str
+
+
+class Engine:
+    """One run of the demo. `run` does the steps; everything else is there to be looked at."""
+
+    def __init__(self, model: Model, prefix: Request, requests: list[Request], pages: int, plant: Plant | None = None):
+        device = model.weights["embed"].device
+        self.model, self.prefix, self.requests, self.plant = model, prefix, requests, plant
+        self.pool = quire.PagePool(pages, page_size=16, device=device)
+        self.caches = [
+            quire.KVCache.allocate(
+                self.pool,
+                kv_heads=KV_HEADS,
+                head_dim=HEAD_DIM,
+                dtype=FORMATS[layer.format].dtype,
+                layout=layer.layout,
+                scales="token" if layer.token_scales else None,
+                ledger=True,
+            )
+            for layer in LAYERS
+        ]
+        self.waiting: list[Request] = []
+        self.running: list[Request] = []
+        self.step, self.tokens, self.seconds = 0, 0, 0.0
+        self.forks = self.copies = self.waits = self.high_water = 0
+        self.records: list[Record] = []
+        self.events: list[Event] = []
+        self.decisions: dict[tuple[int, str], tuple[int, Decision]] = {}
+        """How often each layer got each kernel, and the latest decision for it."""
+        self._full = False
+
+    def run(self) -> Iterator[None]:
+        """Steps until all requests are done; yields after each."""
+        prefix = self.prefix
+        prefix.sequence, prefix.state = self.pool.sequence(), "prefill"
+        self.running.append(prefix)
+        while prefix.state != "done":
+            start = time.perf_counter()
+            self._arrive()
+            self._advance()
+            if all(request.state == "done" for request in self.requests):
+                self._leave(prefix)
+            self.seconds += time.perf_counter() - start
+            self.step += 1
+            yield
+
+    def _arrive(self) -> None:
+        for request in self.requests:
+            if request.state == "to come" and request.arrives <= self.step:
+                request.state = "waiting"
+                self.waiting.append(request)
+        if self.waiting and not self._full and self.prefix.state == "held":
+            assert self.prefix.sequence is not None
+            request = self.waiting.pop(0)
+            request.sequence, request.state = self.pool.fork(self.prefix.sequence), "prefill"
+            request.book = Book(self.prefix.book)
+            self.running.append(request)
+            self.forks += 1
+            self._tell(f"request {request.name} forks the prefix: {request.length} tokens it need not compute")
+
+    def _advance(self) -> None:
+        """One step: hand out pages, run the model over all new tokens, pick what follows."""
+        if not self.running:
+            return
+        plan = self._plan()
+        batch = self._hand_out(plan)
+        self.high_water = max(self.high_water, self.pool.pages - self.pool.free_pages)
+        self.copies += len(batch.copies)
+        for source, target in batch.copies:
+            self._tell(f"page {source} is shared: copied to page {target} before it is written")
+        tokens: list[int] = []
+        positions: list[int] = []
+        rows: dict[Request, slice] = {}
+        for request, count in plan.items():
+            first = request.length - count
+            tokens += request.tokens[first : first + count]
+            positions += range(first, first + count)
+            rows[request] = slice(len(tokens) - count, len(tokens))
+
+        def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            return self._attend(layer, q, k, v, batch, rows)
+
+        device = self.pool.device
+        logits = self.model.forward(torch.tensor(tokens, device=device), torch.tensor(positions, device=device), attend)
+        self.tokens += len(tokens)
+        for request, row in rows.items():
+            if request.length == len(request.tokens):
+                self._pick(request, logits[row.stop - 1])
+
+    def _plan(self) -> dict[Request, int]:
+        """How many tokens each running request brings, the oldest first."""
+        plan, room = {}, MOST_TOKENS
+        for request in self.running:
+            count = min(len(request.tokens) - request.length, CHUNK, room)
+            if count:
+                plan[request] = count
+                room -= count
+        return plan
+
+    def _hand_out(self, plan: dict[Request, int]) -> quire.Batch:
+        """Pages for the plan. If there are too few, the newest request goes back into the line, and nothing else changes."""
+        while True:
+            try:
+                return self.pool.step({request.sequence: count for request, count in plan.items() if request.sequence})
+            except quire.OutOfPages as error:
+                if len(self.running) == 1:
+                    raise
+                newest = self.running[-1]
+                plan.pop(newest, None)
+                lost = newest.length - self.prefix.length
+                self._leave(newest, "waiting")
+                self.waiting.insert(0, newest)
+                self._full = True
+                self.waits += 1
+                again = f"; {lost} tokens will be computed again" if lost else ""
+                self._tell(f"out of pages ({error.needed} needed, {error.free} free): request {newest.name} waits{again}")
+
+    def _attend(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: quire.Batch, rows: dict[Request, slice]
+    ) -> torch.Tensor:
+        cache, options = self.caches[layer], self.model.options[layer]
+        for request, row in rows.items():
+            request.book.add(layer, k[row], v[row])
+        decision = quire.explain(q, cache, batch, options)
+        name = decision.chosen.name if decision.chosen else "none"
+        calls, _ = self.decisions.get((layer, name), (0, decision))
+        self.decisions[layer, name] = calls + 1, decision
+        attention = quire.step
+        if self.plant and self.plant.ready(self.step, layer, cache):
+            self._tell(f"planted: {self.plant.summary}, in layer {layer}")
+            attention, self.plant = self.plant.attention, None
+        out = attention(q, k, v, cache, batch, options)
+        assert isinstance(out, torch.Tensor)
+        for request, row in rows.items():
+            self.records.append(Record(self.step, layer, request, q[row], out[row], request.book, request.length))
+        return out
+
+    def _pick(self, request: Request, logits: torch.Tensor) -> None:
+        """One more token, if the request wants one; otherwise it leaves. The prefix wants none, and stays for others to fork."""
+        if request is self.prefix:
+            request.state = "held"
+            self.running.remove(request)
+            self._tell(f"the prefix is computed: {request.length} tokens, held for all requests")
+            return
+        request.state = "decode"
+        request.choices.append(Choice(logits, request.book))
+        request.tokens.append(pick(logits, request.taste, len(request.tokens)))
+        if len(request.made) == request.wanted:
+            self._tell(f"request {request.name} is done: {request.wanted} tokens made, pages given back")
+            self._leave(request)
+            self._full = False
+
+    def _leave(self, request: Request, state: str = "done") -> None:
+        assert request.sequence is not None
+        self.pool.free(request.sequence)
+        request.sequence, request.state = None, state
+        if request in self.running:
+            self.running.remove(request)
+
+    def _tell(self, text: str) -> None:
+        self.events.append(Event(self.step, text))

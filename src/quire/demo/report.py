@@ -1,0 +1,120 @@
+"""What a run showed: the verdict, and everything it rests on, for people and for programs."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from quire.contract.rule import Violation
+from quire.demo.engine import Engine
+from quire.demo.model import LAYERS
+from quire.demo.proof import Proof
+from quire.demo.screen import speed, why
+
+
+@dataclass(frozen=True)
+class Report:
+    """A run, its proofs, and the violations that ended it, if any did."""
+
+    engine: Engine
+    outputs: Proof
+    tokens: Proof
+    violations: tuple[Violation, ...] = ()
+
+    @property
+    def finished(self) -> bool:
+        return all(request.state == "done" for request in self.engine.requests)
+
+    @property
+    def held(self) -> int:
+        """Pages that somebody still holds."""
+        return self.engine.pool.pages - self.engine.pool.free_pages
+
+    @property
+    def right(self) -> bool:
+        return self.finished and not self.held and not self.violations and self.outputs.holds and self.tokens.holds
+
+    def to_dict(self) -> dict[str, Any]:
+        engine = self.engine
+        kernels = [
+            {
+                "layer": layer,
+                "summary": LAYERS[layer].summary,
+                "kernel": kernel,
+                "because": decision.because,
+                "calls": calls,
+                "problem": str(decision.problem),
+            }
+            for (layer, kernel), (calls, decision) in engine.decisions.items()
+        ]
+        return {
+            "verdict": "right" if self.right else "wrong",
+            "device": str(engine.pool.device),
+            "requests": len(engine.requests),
+            "steps": engine.step,
+            "tokens": engine.tokens,
+            "tokens_made": sum(len(request.made) for request in engine.requests),
+            "tokens_per_second": round(engine.tokens / engine.seconds, 1),
+            "max_error": _finite(self.outputs.worst.error),
+            "budget": self.outputs.worst.allowed,
+            "proofs": {
+                name: {
+                    "holds": proof.holds,
+                    "compared": proof.compared,
+                    "error": _finite(proof.worst.error),
+                    "allowed": proof.worst.allowed,
+                    "where": proof.worst.where,
+                }
+                for name, proof in (("outputs", self.outputs), ("tokens", self.tokens))
+            },
+            "kernels": kernels,
+            "violations": [violation.to_dict() for violation in self.violations],
+            "pages": {"pool": engine.pool.pages, "high_water": engine.high_water, "held_at_end": self.held},
+            "forks": engine.forks,
+            "copies": engine.copies,
+            "waits": engine.waits,
+        }
+
+    def __str__(self) -> str:
+        engine, outputs, tokens = self.engine, self.outputs, self.tokens
+        calls = sum(count for count, _ in engine.decisions.values())
+        contract = f"checked in full before each of {calls} calls"
+        if self.violations:
+            contract += f"; the last one, in step {engine.step}, was refused"
+        proved = (
+            (not self.violations, "contract", contract),
+            (
+                outputs.holds,
+                "outputs",
+                f"{outputs.compared} numbers against the reference in float64: "
+                f"off by {outputs.worst.error:.2g} where {outputs.worst.allowed:.2g} is allowed",
+            ),
+            (
+                tokens.holds,
+                "tokens",
+                f"{tokens.compared} picked again by each request alone, without pages: "
+                f"off by {tokens.worst.error:.2g} where {tokens.worst.allowed:.2g} is allowed",
+            ),
+            (
+                self.finished and not self.held,
+                "pages",
+                f"{engine.high_water} of {engine.pool.pages} in use at most, {self.held} at the end",
+            ),
+        )
+        lines = [
+            "",
+            f"{engine.step} steps, {engine.tokens} tokens, {speed(engine)} on {engine.pool.device} with all checks; "
+            f"forks: {engine.forks}, pages copied on write: {engine.copies}, waits for pages: {engine.waits}",
+            *why(engine),
+            *(f"{'ok   ' if good else 'WRONG'}  {name:9} {text}" for good, name, text in proved),
+        ]
+        if self.violations:
+            more = f" (and {len(self.violations) - 1} more like it)" if len(self.violations) > 1 else ""
+            lines += ["", f"{self.violations[0]}{more}"]
+        lines += [text for proof in (outputs, tokens) if proof.worst.where for text in ("", proof.worst.where)]
+        return "\n".join((*lines, "", f"verdict: {'right' if self.right else 'WRONG'}"))
+
+
+def _finite(number: float) -> float | None:
+    return number if math.isfinite(number) else None

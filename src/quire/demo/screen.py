@@ -1,0 +1,103 @@
+"""Shows a run as it happens: a live table in a terminal that has rich, lines everywhere else, nothing if asked to be quiet."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+from quire.demo.engine import Engine
+from quire.demo.model import LAYERS
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+Show = Callable[[Engine], None]
+"""Called after every step."""
+
+_COLOURS = {"to come": "dim", "waiting": "yellow", "prefill": "cyan", "decode": "green", "held": "blue", "done": "dim"}
+
+
+@contextmanager
+def screen(quiet: bool) -> Iterator[Show]:
+    """The best way to show a run here."""
+    if quiet:
+        yield lambda engine: None
+    elif sys.stdout.isatty() and find_spec("rich"):
+        with _live() as show:
+            yield show
+    else:
+        yield Lines().show
+
+
+class Lines:
+    """What happened, line by line, and every few steps where things stand."""
+
+    def __init__(self, every: int = 10):
+        self.every, self._told = every, 0
+
+    def show(self, engine: Engine) -> None:
+        for event in engine.events[self._told :]:
+            print(f"step {event.step:3}  {event.text}")
+        self._told = len(engine.events)
+        if engine.step % self.every == 0:
+            states = [request.state for request in (engine.prefix, *engine.requests)]
+            counts = ", ".join(f"{states.count(state)} {state}" for state in ("waiting", "prefill", "decode", "done"))
+            print(f"step {engine.step:3}  {counts}; {engine.pool.usage()}; {speed(engine)}", flush=True)
+
+
+def speed(engine: Engine) -> str:
+    return f"{engine.tokens / engine.seconds:.0f} tokens/s" if engine.seconds else ""
+
+
+def why(engine: Engine) -> Iterator[str]:
+    """Which kernel each layer got, and why: one line for each kernel."""
+    for name in dict.fromkeys(kernel for _, kernel in engine.decisions):
+        layers = [layer for layer, kernel in engine.decisions if kernel == name]
+        decision = engine.decisions[layers[-1], name][1]
+        which = "all layers" if len(layers) == len(LAYERS) else f"layers {', '.join(map(str, layers))}"
+        yield f"kernel of {which}: {name}, because {decision.because} ({decision.platform.vendor} {decision.platform.arch})"
+
+
+@contextmanager
+def _live(most_per_second: float = 15.0) -> Iterator[Show]:
+    from rich.live import Live
+
+    shown = 0.0
+    with Live(auto_refresh=False) as live:
+
+        def show(engine: Engine) -> None:
+            nonlocal shown
+            if time.perf_counter() - shown > 1 / most_per_second or not engine.running:
+                shown = time.perf_counter()
+                live.update(_picture(engine), refresh=True)
+
+        yield show
+
+
+def _picture(engine: Engine) -> RenderableType:
+    from rich.console import Group
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(title=f"step {engine.step}", title_justify="left", expand=True, box=None, header_style="bold")
+    for name, width in (("request", 8), ("state", 8), ("tokens", 7), ("pages", 6)):
+        table.add_column(name, width=width, justify="right" if name in ("tokens", "pages") else "left")
+    table.add_column("text", no_wrap=True, overflow="crop")
+    for request in (engine.prefix, *engine.requests):
+        pages = len(request.sequence.pages) if request.sequence else 0
+        colour = _COLOURS[request.state]
+        table.add_row(request.name, request.state, str(len(request.tokens)), str(pages), request.text[-72:], style=colour)
+    usage = engine.pool.usage()
+    held, width = usage.pages - usage.free, 40
+    filled = round(width * held / usage.pages)
+    bar = Text.assemble("pages ", ("█" * filled, "green" if usage.free else "red"), ("░" * (width - filled), "dim"), f" {usage}")
+    lines = [
+        Text(f"{speed(engine)}, the contract checked in full; {engine.forks} forks, {engine.copies} copies, {engine.waits} waits")
+    ]
+    lines += [Text(line) for line in why(engine)]
+    lines += [Text(f"step {event.step:3}  {event.text}", style="dim") for event in engine.events[-5:]]
+    return Group(table, Text(), bar, *lines)

@@ -1,0 +1,161 @@
+"""`quire doctor`: it tells a right kernel from a wrong one, and survives one that dies."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from quire.cli import doctor, main
+from quire.dispatch.catalogue import CATALOGUE
+from quire.dispatch.choose import choose
+from quire.dispatch.kernel import Kernel
+from quire.kernels.torch import attend
+
+ATTEND, WRITE = (next(k for k in CATALOGUE if (k.name, k.operation) == ("torch", operation)) for operation in ("attend", "write"))
+
+
+def test_this_machine_is_fine(capsys: pytest.CaptureFixture[str]) -> None:
+    """The one test that lets the doctor start its children."""
+    assert main(["doctor", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert set(report) == {"versions", "machine", "notes", "kernels", "healthy"}
+    assert set(report["versions"]) == {"python", "quire", "torch", "triton", "numpy"}
+    assert report["machine"]["cpu"]["vendor"] == "cpu"
+    rows = {(row["operation"], row["kernel"], row["device"]): row for row in report["kernels"]}
+    assert rows.keys() >= {(kernel.operation, kernel.name, "cpu") for kernel in CATALOGUE}
+    for operation in ("attend", "write"):
+        row = rows[operation, "torch", "cpu"]
+        assert (row["refusals"], row["fault"]) == ([], None)
+        assert [(check["type"], check["ok"]) for check in row["checks"]] == [("fp32", True), ("bf16", True), ("fp8", True)]
+
+
+@pytest.fixture
+def without_children(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Lets the doctor check kernels in this process; returns the commands it would have run."""
+    commands: list[Any] = []
+
+    def ask(command: Any) -> tuple[Any, None]:
+        commands.append(command)
+        return json.loads(json.dumps(doctor.self_check(*command[-2:]))), None
+
+    monkeypatch.setattr(doctor, "ask", ask)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    return commands
+
+
+def test_one_child_a_kernel(without_children: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor"]) == 0
+    text = capsys.readouterr().out
+    assert "attend torch on cpu: right in fp32" in text and "verdict: every kernel that can run here is right" in text
+    names = [command[-2] for command in without_children]
+    assert (
+        len(set(names)) == len(names) and (sys.executable, "-m", "quire", "doctor", "--check", "torch", "cpu") in without_children
+    )
+
+
+def spoil(monkeypatch: pytest.MonkeyPatch, kernel: Kernel, fault: Callable[..., None]) -> None:
+    """Lets a fault follow each launch of a kernel."""
+    launch = kernel.load()
+
+    def faulty(*args: Any) -> None:
+        launch(*args)
+        fault(*args)
+
+    monkeypatch.setitem(kernel.__dict__, "_loaded", faulty)
+
+
+def a_row_is_not_written(q, cache, batch, options, new, out, lse) -> None:
+    out[int(batch.q_starts[1])] = torch.nan
+
+
+def the_last_key_is_missed(q, cache, batch, options, new, out, lse) -> None:
+    shorter = type(batch)(batch.page_table, batch.kv_lens - (batch.kv_lens == 41).long(), batch.q_starts)
+    attend.launch(q, cache, shorter, options, new, out, lse)
+
+
+def two_heads_are_swapped(q, cache, batch, options, new, out, lse) -> None:
+    out.copy_(out.flip(1))
+
+
+@pytest.mark.parametrize("fault", [a_row_is_not_written, the_last_key_is_missed, two_heads_are_swapped])
+def test_a_wrong_attend_is_seen(
+    monkeypatch: pytest.MonkeyPatch, without_children: list[Any], capsys: pytest.CaptureFixture[str], fault: Callable[..., None]
+) -> None:
+    spoil(monkeypatch, ATTEND, fault)
+    checks = doctor.self_check("torch", "cpu")
+    assert [check["ok"] for check in checks["attend"]] == [False] * 3
+    assert [check["ok"] for check in checks["write"]] == [True] * 3
+    assert main(["doctor"]) == 1
+    text = capsys.readouterr().out
+    assert "attend torch on cpu: WRONG in fp32" in text and "verdict: a kernel that says it runs here is wrong" in text
+
+
+def a_slot_is_lost(k, v, cache, slots) -> None:
+    cache.k_bytes.view(-1, *k.shape[1:])[slots[-1]] = 0
+
+
+def another_slot_is_touched(k, v, cache, slots) -> None:
+    free = next(slot for slot in range(cache.pages * cache.page_size) if slot not in slots.tolist())
+    cache.v_bytes.view(-1, *v.shape[1:])[free] = 0
+
+
+@pytest.mark.parametrize("fault", [a_slot_is_lost, another_slot_is_touched])
+def test_a_wrong_write_is_seen(monkeypatch: pytest.MonkeyPatch, fault: Callable[..., None]) -> None:
+    spoil(monkeypatch, WRITE, fault)
+    checks = doctor.self_check("torch", "cpu")
+    assert [check["ok"] for check in checks["write"]] == [False] * 3
+    assert [check["ok"] for check in checks["attend"]] == [True] * 3
+
+
+def test_a_kernel_that_cannot_run_here_is_not_ill(
+    monkeypatch: pytest.MonkeyPatch, without_children: list[Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    gpu = Kernel("gpu", "attend", "for GPUs", "nowhere:launch", vendors=("nvidia",))
+    plain = Kernel("plain", "attend", "without fp8", ATTEND.launcher, formats=("fp32", "bf16"))
+    catalogue = (gpu, plain, *CATALOGUE)
+    for module in ("quire.cli.doctor", "quire.attend"):
+        monkeypatch.setattr(sys.modules[module], "choose", partial(choose, catalogue=catalogue))
+    monkeypatch.setattr(doctor, "CATALOGUE", catalogue)
+    assert main(["doctor"]) == 0
+    text = capsys.readouterr().out
+    assert "attend gpu on cpu: cannot run here (vendor: given cpu, allowed nvidia)" in text
+    assert "attend plain on cpu: right in fp32" in text and "no fp8" in text
+    assert "gpu" not in [command[-2] for command in without_children]
+
+
+@pytest.mark.parametrize(
+    "code, fault",
+    [
+        ("import os, signal; os.kill(os.getpid(), signal.SIGILL)", "died with SIGILL"),
+        ("raise RuntimeError('no such device')", "RuntimeError: no such device"),
+        ("raise SystemExit(3)", "ended with status 3"),
+        ("import time; time.sleep(60)", "gave no answer in 0.3 s"),
+        ("print('{}')", None),
+    ],
+    ids=["dies", "raises", "ends", "hangs", "answers"],
+)
+def test_a_child_may_fail_in_any_way(code: str, fault: str | None) -> None:
+    assert doctor.ask((sys.executable, "-S", "-c", code), patience=0.3 if "sleep" in code else 60) == ({}, fault)
+
+
+def test_a_dead_child_is_a_wrong_kernel(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(doctor, "ask", lambda command: ({}, "died with SIGILL"))
+    assert main(["doctor"]) == 1
+    assert "attend torch on cpu: WRONG: died with SIGILL" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "flags, noted", [({"amx_bf16", "hypervisor"}, True), ({"amx_bf16"}, False), ({"hypervisor"}, False)], ids=lambda v: str(v)
+)
+def test_amx_under_a_hypervisor(
+    monkeypatch: pytest.MonkeyPatch, without_children: list[Any], capsys: pytest.CaptureFixture[str], flags: set[str], noted: bool
+) -> None:
+    monkeypatch.setattr(doctor, "cpu_flags", lambda: frozenset(flags))
+    main(["doctor"])
+    assert ("advertises AMX under a hypervisor" in capsys.readouterr().out) == noted

@@ -1,0 +1,254 @@
+"""`quire explain` as people and programs call it."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from quire.cli import main
+from quire.dispatch.platform import NAMED, Platform
+from quire.problem import Problem
+
+SEEDS_QUESTION = "--as vllm --arch gfx942 --q-heads 64 --kv-heads 64 --head-dim 128 --page-size 32 --kv-dtype fp8_e5m2"
+SEEDS_ANSWER = "custom kernel selected by the rule, and it will raise: reads e4m3 only"
+
+
+@pytest.fixture
+def explain(capsys: pytest.CaptureFixture[str]):
+    """Runs `quire explain` with flags; returns the exit status and what was printed."""
+
+    def run(flags: str) -> tuple[int, str]:
+        code = main(["explain", *flags.split()])
+        return code, capsys.readouterr().out
+
+    return run
+
+
+@pytest.fixture
+def asked(explain):
+    """The answer of `quire explain --json`."""
+
+    def run(flags: str, code: int = 0) -> Any:
+        found, text = explain(f"{flags} --json")
+        assert found == code
+        return json.loads(text)
+
+    return run
+
+
+@pytest.fixture
+def refused(capsys: pytest.CaptureFixture[str]):
+    """What `quire explain` says about a wrong question."""
+
+    def run(flags: str) -> str:
+        with pytest.raises(SystemExit) as caught:
+            main(["explain", *flags.split()])
+        assert caught.value.code == 2
+        return capsys.readouterr().err
+
+    return run
+
+
+# --- Quire's own kernels ----------------------------------------------------------------------------------------------------
+
+
+def test_without_flags_it_is_a_decode_on_this_machine(explain) -> None:
+    code, text = explain("")
+    first, second, third, *_ = text.splitlines()
+    assert code == 0
+    assert first == "attend: decode, q <= 1, kv <= 4096, 32/8 heads x 128, pages of 16 nhd bf16, q bf16"
+    assert second == f"on {Platform.detect()}"
+    assert third.startswith("chosen: ") and "because" in third
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_every_named_platform(asked, name: str) -> None:
+    found = asked(f"--arch {name}")
+    assert found["platform"]["name"] == name and found["chosen"]
+    assert found["problem"]["device"] == ("cpu" if NAMED[name].vendor == "cpu" else "cuda")
+
+
+@pytest.mark.parametrize(
+    "flags, fields",
+    [
+        ("--q-heads 12 --kv-heads 3", {"q_heads": 12, "kv_heads": 3}),
+        ("--head-dim 80 --v-head-dim 64", {"head_dim": 80, "v_head_dim": 64}),
+        ("--page-size 544 --layout vllm_x", {"page_size": 544, "layout": "vllm_x"}),
+        ("--q-dtype half", {"q_dtype": "fp16", "out_dtype": "fp16", "format": "fp16"}),
+        ("--q-dtype fp32 --out-dtype fp8", {"q_dtype": "fp32", "out_dtype": "e4m3fn"}),
+        ("--q-dtype fp8", {"q_dtype": "e4m3fn", "out_dtype": "bf16"}),
+        ("--kv-dtype torch.float8_e5m2", {"format": "e5m2", "scales": "tensor"}),
+        ("--kv-dtype int8 --scales token", {"format": "int8", "scales": "token"}),
+        ("--scales token", {"format": "bf16", "scales": "none"}),
+        ("--seqs 5 --max-q-len 3 --max-kv-len 5000", {"seqs": 8, "max_q_len": 4, "max_kv_len": 8192}),
+        ("--max-seq-len 5000", {"max_kv_len": 8192}),
+        ("--window 16", {"window": [15, 15]}),
+        ("--sliding-window 1", {"window": [0, 0]}),
+        ("--softcap --alibi --sinks", {"softcap": True, "alibi": True, "sinks": True}),
+        ("--softcap 50 --mask --lse", {"softcap": True, "mask": True, "lse": True}),
+        ("--non-causal --form context", {"causal": "no", "form": "context"}),
+        ("--batch-invariant", {"batch_invariant": True}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_flags_describe_the_problem(asked, flags: str, fields: dict[str, Any]) -> None:
+    problem = asked(flags)["problem"]
+    assert {name: problem[name] for name in fields} == fields
+    assert Problem.from_json(json.dumps(problem)) is not None
+
+
+@pytest.mark.parametrize(
+    "arch, spelling, format",
+    [
+        ("gfx942", "fp8", "e4m3fnuz"),
+        ("gfx942", "fp8_e4m3", "e4m3fnuz"),
+        ("gfx942", "e4m3fn", "e4m3fn"),
+        ("gfx950", "fp8", "e4m3fn"),
+        ("sm80", "fp8", "e4m3fn"),
+        ("cpu", "fp8_e4m3", "e4m3fn"),
+    ],
+)
+def test_fp8_is_the_flavour_of_the_platform(asked, arch: str, spelling: str, format: str) -> None:
+    assert asked(f"--arch {arch} --kv-dtype {spelling}")["problem"]["format"] == format
+
+
+def test_json_of_a_decision(asked) -> None:
+    found = asked("--arch sm90 --operation write")
+    assert set(found) == {
+        *("operation", "problem", "platform", "asked", "capturing", "chosen", "because", "candidates", "next_better")
+    }
+    assert found["operation"] == "write"
+    assert set(found["candidates"][-1]) == {"kernel", "summary", "refusals"}
+
+
+def test_no_kernel_is_status_1(asked, explain) -> None:
+    found = asked("--head-dim 513", code=1)
+    assert found["chosen"] is None
+    assert {refusal["rule"] for refusal in found["candidates"][-1]["refusals"]} == {"head_dim", "v_head_dim"}
+    code, text = explain("--capturing --arch cpu")
+    assert code == 1 and "capturing: given yes, allowed no" in text
+
+
+def test_a_kernel_by_name(asked) -> None:
+    assert asked("--kernel torch")["asked"] == "torch"
+    found = asked("--kernel torch --capturing", code=1)
+    assert (found["asked"], found["chosen"]) == ("torch", None)
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        ("--arch gfx943", "--arch: given 'gfx943'; allowed: sm80, "),
+        ("--kernel fast", "--kernel: given 'fast'; allowed for attend: "),
+        ("--kv-dtype fp7", "--kv-dtype: given 'fp7'; allowed: auto, fp32, "),
+        ("--q-dtype int8", "--q-dtype: given 'int8'; allowed: fp32, "),
+        ("--q-dtype auto", "--q-dtype: given 'auto'; allowed: fp32, "),
+        ("--q-heads 32 --kv-heads 5", "--q-heads: given 32; allowed: a multiple of --kv-heads 5"),
+        ("--page-size 0", "--page-size: given 0; allowed: a whole number of 1 or more"),
+        ("--head-dim many", "--head-dim: given many; allowed: a whole number of 1 or more"),
+        ("--window -1", "--window: given -1; allowed: 0 for no window"),
+        ("--layout blocked", "--layout: invalid choice: 'blocked'"),
+        ("--as sglang", "--as: invalid choice: 'sglang'"),
+        ("--rule tomorrow", "--rule: invalid choice: 'tomorrow'"),
+        ("--as vllm --softcap 50", "--softcap: given with --as vllm; allowed: nothing"),
+        ("--as vllm --q-dtype fp8", "--q-dtype: given 'fp8'; allowed: fp32, fp16, bf16"),
+        ("--heads 3", "unrecognized arguments: --heads 3"),
+    ],
+)
+def test_a_wrong_question_is_status_2_and_names_the_flag(refused, flags: str, message: str) -> None:
+    assert message in refused(flags)
+
+
+# --- vLLM's kernels ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_question_of_the_seeds(explain) -> None:
+    code, text = explain(SEEDS_QUESTION)
+    today, seeds = text.split("\n\n")
+    for part, rule in ((today, "rule of today"), (seeds, "rule of November 2025")):
+        assert rule in part.splitlines()[0] and part.splitlines()[0].endswith(SEEDS_ANSWER)
+        assert "group ratio 1 (64 query heads / 64 kv heads)" in part
+    assert code == 0
+
+
+def test_the_question_of_the_seeds_for_programs(asked) -> None:
+    found = asked(SEEDS_QUESTION)
+    assert (found["as"], found["arch"], found["gqa_ratio"]) == ("vllm", "gfx942", 1)
+    assert [answer["rule"] for answer in found["answers"]] == ["today", "seeds"]
+    for answer in found["answers"]:
+        assert answer["answer"] == SEEDS_ANSWER
+        assert (answer["selected"], answer["outcome"], answer["call"]["kv_cache_dtype"]) == ("custom", "raises", "fp8_e5m2")
+
+
+@pytest.mark.parametrize("rule", ["today", "seeds"])
+def test_one_rule(asked, rule: str) -> None:
+    assert [answer["rule"] for answer in asked(f"--as vllm --arch gfx906 --rule {rule}")["answers"]] == [rule]
+
+
+@pytest.mark.parametrize(
+    "flags, call",
+    [
+        ("--kv-dtype bfloat16", {"kv_cache_dtype": "bfloat16"}),
+        ("", {"kv_cache_dtype": "auto", "max_seq_len": 4096, "sliding_window": 0, "q_dtype": "bf16", "native_strides": True}),
+        ("--q-dtype float16 --max-seq-len 131073", {"q_dtype": "fp16", "max_seq_len": 131073}),
+        ("--sliding-window 16", {"sliding_window": 16}),
+        ("--sliding-window -1", {"sliding_window": 0}),
+        ("--alibi --sinks", {"alibi": True, "sinks": True}),
+        ("--out-dtype fp8 --padded-pages", {"output_scale": True, "native_strides": False}),
+        ("--head-dim 24 --page-size 544", {"head_size": 24, "block_size": 544}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_flags_describe_vllms_call(asked, flags: str, call: dict[str, Any]) -> None:
+    (found,) = asked(f"--as vllm --arch gfx942 --rule today {flags}")["answers"]
+    assert {name: found["call"][name] for name in call} == call
+
+
+# --- the command ------------------------------------------------------------------------------------------------------------
+
+
+def test_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:
+    for argv, parts in (
+        (["--help"], ("examples:", "quire doctor", "explain", "doctor")),
+        (["explain", "--help"], ("examples:", "--as vllm", "exit status: 0", "--kv-dtype", "gfx942")),
+    ):
+        with pytest.raises(SystemExit) as caught:
+            main(argv)
+        text = capsys.readouterr().out
+        assert caught.value.code == 0 and all(part in text for part in parts)
+
+
+@pytest.mark.parametrize("argv", [[], ["nothing"], ["--nothing"]], ids=["no verb", "unknown verb", "unknown flag"])
+def test_a_wrong_verb_is_status_2(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(argv)
+    assert caught.value.code == 2 and "usage: quire" in capsys.readouterr().err
+
+
+def test_a_missing_verb_breaks_no_other(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("quire.cli.VERBS", ("missing", "explain"))
+    assert main(["explain"]) == 0
+    with pytest.raises(SystemExit) as caught:
+        main(["missing"])
+    assert caught.value.code == 2 and "invalid choice: 'missing'" in capsys.readouterr().err
+
+
+def test_only_the_verb_asked_for_is_imported(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    imported: list[str] = []
+    monkeypatch.setattr("quire.cli.import_module", lambda name: imported.append(name) or importlib.import_module(name))
+    assert main(["explain"]) == 0 and imported == ["quire.cli.explain"]
+
+
+def test_it_runs_as_a_module_without_rich_or_triton() -> None:
+    code = (
+        "import sys; sys.modules['rich'] = sys.modules['triton'] = None; import quire.cli as cli; sys.exit(cli.main(['explain']))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "") and "chosen: " in done.stdout
+    again = subprocess.run([sys.executable, "-m", "quire", "explain", "--head-dim", "513"], capture_output=True, text=True)
+    assert again.returncode == 1 and "chosen: none" in again.stdout

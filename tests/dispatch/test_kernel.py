@@ -1,0 +1,140 @@
+"""Limits as data: what each allows, and that each can refuse."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from quire.dispatch.catalogue import CATALOGUE
+from quire.dispatch.kernel import AllOf, Call, Except, Finding, Kernel, Limit, MultipleOf, OneOf, Span, judge, words
+from quire.dispatch.platform import Platform
+from quire.errors import KernelError
+from quire.problem import Problem
+
+PROBLEM = Problem(q_heads=32, kv_heads=8, head_dim=128, page_size=16, max_q_len=4, max_kv_len=4096)
+CPU = replace(Platform.named("cpu"), cpu_features=("avx2",))
+
+
+def kernel(**limits: Any) -> Kernel:
+    return Kernel("special", "attend", "a kernel of this test", "nowhere:launch", **limits)
+
+
+@pytest.mark.parametrize(
+    "allowed, inside, outside, text",
+    [
+        (OneOf((16, 32)), 32, 24, "16 or 32"),
+        (OneOf(("a", "b", "c")), "a", "d", "a, b or c"),
+        (OneOf((False,)), False, True, "no"),
+        (Except(("gfx1250",)), "gfx942", "gfx1250", "not gfx1250"),
+        (Span(1, 512), 512, 513, "1 to 512"),
+        (Span(1, 512), 1, 0, "1 to 512"),
+        (Span(None, 16), 16, 17, "at most 16"),
+        (Span(3, None), 3, 2, "at least 3"),
+        (MultipleOf(16), 48, 40, "a multiple of 16"),
+        (AllOf(("avx2", "fma")), ("fma", "avx2", "sse"), ("avx2",), "avx2 and fma"),
+    ],
+    ids=lambda value: str(value).replace(" ", "-"),
+)
+def test_allowed(allowed: Any, inside: Any, outside: Any, text: str) -> None:
+    assert inside in allowed and outside not in allowed and str(allowed) == text
+
+
+# rule: (a kernel whose limit holds, one whose limit does not, what is given, what it says is allowed, what to change)
+REFUSALS: dict[str, tuple[dict[str, Any], dict[str, Any], Any, str, str | None]] = {
+    "vendor": ({"vendors": ("cpu",)}, {"vendors": ("nvidia", "amd")}, "cpu", "nvidia or amd", None),
+    "family": ({"families": ("x86-64",)}, {"families": ("gfx9",)}, "x86-64", "gfx9", None),
+    "arch": ({"arches": ("x86-64",)}, {"arches": ("sm90", "sm100")}, "x86-64", "sm90 or sm100", None),
+    "cpu_features": ({"cpu_features": ("avx2",)}, {"cpu_features": ("avx2", "avx512f")}, ("avx2",), "avx2 and avx512f", None),
+    "installed": (
+        {"needs": ("torch",)},
+        {"needs": ("torch", "nowhere_else")},
+        ("torch",),
+        "torch and nowhere_else",
+        "install torch and nowhere_else",
+    ),
+    "q_dtype": ({"q_dtypes": ("bf16",)}, {"q_dtypes": ("fp16",)}, "bf16", "fp16", "give q as fp16"),
+    "format": ({"formats": ("bf16",)}, {"formats": ("e5m2", "int8")}, "bf16", "e5m2 or int8", "store the cache as e5m2 or int8"),
+    "scales": ({"scales": ("none",)}, {"scales": ("tensor",)}, "none", "tensor", "set scales to tensor"),
+    "layout": ({"layouts": ("nhd",)}, {"layouts": ("hnd",)}, "nhd", "hnd", "set layout to hnd"),
+    "page_size": ({"page_size": MultipleOf(16)}, {"page_size": OneOf((32, 64))}, 16, "32 or 64", "set page_size to 32 or 64"),
+    "head_dim": ({"head_dim": Span(1, 128)}, {"head_dim": Span(1, 127)}, 128, "1 to 127", "use a head_dim of 1 to 127"),
+    "v_head_dim": ({"v_head_dim": OneOf((128,))}, {"v_head_dim": OneOf((64,))}, 128, "64", "use a v_head_dim of 64"),
+    "group": ({"group": Span(1, 4)}, {"group": Span(5, 16)}, 4, "5 to 16", "use a group (q_heads / kv_heads) of 5 to 16"),
+    "max_q_len": ({"max_q_len": 4}, {"max_q_len": 1}, 4, "at most 1", "give at most 1 new tokens of a sequence in one call"),
+    "max_kv_len": ({"max_kv_len": 4096}, {"max_kv_len": 2048}, 4096, "at most 2048", "keep at most 2048 tokens in a sequence"),
+    "lse": ({"without": ("lse",)}, {"without": ("lse",)}, True, "no", "do without lse"),
+    "capturing": ({"capturable": False}, {"capturable": False}, True, "no", "launch it outside of a CUDA graph"),
+}
+
+
+@pytest.mark.parametrize("rule", REFUSALS)
+def test_every_limit_can_refuse(rule: str) -> None:
+    holds, refuses, given, allowed, change = REFUSALS[rule]
+    (finding,) = judge(kernel(**holds).limits, Call(PROBLEM, CPU))
+    assert finding.rule == rule and finding.holds
+    call = Call(PROBLEM.replace(lse=rule == "lse"), CPU, capturing=rule == "capturing")
+    assert judge(kernel(**refuses).limits, call) == (Finding(rule, given, allowed, False, change),)
+
+
+def test_those_are_all_the_limits_there_are() -> None:
+    everything: dict[str, Any] = {}
+    for _, refuses, *_ in REFUSALS.values():
+        everything |= refuses
+    assert [limit.rule for limit in kernel(**everything).limits] == list(REFUSALS)
+    fields = set(Kernel.__dataclass_fields__) - {"name", "operation", "summary", "launcher"}
+    assert set(everything) == fields
+
+
+@pytest.mark.parametrize(
+    "feature", ["softcap", "alibi", "sinks", "mask", "lse", "batch_invariant", "window", "non-causal", "context-form"]
+)
+def test_a_kernel_may_lack_any_feature(feature: str) -> None:
+    changes: dict[str, dict[str, Any]] = {
+        "window": {"window": (3, 0)},
+        "non-causal": {"causal": "no"},
+        "context-form": {"form": "context"},
+    }
+    problem = PROBLEM.replace(**changes.get(feature, {feature: True}))
+    limits = kernel(without=(feature,)).limits
+    assert [finding.holds for finding in judge(limits, Call(PROBLEM, CPU))] == [True]
+    assert [str(finding) for finding in judge(limits, Call(problem, CPU)) if not finding.holds] == [
+        f"{feature}: given yes, allowed no"
+    ]
+
+
+def test_no_limit_hides_a_later_one() -> None:
+    limits = [Limit("first", lambda call: call, OneOf((1,))), Limit("second", lambda call: call, Span(5, None))]
+    assert [finding.rule for finding in judge(limits, 3) if not finding.holds] == ["first", "second"]
+
+
+def test_words() -> None:
+    assert [words(value) for value in (True, False, (), ("a", 1), None, 16)] == ["yes", "no", "none", "a, 1", "None", "16"]
+
+
+@pytest.mark.parametrize("entry", CATALOGUE, ids=lambda k: f"{k.operation}-{k.name}")
+def test_every_launcher_of_the_catalogue_loads(entry: Kernel) -> None:
+    if all(finding.holds for finding in judge(entry.limits, Call(PROBLEM, CPU)) if finding.rule == "installed"):
+        assert callable(entry.load())
+
+
+@pytest.mark.parametrize("operation", ["attend", "write"])
+def test_names_are_unique_and_the_last_kernel_is_the_one_that_is_always_there(operation: str) -> None:
+    names = [entry.name for entry in CATALOGUE if entry.operation == operation]
+    assert len(set(names)) == len(names) and names[-1] == "torch"
+
+
+def test_a_launcher_that_is_not_there_is_named() -> None:
+    with pytest.raises(
+        KernelError, match="kernel 'special' cannot attend: nowhere:launch does not load: No module named 'nowhere'"
+    ):
+        kernel().load()
+
+
+def test_dispatch_loads_no_kernel() -> None:
+    code = "import quire.dispatch.choose, quire.dispatch.vllm, sys; print([m for m in sys.modules if m.startswith(%r)])"
+    code %= (("triton", "quire.kernels."),)
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"

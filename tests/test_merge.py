@@ -1,0 +1,64 @@
+"""Partial results combine into the whole, whatever the cut; empty parts count nothing."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import quire
+from quire import ArgumentError, Batch, Options
+from support.scenario import build
+
+
+def test_context_and_new_tokens_apart_are_the_whole() -> None:
+    """The flow of a shared prefix: non-causal attention over the context, causal over the new tokens; the sink in one part."""
+    s = build(80, [6, 1, 9], [50, 1, 40], sinks=True)
+    q_lens = s.batch.q_starts.diff()
+    context = Batch(s.batch.page_table, s.batch.kv_lens - q_lens, s.batch.q_starts)
+    first = quire.attend(s.q, s.cache, context, Options(causal=False), lse=True)
+    # The new tokens alone: their window ends where the context does, query by query.
+    outs, lses = [first[0]], [first[1]]
+    part_out, part_lse = torch.zeros_like(first[0]), torch.full_like(first[1], -torch.inf)
+    for i in range(3):
+        for t in range(int(s.batch.q_starts[i]), int(s.batch.q_starts[i + 1])):
+            at = t - int(s.batch.q_starts[i])
+            kv_len = int(s.batch.kv_lens[i] - q_lens[i]) + at + 1
+            row = Batch(s.batch.page_table[i : i + 1], torch.tensor([kv_len]), torch.tensor([0, 1]))
+            part_out[t : t + 1], part_lse[t : t + 1] = quire.attend(
+                s.q[t : t + 1], s.cache, row, Options(window=at + 1, sinks=s.options.sinks), lse=True
+            )
+    out, lse = quire.merge([*outs, part_out], [*lses, part_lse])
+    s.check(out, lse)
+
+
+def test_parts_that_saw_nothing_count_nothing() -> None:
+    out, lse = torch.randn(2, 3, 4), torch.randn(2, 3)
+    nothing, never = torch.full((2, 3, 4), torch.nan), torch.full((2, 3), -torch.inf)
+    merged, merged_lse = quire.merge([nothing, out, nothing], [never, lse, never])
+    assert torch.equal(merged, out)
+    assert torch.allclose(merged_lse, lse)
+    merged, merged_lse = quire.merge([nothing, nothing], [never, never])
+    assert (merged == 0).all()
+    assert (merged_lse == -torch.inf).all()
+
+
+def test_two_parts_by_hand() -> None:
+    one, two = torch.ones(1, 1, 2), torch.full((1, 1, 2), 5.0)
+    out, lse = quire.merge([one, two], [torch.zeros(1, 1), torch.log(torch.full((1, 1), 3.0))])
+    assert torch.allclose(out, torch.full((1, 1, 2), 4.0))
+    assert torch.allclose(lse, torch.log(torch.tensor(4.0)))
+
+
+@pytest.mark.parametrize(
+    ("outs", "lses", "words"),
+    [
+        ([], [], "one or more"),
+        ([torch.zeros(1, 2, 3)], [], "0 beside 1"),
+        ([torch.zeros(1, 2, 3)], [torch.zeros(2, 1)], r"lses\[0\].*\[1, 2\]"),
+        ([torch.zeros(1, 2, 3)], [torch.zeros(1, 2).double()], r"lses\[0\].*float32"),
+        ([torch.zeros(1, 2, 3), torch.zeros(1, 2, 4)], [torch.zeros(1, 2)] * 2, r"outs\[1\]"),
+    ],
+)
+def test_bad_parts(outs: list[torch.Tensor], lses: list[torch.Tensor], words: str) -> None:
+    with pytest.raises(ArgumentError, match=words):
+        quire.merge(outs, lses)

@@ -1,0 +1,93 @@
+"""The tests can fail: each fault that is planted in a kernel here makes the scenario that guards against it red."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import quire
+from quire.cache.format import Format
+from quire.kernels.torch import attend as kernel
+from quire.kernels.torch import read, sight
+from quire.kernels.torch import write as writer
+from support.scenario import build
+
+Patch = Callable[[pytest.MonkeyPatch], None]
+LENS = {"q_lens": [1, 9, 20], "kv_lens": [50, 40, 75]}
+
+
+def wrap(owner: Any, name: str, change: Callable[..., Any]) -> Patch:
+    """Replaces `owner.name` by `change(original, *args)`."""
+
+    def plant(patch: pytest.MonkeyPatch) -> None:
+        original = getattr(owner, name)
+        patch.setattr(owner, name, lambda *args, **kw: change(original, *args, **kw))
+
+    return plant
+
+
+def _sight(**changes: Callable[[Any], Any]) -> Patch:
+    def change(original: Any, self: Any, *args: Any) -> None:
+        original(self, *args)
+        for name, new in changes.items():
+            setattr(self, name, new(self))
+
+    return wrap(sight.Sight, "__init__", change)
+
+
+def _last_tile_lost(original: Any, total: Any, part: Any) -> Any:
+    return original(total, part) if total is None else total
+
+
+def _no_shares(original: Any, total: Any, part: Any) -> Any:
+    return part if total is None else kernel.Part((total.out + part.out) / 2, torch.logaddexp(total.lse, part.lse))
+
+
+def _neighbour(original: Any, self: Any, pages: torch.Tensor, *args: Any) -> Any:
+    return original(self, torch.where(pages > 0, pages - 1, pages), *args)
+
+
+def _cast_without_saturation(self: Format, x: torch.Tensor) -> torch.Tensor:
+    return (x * 2).to(self.dtype)
+
+
+FAULTS: dict[str, tuple[Patch, dict[str, Any]]] = {
+    "causal off by one": (_sight(high=lambda s: min(s.high, s.first + s.count - 1) if s.right == 0 else s.high), {}),
+    "window off by one": (_sight(left=lambda s: s.left and s.left - 1), {"window": 8}),
+    "window ignored": (_sight(left=lambda s: None, low=lambda s: 0), {"window": 8, "poison": 0.5, "bad_id": 0}),
+    "a tile lost": (wrap(kernel, "_fold", _last_tile_lost), {"kv_lens": [50, 3000, 75]}),
+    "tiles averaged": (wrap(kernel, "_fold", _no_shares), {"kv_lens": [50, 3000, 75]}),
+    "neighbour's page": (wrap(read.Reader, "read", _neighbour), {"poison": 0.5}),
+    "scale of K not applied": (wrap(read.Reader, "_scale_of", lambda f, s, ids: f(s, ids) * 0 + 1), {"format": "e4m3fn"}),
+    "softmax scale missing": (wrap(kernel, "_rows_of", lambda f, q, h, o: f(q, h, o) * q.shape[2] ** 0.5), {}),
+    "heads interleaved": (wrap(kernel, "_rows_of", lambda f, q, h, o: f(q.flip(1), h, o)), {}),
+    "sink missing": (wrap(kernel, "_store", lambda f, t, o, *a: f(t, quire.Options(), *a)), {"sinks": True}),
+    "output row never written": (wrap(kernel, "_store", lambda f, t, o, out, *a: None), {}),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_planted_fault_is_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant, spec = FAULTS[name]
+    s = build(40, **(LENS | spec))
+    s.check(quire.attend(s.q, s.cache, s.batch, s.options, out=torch.full_like(s.q, torch.nan)))
+    plant(monkeypatch)
+    with pytest.raises(AssertionError, match="wrong, first at"):
+        s.check(quire.attend(s.q, s.cache, s.batch, s.options, out=torch.full_like(s.q, torch.nan)))
+
+
+def test_planted_faults_of_the_writer_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    import test_write as tests
+
+    for owner, name, fault in (
+        (Format, "encode", _cast_without_saturation),
+        (writer, "token_scale", lambda x, format: torch.ones(x.shape[:2])),
+        (quire.Batch, "slots_of_tokens", lambda self, tokens, page_size: torch.arange(tokens)),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, fault)
+            with pytest.raises((AssertionError, quire.ContractError)):
+                tests.test_what_is_written_is_read_back("aiter", "int8", "token")

@@ -1,0 +1,148 @@
+"""Cache writes: every layout and format against index formulas of the tests' own, and nothing beside the slots."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+import quire
+from support.scenario import LARGEST, TYPES, place
+
+
+def written(
+    layout: str, format: str, scales: str, *, kv_heads: int = 3, head_dim: int = 16, v_head_dim: int = 8, page_size: int = 8
+):
+    """A cache with poisoned pages, a batch, and k, v to write to it."""
+    pool = quire.PagePool(12, page_size)
+    g = torch.Generator().manual_seed(5)
+    options = {"format": format, "layout": layout, "x": 4 if layout in ("vllm_x", "aiter") else None}
+    if format in LARGEST and scales == "token":
+        options["scales"] = "token"
+    elif format in LARGEST:
+        base = 3.0 / LARGEST[format]
+        options["k_scale"] = base if scales == "tensor" else base * (1 + torch.rand(kv_heads, generator=g))
+        options["v_scale"] = 2 * base if scales == "tensor" else base * (1 + torch.rand(kv_heads, generator=g))
+    cache = quire.KVCache.allocate(
+        pool, kv_heads=kv_heads, head_dim=head_dim, v_head_dim=v_head_dim, dtype=TYPES[format], **options
+    )
+    for pages in {id(cache.k_bytes): cache.k_bytes, id(cache.v_bytes): cache.v_bytes}.values():
+        pages.fill_(77)
+    q_lens, kv_lens = [5, 0, 1, 11], [9, 4, 30, 11]
+    ids = list(range(12))
+    random.Random(3).shuffle(ids)
+    table = torch.full((4, 5), -1)
+    for i, n in enumerate(kv_lens):
+        for c in range(-(-n // page_size)):
+            table[i, c] = ids.pop()
+    starts = torch.tensor([0, 5, 5, 6, 17])
+    batch = quire.Batch(table.int(), torch.tensor(kv_lens).int(), starts)
+    made = torch.float32 if format == "fp32" else torch.bfloat16
+    k = torch.randn(19, kv_heads, head_dim, generator=g).to(made)
+    v = torch.randn(19, kv_heads, v_head_dim, generator=g).to(made)
+    slots = [-1] * 19
+    for i, n in enumerate(kv_lens):
+        for t in range(q_lens[i]):
+            at = n - q_lens[i] + t
+            slots[int(starts[i]) + t] = int(table[i, at // page_size]) * page_size + at % page_size
+    return cache, batch, k, v, slots
+
+
+def expected_pages(before: torch.Tensor, x: torch.Tensor, slots: list[int], format: str, scale: torch.Tensor | None):
+    """What `[pages, page_size, heads, dim]` must hold after the write, token by token, and the scale of each."""
+    pages, size = before.shape[:2]
+    after = before.clone().view(pages * size, *before.shape[2:])
+    of_slot: dict[int, torch.Tensor] = {}
+    for row, slot in enumerate(slots):
+        if slot < 0:
+            continue
+        value = x[row].float()
+        if format in LARGEST:
+            if scale is None:
+                s = value.abs().amax(-1) / LARGEST[format]
+                s = torch.where(s == 0, 1.0, s)
+            else:
+                s = scale.expand(value.shape[0])
+            of_slot[slot] = s
+            value = (value / s[:, None]).clamp(-LARGEST[format], LARGEST[format])
+            if format == "int8":
+                value = value.round()
+        after[slot] = value.to(TYPES[format])
+    return after.view(before.shape), of_slot
+
+
+@pytest.mark.parametrize("scales", ["tensor", "head", "token"])
+@pytest.mark.parametrize("format", TYPES)
+@pytest.mark.parametrize("layout", ["nhd", "hnd", "vllm_x", "vllm_joint", "aiter"])
+def test_what_is_written_is_read_back(layout: str, format: str, scales: str) -> None:
+    cache, batch, k, v, slots = written(layout, format, scales)
+    blank = torch.full((1,), 77, dtype=torch.uint8 if TYPES[format].itemsize == 1 else TYPES[format]).view(TYPES[format])
+    quire.write(k, v, cache, batch)
+    for part, x, dim in (("k", k, 16), ("v", v, 8)):
+        scale = getattr(cache, f"{part}_scale")
+        before = blank.view(torch.uint8).repeat(12 * 8 * 3 * dim).view(TYPES[format]).view(12, 8, 3, dim)
+        after, of_slot = expected_pages(before, x, slots, format, None if scales == "token" else scale)
+        bits = torch.uint8 if TYPES[format].itemsize == 1 else {2: torch.int16, 4: torch.int32}[TYPES[format].itemsize]
+        wanted = place("hnd" if layout == "vllm_joint" else layout, part, after.view(bits), 4)
+        assert torch.equal(getattr(cache, part).view(bits), wanted), f"{part} differs"
+        for slot, s in of_slot.items():
+            if scales == "token":
+                assert torch.equal(scale[slot // 8, slot % 8], s)
+
+
+def test_every_head_is_written_whatever_their_number() -> None:
+    # 64 heads x 128: more than 512 chunks of 16 bytes a token, where a well-known writer stops.
+    pool = quire.PagePool(2, 16)
+    cache = quire.KVCache.allocate(pool, kv_heads=64, head_dim=128, dtype=torch.float16, layout="vllm_x")
+    k, v = torch.randn(2, 3, 64, 128).half()
+    quire.write(k, v, cache, pool.step({pool.sequence(): 3}))
+    got_k, got_v = cache.layout.unpack(cache.k, cache.v)
+    assert torch.equal(got_k.flatten(0, 1)[got_k.flatten(0, 1).abs().sum((1, 2)) > 0], k)
+    assert torch.equal(got_v.flatten(0, 1)[got_v.flatten(0, 1).abs().sum((1, 2)) > 0], v)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_given_slots_win_and_minus_one_skips(dtype: torch.dtype) -> None:
+    pool = quire.PagePool(4, 4)
+    cache = quire.KVCache.allocate(pool, kv_heads=1, head_dim=2, dtype=torch.float32)
+    batch = pool.step({pool.sequence(): 4})
+    k = torch.arange(8.0).view(4, 1, 2) + 1
+    quire.write(k, -k, cache, batch, slots=torch.tensor([9, -1, 2, 15], dtype=dtype))
+    flat = cache.k.view(16, 2)
+    assert [int(i) for i in flat.abs().sum(1).nonzero()] == [2, 9, 15]
+    assert torch.equal(flat[[9, 2, 15]], k[[0, 2, 3], 0])
+    assert torch.equal(cache.v.view(16, 2), -flat)
+
+
+def test_views_of_one_fused_projection() -> None:
+    pool = quire.PagePool(4, 4)
+    cache = quire.KVCache.allocate(pool, kv_heads=2, head_dim=8, dtype=torch.float32)
+    fused = torch.randn(6, (4 + 2 + 2) * 8)
+    q, k, v = (part.unflatten(1, (-1, 8)) for part in fused.split([32, 16, 16], dim=1))
+    batch = pool.step({pool.sequence(): 6})
+    out = quire.step(q, k, v, cache, batch)
+    apart = quire.KVCache.allocate(quire.PagePool(4, 4), kv_heads=2, head_dim=8, dtype=torch.float32)
+    assert torch.equal(out, quire.step(q.contiguous(), k.contiguous(), v.contiguous(), apart, batch))
+
+
+def test_a_zero_row_has_scale_one() -> None:
+    pool = quire.PagePool(1, 2)
+    cache = quire.KVCache.allocate(pool, kv_heads=1, head_dim=4, dtype=torch.int8, scales="token")
+    quire.write(torch.zeros(2, 1, 4), torch.ones(2, 1, 4), cache, pool.step({pool.sequence(): 2}))
+    assert cache.k_scale is not None and cache.v_scale is not None
+    assert (cache.k_scale == 1).all()
+    assert torch.allclose(cache.v_scale, torch.tensor(1 / 127))
+
+
+def test_nothing_is_written_if_a_rule_fails() -> None:
+    pool = quire.PagePool(4, 4)
+    cache = quire.KVCache.allocate(pool, kv_heads=1, head_dim=2, dtype=torch.float32, ledger=True)
+    batch = pool.step({pool.sequence(): 4})
+    k = torch.ones(4, 1, 2)
+    for slots in ([0, 1, 2, 16], [0, 1, 1, 2], [0, 1, -2, 3]):
+        with pytest.raises(quire.ContractError, match="nothing was written"):
+            quire.write(k, k, cache, batch, slots=torch.tensor(slots))
+    assert not cache.k.any()
+    assert cache.ledger is not None
+    assert (cache.ledger.position == -1).all()
