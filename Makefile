@@ -21,7 +21,7 @@ demo: $(READY) ## a small continuous-batching decoder on this machine, then the 
 	@$(BIN)/quire demo
 
 test: $(READY) ## the whole test suite, on the CPU
-	@$(BIN)/python -m pytest -q
+	@$(BIN)/python -m pytest -q --numprocesses auto --maxprocesses 4 --dist worksteal
 
 lint: $(READY) ## ruff and mypy
 	@$(BIN)/ruff check .

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+import quire
 from quire.cli import main
 from quire.dispatch.platform import NAMED, Platform
 from quire.problem import Problem
@@ -252,3 +253,9 @@ def test_it_runs_as_a_module_without_rich_or_triton() -> None:
     assert (done.returncode, done.stderr) == (0, "") and "chosen: " in done.stdout
     again = subprocess.run([sys.executable, "-m", "quire", "explain", "--head-dim", "513"], capture_output=True, text=True)
     assert again.returncode == 1 and "chosen: none" in again.stdout
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["--version"])
+    assert caught.value.code == 0 and capsys.readouterr().out == f"quire {quire.__version__}\n"

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from importlib import import_module, metadata
 from importlib.util import find_spec
 
+import quire
 from quire.errors import ArgumentError
 
 VERBS = ("doctor", "demo", "explain", "bench")
@@ -29,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--version", action="version", version=f"quire {version('quire')}")
+    parser.add_argument("--version", action="version", version=f"quire {quire.__version__}")
     verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
     # Only the verb that was asked for is imported; to list them all, all are.
     asked = tuple(verb for verb in VERBS if argv and argv[0] == verb)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -46,13 +48,8 @@ def run(args: argparse.Namespace) -> int:
     for name, value, low, high in (("--requests", args.requests, 1, 64), ("--seed", args.seed, 0, 2**31 - 1)):
         if not low <= value <= high:
             raise ArgumentError(name, value, f"{low} to {high}")
-    threads = torch.get_num_threads()
-    # The products here are too small to share: waiting for a second thread costs more than it does.
-    torch.set_num_threads(1)
-    try:
+    with one_thread():
         report = demonstrate(args.requests, args.seed, args.plant, quiet=args.quiet or args.json)
-    finally:
-        torch.set_num_threads(threads)
     if args.json:
         print(json.dumps(report.to_dict(), indent=2))
     else:
@@ -73,9 +70,20 @@ def demonstrate(count: int, seed: int, plant: str | None = None, quiet: bool = T
         except quire.ContractError as error:
             violations = error.violations
             show(engine)
-    if engine.plant:
+    if plant and not engine.planted:
         raise ArgumentError("--plant", plant, "with more --requests: the run ended before there was a page to misuse")
     return Report(engine, Proof.of(outputs(engine)), Proof.of(tokens(engine)), violations)
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """The products here are too small to share: waiting for a second thread, on a busy machine, takes longer than they do."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def best_device() -> str:

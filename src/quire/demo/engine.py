@@ -68,6 +68,8 @@ class Engine:
         self.events: list[Event] = []
         self.decisions: dict[tuple[int, str], tuple[int, Decision]] = {}
         """How often each layer got each kernel, and the latest decision for it."""
+        self.planted: str | None = None
+        """What was done wrong on purpose, and where."""
         self._full = False
 
     def run(self) -> Iterator[None]:
@@ -167,9 +169,9 @@ class Engine:
         calls, _ = self.decisions.get((layer, name), (0, decision))
         self.decisions[layer, name] = calls + 1, decision
         attention = quire.step
-        if self.plant and self.plant.ready(self.step, layer, cache):
-            self._tell(f"planted: {self.plant.summary}, in layer {layer}")
-            attention, self.plant = self.plant.attention, None
+        if self.plant and not self.planted and self.plant.ready(self.step, layer, cache):
+            attention, self.planted = self.plant.attention, f"{self.plant.summary}, in step {self.step}, layer {layer}"
+            self._tell(f"planted: {self.planted}")
         out = attention(q, k, v, cache, batch, options)
         assert isinstance(out, torch.Tensor)
         for request, row in rows.items():

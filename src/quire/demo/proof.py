@@ -42,12 +42,17 @@ class Comparison(NamedTuple):
         """The share of the allowance that was used; above 1 is wrong."""
         return self.error / self.allowed
 
+    def __str__(self) -> str:
+        return f"off by {self.error:.2g} where {self.allowed:.2g} is allowed"
+
 
 class Proof(NamedTuple):
     """What all comparisons say together."""
 
     compared: int
     worst: Comparison
+    where: str
+    """The first thing that is wrong; empty if nothing is."""
 
     @property
     def holds(self) -> bool:
@@ -56,8 +61,8 @@ class Proof(NamedTuple):
     @classmethod
     def of(cls, comparisons: Iterable[Comparison]) -> Proof:
         every = list(comparisons)
-        worst = max(every, key=lambda c: c.used, default=Comparison(0, 0.0, 1.0, "nothing was compared"))
-        return cls(sum(c.values for c in every), worst)
+        worst = max(every, key=lambda c: c.used, default=Comparison(0, 0.0, 1.0))
+        return cls(sum(c.values for c in every), worst, next((c.where for c in every if c.where), ""))
 
 
 def outputs(engine: Engine) -> Iterator[Comparison]:

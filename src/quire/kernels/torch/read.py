@@ -30,15 +30,18 @@ class Reader:
         self.raw = torch.empty((count, *self.storage.shape[1:]), dtype=self.storage.dtype, device=storage.device)
         self.tile = torch.empty(self.heads, max(tile, count * self.page_size), self.dim, device=storage.device)
 
-    def read(self, pages: torch.Tensor, start: int, stop: int, new: torch.Tensor | None, context: int) -> torch.Tensor:
+    def read(
+        self, pages: torch.Tensor, start: int, stop: int, new: torch.Tensor | None, context: int, shared: bool
+    ) -> torch.Tensor:
         """Tokens [start, stop) of the sequence that owns `pages`. Those from `context` on come from `new`
-        `[q_len, kv_heads, dim]`, if that is given. The result lives until the next call."""
+        `[q_len, kv_heads, dim]`, if that is given. What several products will `share` is worth one more copy into the order that
+        they like. The result lives until the next call."""
         cut = stop if new is None else max(start, min(stop, context))
         first = start // self.page_size * self.page_size if self.whole_pages else start
         if start < cut:
             ids = pages[start // self.page_size : -(-cut // self.page_size)]
             if self.whole_pages:
-                tile = self._gather(ids, shared=cut < stop)
+                tile = self._gather(ids, in_place=shared or cut < stop)
             else:
                 tile = self._slice(ids.tolist(), start, cut)
         else:
@@ -48,11 +51,11 @@ class Reader:
             tile[:, cut - first : stop - first].copy_(new[cut - context : stop - context].transpose(0, 1))
         return tile[:, start - first : stop - first]
 
-    def _gather(self, ids: torch.Tensor, shared: bool) -> torch.Tensor:
+    def _gather(self, ids: torch.Tensor, in_place: bool) -> torch.Tensor:
         count = ids.shape[0]
         raw = torch.index_select(self.storage, 0, ids, out=self.raw[:count])
         view = self.order.view(raw).transpose(0, 1)  # [kv_heads, pages, slot/, slot%, dim/, dim%]
-        if self.format.name == "fp32" and not shared and self.order.names[1] == "slot":
+        if self.format.name == "fp32" and not in_place and self.order.names[1] == "slot":
             return view.reshape(self.heads, count * self.page_size, self.dim)
         tile = self.tile[:, : count * self.page_size]
         self._convert(view, tile.view(view.shape))

@@ -1,0 +1,77 @@
+"""One contestant in a process of its own, so that an environment variable it needs, or a crash, stays there.
+
+Reads commands from standard input, a line each, and answers with a line of JSON:
+    {"build": WORKLOAD}   makes the data and checks the result    -> {"error": ..., "budget": ...}
+    {"time": SECONDS}     runs for about as long                  -> {"seconds": [...]}
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from typing import Any
+
+WITHOUT_AMX = {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_FP16"}
+"""What keeps torch's 16-bit products alive on CPUs that advertise AMX without its palette."""
+
+
+class Worker:
+    """The parent's end of a worker."""
+
+    def __init__(self, contestant: str, environment: dict[str, str]):
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "quire.bench.worker", contestant],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=os.environ | environment,
+        )
+
+    def ask(self, command: dict[str, Any]) -> dict[str, Any]:
+        """Sends a command and waits for its answer; {"died": reason} if the worker ended."""
+        assert self.process.stdin and self.process.stdout
+        try:
+            self.process.stdin.write(json.dumps(command) + "\n")
+            self.process.stdin.flush()
+            answer = self.process.stdout.readline()
+        except BrokenPipeError:
+            answer = ""
+        return json.loads(answer) if answer else {"died": f"exit status {self.process.wait()}"}
+
+    def close(self) -> None:
+        with self.process:  # closes the pipes and waits
+            self.process.kill()
+
+
+def main(contestant: str) -> None:
+    from quire.bench.contestants import CONTESTANTS
+    from quire.bench.truth import error_and_budget
+    from quire.bench.workloads import Workload
+
+    run = None
+    for line in sys.stdin:
+        command = json.loads(line)
+        answer: dict[str, Any]
+        if "build" in command:
+            workload = Workload.from_json(command["build"])
+            q, cache, batch = workload.build()
+            run = CONTESTANTS[contestant](q, cache, batch)
+            error, budget = error_and_budget(run(), q, cache, batch)
+            answer = {"error": error, "budget": budget}
+        else:
+            assert run is not None
+            seconds: list[float] = []
+            until = time.perf_counter() + command["time"]
+            while len(seconds) < 3 or time.perf_counter() < until:
+                start = time.perf_counter()
+                run()
+                seconds.append(time.perf_counter() - start)
+            answer = {"seconds": seconds}
+        print(json.dumps(answer), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,142 @@
+"""`quire demo`: a right run is called right, a wrong one wrong, with the place and a picture."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from quire.cli import demo, main
+from quire.demo.plants import PLANTS
+from quire.demo.report import Report
+
+FEW = ("--requests", "4")
+
+
+@pytest.fixture(scope="module")
+def report() -> Report:
+    """The run that `quire demo` makes."""
+    with demo.one_thread():
+        return demo.demonstrate(10, 0)
+
+
+def test_the_run_is_right(report: Report) -> None:
+    assert report.right
+    assert str(report).splitlines()[-1] == "verdict: right"
+    assert "WRONG" not in str(report)
+
+
+def test_the_run_shows_what_it_is_about(report: Report) -> None:
+    engine = report.engine
+    assert engine.forks >= 10 and engine.copies >= 10 and engine.waits >= 1
+    assert engine.high_water == engine.pool.pages
+    told = " ".join(event.text for event in engine.events)
+    for words in ("the prefix is computed", "forks the prefix", "is shared: copied to", "out of pages", "is done"):
+        assert words in told
+
+
+def test_the_proofs_are_about_everything(report: Report) -> None:
+    numbers = sum(record.out.numel() for record in report.engine.records)
+    assert report.outputs.compared == numbers > 1_000_000
+    assert report.tokens.compared == sum(request.wanted for request in report.engine.requests)
+
+
+@pytest.mark.parametrize("missing", ["a page is held", "a request is not done"])
+def test_an_unfinished_run_is_wrong(report: Report, missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if missing == "a page is held":
+        monkeypatch.setattr(report.engine.pool, "_free", report.engine.pool._free[1:])
+    else:
+        monkeypatch.setattr(report.engine.requests[3], "state", "decode")
+    assert not report.right
+
+
+def test_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["demo", *FEW]) == 0
+    out = capsys.readouterr().out
+    assert "step   2  request 0 forks the prefix" in out
+    assert "step  10  0 waiting, 0 prefill, 2 decode, 0 done;" in out
+    assert "kernel of all layers: torch, because it is the first whose limits all hold" in out
+    assert out.endswith("verdict: right\n")
+
+
+def test_quiet(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["demo", *FEW, "--quiet", "--seed", "5"]) == 0
+    assert capsys.readouterr().out == "verdict: right\n"
+
+
+def run_json(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, dict[str, Any]]:
+    code = main(["demo", "--json", *args])
+    return code, json.loads(capsys.readouterr().out, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+
+
+def test_json(capsys: pytest.CaptureFixture[str]) -> None:
+    code, answer = run_json(capsys, *FEW)
+    assert (code, answer["verdict"], answer["violations"], answer["planted"]) == (0, "right", [], None)
+    assert answer["steps"] > 20 and answer["tokens"] > answer["tokens_made"] > 100 and answer["tokens_per_second"] > 0
+    assert 0 < answer["max_error"] < answer["budget"] < 1e-3
+    assert [proof["holds"] for proof in answer["proofs"].values()] == [True, True]
+    assert [(kernel["layer"], kernel["kernel"], kernel["calls"]) for kernel in answer["kernels"]] == [
+        (layer, "torch", answer["steps"]) for layer in range(4)
+    ]
+    assert answer["pages"]["held_at_end"] == 0 < answer["pages"]["high_water"] <= answer["pages"]["pool"]
+    assert (answer["forks"], answer["copies"], answer["waits"]) == (4, 4, 0)
+
+
+SEEN = {
+    "drop-token": ("[residency] cache", "never written", "page_table[2]", "^^^^  position 107: offset 11"),
+    "stale-page": ("[residency] cache", "stale: freed after it was written", "^^^  position 16: offset 0", "and 15 more like it"),
+    "swap-heads": ("[output] step 12, layer 3", "largest error by head", "^^^^^^^^^  dim"),
+}
+
+
+@pytest.mark.parametrize("plant", PLANTS)
+def test_a_planted_fault_is_seen(plant: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["demo", *FEW, "--quiet", "--plant", plant]) == 1
+    out = capsys.readouterr().out
+    for words in SEEN[plant]:
+        assert words in out
+    assert out.endswith("verdict: WRONG\n")
+
+
+def test_a_violation_in_json(capsys: pytest.CaptureFixture[str]) -> None:
+    code, answer = run_json(capsys, *FEW, "--plant", "drop-token")
+    assert (code, answer["verdict"]) == (1, "wrong")
+    assert answer["planted"] == "one token is never written, in step 12, layer 2"
+    assert [(v["rule"], v["seq"], v["token"], v["page"], v["slot"]) for v in answer["violations"]] == [
+        ("residency", 2, 107, 14, 235)
+    ]
+    assert [proof["holds"] for proof in answer["proofs"].values()] == [True, True]  # what came before was right
+
+
+def test_a_wrong_number_in_json(capsys: pytest.CaptureFixture[str]) -> None:
+    code, answer = run_json(capsys, *FEW, "--plant", "swap-heads")
+    assert (code, answer["verdict"], answer["violations"]) == (1, "wrong", [])
+    assert answer["max_error"] > 100 * answer["budget"]
+    assert [proof["holds"] for proof in answer["proofs"].values()] == [False, False]
+
+
+@pytest.mark.parametrize(
+    "args, message",
+    [
+        (("--requests", "0"), "--requests: given 0; allowed: 1 to 64"),
+        (("--seed", "-1"), "--seed: given -1; allowed: 0 to"),
+        (("--plant", "nothing"), "invalid choice: 'nothing'"),
+        (("--plant", "stale-page", "--requests", "1", "--quiet"), "--plant: given stale-page; allowed: with more --requests"),
+    ],
+)
+def test_a_wrong_question(args: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["demo", *args])
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_threads_are_given_back() -> None:
+    import torch
+
+    before = torch.get_num_threads()
+    with pytest.raises(KeyError), demo.one_thread():
+        assert torch.get_num_threads() == 1
+        raise KeyError
+    assert torch.get_num_threads() == before

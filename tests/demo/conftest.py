@@ -1,0 +1,41 @@
+"""One run of the engine for every test that looks at it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from quire.cli.demo import one_thread
+from quire.demo import requests
+from quire.demo.engine import Engine
+from quire.demo.model import Model
+
+
+@pytest.fixture(autouse=True)
+def small_products() -> Iterator[None]:
+    with one_thread():
+        yield
+
+
+Run = Callable[..., Engine]
+
+
+@pytest.fixture(scope="package")
+def run() -> Run:
+    """`run(count, pages, seed)` is a finished run."""
+
+    def run(count: int, pages: int, seed: int = 3) -> Engine:
+        engine = Engine(Model.make(seed), *requests.make(count, seed), pages)
+        with one_thread():
+            for _ in engine.run():
+                pass
+        return engine
+
+    return run
+
+
+@pytest.fixture(scope="package")
+def finished(run: Run) -> Engine:
+    """A run in which somebody had to wait. It is shared: whoever changes it changes it back."""
+    return run(4, pages=22)

@@ -1,0 +1,77 @@
+"""The demo's screen: lines that tell everything once, and a live table that holds what it promises."""
+
+from __future__ import annotations
+
+import io
+import sys
+
+import pytest
+
+from quire.demo import requests
+from quire.demo.engine import Engine
+from quire.demo.model import Model
+from quire.demo.screen import Lines, _picture, screen
+
+
+@pytest.fixture
+def started() -> Engine:
+    """An engine after twelve steps: the prefix held, two requests decoding."""
+    engine = Engine(Model.make(0), *requests.make(4, 0), 40)
+    steps = engine.run()
+    for _ in range(12):
+        next(steps)
+    return engine
+
+
+def test_lines_tell_everything_once(started: Engine, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = Lines(every=12)
+    lines.show(started)
+    lines.show(started)
+    out = capsys.readouterr().out
+    for event in started.events:
+        assert out.count(f"step {event.step:3}  {event.text}\n") == 1
+    assert "step  12  0 waiting, 0 prefill, 2 decode, 0 done; 12 of 40 pages held" in out
+
+
+@pytest.mark.parametrize("quiet, shown", [(True, False), (False, True)])
+def test_quiet_is_quiet(quiet: bool, shown: bool, started: Engine, capsys: pytest.CaptureFixture[str]) -> None:
+    with screen(quiet) as show:
+        show(started)
+    assert bool(capsys.readouterr().out) == shown
+
+
+def test_a_terminal_gets_the_table(started: Engine, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    with screen(quiet=False) as show:
+        show(started)
+    out = capsys.readouterr().out
+    assert "request" in out and "held" in out and "█" in out
+
+
+def test_without_rich_there_are_lines(started: Engine, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setattr("quire.demo.screen.find_spec", lambda name: None)
+    with screen(quiet=False) as show:
+        show(started)
+    assert capsys.readouterr().out.startswith("step   1  the prefix is computed")
+
+
+def test_the_table_holds_what_it_promises(started: Engine) -> None:
+    from rich.console import Console
+
+    console = Console(width=140, record=True, file=io.StringIO())
+    console.print(_picture(started))
+    text = console.export_text()
+    for words in (
+        "step 12",
+        "prefix",
+        "held",
+        "decode",
+        "to come",
+        "12 of 40 pages held",
+        "tokens/s",
+        "kernel of all layers: torch",
+    ):
+        assert words in text
+    assert started.requests[0].text[-20:] in text
+    assert started.events[-1].text in text
