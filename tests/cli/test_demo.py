@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from quire.cli import demo, main
+from quire.contract.rule import Violation
 from quire.demo.plants import PLANTS
+from quire.demo.proof import Comparison, Proof
 from quire.demo.report import Report
 
 FEW = ("--requests", "4")
@@ -42,9 +45,22 @@ def test_the_proofs_are_about_everything(report: Report) -> None:
     assert report.tokens.compared == sum(request.wanted for request in report.engine.requests)
 
 
-@pytest.mark.parametrize("missing", ["a page is held", "a request is not done"])
-def test_an_unfinished_run_is_wrong(report: Report, missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if missing == "a page is held":
+BAD = Proof(1, Comparison(1, 2.0, 1.0), "here")
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [{"outputs": BAD}, {"tokens": BAD}, {"violations": (Violation("table", "page_table[0, 0]", "9", "a page id in [0, 4)"),)}],
+    ids=lambda changed: next(iter(changed)),
+)
+def test_each_proof_counts(report: Report, changed: dict[str, Any]) -> None:
+    assert not replace(report, **changed).right
+    assert str(replace(report, **changed)).count("WRONG") == 2
+
+
+@pytest.mark.parametrize("left", ["a page is held", "a request is not done"])
+def test_what_is_left_over_counts(report: Report, left: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if left == "a page is held":
         monkeypatch.setattr(report.engine.pool, "_free", report.engine.pool._free[1:])
     else:
         monkeypatch.setattr(report.engine.requests[3], "state", "decode")

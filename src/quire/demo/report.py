@@ -33,7 +33,7 @@ class Report:
 
     @property
     def right(self) -> bool:
-        return self.finished and not self.held and self.outputs.holds and self.tokens.holds
+        return self.finished and not self.held and not self.violations and self.outputs.holds and self.tokens.holds
 
     def to_dict(self) -> dict[str, Any]:
         engine = self.engine

@@ -144,7 +144,8 @@ class Strip:
         first, last = max(low, self.sight.low), min(high, self.sight.high)
         if first >= last:
             return
-        k, v = k[:, first - low : last - low], v[:, first - low : last - low]
+        if (first, last) != (low, high):
+            k, v = k[:, first - low : last - low], v[:, first - low : last - low]
         visible = self.sight.visible(first, last, k.device)
         if self.sight.tree is not None and visible is not None:
             # A tree may hide a key from every query; then it must not reach them as 0 * NaN either.

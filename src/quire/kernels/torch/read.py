@@ -23,12 +23,15 @@ class Reader:
         self.order, self.format, self.scale = order, format, scale
         self.storage = storage.view(torch.uint8) if format.itemsize == 1 else storage
         self.view = order.view(self.storage)
-        _pages, self.heads, slot_hi, slot_lo, dim_hi, dim_lo = self.view.shape
+        _, self.heads, slot_hi, slot_lo, dim_hi, dim_lo = self.view.shape
         self.page_size, self.dim = slot_hi * slot_lo, dim_hi * dim_lo
         self.whole_pages = self.page_size < SLICE_FROM
         count = -(-tile // self.page_size) + 1 if self.whole_pages else 0
-        self.raw = torch.empty((count, *self.storage.shape[1:]), dtype=self.storage.dtype, device=storage.device)
         self.tile = torch.empty(self.heads, max(tile, count * self.page_size), self.dim, device=storage.device)
+        # Gathered pages; and their memory and the tile's, both as [kv_heads, pages, slot/, slot%, dim/, dim%].
+        self.raw = torch.empty((count, *self.storage.shape[1:]), dtype=self.storage.dtype, device=storage.device)
+        self.raw_view = order.view(self.raw).transpose(0, 1)
+        self.tile_view = self.tile[:, : count * self.page_size].view(self.raw_view.shape) if count else self.tile
 
     def read(
         self, pages: torch.Tensor, start: int, stop: int, new: torch.Tensor | None, context: int, shared: bool
@@ -38,32 +41,31 @@ class Reader:
         they like. The result lives until the next call."""
         cut = stop if new is None else max(start, min(stop, context))
         first = start // self.page_size * self.page_size if self.whole_pages else start
+        tile = self.tile
         if start < cut:
             ids = pages[start // self.page_size : -(-cut // self.page_size)]
             if self.whole_pages:
                 tile = self._gather(ids, in_place=shared or cut < stop)
             else:
-                tile = self._slice(ids.tolist(), start, cut)
-        else:
-            tile = self.tile
-        if cut < stop:
-            assert new is not None
+                self._slice(ids.tolist(), start, cut)
+        if new is not None and cut < stop:
             tile[:, cut - first : stop - first].copy_(new[cut - context : stop - context].transpose(0, 1))
         return tile[:, start - first : stop - first]
 
     def _gather(self, ids: torch.Tensor, in_place: bool) -> torch.Tensor:
+        """Pages into the tile; or, for fp32 in an order that a product can take as it is, no further than the raw buffer."""
         count = ids.shape[0]
-        raw = torch.index_select(self.storage, 0, ids, out=self.raw[:count])
-        view = self.order.view(raw).transpose(0, 1)  # [kv_heads, pages, slot/, slot%, dim/, dim%]
+        torch.index_select(self.storage, 0, ids, out=self.raw[:count])
+        raw = self.raw_view[:, :count]
         if self.format.name == "fp32" and not in_place and self.order.names[1] == "slot":
-            return view.reshape(self.heads, count * self.page_size, self.dim)
-        tile = self.tile[:, : count * self.page_size]
-        self._convert(view, tile.view(view.shape))
+            return raw.reshape(self.heads, count * self.page_size, self.dim)
+        self._convert(raw, self.tile_view[:, :count])
         if self.scale is not None:
-            tile.mul_(self._scale_of(ids).reshape(self.heads, -1, 1))
+            self.tile[:, : count * self.page_size].mul_(self._scale_of(ids).reshape(self.heads, -1, 1))
         return self.tile
 
-    def _slice(self, ids: list[int], start: int, stop: int) -> torch.Tensor:
+    def _slice(self, ids: list[int], start: int, stop: int) -> None:
+        """Tokens into the tile, straight from the cache, page by page."""
         at = start
         for page in ids:
             offset = at % self.page_size
@@ -78,7 +80,6 @@ class Reader:
             if self.scale is not None:
                 tile.mul_(self.scale[page, slots].T.unsqueeze(2) if self.scale.dim() == 3 else self.scale.reshape(-1, 1, 1))
             at = end
-        return self.tile
 
     def _scale_of(self, ids: torch.Tensor) -> torch.Tensor:
         assert self.scale is not None
