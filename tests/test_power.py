@@ -10,8 +10,7 @@ import torch
 
 import quire
 from quire.cache.format import Format
-from quire.kernels.torch import attend as kernel
-from quire.kernels.torch import read, sight
+from quire.kernels.torch import read, sight, strip
 from quire.kernels.torch import write as writer
 from support.scenario import build
 
@@ -38,16 +37,21 @@ def _sight(**changes: Callable[[Any], Any]) -> Patch:
     return wrap(sight.Sight, "__init__", change)
 
 
-def _last_tile_lost(original: Any, total: Any, part: Any) -> Any:
-    return original(total, part) if total is None else total
+def _tile_lost(original: Any, total: Any, part: Any) -> Any:
+    return total
 
 
-def _no_shares(original: Any, total: Any, part: Any) -> Any:
-    return part if total is None else kernel.Part((total.out + part.out) / 2, torch.logaddexp(total.lse, part.lse))
+def _averaged(original: Any, total: Any, part: Any) -> Any:
+    return strip.Part((total.out + part.out) / 2, torch.logaddexp(total.lse, part.lse))
 
 
-def _neighbour(original: Any, self: Any, pages: torch.Tensor, *args: Any) -> Any:
-    return original(self, torch.where(pages > 0, pages - 1, pages), *args)
+def _bias_without_alibi(original: Any, self: Any, *args: Any) -> Any:
+    self.options = quire.Options()
+    return original(self, *args)
+
+
+def _neighbour(original: Any, self: Any, pages: torch.Tensor, *args: Any, **kw: Any) -> Any:
+    return original(self, torch.where(pages > 0, pages - 1, pages), *args, **kw)
 
 
 def _cast_without_saturation(self: Format, x: torch.Tensor) -> torch.Tensor:
@@ -58,14 +62,16 @@ FAULTS: dict[str, tuple[Patch, dict[str, Any]]] = {
     "causal off by one": (_sight(high=lambda s: min(s.high, s.first + s.count - 1) if s.right == 0 else s.high), {}),
     "window off by one": (_sight(left=lambda s: s.left and s.left - 1), {"window": 8}),
     "window ignored": (_sight(left=lambda s: None, low=lambda s: 0), {"window": 8, "poison": 0.5, "bad_id": 0}),
-    "a tile lost": (wrap(kernel, "_fold", _last_tile_lost), {"kv_lens": [50, 3000, 75]}),
-    "tiles averaged": (wrap(kernel, "_fold", _no_shares), {"kv_lens": [50, 3000, 75]}),
+    "a tile lost": (wrap(strip, "_fold", _tile_lost), {"kv_lens": [50, 3000, 75]}),
+    "tiles averaged": (wrap(strip, "_fold", _averaged), {"kv_lens": [50, 3000, 75]}),
     "neighbour's page": (wrap(read.Reader, "read", _neighbour), {"poison": 0.5}),
     "scale of K not applied": (wrap(read.Reader, "_scale_of", lambda f, s, ids: f(s, ids) * 0 + 1), {"format": "e4m3fn"}),
-    "softmax scale missing": (wrap(kernel, "_rows_of", lambda f, q, h, o: f(q, h, o) * q.shape[2] ** 0.5), {}),
-    "heads interleaved": (wrap(kernel, "_rows_of", lambda f, q, h, o: f(q.flip(1), h, o)), {}),
-    "sink missing": (wrap(kernel, "_store", lambda f, t, o, *a: f(t, quire.Options(), *a)), {"sinks": True}),
-    "output row never written": (wrap(kernel, "_store", lambda f, t, o, out, *a: None), {}),
+    "softmax scale missing": (wrap(strip, "_rows_of", lambda f, q, h, o: f(q, h, o) * q.shape[2] ** 0.5), {}),
+    "heads reversed": (wrap(strip, "_rows_of", lambda f, q, h, o: f(q.flip(1), h, o)), {}),
+    "sink missing": (wrap(strip, "_share", lambda f, part, whole: torch.ones_like(part)), {"sinks": True}),
+    "softcap missing": (wrap(strip, "_plain", lambda f, r, k, v, b, cap: f(r, k, v, b, None)), {"softcap": 0.5}),
+    "alibi missing": (wrap(strip.Strip, "_bias", _bias_without_alibi), {"alibi": True}),
+    "output row never written": (wrap(strip.Strip, "store", lambda f, self, out, lse: None), {}),
 }
 
 

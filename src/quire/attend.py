@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, overload
 
 import torch
@@ -85,12 +85,21 @@ def run(
     lse: bool,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Launches, into new tensors where none were given."""
-    tokens, q_heads, _ = q.shape
     if out is None:
-        out = torch.zeros(tokens, q_heads, cache.v_head_dim, dtype=default_out_dtype(q.dtype, options), device=q.device)
-    part = torch.zeros(tokens, q_heads, device=q.device) if lse else None
+        dtype = default_out_dtype(q.dtype, options)
+        out = _with_zero_padding((*q.shape[:2], cache.v_head_dim), dtype, batch)
+    part = _with_zero_padding(q.shape[:2], torch.float32, batch) if lse else None
     launch(q, cache, batch, options, new, out, part)
     return out if part is None else (out, part)
+
+
+def _with_zero_padding(shape: Sequence[int], dtype: torch.dtype, batch: Batch) -> torch.Tensor:
+    """Memory whose live rows a kernel will write and whose padding rows are zero. On the host the padding alone is filled."""
+    if batch.device.type != "cpu":
+        return torch.zeros(*shape, dtype=dtype, device=batch.device)
+    rows = torch.empty(*shape, dtype=dtype)
+    rows[int(batch.q_starts[-1]) :] = 0
+    return rows
 
 
 def capturing(tensor: torch.Tensor) -> bool:

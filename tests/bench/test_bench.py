@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -52,6 +53,14 @@ def test_workloads_travel_as_json_and_are_repeatable() -> None:
     assert torch.equal(batch_a.page_table, batch_b.page_table)
 
 
+def test_contestants_can_map_the_same_memory(tmp_path: Path) -> None:
+    (_, first, _), (_, second, _), (_, apart, _) = SMALL.build(str(tmp_path)), SMALL.build(str(tmp_path)), SMALL.build()
+    assert torch.equal(first.k, apart.k)
+    first.k[0, 0] = 7.0
+    assert torch.equal(second.k, first.k)
+    assert not torch.equal(apart.k, first.k)
+
+
 def test_bytes_and_flops_are_counted_by_hand() -> None:
     w = Workload("w", ((1, 3), (2, 1)), "bf16", q_heads=4, kv_heads=2, head_dim=8)
     assert w.bytes == (2 * (4 + 3) * 2 * 8 + 2 * 3 * 4 * 8) * 2
@@ -80,7 +89,7 @@ def test_no_speed_for_a_wrong_result(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_worker_that_dies_is_reported() -> None:
     dead = worker.Worker("no such contestant", {})
     try:
-        assert "died" in dead.ask({"build": SMALL.to_json()})
+        assert "died" in dead.ask({"build": SMALL.to_json(), "folder": None})
     finally:
         dead.close()
 

@@ -259,12 +259,15 @@ REFUSED = {
     ),
     "copy-outside": (
         lambda: allocate()().copy_pages([(0, 1), (0, 5)]),
-        "copies: given (0, 5); allowed: page ids in [0, 5)",
+        "copies: given (0, 5); allowed: (source, target) page ids in [0, 5)",
     ),
-    "copy-negative": (lambda: allocate()().copy_pages([(-1, 1)]), "copies: given (-1, 1); allowed: page ids in [0, 5)"),
+    "copy-negative": (
+        lambda: allocate()().copy_pages([(-1, 1)]),
+        "copies: given (-1, 1); allowed: (source, target) page ids in [0, 5)",
+    ),
     "copy-twice": (
         lambda: allocate()().copy_pages([(0, 1), (2, 1)]),
-        "copies: given [(0, 1), (2, 1)]; allowed: targets that differ",
+        "copies: given ((0, 1), (2, 1)); allowed: targets that differ",
     ),
 }
 

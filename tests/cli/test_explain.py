@@ -231,14 +231,6 @@ def test_a_wrong_verb_is_status_2(argv: list[str], capsys: pytest.CaptureFixture
     assert caught.value.code == 2 and "usage: quire" in capsys.readouterr().err
 
 
-def test_a_missing_verb_breaks_no_other(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr("quire.cli.VERBS", ("missing", "explain"))
-    assert main(["explain"]) == 0
-    with pytest.raises(SystemExit) as caught:
-        main(["missing"])
-    assert caught.value.code == 2 and "invalid choice: 'missing'" in capsys.readouterr().err
-
-
 def test_only_the_verb_asked_for_is_imported(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     imported: list[str] = []
     monkeypatch.setattr("quire.cli.import_module", lambda name: imported.append(name) or importlib.import_module(name))

@@ -119,6 +119,17 @@ def test_stale_after_free() -> None:
     assert all(x.rule == "residency" and "stale: written at step" in x.given for x in found)
 
 
+def test_a_step_that_skips_a_slot_it_attends_to() -> None:
+    pool, cache = engine()
+    q, k, v = tokens(4)
+    batch = pool.step({pool.sequence(): 4})
+    batch.slots = batch.slots_of_tokens(4, 16)
+    batch.slots[2] = -1
+    with quire.checked(), pytest.raises(quire.ContractError, match=r"sequence 0 needs slot .* offset 2.: never written"):
+        quire.step(q, k, v, cache, batch)
+    assert not cache.k.any()
+
+
 def test_another_sequences_page() -> None:
     pool, cache = engine()
     a, b = pool.sequence(), pool.sequence()

@@ -1,8 +1,8 @@
 """One contestant in a process of its own, so that an environment variable it needs, or a crash, stays there.
 
 Reads commands from standard input, a line each, and answers with a line of JSON:
-    {"build": WORKLOAD}   makes the data and checks the result    -> {"error": ..., "budget": ...}
-    {"time": SECONDS}     runs for about as long                  -> {"seconds": [...]}
+    {"build": WORKLOAD, "folder": F}   makes or maps the data, checks the result   -> {"error": ..., "budget": ...}
+    {"time": SECONDS}                  runs for about as long                      -> {"seconds": [...]}
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def main(contestant: str) -> None:
         answer: dict[str, Any]
         if "build" in command:
             workload = Workload.from_json(command["build"])
-            q, cache, batch = workload.build()
+            q, cache, batch = workload.build(command["folder"])
             run = CONTESTANTS[contestant](q, cache, batch)
             error, budget = error_and_budget(run(), q, cache, batch)
             answer = {"error": error, "budget": budget}

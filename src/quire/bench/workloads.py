@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 
 import torch
 
@@ -49,8 +50,9 @@ class Workload:
         fields = json.loads(text)
         return cls(**fields | {"rows": tuple((new, context) for new, context in fields["rows"])})
 
-    def build(self) -> tuple[torch.Tensor, KVCache, Batch]:
-        """q, a full cache and the batch, the same in every process."""
+    def build(self, folder: str | None = None) -> tuple[torch.Tensor, KVCache, Batch]:
+        """q, a full cache and the batch, the same in every process. With a folder, K and V are files in it, mapped by all who
+        build there: then contestants read the very same memory, and a slow bank of it is slow for everyone."""
         g = torch.Generator().manual_seed(0)
         dtype = FORMATS[self.dtype].dtype
         lens = [new + context for new, context in self.rows]
@@ -58,13 +60,22 @@ class Workload:
         ids = torch.randperm(sum(columns), generator=g).int().split(columns)
         table = torch.nn.utils.rnn.pad_sequence(ids, batch_first=True, padding_value=-1)
         shape = (sum(columns), self.page_size, self.kv_heads, self.head_dim)
-        # Small whole numbers make normal-looking data in a tenth of the time that randn takes; a fraction keeps logits moderate.
-        k, v = (torch.randint(-8, 9, shape, generator=g, dtype=torch.int8).to(dtype).div_(5) for _ in range(2))
+        k, v = (_pages(shape, dtype, g, None if folder is None else Path(folder, name)) for name in "kv")
         starts = torch.tensor([0, *(new for new, _ in self.rows)]).cumsum(0).int()
         q = torch.randn(int(starts[-1]), self.q_heads, self.head_dim, generator=g).to(dtype)
         longest = max(new for new, _ in self.rows)
         batch = Batch(table, torch.tensor(lens).int(), starts, max_q_len=longest, max_kv_len=max(lens))
         return q, KVCache.wrap(k, v, layout="nhd"), batch
+
+
+def _pages(shape: tuple[int, ...], dtype: torch.dtype, g: torch.Generator, file: Path | None) -> torch.Tensor:
+    """Random pages. Fifths of small whole numbers are as good as normal numbers here, and made in a tenth of the time."""
+    pages = torch.randint(-8, 9, shape, generator=g, dtype=torch.int8)
+    if file is None:
+        return pages.to(dtype).div_(5)
+    made = file.exists()
+    mapped = torch.from_file(str(file), shared=True, size=pages.numel(), dtype=dtype).view(shape)
+    return mapped if made else mapped.copy_(pages).div_(5)
 
 
 def _ragged(count: int, most: int) -> tuple[tuple[int, int], ...]:

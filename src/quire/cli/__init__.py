@@ -6,7 +6,6 @@ import argparse
 import sys
 from collections.abc import Sequence
 from importlib import import_module, metadata
-from importlib.util import find_spec
 
 import quire
 from quire.errors import ArgumentError
@@ -35,8 +34,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Only the verb that was asked for is imported; to list them all, all are.
     asked = tuple(verb for verb in VERBS if argv and argv[0] == verb)
     for verb in asked or VERBS:
-        if find_spec(f"quire.cli.{verb}") is None:
-            continue
         module = import_module(f"quire.cli.{verb}")
         one = verbs.add_parser(
             verb,

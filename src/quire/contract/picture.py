@@ -12,8 +12,8 @@ def row_picture(label: str, cells: Sequence[object], bad: int, note: str = "") -
     """A row of a table, the bad cell in brackets and underlined.
 
     >>> print(row_picture("page_table[2]", [12, 7, 900, 4], 2, "kv_len 60 needs 4 pages"))
-      page_table[2]    12    7 [900]   4
-                               ^^^^^  kv_len 60 needs 4 pages
+      page_table[2]     12     7  [900]    4
+                                  ^^^^^  kv_len 60 needs 4 pages
     """
     first, last = max(0, bad - AROUND), min(len(cells), bad + AROUND + 1)
     width = max([len(str(cell)) for cell in cells[first:last]], default=1) + 1

@@ -184,7 +184,7 @@ def residency(call: Call) -> Iterator[Violation]:
     seq, at = call.needed
     # What this very call writes first (`check` of a whole step) counts as written, and what it copies as copied.
     if call.writes:
-        old = at < call.context[seq]
+        old = ~_written_now(call, seq, at)
         seq, at = seq[old], at[old]
     page = call.page_table[seq, at // call.cache.page_size]
     sources = {target: source for source, target in call.batch.copies} if call.writes else {}
@@ -194,6 +194,14 @@ def residency(call: Call) -> Iterator[Violation]:
     for finding in ledger.audit_read(slot, at, seq, call.batch.sequences):
         text = f"{_name(call, finding.row)} needs {_slot(finding)}: {finding.reason}"
         yield _finding(call, "residency", finding, text, "required slots were written for this sequence")
+
+
+def _written_now(call: Call, seq: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
+    """Which of the tokens (sequence, position) this very call writes before it attends: new ones, unless their slot is -1."""
+    row = at - call.kv_lens[seq] + call.q_starts[1:][seq]
+    written = torch.zeros(call.tokens, dtype=torch.bool)
+    written[call.stored[0]] = True
+    return (at >= call.context[seq]) & written[row.clamp(min=0)]
 
 
 def _name(call: Call, row: int) -> str:
@@ -221,7 +229,7 @@ def scales(call: Call) -> Iterator[Violation]:
             # Per token and head: only those of required slots count, the rest is don't-care.
             seq, at = call.needed
             if call.writes:
-                old = at < call.context[seq]
+                old = ~_written_now(call, seq, at)
                 seq, at = seq[old], at[old]
             page = call.page_table[seq, at // cache.page_size]
             read = scale.cpu()[page, at % cache.page_size]

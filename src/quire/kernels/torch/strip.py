@@ -1,0 +1,131 @@
+"""A few queries of one sequence on their way through its keys: score, hide, weigh, fold, and in the end store."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+
+from quire.kernels.torch.sight import Sight
+from quire.options import Options
+from quire.problem import is_fp8
+
+FUSED = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+"""torch's own attention of one dense tile, with its LSE: one operator instead of eight. In fp32 it multiplies in fp32."""
+
+
+class Part(NamedTuple):
+    """Attention over some of the keys: `out [kv_heads, rows, v_head_dim]` and `lse [kv_heads, rows, 1]`, fp32. A row is one
+    query token of one query head of the group."""
+
+    out: torch.Tensor
+    lse: torch.Tensor
+
+
+class Strip:
+    """The queries of a few consecutive tokens, and what they have gathered so far."""
+
+    def __init__(self, q: torch.Tensor, tokens: slice, sight: Sight, kv_heads: int, options: Options):
+        self.tokens, self.sight, self.options = tokens, sight, options
+        self.rows = _rows_of(q[tokens], kv_heads, options)
+        self.total: Part | None = None
+
+    def meet(self, k: torch.Tensor, v: torch.Tensor, low: int, high: int) -> None:
+        """Attends to those of keys [low, high) that the strip can see."""
+        first, last = max(low, self.sight.low), min(high, self.sight.high)
+        if first >= last:
+            return
+        if (first, last) != (low, high):
+            k, v = k[:, first - low : last - low], v[:, first - low : last - low]
+        visible = self.sight.visible(first, last, k.device)
+        if self.sight.tree is not None and visible is not None:
+            # A tree may hide a key from every query; then it must not reach them as 0 * NaN either.
+            unseen = ~visible.any(0).view(1, -1, 1)
+            k, v = k.masked_fill(unseen, 0.0), v.masked_fill(unseen, 0.0)
+        bias = self._bias(first, last, visible)
+        fused = self.options.softcap is None and k.shape[2] == v.shape[2] and k.device.type == "cpu"
+        part = _fused(self.rows, k, v, bias) if fused else _plain(self.rows, k, v, bias, self.options.softcap)
+        if visible is not None:
+            # A query that sees none of these keys gets zeros, whatever the products gave.
+            blind = ~visible.any(1)
+            if bool(blind.any()):
+                blind = blind.repeat_interleave(part.out.shape[1] // self.sight.count).view(1, -1, 1)
+                part = Part(part.out.masked_fill(blind, 0.0), part.lse.masked_fill(blind, -math.inf))
+        self.total = part if self.total is None else _fold(self.total, part)
+
+    def _bias(self, low: int, high: int, visible: torch.Tensor | None) -> torch.Tensor | None:
+        """What is added to the logits, `[kv_heads or 1, rows, keys]`: -inf for keys a query does not see, ALiBi's penalty."""
+        bias = None if visible is None else torch.where(visible, 0.0, -math.inf)
+        kv_heads, rows = self.rows.shape[:2]
+        if self.options.alibi is not None:
+            slopes = self.options.alibi.float().view(kv_heads, 1, -1, 1)
+            penalty = slopes * self.sight.distance(low, high, slopes.device).abs().unsqueeze(1)
+            bias = -penalty if bias is None else bias.unsqueeze(1) - penalty
+            return bias.view(kv_heads, rows, high - low)
+        if bias is None:
+            return None
+        return bias.unsqueeze(1).expand(-1, rows // self.sight.count, -1).reshape(1, rows, high - low)
+
+    def store(self, out: torch.Tensor, lse: torch.Tensor | None) -> None:
+        """Lets the sink take its weight, and stores rows as tokens and heads."""
+        kv_heads = self.rows.shape[0]
+        to = out[self.tokens].unflatten(1, (kv_heads, -1))  # [tokens, kv_heads, group, v_head_dim]
+        rows, rows_lse = _nothing(to) if self.total is None else (x.unflatten(1, (to.shape[0], -1)) for x in self.total)
+        if self.options.sinks is not None:
+            with_sink = torch.logaddexp(rows_lse, self.options.sinks.float().view(kv_heads, 1, -1, 1))
+            rows = rows * _share(rows_lse, with_sink)
+            rows_lse = with_sink
+        if self.options.out_scale is not None:
+            rows = rows / self.options.out_scale
+        if is_fp8(out.dtype):
+            largest = torch.finfo(out.dtype).max
+            rows = rows.clamp(-largest, largest)
+        to.copy_(rows.transpose(0, 1))
+        if lse is not None:
+            lse[self.tokens].unflatten(1, (kv_heads, -1)).copy_(rows_lse.squeeze(3).transpose(0, 1))
+
+
+def _rows_of(q: torch.Tensor, kv_heads: int, options: Options) -> torch.Tensor:
+    """Queries `[tokens, q_heads, head_dim]` as scaled fp32 rows `[kv_heads, tokens * group, head_dim]`."""
+    scale = q.shape[2] ** -0.5 if options.scale is None else options.scale
+    if options.q_scale is not None:
+        scale = scale * options.q_scale
+    by_group = q.unflatten(1, (kv_heads, -1)).transpose(0, 1)
+    rows = torch.empty(by_group.shape, device=q.device).copy_(by_group).mul_(scale)
+    return rows.view(kv_heads, -1, q.shape[2])
+
+
+def _fused(rows: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None) -> Part:
+    """Attention of rows over one tile, in one operator."""
+    mask = None if bias is None else bias[None]
+    out, lse = FUSED(rows[None], k[None], v[None], 0.0, False, attn_mask=mask, scale=1.0)
+    return Part(out[0], lse[0].unsqueeze(-1))
+
+
+def _plain(rows: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None, softcap: float | None) -> Part:
+    """The same, spelled out: what the fused one cannot (a softcap, values of another size, other devices)."""
+    scores = torch.bmm(rows, k.transpose(1, 2))
+    if softcap is not None:
+        scores.div_(softcap).tanh_().mul_(softcap)
+    if bias is not None:
+        scores += bias
+    lse = torch.logsumexp(scores, -1, keepdim=True)
+    return Part(torch.bmm(scores.sub_(lse).exp_(), v), lse)
+
+
+def _fold(total: Part, part: Part) -> Part:
+    """The total with one more part: each counts by its share of the softmax."""
+    lse = torch.logaddexp(total.lse, part.lse)
+    return Part(total.out.mul_(_share(total.lse, lse)).addcmul_(part.out, _share(part.lse, lse)), lse)
+
+
+def _share(part: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
+    """exp(part - whole), 0 where there is nothing to share."""
+    return torch.exp(part - whole.masked_fill(whole == -math.inf, 0.0))
+
+
+def _nothing(to: torch.Tensor) -> Part:
+    """What queries without a key give: zeros, and an LSE of -inf."""
+    shape = (to.shape[1], to.shape[0], to.shape[2])
+    return Part(torch.zeros(*shape, to.shape[3], device=to.device), torch.full((*shape, 1), -math.inf, device=to.device))
