@@ -44,10 +44,9 @@ def tile_for(cache: KVCache, q_heads: int, longest: int, batch_invariant: bool) 
     if batch_invariant:
         return Tile(strip=1, keys=512, span=1)
     widest = max(cache.head_dim, cache.v_head_dim)
-    # A decode's tiles serve a handful of rows: large ones save operators, and at each of them all threads meet. A prefill's
-    # are met by strip after strip: small ones stay in a core's cache.
-    budget, most = (8 << 20, 2048) if longest == 1 else (2 << 20, 1024)
-    keys = max(64, min(most, budget // (4 * cache.kv_heads * widest)))
+    # A decode's tiles serve a handful of rows: larger ones save operators. A prefill's are met by strip after strip.
+    budget = 4 << 20 if longest == 1 else 2 << 20
+    keys = max(64, min(1024, budget // (4 * cache.kv_heads * widest)))
     if cache.page_size <= keys:
         keys -= keys % cache.page_size
     strip = max(1, 512 * cache.kv_heads // q_heads)
@@ -75,6 +74,7 @@ def launch(
     tile = tile_for(cache, q.shape[1], longest, options.batch_invariant)
     keys = Reader(cache.k, cache.layout.k, cache.format, cache.k_scale, tile.keys)
     values = Reader(cache.v, cache.layout.v, cache.format, cache.v_scale, tile.keys)
+    room = torch.empty(min(tile.span, longest), *q.shape[1:], device=q.device)
     on_host = q.device.type == "cpu"
     for seq, ((token, stop), kv_len) in enumerate(zip(pairwise(starts), kv_lens)):
         q_len = stop - token
@@ -90,12 +90,16 @@ def launch(
             for first in range(begin, min(begin + tile.span, q_len), tile.strip):
                 count = min(tile.strip, q_len - first, begin + tile.span - first)
                 sight = Sight(options, token, first, count, q_len, kv_len, causal[seq])
-                strips.append(Strip(q, slice(token + first, token + first + count), sight, cache.kv_heads, options))
+                tokens = slice(token + first, token + first + count)
+                strips.append(Strip(q, tokens, sight, cache.kv_heads, options, room[first - begin : first - begin + count]))
+            # A prefill's rows keep all threads busy; a decode's few are cut over the keys.
+            cuts = on_host and q_len == 1 and options.mask is None and not options.batch_invariant
+            parts = torch.get_num_threads() if cuts else 1
             lowest, highest = min(s.sight.low for s in strips), max(s.sight.high for s in strips)
             for at in range(lowest // tile.keys * tile.keys, highest, tile.keys):
                 low, high = max(at, lowest), min(at + tile.keys, highest)
-                k = keys.read(pages, low, high, k_new, context, shared=len(strips) > 1)
-                v = values.read(pages, low, high, v_new, context, shared=len(strips) > 1)
+                k = keys.read(pages, low, high, k_new, context, parts, shared=len(strips) > 1)
+                v = values.read(pages, low, high, v_new, context, parts, shared=len(strips) > 1)
                 for strip in strips:
                     strip.meet(k, v, low, high)
                 if not on_host:

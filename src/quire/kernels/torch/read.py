@@ -1,7 +1,11 @@
 """Reads runs of a sequence's tokens out of their pages, as fp32 that a matrix product can take.
 
-One reader serves one of K and V for one call. It owns the two buffers that a tile passes through, so that memory use is
-bounded whatever the context, and the allocator is not asked for megabytes in every step of the loop.
+One reader serves one of K and V for one call. It owns the two buffers that a tile passes through, so that memory use is bounded
+whatever the context, and the allocator is not asked for megabytes in every step of the loop.
+
+A tile may be cut into parts, one for each thread. Gathering, converting and attending then divide the work alike: what a core has
+written is read by the same core. Without that, half of every tile crosses from one core's cache to another's in each step,
+which costs twice the time where cores share no cache.
 """
 
 from __future__ import annotations
@@ -27,45 +31,49 @@ class Reader:
         self.page_size, self.dim = slot_hi * slot_lo, dim_hi * dim_lo
         self.whole_pages = self.page_size < SLICE_FROM
         count = -(-tile // self.page_size) + 1 if self.whole_pages else 0
-        self.tile = torch.empty(self.heads, max(tile, count * self.page_size), self.dim, device=storage.device)
-        # Gathered pages; and their memory and the tile's, both as [kv_heads, pages, slot/, slot%, dim/, dim%].
+        # Gathered pages, and room for the tile itself.
         self.raw = torch.empty((count, *self.storage.shape[1:]), dtype=self.storage.dtype, device=storage.device)
-        self.raw_view = order.view(self.raw).transpose(0, 1)
-        self.tile_view = self.tile[:, : count * self.page_size].view(self.raw_view.shape) if count else self.tile
+        self.room = torch.empty(self.heads * max(tile, count * self.page_size) * self.dim, device=storage.device)
 
     def read(
-        self, pages: torch.Tensor, start: int, stop: int, new: torch.Tensor | None, context: int, shared: bool
+        self, pages: torch.Tensor, start: int, stop: int, new: torch.Tensor | None, context: int, parts: int, shared: bool
     ) -> torch.Tensor:
-        """Tokens [start, stop) of the sequence that owns `pages`. Those from `context` on come from `new`
-        `[q_len, kv_heads, dim]`, if that is given. What several products will `share` is worth one more copy into the order that
-        they like. The result lives until the next call."""
+        """Tokens [start, stop) of the sequence that owns `pages`, `[parts, kv_heads, tokens / parts, dim]`. Those from `context` on
+        come from `new` `[q_len, kv_heads, dim]`, if that is given. One part is all that comes of anything but whole pages that
+        `parts` divides. What several products will `share` is worth one more copy into the order that they like. The result
+        lives until the next call."""
         cut = stop if new is None else max(start, min(stop, context))
-        first = start // self.page_size * self.page_size if self.whole_pages else start
-        tile = self.tile
+        pieces = []
         if start < cut:
             ids = pages[start // self.page_size : -(-cut // self.page_size)]
             if self.whole_pages:
-                tile = self._gather(ids, in_place=shared or cut < stop)
+                pieces.append(self._gather(ids, start, cut, parts if cut == stop else 1, shared))
             else:
-                self._slice(ids.tolist(), start, cut)
+                pieces.append(self._slice(ids.tolist(), start, cut))
         if new is not None and cut < stop:
-            tile[:, cut - first : stop - first].copy_(new[cut - context : stop - context].transpose(0, 1))
-        return tile[:, start - first : stop - first]
+            pieces.append(new[cut - context : stop - context].transpose(0, 1).float()[None])
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces, 2)
 
-    def _gather(self, ids: torch.Tensor, in_place: bool) -> torch.Tensor:
-        """Pages into the tile; or, for fp32 in an order that a product can take as it is, no further than the raw buffer."""
-        count = ids.shape[0]
-        torch.index_select(self.storage, 0, ids, out=self.raw[:count])
-        raw = self.raw_view[:, :count]
-        if self.format.name == "fp32" and not in_place and self.order.names[1] == "slot":
-            return raw.reshape(self.heads, count * self.page_size, self.dim)
-        self._convert(raw, self.tile_view[:, :count])
+    def _gather(self, ids: torch.Tensor, start: int, stop: int, parts: int, shared: bool) -> torch.Tensor:
+        """Many small pages at once; fp32 in an order that a product can take stays where it was gathered."""
+        whole = start % self.page_size == 0 and stop % self.page_size == 0 and ids.shape[0] % parts == 0
+        parts = parts if whole else 1
+        raw = torch.index_select(self.storage, 0, ids, out=self.raw[: ids.shape[0]])
+        # [parts, kv_heads, pages, slot/, slot%, dim/, dim%]
+        view = self.order.view(raw).unflatten(0, (parts, -1)).transpose(1, 2)
+        tile = view
+        if self.format.name != "fp32" or shared or self.order.names[1] != "slot":
+            tile = self.room[: view.numel()].view(view.shape)
+            self._convert(view, tile)
+        tile = tile.reshape(parts, self.heads, -1, self.dim)
         if self.scale is not None:
-            self.tile[:, : count * self.page_size].mul_(self._scale_of(ids).reshape(self.heads, -1, 1))
-        return self.tile
+            tile.mul_(self._scale_of(ids, parts))
+        offset = start % self.page_size
+        return tile if whole else tile[:, :, offset : offset + stop - start]
 
-    def _slice(self, ids: list[int], start: int, stop: int) -> None:
-        """Tokens into the tile, straight from the cache, page by page."""
+    def _slice(self, ids: list[int], start: int, stop: int) -> torch.Tensor:
+        """A few large pages, each converted straight from the cache."""
+        out = self.room[: self.heads * (stop - start) * self.dim].view(self.heads, stop - start, self.dim)
         at = start
         for page in ids:
             offset = at % self.page_size
@@ -75,17 +83,19 @@ class Reader:
                 piece = self.view[page, :, 0, offset : offset + end - at]
             else:
                 piece = self.view[page][:, slots // self.view.shape[3], slots % self.view.shape[3]]
-            tile = self.tile[:, at - start : end - start]
+            tile = out[:, at - start : end - start]
             self._convert(piece, tile.unflatten(2, piece.shape[2:]))
             if self.scale is not None:
                 tile.mul_(self.scale[page, slots].T.unsqueeze(2) if self.scale.dim() == 3 else self.scale.reshape(-1, 1, 1))
             at = end
+        return out[None]
 
-    def _scale_of(self, ids: torch.Tensor) -> torch.Tensor:
+    def _scale_of(self, ids: torch.Tensor, parts: int) -> torch.Tensor:
+        """The scales of whole pages, in a shape that multiplies a tile."""
         assert self.scale is not None
         if self.scale.dim() < 3:
-            return self.scale.expand(self.heads)
-        return self.scale.index_select(0, ids).permute(2, 0, 1)
+            return self.scale.expand(self.heads).view(1, -1, 1, 1)
+        return self.scale.index_select(0, ids).view(parts, -1, self.heads).transpose(1, 2).unsqueeze(3)
 
     def _convert(self, stored: torch.Tensor, out: torch.Tensor) -> None:
         """Stored elements as fp32. torch converts e4m3 one element at a time, so those go through fp16 by shifting their bits:

@@ -17,7 +17,7 @@ FUSED = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 class Part(NamedTuple):
     """Attention over some of the keys: `out [kv_heads, rows, v_head_dim]` and `lse [kv_heads, rows, 1]`, fp32. A row is one
-    query token of one query head of the group."""
+    query token of one query head of the group. Several parts may lie along a first axis."""
 
     out: torch.Tensor
     lse: torch.Tensor
@@ -26,26 +26,29 @@ class Part(NamedTuple):
 class Strip:
     """The queries of a few consecutive tokens, and what they have gathered so far."""
 
-    def __init__(self, q: torch.Tensor, tokens: slice, sight: Sight, kv_heads: int, options: Options):
+    def __init__(self, q: torch.Tensor, tokens: slice, sight: Sight, kv_heads: int, options: Options, room: torch.Tensor):
         self.tokens, self.sight, self.options = tokens, sight, options
-        self.rows = _rows_of(q[tokens], kv_heads, options)
+        self.rows = _rows_of(q[tokens], kv_heads, options, room)
         self.total: Part | None = None
 
     def meet(self, k: torch.Tensor, v: torch.Tensor, low: int, high: int) -> None:
-        """Attends to those of keys [low, high) that the strip can see."""
+        """Attends to those of keys [low, high) that the strip can see; k and v are `[parts, kv_heads, keys / parts, dim]`."""
         first, last = max(low, self.sight.low), min(high, self.sight.high)
         if first >= last:
             return
         if (first, last) != (low, high):
-            k, v = k[:, first - low : last - low], v[:, first - low : last - low]
+            k, v = k[:, :, first - low : last - low], v[:, :, first - low : last - low]
         visible = self.sight.visible(first, last, k.device)
         if self.sight.tree is not None and visible is not None:
             # A tree may hide a key from every query; then it must not reach them as 0 * NaN either.
-            unseen = ~visible.any(0).view(1, -1, 1)
+            unseen = ~visible.any(0).view(1, 1, -1, 1)
             k, v = k.masked_fill(unseen, 0.0), v.masked_fill(unseen, 0.0)
         bias = self._bias(first, last, visible)
-        fused = self.options.softcap is None and k.shape[2] == v.shape[2] and k.device.type == "cpu"
-        part = _fused(self.rows, k, v, bias) if fused else _plain(self.rows, k, v, bias, self.options.softcap)
+        if bias is not None:
+            bias = bias.unflatten(2, (k.shape[0], -1)).permute(2, 0, 1, 3)
+        rows = self.rows.expand(k.shape[0], -1, -1, -1)
+        fused = self.options.softcap is None and k.shape[3] == v.shape[3] and k.device.type == "cpu"
+        part = _join(_fused(rows, k, v, bias) if fused else _plain(rows, k, v, bias, self.options.softcap))
         if visible is not None:
             # A query that sees none of these keys gets zeros, whatever the products gave.
             blind = ~visible.any(1)
@@ -86,32 +89,39 @@ class Strip:
             lse[self.tokens].unflatten(1, (kv_heads, -1)).copy_(rows_lse.squeeze(3).transpose(0, 1))
 
 
-def _rows_of(q: torch.Tensor, kv_heads: int, options: Options) -> torch.Tensor:
-    """Queries `[tokens, q_heads, head_dim]` as scaled fp32 rows `[kv_heads, tokens * group, head_dim]`."""
+def _rows_of(q: torch.Tensor, kv_heads: int, options: Options, room: torch.Tensor) -> torch.Tensor:
+    """Queries `[tokens, q_heads, head_dim]` as scaled fp32 rows `[kv_heads, tokens * group, head_dim]`, in the room given."""
     scale = q.shape[2] ** -0.5 if options.scale is None else options.scale
     if options.q_scale is not None:
         scale = scale * options.q_scale
     by_group = q.unflatten(1, (kv_heads, -1)).transpose(0, 1)
-    rows = torch.empty(by_group.shape, device=q.device).copy_(by_group).mul_(scale)
+    rows = room.view(by_group.shape).copy_(by_group).mul_(scale)
     return rows.view(kv_heads, -1, q.shape[2])
 
 
 def _fused(rows: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None) -> Part:
-    """Attention of rows over one tile, in one operator."""
-    mask = None if bias is None else bias[None]
-    out, lse = FUSED(rows[None], k[None], v[None], 0.0, False, attn_mask=mask, scale=1.0)
-    return Part(out[0], lse[0].unsqueeze(-1))
+    """Attention of rows over the parts of a tile, in one operator."""
+    out, lse = FUSED(rows, k, v, 0.0, False, attn_mask=bias, scale=1.0)
+    return Part(out, lse.unsqueeze(-1))
 
 
 def _plain(rows: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None, softcap: float | None) -> Part:
     """The same, spelled out: what the fused one cannot (a softcap, values of another size, other devices)."""
-    scores = torch.bmm(rows, k.transpose(1, 2))
+    scores = rows @ k.transpose(2, 3)
     if softcap is not None:
         scores.div_(softcap).tanh_().mul_(softcap)
     if bias is not None:
         scores += bias
     lse = torch.logsumexp(scores, -1, keepdim=True)
-    return Part(torch.bmm(scores.sub_(lse).exp_(), v), lse)
+    return Part(scores.sub_(lse).exp_() @ v, lse)
+
+
+def _join(parts: Part) -> Part:
+    """The parts of a tile as one."""
+    if parts.lse.shape[0] == 1:
+        return Part(parts.out[0], parts.lse[0])
+    lse = torch.logsumexp(parts.lse, 0)
+    return Part((parts.out * _share(parts.lse, lse)).sum(0), lse)
 
 
 def _fold(total: Part, part: Part) -> Part:
