@@ -65,7 +65,7 @@ FAULTS: dict[str, tuple[Patch, dict[str, Any]]] = {
     "a tile lost": (wrap(strip, "_fold", _tile_lost), {"kv_lens": [50, 3000, 75]}),
     "tiles averaged": (wrap(strip, "_fold", _averaged), {"kv_lens": [50, 3000, 75]}),
     "neighbour's page": (wrap(read.Reader, "read", _neighbour), {"poison": 0.5}),
-    "scale of K not applied": (wrap(read.Reader, "_scale_of", lambda f, s, ids: f(s, ids) * 0 + 1), {"format": "e4m3fn"}),
+    "scale of K not applied": (wrap(read.Reader, "_scale_of", lambda f, *a: f(*a) * 0 + 1), {"format": "e4m3fn"}),
     "softmax scale missing": (wrap(strip, "_rows_of", lambda f, q, *a: f(q, *a) * q.shape[2] ** 0.5), {}),
     "heads reversed": (wrap(strip, "_rows_of", lambda f, q, *a: f(q.flip(1), *a)), {}),
     "sink missing": (wrap(strip, "_share", lambda f, part, whole: torch.ones_like(part)), {"sinks": True}),
