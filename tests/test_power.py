@@ -37,12 +37,13 @@ def _sight(**changes: Callable[[Any], Any]) -> Patch:
     return wrap(sight.Sight, "__init__", change)
 
 
-def _tile_lost(original: Any, total: Any, part: Any) -> Any:
-    return total
+def _tile_lost(original: Any, parts: Any) -> Any:
+    return original(parts[:1])
 
 
-def _averaged(original: Any, total: Any, part: Any) -> Any:
-    return strip.Part((total.out + part.out) / 2, torch.logaddexp(total.lse, part.lse))
+def _averaged(original: Any, parts: Any) -> Any:
+    outs = torch.cat([part.out for part in parts])
+    return strip.Part(outs.mean(0, keepdim=True), original(parts).lse)
 
 
 def _bias_without_alibi(original: Any, self: Any, *args: Any) -> Any:

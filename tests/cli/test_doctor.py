@@ -151,7 +151,9 @@ def test_a_dead_child_is_a_wrong_kernel(monkeypatch: pytest.MonkeyPatch, capsys:
 
 
 @pytest.mark.parametrize(
-    "flags, noted", [({"amx_bf16", "hypervisor"}, True), ({"amx_bf16"}, False), ({"hypervisor"}, False)], ids=["both", "amx", "hypervisor"]
+    "flags, noted",
+    [({"amx_bf16", "hypervisor"}, True), ({"amx_bf16"}, False), ({"hypervisor"}, False)],
+    ids=["both", "amx", "hypervisor"],
 )
 def test_amx_under_a_hypervisor(
     monkeypatch: pytest.MonkeyPatch, without_children: list[Any], capsys: pytest.CaptureFixture[str], flags: set[str], noted: bool

@@ -41,17 +41,24 @@ class Scenario:
     expected_lse: torch.Tensor
     weighted: torch.Tensor
     """The same over the magnitudes of the values: what rounding errors are relative to."""
+    steepest: float
+    """The largest sum of a logit's terms without their signs: what its rounding error is relative to."""
     honest: torch.Tensor
     """The same in fp32, computed plainly: its error is what an honest implementation may lose."""
 
     def budget(self, dtype: torch.dtype) -> torch.Tensor:
-        """The error allowed in each element of an output of this type: twice what plain fp32 loses here (at least four roundings of
-        the weighted values before they cancel), and one rounding to the type."""
+        """The error allowed in each element of an output of this type: twice what plain fp32 loses here, and one rounding to the
+        type. Plain fp32 may be lucky, so it counts at least as what one rounding of a logit's terms, or four of the weighted values
+        before they cancel, must be expected to do."""
         lost = (self.honest.double() - self.expected).abs().amax() if self.expected.numel() else torch.tensor(0.0)
         size = self.weighted.amax() if self.expected.numel() else torch.tensor(0.0)
         rounding = torch.finfo(dtype).eps / 2
         smallest = torch.finfo(dtype).smallest_normal * rounding
-        return 2 * torch.maximum(lost, 4 * torch.finfo(torch.float32).eps * size) + rounding * self.expected.abs() + smallest
+        return (
+            2 * torch.maximum(lost, max(4.0, self.steepest) * torch.finfo(torch.float32).eps * size)
+            + rounding * self.expected.abs()
+            + smallest
+        )
 
     def check(self, out: torch.Tensor, lse: torch.Tensor | None = None, scale: float = 1.0) -> None:
         """Fails unless every live row is within its budget."""
@@ -161,7 +168,7 @@ def build(
         torch.tensor(starts, dtype=index[2], device=device),
     )
 
-    outs, lses, honest, weighted = [], [], [], []
+    outs, lses, honest, weighted, steepest = [], [], [], [], 0.0
     for i in range(seqs):
         rows = slice(starts[i], starts[i + 1])
         causal = bool(options.causal[i]) if isinstance(options.causal, torch.Tensor) else options.causal
@@ -179,6 +186,10 @@ def build(
         out, lse = reference.attention(exact_q, dense["k"][i], dense["v"][i], **mine)
         weighted.append(reference.attention(exact_q, dense["k"][i], dense["v"][i].abs(), **mine)[0])
         outs.append(out)
+        if q_lens[i] and required[i].any():
+            keys = dense["k"][i][required[i]].abs().repeat_interleave(group, 1)
+            terms = torch.einsum("qhd,khd->hqk", exact_q.abs(), keys) * abs(options.scale or head_dim**-0.5)
+            steepest = max(steepest, float(terms.max()))
         lses.append(lse)
         honest.append(_plain_fp32(q[rows].float() * q_scale, dense["k"][i], dense["v"][i], visible[i], options, rows, group))
     nothing = torch.zeros(0, q_heads, v_head_dim, dtype=torch.float64)
@@ -192,6 +203,7 @@ def build(
         torch.cat([nothing, *outs]).to(device),
         torch.cat([nothing[:, :, 0], *lses]).to(device),
         torch.cat([nothing, *weighted]).to(device),
+        steepest,
         torch.cat([nothing.float(), *honest]).to(device),
     )
 

@@ -10,6 +10,8 @@ which costs twice the time where cores share no cache.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 from quire.cache.format import Format
@@ -18,6 +20,19 @@ from quire.cache.layout import Order
 SLICE_FROM = 64
 """From this page size on, a page is large enough to be converted straight from the cache; smaller ones are gathered first,
 many in one operation."""
+
+
+class Frame(NamedTuple):
+    """Views of a reader's buffers for a certain number of pages and parts."""
+
+    raw: torch.Tensor
+    """Gathered pages, as they are stored."""
+    view: torch.Tensor
+    """The same memory as [parts, kv_heads, pages, slot/, slot%, dim/, dim%]."""
+    tile_view: torch.Tensor
+    """The tile in that shape."""
+    tile: torch.Tensor
+    """The tile, [parts, kv_heads, tokens / parts, dim]."""
 
 
 class Reader:
@@ -34,6 +49,7 @@ class Reader:
         # Gathered pages, and room for the tile itself.
         self.raw = torch.empty((count, *self.storage.shape[1:]), dtype=self.storage.dtype, device=storage.device)
         self.room = torch.empty(self.heads * max(tile, count * self.page_size) * self.dim, device=storage.device)
+        self.frames: dict[tuple[int, int], Frame] = {}
 
     def read(
         self, pages: torch.Tensor, start: int, stop: int, new: torch.Tensor | None, context: int, parts: int, shared: bool
@@ -57,19 +73,26 @@ class Reader:
     def _gather(self, ids: torch.Tensor, start: int, stop: int, parts: int, shared: bool) -> torch.Tensor:
         """Many small pages at once; fp32 in an order that a product can take stays where it was gathered."""
         whole = start % self.page_size == 0 and stop % self.page_size == 0 and ids.shape[0] % parts == 0
-        parts = parts if whole else 1
-        raw = torch.index_select(self.storage, 0, ids, out=self.raw[: ids.shape[0]])
-        # [parts, kv_heads, pages, slot/, slot%, dim/, dim%]
-        view = self.order.view(raw).unflatten(0, (parts, -1)).transpose(1, 2)
-        tile = view
-        if self.format.name != "fp32" or shared or self.order.names[1] != "slot":
-            tile = self.room[: view.numel()].view(view.shape)
-            self._convert(view, tile)
-        tile = tile.reshape(parts, self.heads, -1, self.dim)
+        frame = self._frame(ids.shape[0], parts if whole else 1)
+        torch.index_select(self.storage, 0, ids, out=frame.raw)
+        if self.format.name == "fp32" and not shared and self.order.names[1] == "slot":
+            tile = frame.view.reshape(frame.tile.shape)
+        else:
+            self._convert(frame.view, frame.tile_view)
+            tile = frame.tile
         if self.scale is not None:
-            tile.mul_(self._scale_of(ids, parts))
+            tile.mul_(self._scale_of(ids, tile.shape[0]))
         offset = start % self.page_size
         return tile if whole else tile[:, :, offset : offset + stop - start]
+
+    def _frame(self, pages: int, parts: int) -> Frame:
+        """The buffers for so many pages in so many parts. Nearly every tile of a call has the same: they are cut once."""
+        if (pages, parts) not in self.frames:
+            raw = self.raw[:pages]
+            view = self.order.view(raw).unflatten(0, (parts, -1)).transpose(1, 2)
+            tile_view = self.room[: view.numel()].view(view.shape)
+            self.frames[pages, parts] = Frame(raw, view, tile_view, tile_view.view(parts, self.heads, -1, self.dim))
+        return self.frames[pages, parts]
 
     def _slice(self, ids: list[int], start: int, stop: int) -> torch.Tensor:
         """A few large pages, each converted straight from the cache."""

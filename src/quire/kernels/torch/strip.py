@@ -15,9 +15,13 @@ FUSED = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 """torch's own attention of one dense tile, with its LSE: one operator instead of eight. In fp32 it multiplies in fp32."""
 
 
+HELD = 1 << 19
+"""How many numbers a strip holds before it folds them: a decode's small parts are folded many at a time."""
+
+
 class Part(NamedTuple):
-    """Attention over some of the keys: `out [kv_heads, rows, v_head_dim]` and `lse [kv_heads, rows, 1]`, fp32. A row is one
-    query token of one query head of the group. Several parts may lie along a first axis."""
+    """Attention over some of the keys: `out [parts, kv_heads, rows, v_head_dim]` and `lse [parts, kv_heads, rows, 1]`, fp32. A row
+    is one query token of one query head of the group. A tile gives one part or several."""
 
     out: torch.Tensor
     lse: torch.Tensor
@@ -29,7 +33,8 @@ class Strip:
     def __init__(self, q: torch.Tensor, tokens: slice, sight: Sight, kv_heads: int, options: Options, room: torch.Tensor):
         self.tokens, self.sight, self.options = tokens, sight, options
         self.rows = _rows_of(q[tokens], kv_heads, options, room)
-        self.total: Part | None = None
+        self.held: list[Part] = []
+        """What the tiles gave that are not folded yet."""
 
     def meet(self, k: torch.Tensor, v: torch.Tensor, low: int, high: int) -> None:
         """Attends to those of keys [low, high) that the strip can see; k and v are `[parts, kv_heads, keys / parts, dim]`."""
@@ -48,14 +53,16 @@ class Strip:
             bias = bias.unflatten(2, (k.shape[0], -1)).permute(2, 0, 1, 3)
         rows = self.rows.expand(k.shape[0], -1, -1, -1)
         fused = self.options.softcap is None and k.shape[3] == v.shape[3] and k.device.type == "cpu"
-        part = _join(_fused(rows, k, v, bias) if fused else _plain(rows, k, v, bias, self.options.softcap))
+        part = _fused(rows, k, v, bias) if fused else _plain(rows, k, v, bias, self.options.softcap)
         if visible is not None:
             # A query that sees none of these keys gets zeros, whatever the products gave.
             blind = ~visible.any(1)
             if bool(blind.any()):
-                blind = blind.repeat_interleave(part.out.shape[1] // self.sight.count).view(1, -1, 1)
+                blind = blind.repeat_interleave(part.out.shape[2] // self.sight.count).view(1, 1, -1, 1)
                 part = Part(part.out.masked_fill(blind, 0.0), part.lse.masked_fill(blind, -math.inf))
-        self.total = part if self.total is None else _fold(self.total, part)
+        self.held.append(part)
+        if len(self.held) * part.out.numel() > HELD:
+            self.held = [_fold(self.held)]
 
     def _bias(self, low: int, high: int, visible: torch.Tensor | None) -> torch.Tensor | None:
         """What is added to the logits, `[kv_heads or 1, rows, keys]`: -inf for keys a query does not see, ALiBi's penalty."""
@@ -74,7 +81,7 @@ class Strip:
         """Lets the sink take its weight, and stores rows as tokens and heads."""
         kv_heads = self.rows.shape[0]
         to = out[self.tokens].unflatten(1, (kv_heads, -1))  # [tokens, kv_heads, group, v_head_dim]
-        rows, rows_lse = _nothing(to) if self.total is None else (x.unflatten(1, (to.shape[0], -1)) for x in self.total)
+        rows, rows_lse = (x[0].unflatten(1, (to.shape[0], -1)) for x in _fold(self.held)) if self.held else _nothing(to)
         if self.options.sinks is not None:
             with_sink = torch.logaddexp(rows_lse, self.options.sinks.float().view(kv_heads, 1, -1, 1))
             rows = rows * _share(rows_lse, with_sink)
@@ -116,18 +123,17 @@ def _plain(rows: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Ten
     return Part(scores.sub_(lse).exp_() @ v, lse)
 
 
-def _join(parts: Part) -> Part:
-    """The parts of a tile as one."""
-    if parts.lse.shape[0] == 1:
-        return Part(parts.out[0], parts.lse[0])
-    lse = torch.logsumexp(parts.lse, 0)
-    return Part((parts.out * _share(parts.lse, lse)).sum(0), lse)
-
-
-def _fold(total: Part, part: Part) -> Part:
-    """The total with one more part: each counts by its share of the softmax."""
-    lse = torch.logaddexp(total.lse, part.lse)
-    return Part(total.out.mul_(_share(total.lse, lse)).addcmul_(part.out, _share(part.lse, lse)), lse)
+def _fold(parts: list[Part]) -> Part:
+    """All the parts as one: each counts by its share of the softmax."""
+    if len(parts) == 1 and parts[0].lse.shape[0] == 1:
+        return parts[0]
+    if len(parts) == 2 and all(part.lse.shape[0] == 1 for part in parts):
+        total, part = parts
+        lse = torch.logaddexp(total.lse, part.lse)
+        return Part(total.out.mul_(_share(total.lse, lse)).addcmul_(part.out, _share(part.lse, lse)), lse)
+    outs, lses = (torch.cat(x) for x in zip(*parts))
+    lse = torch.logsumexp(lses, 0, keepdim=True)
+    return Part((outs * _share(lses, lse)).sum(0, keepdim=True), lse)
 
 
 def _share(part: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
