@@ -9,6 +9,8 @@ from quire.batch import Batch
 from quire.cache.kv_cache import KVCache
 from quire.cache.pool import PagePool
 from quire.contract.check import check, checked
+from quire.contract.rule import Violation
+from quire.dispatch.decision import Decision
 from quire.dispatch.platform import Platform
 from quire.errors import ArgumentError, ContractError, KernelError, OutOfPages, QuireError
 from quire.explain import explain
@@ -32,6 +34,8 @@ __all__ = [
     "explain",
     "check",
     "checked",
+    "Decision",
+    "Violation",
     "Problem",
     "Platform",
     "QuireError",

@@ -6,10 +6,12 @@ import torch
 
 from quire.batch import Batch
 from quire.cache.kv_cache import KVCache
+from quire.contract.call import Call
+from quire.contract.check import enforce_static
 from quire.dispatch.choose import choose
 from quire.dispatch.decision import Decision
 from quire.dispatch.platform import Platform
-from quire.options import Options
+from quire.options import PLAIN, Options
 from quire.problem import Problem
 
 
@@ -24,6 +26,8 @@ def explain(
     lse: bool = False,
     platform: Platform | None = None,
 ) -> Decision:
-    """The decision that `attend` would make for this call, here or on another `platform`. Nothing is computed."""
+    """The decision that `attend` would make for this call, here or on another `platform`. Nothing is computed, no value is read; a
+    call that `attend` would refuse for its shapes, types or options is refused here too."""
+    enforce_static("explain", Call(cache, batch, q, options or PLAIN, new, out))
     problem = Problem.of(q, cache, batch, options, new=new, out=out, lse=lse)
     return choose(problem, Platform.detect(q.device) if platform is None else platform)

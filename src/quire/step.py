@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal, overload
+
 import torch
 
 from quire.attend import choose_kernel, run
@@ -13,6 +15,16 @@ from quire.options import PLAIN, Options
 from quire.write import choose_writer, store
 
 
+@overload
+def step(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cache: KVCache, batch: Batch, options: Options | None = ..., *,
+    out: torch.Tensor | None = ..., lse: Literal[False] = ..., kernel: str | None = ..., check: Level = ...,
+) -> torch.Tensor: ...  # fmt: skip
+@overload
+def step(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cache: KVCache, batch: Batch, options: Options | None = ..., *,
+    out: torch.Tensor | None = ..., lse: Literal[True], kernel: str | None = ..., check: Level = ...,
+) -> tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
 def step(
     q: torch.Tensor,
     k: torch.Tensor,

@@ -144,7 +144,7 @@ def test_a_kernel_by_name(asked) -> None:
 @pytest.mark.parametrize(
     "flags, message",
     [
-        ("--arch gfx943", "--arch: given 'gfx943'; allowed: sm80, "),
+        ("--arch gfx943", "--arch: given 'gfx943'; allowed: sm75, sm80, "),
         ("--kernel fast", "--kernel: given 'fast'; allowed for attend: "),
         ("--kv-dtype fp7", "--kv-dtype: given 'fp7'; allowed: auto, fp32, "),
         ("--q-dtype int8", "--q-dtype: given 'int8'; allowed: fp32, "),
@@ -224,7 +224,7 @@ def test_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:
         assert caught.value.code == 0 and all(part in text for part in parts)
 
 
-@pytest.mark.parametrize("argv", [[], ["nothing"], ["--nothing"]], ids=["no verb", "unknown verb", "unknown flag"])
+@pytest.mark.parametrize("argv", [["nothing"], ["--nothing"]], ids=["unknown verb", "unknown flag"])
 def test_a_wrong_verb_is_status_2(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main(argv)
@@ -251,3 +251,49 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main(["--version"])
     assert caught.value.code == 0 and capsys.readouterr().out == f"quire {quire.__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--softcap -3", "--softcap: given -3.0; allowed: a number above 0"),
+        ("--softcap 0", "--softcap: given 0.0"),
+        ("--max-q-len 100 --max-kv-len 4", "--max-q-len: given 100; allowed: at most --max-kv-len 4"),
+        ("--batch-invariant --form context --kv-dtype fp8", "--form: given context with --batch-invariant"),
+        ("--as vllm --operation write", "--operation: given write with --as vllm"),
+        ("--as vllm --layout hnd", "--layout: given hnd with --as vllm"),
+        ("--as vllm --kv-dtype banana", "--kv-dtype: given 'banana' with --as vllm; allowed: vLLM's own words: auto"),
+        ("--as vllm --kv-dtype bf16", "--kv-dtype: given 'bf16' with --as vllm"),
+        ("--as vllm --out-dtype e5m2", "--out-dtype: given e5m2 with --as vllm"),
+        ("--as vllm --capturing", "--capturing: given with --as vllm"),
+    ],
+)
+def test_a_question_that_no_call_could_ask(flags: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["explain", *flags.split()])
+    assert caught.value.code == 2
+    assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flag", ["--no-custom-paged-attn", "--aiter-paged-attn"])
+def test_switches_of_the_seeds_rule(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    question = ["explain", "--as", "vllm", "--rule", "seeds", "--arch", "gfx942", "--json"]
+    assert main(question) == 0
+    assert json.loads(capsys.readouterr().out)["answers"][0]["selected"] == "custom"
+    assert main([*question, flag]) == 0
+    assert json.loads(capsys.readouterr().out)["answers"][0]["selected"] == "triton"
+
+
+def test_a_closed_pipe_is_no_verdict() -> None:
+    code = "import sys; from quire.cli import main; sys.exit(main(['explain', '--json']))"
+    done = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert done.stdout and done.stderr
+    done.stdout.close()
+    assert done.stderr.read() == b""
+    assert done.wait() == 128 + 13
+    done.stderr.close()
+
+
+def test_without_a_verb_it_teaches(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 2
+    assert "quire doctor" in capsys.readouterr().err

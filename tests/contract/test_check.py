@@ -229,3 +229,10 @@ def test_empty_batch_is_legal() -> None:
     q, k, v = tokens(0)
     with quire.checked():
         assert quire.step(q, k, v, cache, batch).shape == (0, 2, 4)
+
+
+def test_explain_refuses_what_attend_refuses() -> None:
+    s = build(64, [3], [9], format="e4m3fn", form="context", batch_invariant=True)
+    for ask in (quire.attend, quire.explain):
+        with pytest.raises(quire.ContractError, match=r"batch_invariant(.|\n)*full form"):
+            ask(s.q, s.cache, s.batch, s.options, new=s.new)

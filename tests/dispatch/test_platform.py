@@ -14,6 +14,7 @@ from quire.errors import ArgumentError
 
 # name: vendor, family, KiB of shared memory, warp, fp8
 TABLE = {
+    "sm75": ("nvidia", "sm75", 64, 32, None),
     "sm80": ("nvidia", "sm80", 164, 32, None),
     "sm86": ("nvidia", "sm86", 100, 32, None),
     "sm89": ("nvidia", "sm89", 100, 32, "e4m3fn"),
@@ -29,11 +30,13 @@ TABLE = {
     "gfx1030": ("amd", "gfx10", 64, 32, None),
     "gfx1100": ("amd", "gfx11", 64, 32, None),
     "gfx1101": ("amd", "gfx11", 64, 32, None),
+    "gfx1102": ("amd", "gfx11", 64, 32, None),
     "gfx1151": ("amd", "gfx11", 64, 32, None),
     "gfx1200": ("amd", "gfx12", 64, 32, "e4m3fn"),
     "gfx1201": ("amd", "gfx12", 64, 32, "e4m3fn"),
     "gfx1250": ("amd", "gfx12", 320, 32, "e4m3fn"),
     "cpu": ("cpu", "x86-64", 0, 1, None),
+    "x86-64": ("cpu", "x86-64", 0, 1, None),
     "aarch64": ("cpu", "aarch64", 0, 1, None),
 }
 
@@ -51,7 +54,7 @@ def test_named(name: str) -> None:
 
 
 def test_an_unknown_name_lists_the_known_ones() -> None:
-    with pytest.raises(ArgumentError, match=r"arch: given 'gfx943'; allowed: sm80, .*gfx942, .*cpu"):
+    with pytest.raises(ArgumentError, match=r"arch: given 'gfx943'; allowed: sm75, sm80, .*gfx942, .*cpu"):
         Platform.named("gfx943")
 
 

@@ -23,6 +23,8 @@ NAMES = [
     "explain",
     "check",
     "checked",
+    "Decision",
+    "Violation",
     "Problem",
     "Platform",
     "QuireError",

@@ -48,7 +48,8 @@ class Usage(NamedTuple):
 
     def __str__(self) -> str:
         held = self.pages - self.free
-        return f"{held} of {self.pages} pages held ({self.shared} shared) by {self.sequences} sequences of {self.tokens} tokens"
+        sequences = f"{self.sequences} sequence{'' if self.sequences == 1 else 's'} of {self.tokens} tokens"
+        return f"{held} of {self.pages} pages held ({self.shared} shared) by {sequences}"
 
 
 class PagePool:

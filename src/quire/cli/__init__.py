@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import os
+import signal
 import sys
 from collections.abc import Sequence
 from importlib import import_module, metadata
@@ -30,14 +32,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"quire {quire.__version__}")
-    verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
+    verbs = parser.add_subparsers(dest="verb", metavar="VERB")
     # Only the verb that was asked for is imported; to list them all, all are.
     asked = tuple(verb for verb in VERBS if argv and argv[0] == verb)
     for verb in asked or VERBS:
         module = import_module(f"quire.cli.{verb}")
         one = verbs.add_parser(
             verb,
-            usage=f"quire {verb} [options]    (all of them: quire {verb} --help)",
+            usage=f"quire {verb} [options]",
             help=module.HELP,
             description=module.HELP,
             epilog=getattr(module, "EXAMPLES", None),
@@ -46,10 +48,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         module.add_arguments(one)
         one.set_defaults(run=module.run, parser=one)
     args = parser.parse_args(argv)
+    if args.verb is None:
+        parser.print_help(sys.stderr)
+        return 2
     try:
         code: int = args.run(args)
+        sys.stdout.flush()
     except ArgumentError as error:
         args.parser.error(str(error))
+    except BrokenPipeError:
+        # The reader has seen enough (`| head`): no verdict was asked for, and the interpreter must not try to flush again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
     return code
 
 

@@ -25,6 +25,7 @@ examples:
 exit status: 0 a kernel runs, 1 none does, 2 the question is wrong; about vLLM 0, whatever the answer
 """
 
+VLLM_CACHE_TYPES = ("auto", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2")
 Q_TYPES = ("fp32", "fp16", "bf16", "e4m3fn", "e4m3fnuz", "e5m2")
 
 # Everybody's spellings. fp8 and fp8_e4m3 are not among them: they mean the platform's own flavour.
@@ -96,6 +97,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="both",
         help="vLLM's rule of today, of the seeds (November 2025), or both (both)",
     )
+    add("--no-custom-paged-attn", action="store_true", help="vLLM ran with VLLM_ROCM_CUSTOM_PAGED_ATTN=0 (the seeds' rule asks)")
+    add("--aiter-paged-attn", action="store_true", help="vLLM ran with AITER's paged attention on (the seeds' rule asks)")
     add("--json", action="store_true", help="for programs")
 
 
@@ -120,9 +123,18 @@ def _as_quire(args: argparse.Namespace, platform: Platform) -> int:
 
 
 def _as_vllm(args: argparse.Namespace, platform: Platform) -> int:
-    for name in ("v_head_dim", "softcap", "mask", "lse", "batch_invariant", "kernel"):
+    for name in ("v_head_dim", "softcap", "mask", "lse", "batch_invariant", "kernel", "capturing"):
         if getattr(args, name):
-            raise ArgumentError(f"--{name.replace('_', '-')}", "with --as vllm", "nothing: vLLM's operator has no such argument")
+            raise ArgumentError(f"--{name.replace('_', '-')}", "with --as vllm", "nothing: vLLM's rule has no such argument")
+    for name, allowed in (("operation", ("attend",)), ("form", ("full",)), ("scales", ("tensor",)), ("layout", ("nhd", "vllm_x"))):
+        if getattr(args, name) not in allowed:
+            given = f"{getattr(args, name)} with --as vllm"
+            raise ArgumentError(f"--{name}", given, f"{allowed[-1]}: the rule is about decode rows over x-packed pages")
+    if args.kv_dtype not in VLLM_CACHE_TYPES:
+        raise ArgumentError("--kv-dtype", f"{args.kv_dtype!r} with --as vllm", f"vLLM's own words: {', '.join(VLLM_CACHE_TYPES)}")
+    out_dtype = _type_of("--out-dtype", args.out_dtype, Q_TYPES, platform, auto=args.q_dtype)
+    if args.out_dtype != "auto" and "e4m3" not in out_dtype:
+        raise ArgumentError("--out-dtype", f"{args.out_dtype} with --as vllm", "auto, or fp8 for an output scale")
     call = VllmCall(
         platform=platform,
         q_heads=args.q_heads,
@@ -135,8 +147,10 @@ def _as_vllm(args: argparse.Namespace, platform: Platform) -> int:
         sliding_window=args.window,
         alibi=args.alibi,
         sinks=args.sinks,
-        output_scale="e4m3" in _type_of("--out-dtype", args.out_dtype, Q_TYPES, platform, auto=args.q_dtype),
+        output_scale="e4m3" in out_dtype,
         native_strides=not args.padded_pages,
+        custom_paged_attn=not args.no_custom_paged_attn,
+        aiter_paged_attn=args.aiter_paged_attn,
     )
     decisions = [explain_vllm(call, rule) for rule in (RULES if args.rule == "both" else (args.rule,))]
     if args.json:
@@ -151,9 +165,15 @@ def problem_of(args: argparse.Namespace, platform: Platform) -> Problem:
     """The problem that the flags describe."""
     if args.window < 0:
         raise ArgumentError("--window", args.window, "0 for no window, or the number of visible keys")
+    if args.softcap is not None and not args.softcap > 0:
+        raise ArgumentError("--softcap", args.softcap, "a number above 0")
+    if args.max_q_len > args.max_kv_len and not args.non_causal:
+        raise ArgumentError("--max-q-len", args.max_q_len, f"at most --max-kv-len {args.max_kv_len}: keys include the new tokens")
     q_dtype = _type_of("--q-dtype", args.q_dtype, Q_TYPES, platform)
     out_dtype = _type_of("--out-dtype", args.out_dtype, Q_TYPES, platform, auto="bf16" if q_dtype.startswith("e") else q_dtype)
     format = _type_of("--kv-dtype", args.kv_dtype, tuple(FORMATS), platform, auto=q_dtype)
+    if args.batch_invariant and args.form == "context" and FORMATS[format].quantised:
+        raise ArgumentError("--form", "context with --batch-invariant", f"full: over {format} the forms differ by a rounding")
     side = args.window - 1 if args.window else None
     return Problem(
         q_heads=args.q_heads,
@@ -172,7 +192,7 @@ def problem_of(args: argparse.Namespace, platform: Platform) -> Problem:
         form=args.form,
         causal="no" if args.non_causal else "yes",
         window=(side, side),
-        softcap=bool(args.softcap),
+        softcap=args.softcap is not None,
         alibi=args.alibi,
         sinks=args.sinks,
         mask=args.mask,

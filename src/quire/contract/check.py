@@ -52,6 +52,13 @@ def checked() -> Iterator[None]:
         _checked.reset(token)
 
 
+def enforce_static(operation: str, call: Call) -> None:
+    """Raises if shapes, types, devices or options alone break the contract, whatever the cache holds by now. Reads no value."""
+    broken = [v for rule in CONTRACT if rule.id != "residency" for find in rule.static for v in find(call)]
+    if broken:
+        raise ContractError(operation, broken)
+
+
 def violations(call: Call, level: Level) -> list[Violation]:
     found = {rule.id: [v for find in rule.static for v in find(call)] for rule in CONTRACT}
     if not any(found.values()) and (level == "full" or call.cache.device.type == "cpu"):

@@ -170,7 +170,7 @@ class Engine:
         self.decisions[layer, name] = calls + 1, decision
         attention = quire.step
         if self.plant and not self.planted and self.plant.ready(self.step, layer, cache):
-            attention, self.planted = self.plant.attention, f"{self.plant.summary}, in step {self.step}, layer {layer}"
+            attention, self.planted = self.plant.attention, f"{self.plant.summary}, in step {self.step}, layer {layer}"  # type: ignore[assignment]
             self._tell(f"planted: {self.planted}")
         out = attention(q, k, v, cache, batch, options)
         assert isinstance(out, torch.Tensor)

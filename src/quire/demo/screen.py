@@ -26,11 +26,18 @@ def screen(quiet: bool) -> Iterator[Show]:
     """The best way to show a run here."""
     if quiet:
         yield lambda engine: None
-    elif sys.stdout.isatty() and find_spec("rich"):
+    elif sys.stdout.isatty() and find_spec("rich") and not _dumb():
         with _live() as show:
             yield show
     else:
         yield Lines().show
+
+
+def _dumb() -> bool:
+    """Whether the terminal cannot move its cursor: a live table would be drawn once, at the end."""
+    from rich.console import Console
+
+    return Console().is_dumb_terminal
 
 
 class Lines:
@@ -83,10 +90,12 @@ def _picture(engine: Engine) -> RenderableType:
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(title=f"step {engine.step}", title_justify="left", expand=True, box=None, header_style="bold")
+    table = Table(title=f"step {engine.step}", title_justify="left", box=None, header_style="bold")
     for name, width in (("request", 8), ("state", 8), ("tokens", 7), ("pages", 6)):
-        table.add_column(name, width=width, justify="right" if name in ("tokens", "pages") else "left")
-    table.add_column("text", no_wrap=True, overflow="crop")
+        # Fixed on both sides: a long text must give way, not these.
+        right = name in ("tokens", "pages")
+        table.add_column(name, min_width=width, max_width=width, justify="right" if right else "left", no_wrap=True)
+    table.add_column("text", no_wrap=True, overflow="ellipsis", ratio=1)
     for request in (engine.prefix, *engine.requests):
         pages = len(request.sequence.pages) if request.sequence else 0
         colour = _COLOURS[request.state]
@@ -96,7 +105,7 @@ def _picture(engine: Engine) -> RenderableType:
     filled = round(width * held / usage.pages)
     bar = Text.assemble("pages ", ("█" * filled, "green" if usage.free else "red"), ("░" * (width - filled), "dim"), f" {usage}")
     lines = [
-        Text(f"{speed(engine)}, the contract checked in full; {engine.forks} forks, {engine.copies} copies, {engine.waits} waits")
+        Text(f"{speed(engine)}, the contract checked in full; forks {engine.forks}, copies {engine.copies}, waits {engine.waits}")
     ]
     lines += [Text(line) for line in why(engine)]
     lines += [Text(f"step {event.step:3}  {event.text}", style="dim") for event in engine.events[-5:]]

@@ -84,6 +84,7 @@ def _gpu(arch: str, shared_memory: int, name: str | None = None, multiprocessors
 
 
 _SHARED_MEMORY_KIB = {
+    "sm75": 64,
     "sm80": 164,
     "sm86": 100,
     "sm89": 100,
@@ -99,6 +100,7 @@ _SHARED_MEMORY_KIB = {
     "gfx1030": 64,
     "gfx1100": 64,
     "gfx1101": 64,
+    "gfx1102": 64,
     "gfx1151": 64,
     "gfx1200": 64,
     "gfx1201": 64,
@@ -109,6 +111,7 @@ NAMED: dict[str, Platform] = {
     **{arch: _gpu(arch, kib * 1024) for arch, kib in _SHARED_MEMORY_KIB.items()},
     # CPUs by name promise nothing beyond their instruction set: what more this one has, only looking can tell.
     "cpu": Platform("cpu", "cpu", "x86-64", "x86-64"),
+    "x86-64": Platform("x86-64", "cpu", "x86-64", "x86-64"),
     "aarch64": Platform("aarch64", "cpu", "aarch64", "aarch64", cpu_features=("asimd",)),
 }
 
