@@ -92,7 +92,7 @@ def test_planted_faults_of_the_writer_are_seen(monkeypatch: pytest.MonkeyPatch) 
     for owner, name, fault in (
         (Format, "encode", _cast_without_saturation),
         (writer, "token_scale", lambda x, format: torch.ones(x.shape[:2])),
-        (quire.Batch, "slots_of_tokens", lambda self, tokens, page_size: torch.arange(tokens)),
+        (quire.Batch, "slots_of_tokens", lambda self, tokens, page_size, slots=None: torch.arange(tokens)),
     ):
         with monkeypatch.context() as patch:
             patch.setattr(owner, name, fault)

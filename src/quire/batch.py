@@ -69,11 +69,13 @@ class Batch:
         at = torch.arange(tokens, device=self.device, dtype=self.q_starts.dtype)
         return torch.searchsorted(self.q_starts[1:].contiguous(), at, right=True)
 
-    def slots_of_tokens(self, tokens: int, page_size: int) -> torch.Tensor:
+    def slots_of_tokens(self, tokens: int, page_size: int, slots: torch.Tensor | None = None) -> torch.Tensor:
         """The slot of each of `tokens` rows of k and v, int64 `[tokens]`, -1 for padding rows and pages a table leaves
-        out. Those given as `slots` are taken as they are."""
-        if self.slots is not None:
-            return self.slots.to(torch.int64)
+        out. Slots that are given, here or with the batch, are taken as they are for every row that is not padding."""
+        slots = self.slots if slots is None else slots
+        if slots is not None:
+            live = torch.arange(tokens, device=self.device) < self.q_starts[-1]
+            return torch.where(live, slots.to(torch.int64), -1)
         if not self.seqs or not tokens or not self.page_table.shape[1]:
             return torch.full((tokens,), -1, dtype=torch.int64, device=self.device)
         row = self.rows_of_tokens(tokens)
@@ -135,10 +137,6 @@ class Batch:
             # The copies below would cast any type; an aliased tensor is left to the rules.
             if tensor is not None and tensor.dtype not in INDEX_TYPES:
                 raise ArgumentError(name, describe(tensor), "a tensor of int32 or int64")
-        largest = torch.iinfo(self.kv_lens.dtype).max
-        for name, tensor in (("kv_lens", kv_lens), ("q_starts", q_starts)):
-            if tensor.device.type == "cpu" and tensor.numel() and int(tensor.max()) > largest:
-                raise ArgumentError(name, int(tensor.max()), f"at most {largest}: the buffers are {self.kv_lens.dtype}")
         if page_table.dim() != 2 or kv_lens.shape != page_table.shape[:1] or q_starts.shape != (kv_lens.shape[0] + 1,):
             given = ", ".join(
                 f"{n} {list(t.shape)}" for n, t in (("page_table", page_table), ("kv_lens", kv_lens), ("q_starts", q_starts))
@@ -153,13 +151,18 @@ class Batch:
                 raise ArgumentError(name, size, f"at most {room}, as allocated")
         if sequences is not None and len(sequences) != seqs:
             raise ArgumentError("sequences", f"{len(sequences)} of them", f"{seqs}, one for each row")
+        # What does not fit the buffers' type saturates: a bad value stays a bad one, and no device is asked. The results are
+        # new tensors, so a batch may also be filled from itself.
+        fits = torch.iinfo(self.kv_lens.dtype)
+        page_table, kv_lens, q_starts = (t.clamp(fits.min, fits.max) for t in (page_table, kv_lens, q_starts))
         self.page_table.fill_(-1)[:seqs, :width].copy_(page_table)
         self.kv_lens.zero_()[:seqs].copy_(kv_lens)
         self.q_starts[: seqs + 1].copy_(q_starts)
         self.q_starts[seqs + 1 :] = q_starts[-1]
         if slots is not None:
             self.slots = buffer
-            buffer.fill_(-1)[: slots.shape[0]].copy_(slots)
+            buffer[: slots.shape[0]].copy_(slots.clone())
+            buffer[slots.shape[0] :] = -1
         self.copies = tuple(copies)
         self.sequences = None if sequences is None else tuple(sequences)
         return self
@@ -227,6 +230,10 @@ class Batch:
         for name, tensor in (("kv_indptr", kv_indptr), ("kv_indices", kv_indices), ("kv_last_page_len", kv_last_page_len)):
             if not isinstance(tensor, torch.Tensor) or tensor.dtype not in INDEX_TYPES:
                 raise ArgumentError(name, describe(tensor), "a tensor of int32 or int64")
+        if not isinstance(page_size, int) or page_size < 1:
+            raise ArgumentError("page_size", describe(page_size), "1 or more")
+        if pages_per_seq is not None and (not isinstance(pages_per_seq, int) or pages_per_seq < 0):
+            raise ArgumentError("pages_per_seq", describe(pages_per_seq), "an int of 0 or more, or None")
         seqs = kv_last_page_len.shape[0]
         if kv_indptr.shape != (seqs + 1,):
             raise ArgumentError("kv_indptr", describe(kv_indptr), f"[{seqs + 1}]: one more than kv_last_page_len")
@@ -236,6 +243,9 @@ class Batch:
                 raise ArgumentError(
                     "kv_indptr", kv_indptr.tolist(), f"0 first, never falling, at most {kv_indices.shape[0]} (kv_indices)"
                 )
+            full = kv_last_page_len[counts > 0]
+            if full.numel() and not 1 <= int(full.min()) <= int(full.max()) <= page_size:
+                raise ArgumentError("kv_last_page_len", kv_last_page_len.tolist(), f"1 to page_size = {page_size}")
         width = pages_per_seq if pages_per_seq is not None else (int(counts.max()) if seqs else 0)
         column = torch.arange(width, device=kv_indptr.device)
         at = kv_indptr[:-1, None].to(torch.int64) + column

@@ -29,7 +29,7 @@ def merge(outs: Sequence[torch.Tensor], lses: Sequence[torch.Tensor]) -> tuple[t
     parts = torch.stack(list(lses))
     lse = torch.logsumexp(parts, dim=0)
     shares = torch.exp(parts - lse.masked_fill(lse == -math.inf, 0.0)).unsqueeze(-1)
-    total = torch.zeros(outs[0].shape, device=outs[0].device)
+    total = torch.zeros(outs[0].shape, dtype=torch.float32, device=outs[0].device)
     for out, share in zip(outs, shares):
         total += torch.where(share == 0, 0.0, out.float() * share)
     return total.to(outs[0].dtype), lse

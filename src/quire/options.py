@@ -9,6 +9,9 @@ import torch
 
 from quire.errors import ArgumentError, describe
 
+FAR = 2**62
+"""The most a window can reach: positions are 64-bit."""
+
 Window = int | tuple[int | None, int | None] | None
 Scalar = float | torch.Tensor | None
 
@@ -51,7 +54,7 @@ class Options:
         self._check_window()
         for name in ("softcap", "scale"):
             value = getattr(self, name)
-            if value is not None and not (_is_number(value) and math.isfinite(value)):
+            if value is not None and not _is_finite(value):
                 raise ArgumentError(name, describe(value), "a finite number or None")
         if self.softcap is not None and self.softcap <= 0:
             raise ArgumentError("softcap", self.softcap, "a number above 0, or None for no cap")
@@ -72,7 +75,7 @@ class Options:
             if isinstance(value, torch.Tensor):
                 if value.dtype is not torch.float32 or value.dim() != 0:
                     raise ArgumentError(name, describe(value), "a number, or an fp32 tensor []")
-            elif value is not None and not (_is_number(value) and math.isfinite(value) and value > 0):
+            elif value is not None and not (_is_finite(value) and value > 0):
                 raise ArgumentError(name, describe(value), "a finite number above 0, or an fp32 tensor []")
         if not isinstance(self.batch_invariant, bool):
             raise ArgumentError("batch_invariant", describe(self.batch_invariant), "True or False")
@@ -82,13 +85,13 @@ class Options:
         if window is None:
             return
         if isinstance(window, int) and not isinstance(window, bool):
-            if window < 1:
+            if not 1 <= window <= FAR:
                 raise ArgumentError("window", window, "1 or more keys, the query's own included; None for no window")
             return
         if not (isinstance(window, tuple) and len(window) == 2):
             raise ArgumentError("window", describe(window), "an int, a pair (left, right), or None")
         for side in window:
-            if side is not None and (not isinstance(side, int) or isinstance(side, bool) or side < 0):
+            if side is not None and (not isinstance(side, int) or isinstance(side, bool) or not 0 <= side <= FAR):
                 raise ArgumentError("window", window, "(left, right), each 0 or more keys, or None where it is unbounded")
 
     def _check_mask(self) -> None:
@@ -128,5 +131,11 @@ class Options:
 PLAIN = Options()
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+def _is_finite(value: object) -> bool:
+    """Whether it is a number that a float can hold."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:
+        return False

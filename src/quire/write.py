@@ -41,7 +41,7 @@ def choose_writer(k: torch.Tensor, cache: KVCache, batch: Batch, kernel: str | N
 def store(launch: Launch, k: torch.Tensor, v: torch.Tensor, cache: KVCache, batch: Batch, slots: torch.Tensor | None) -> None:
     """Copies, stores, and notes."""
     cache.copy_pages(batch.copies)
-    where = batch.slots_of_tokens(k.shape[0], cache.page_size) if slots is None else slots.long()
+    where = batch.slots_of_tokens(k.shape[0], cache.page_size, slots)
     launch(k, v, cache, where)
     if cache.ledger is not None:
         _note(cache, batch, where)

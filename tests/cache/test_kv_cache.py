@@ -280,7 +280,5 @@ def test_what_is_refused(act, message):
 
 
 def test_expanded_memory_is_refused():
-    with pytest.raises(
-        ArgumentError, match=r"^v_pages: given an expanded tensor, strides \(0, .*; allowed: memory of its own for each"
-    ):
+    with pytest.raises(ArgumentError, match=r"^v_pages: given strides \(0, .*; allowed: memory of its own for each"):
         wrap(zeros(3, 4, 1, 2), zeros(1, 4, 1, 2).expand(3, 4, 1, 2))()

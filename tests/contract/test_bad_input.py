@@ -111,7 +111,7 @@ MISTAKES: dict[str, tuple[Callable[[Call], None], str, list[str]]] = {
         "output",
         ["out", "memory shared with the cache's K"],
     ),
-    "out is expanded": (set_(out=torch.zeros(8, 4, 1).expand(8, 4, 16)), "output", ["out", "expanded", "memory of its own"]),
+    "out is expanded": (set_(out=torch.zeros(8, 4, 1).expand(8, 4, 16)), "output", ["out", "overlap", "memory of its own"]),
     "new of wrong heads": (
         set_(new=(torch.zeros(8, 1, 16), torch.zeros(8, 2, 16))),
         "shapes",
@@ -171,29 +171,41 @@ CACHE = torch.zeros(6, 16, 2, 8)
 BYTES = CACHE.to(torch.uint8)
 
 CONSTRUCTIONS: dict[str, tuple[Callable[[], Any], list[str]]] = {
-    "unknown layout": (lambda: KVCache.wrap(CACHE, CACHE, layout="nchw"), ["layout", "'nchw'", "nhd, hnd, vllm_x"]),
-    "bytes without a format": (lambda: KVCache.wrap(BYTES, BYTES, layout="nhd"), ["format", "uint8 storage", "e4m3fn"]),
-    "unknown format": (lambda: KVCache.wrap(BYTES, BYTES, layout="nhd", format="fp8"), ["format", "'fp8'", "e4m3fn"]),
+    "unknown layout": (lambda: KVCache.wrap(CACHE, CACHE.clone(), layout="nchw"), ["layout", "'nchw'", "nhd, hnd, vllm_x"]),
+    "bytes without a format": (lambda: KVCache.wrap(BYTES, BYTES.clone(), layout="nhd"), ["format", "uint8 storage", "e4m3fn"]),
+    "unknown format": (lambda: KVCache.wrap(BYTES, BYTES.clone(), layout="nhd", format="fp8"), ["format", "'fp8'", "e4m3fn"]),
     "format of another size": (
-        lambda: KVCache.wrap(CACHE, CACHE, layout="nhd", format="int8"),
+        lambda: KVCache.wrap(CACHE, CACHE.clone(), layout="nhd", format="int8"),
         ["format", "'int8' over torch.float32"],
     ),
     "scale of wrong shape": (
-        lambda: KVCache.wrap(BYTES, BYTES, layout="nhd", format="e5m2", k_scale=torch.ones(3)),
+        lambda: KVCache.wrap(BYTES, BYTES.clone(), layout="nhd", format="e5m2", k_scale=torch.ones(3)),
         ["k_scale", "float32[3]", "[kv_heads] = [2]", "[6, 16, 2]"],
     ),
     "scale of half": (
-        lambda: KVCache.wrap(BYTES, BYTES, layout="nhd", format="e5m2", v_scale=torch.ones(2).half()),
+        lambda: KVCache.wrap(BYTES, BYTES.clone(), layout="nhd", format="e5m2", v_scale=torch.ones(2).half()),
         ["v_scale", "float16[2]", "float32"],
     ),
-    "scale zero": (lambda: KVCache.wrap(BYTES, BYTES, layout="nhd", format="e5m2", k_scale=0.0), ["k_scale", "0.0", "above 0"]),
-    "scale NaN": (lambda: KVCache.wrap(BYTES, BYTES, layout="nhd", format="e5m2", k_scale=float("nan")), ["k_scale", "nan"]),
-    "scale for a plain cache": (lambda: KVCache.wrap(CACHE, CACHE, layout="nhd", k_scale=2.0), ["k_scale", "2.0", "not quantised"]),
-    "int8 without a scale": (lambda: KVCache.wrap(BYTES, BYTES, layout="nhd", format="int8"), ["k_scale", "None", "int8"]),
+    "scale zero": (
+        lambda: KVCache.wrap(BYTES, BYTES.clone(), layout="nhd", format="e5m2", k_scale=0.0),
+        ["k_scale", "0.0", "above 0"],
+    ),
+    "scale NaN": (
+        lambda: KVCache.wrap(BYTES, BYTES.clone(), layout="nhd", format="e5m2", k_scale=float("nan")),
+        ["k_scale", "nan"],
+    ),
+    "scale for a plain cache": (
+        lambda: KVCache.wrap(CACHE, CACHE.clone(), layout="nhd", k_scale=2.0),
+        ["k_scale", "2.0", "not quantised"],
+    ),
+    "int8 without a scale": (lambda: KVCache.wrap(BYTES, BYTES.clone(), layout="nhd", format="int8"), ["k_scale", "None", "int8"]),
     "K and V of different pages": (lambda: KVCache.wrap(CACHE, CACHE[:5], layout="nhd"), ["v_pages", "pages 5", "pages 6"]),
     "V missing": (lambda: KVCache.wrap(CACHE, layout="nhd"), ["v_pages", "None", "keeps K and V apart"]),
-    "joint with two tensors": (lambda: KVCache.wrap(CACHE, CACHE, layout="vllm_joint"), ["v_pages", "one tensor"]),
-    "four axes for five": (lambda: KVCache.wrap(CACHE, CACHE, layout="vllm_x"), ["pages", "float32[6, 16, 2, 8]", "5 axes"]),
+    "joint with two tensors": (lambda: KVCache.wrap(CACHE, CACHE.clone(), layout="vllm_joint"), ["v_pages", "one tensor"]),
+    "four axes for five": (
+        lambda: KVCache.wrap(CACHE, CACHE.clone(), layout="vllm_x"),
+        ["pages", "float32[6, 16, 2, 8]", "5 axes"],
+    ),
     "x that does not divide": (
         lambda: KVCache.allocate(PagePool(2, 16), kv_heads=1, head_dim=8, layout="vllm_x", x=3),
         ["x", "3", "a divisor of dim = 8"],

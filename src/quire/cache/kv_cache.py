@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
@@ -11,6 +12,7 @@ import torch
 from quire.cache.format import Format, format_of
 from quire.cache.layout import Layout, layout_named
 from quire.cache.ledger import Ledger
+from quire.cache.memory import overlaps_itself, share_memory
 from quire.errors import ArgumentError, describe
 
 if TYPE_CHECKING:
@@ -46,8 +48,8 @@ class KVCache:
         self.head_dim = self.k_view.shape[4] * self.k_view.shape[5]
         self.v_head_dim = self.v_view.shape[4] * self.v_view.shape[5]
         self.ledger = Ledger(pages, self.page_size, k.device, pool) if ledger else None
-        self.copied: tuple[tuple[int, int], ...] = ()
-        """The copies that were applied last: an attend whose batch asks for others comes too early."""
+        self.copied: deque[tuple[tuple[int, int], ...]] = deque(maxlen=256)
+        """The copies that were applied lately: an attend whose batch asks for others comes too early."""
 
     @classmethod
     def allocate(
@@ -87,7 +89,7 @@ class KVCache:
             if not found.quantised or k_scale is not None or v_scale is not None:
                 given = f"'token' beside format {found} and k_scale {describe(k_scale)}, v_scale {describe(v_scale)}"
                 raise ArgumentError("scales", given, "'token' for a quantised format, without other scales")
-            k_scale = torch.ones(pool.pages, pool.page_size, kv_heads, device=device)
+            k_scale = torch.ones(pool.pages, pool.page_size, kv_heads, dtype=torch.float32, device=device)
             v_scale = torch.ones_like(k_scale)
 
         size = (pool.pages, pool.page_size, kv_heads)
@@ -150,14 +152,19 @@ class KVCache:
         if pool is not None and (pool.pages, pool.page_size) != (pages, page_size):
             raise ArgumentError("pool", f"{pool.pages} pages of {pool.page_size}", f"{pages} pages of {page_size}, as k_pages has")
         for name, view in (("k_pages", k_view), ("v_pages", v_view)):
-            if any(stride == 0 and size > 1 for size, stride in zip(view.shape, view.stride())):
-                raise ArgumentError(name, f"an expanded tensor, strides {view.stride()}", "memory of its own for each element")
+            if overlaps_itself(view):
+                raise ArgumentError(name, f"strides {view.stride()} over {list(view.shape)}", "memory of its own for each element")
+        if share_memory(k, v):
+            raise ArgumentError("v_pages", "memory shared with k_pages", "memory of its own")
         shapes = {"[]": (), "[kv_heads]": (kv_heads,), "[pages, page_size, kv_heads]": (pages, page_size, kv_heads)}
         scale = [_scale(name, value, found, shapes, k.device) for name, value in (("k_scale", k_scale), ("v_scale", v_scale))]
         if scale[0] is not None and scale[1] is not None and (scale[0].dim() == 3) != (scale[1].dim() == 3):
             raise ArgumentError(
                 "v_scale", describe(scale[1]), f"one per token and head, as k_scale {describe(scale[0])}, or neither"
             )
+        if scale[0] is not None and scale[1] is not None and scale[0].dim() == 3:
+            if overlaps_itself(scale[0]) or overlaps_itself(scale[1]) or share_memory(scale[0], scale[1]):
+                raise ArgumentError("v_scale", "scales that share memory", "memory of its own for each: write computes them")
         return cls(k, v, order, found, scale[0], scale[1], pool, ledger)
 
     @property
@@ -186,7 +193,7 @@ class KVCache:
             tensor.index_copy_(0, target, tensor.index_select(0, source))
         if self.ledger is not None:
             self.ledger.copy_pages(source, target)
-        self.copied = pairs
+        self.copied.append(pairs)
 
     @property
     def k_bytes(self) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -71,6 +72,13 @@ class Ledger:
         for cells in (self.position, self.writer, self.issue):
             pages = cells.view(self.pages, self.page_size)
             pages[target] = pages[source]
+
+    def after(self, copies: Sequence[tuple[int, int]]) -> Ledger:
+        """What the ledger will say once these pages are copied; this one stays as it is."""
+        later = copy.copy(self)
+        later.position, later.writer, later.issue = (cells.clone() for cells in (self.position, self.writer, self.issue))
+        later.copy_pages(*torch.tensor(list(copies), device=self.device).unbind(1))
+        return later
 
     def release(self, pages: torch.Tensor) -> None:
         """Notes that pages were given back, for engines that keep pages themselves; a pool's are known."""

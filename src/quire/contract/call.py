@@ -9,6 +9,7 @@ import torch
 
 from quire.batch import Batch
 from quire.cache.kv_cache import KVCache
+from quire.errors import ArgumentError, describe
 from quire.options import PLAIN, Options
 
 
@@ -26,6 +27,23 @@ class Call:
     k: torch.Tensor | None = None
     v: torch.Tensor | None = None
     slots: torch.Tensor | None = None
+
+    def __post_init__(self) -> None:
+        # Whatever is no plain tensor has no shape to check: it is refused before any rule looks at it.
+        for name, wanted in (("cache", KVCache), ("batch", Batch), ("options", Options)):
+            if not isinstance(getattr(self, name), wanted):
+                raise ArgumentError(name, describe(getattr(self, name)), f"a quire.{wanted.__name__}")
+        if self.new is not None and not (isinstance(self.new, (tuple, list)) and len(self.new) == 2):
+            raise ArgumentError("new", describe(self.new), "a pair (k, v), or None")
+        if (self.k is None) != (self.v is None):
+            raise ArgumentError("v" if self.v is None else "k", None, "both k and v, or neither")
+        named = {"q": self.q, "k": self.k, "v": self.v, "out": self.out, "slots": self.slots}
+        named |= {} if self.new is None else {"new[0]": self.new[0], "new[1]": self.new[1]}
+        for name, tensor in named.items():
+            if tensor is None and not name.startswith("new"):
+                continue
+            if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided:
+                raise ArgumentError(name, describe(tensor), "a dense (strided) tensor")
 
     @property
     def writes(self) -> bool:
@@ -89,7 +107,12 @@ class Call:
     def lengths_hold(self) -> bool:
         """Whether the lengths make sense, so that what they point at can be looked at."""
         starts, lens = self.q_starts, self.q_lens
-        if starts[0] != 0 or bool((lens < 0).any()) or int(starts[-1]) > self.tokens or bool((self.kv_lens < 0).any()):
+        if (
+            starts[0] != 0
+            or bool((starts[1:] < starts[:-1]).any())
+            or int(starts[-1]) > self.tokens
+            or bool((self.kv_lens < 0).any())
+        ):
             return False
         mask = self.options.mask
         if mask is not None and len(lens) and int(lens.max()) > mask.shape[1]:

@@ -14,11 +14,14 @@ from quire.cache.kv_cache import KVCache
 from quire.contract.call import Call
 from quire.contract.rule import Violation
 from quire.contract.rules import CONTRACT
-from quire.errors import ContractError
+from quire.errors import ArgumentError, ContractError
 from quire.options import PLAIN, Options
 
 Level = Literal["auto", "full"]
 """auto: static rules always, values where they lie in host memory. full: values wherever they lie."""
+
+_READ = ("page_table", "kv_lens", "q_starts", "slots", "positions", "mask", "causal", "k", "v", "new[0]", "new[1]", "copies")
+"""The arguments whose values the rules read."""
 
 _checked: ContextVar[bool] = ContextVar("quire_checked", default=False)
 
@@ -61,7 +64,9 @@ def enforce_static(operation: str, call: Call) -> None:
 
 def violations(call: Call, level: Level) -> list[Violation]:
     found = {rule.id: [v for find in rule.static for v in find(call)] for rule in CONTRACT}
-    if not any(found.values()) and (level == "full" or call.cache.device.type == "cpu"):
+    # Values cannot be read through index tensors that are themselves not as they should be; anything else does not hide them.
+    unreadable = any(v.rule in ("index-types", "devices") or v.argument in _READ for of_rule in found.values() for v in of_rule)
+    if not unreadable and (level == "full" or call.cache.device.type == "cpu"):
         for rule in CONTRACT:
             found[rule.id] += [v for find in rule.values for v in find(call)]
     return [v for of_rule in found.values() for v in of_rule]
@@ -69,6 +74,8 @@ def violations(call: Call, level: Level) -> list[Violation]:
 
 def enforce(operation: str, call: Call, level: Level) -> None:
     """Raises if the call breaks the contract. Low hints pass, except under `checked()`."""
+    if level not in ("auto", "full"):
+        raise ArgumentError("check", repr(level), "'auto' or 'full'")
     strict = _checked.get()
     broken = [v for v in violations(call, "full" if strict else level) if strict or not v.harmless]
     if broken:

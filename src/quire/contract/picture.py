@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
+
 AROUND = 5
 """How many cells are shown on each side of the bad one."""
 
 
-def row_picture(label: str, cells: Sequence[object], bad: int, note: str = "") -> str:
+def row_picture(label: str, cells: Sequence[object] | torch.Tensor, bad: int, note: str = "") -> str:
     """A row of a table, the bad cell in brackets and underlined.
 
     >>> print(row_picture("page_table[2]", [12, 7, 900, 4], 2, "kv_len 60 needs 4 pages"))
@@ -16,11 +18,12 @@ def row_picture(label: str, cells: Sequence[object], bad: int, note: str = "") -
                                   ^^^^^  kv_len 60 needs 4 pages
     """
     first, last = max(0, bad - AROUND), min(len(cells), bad + AROUND + 1)
-    width = max([len(str(cell)) for cell in cells[first:last]], default=1) + 1
+    shown = cells[first:last].tolist() if isinstance(cells, torch.Tensor) else cells[first:last]
+    width = max([len(str(cell)) for cell in shown], default=1) + 1
     line = f"  {label}  " + ("... " if first else "")
     under = 0, 0
-    for i in range(first, last):
-        text = f"[{cells[i]}]" if i == bad else f"{cells[i]} "
+    for i, cell in enumerate(shown, first):
+        text = f"[{cell}]" if i == bad else f"{cell} "
         line += f"{text:>{width + 2}}"
         if i == bad:
             under = len(line) - len(text), len(text)

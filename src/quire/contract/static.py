@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import torch
 
 from quire.batch import INDEX_TYPES
+from quire.cache.memory import overlaps_itself, share_memory
 from quire.contract.call import Call
 from quire.contract.rule import Violation
 from quire.errors import describe
@@ -74,6 +75,8 @@ def key_value_shapes(call: Call) -> Iterator[Violation]:
         pairs.append((("new[0]", call.new[0]), ("new[1]", call.new[1]), call.q.shape[0]))
     if call.writes:
         rows = call.k.shape[0] if isinstance(call.k, torch.Tensor) and call.k.dim() else None
+        if isinstance(call.q, torch.Tensor) and call.q.dim() == 3:
+            rows = call.q.shape[0]
         pairs.append((("k", call.k), ("v", call.v), rows))
     for k, v, tokens in pairs:
         for (name, x), dim, word in ((k, call.cache.head_dim, "head_dim"), (v, call.cache.v_head_dim, "v_head_dim")):
@@ -100,7 +103,12 @@ def one_device(call: Call) -> Iterator[Violation]:
 
 def copies_applied(call: Call) -> Iterator[Violation]:
     """`write` applies a batch's copies; an attend without one before it would read pages that are still empty."""
-    if call.q is not None and not call.writes and call.batch.copies and call.batch.copies != call.cache.copied:
+    copies, pages = call.batch.copies, call.cache.pages
+    for pair in copies:
+        if not (isinstance(pair, (tuple, list)) and len(pair) == 2 and all(isinstance(p, int) and 0 <= p < pages for p in pair)):
+            yield Violation("ownership", "copies", repr(pair), f"(source, target) page ids in [0, {pages})")
+    # By identity: the same pages may be copied again in another step.
+    if call.q is not None and not call.writes and copies and not any(applied is copies for applied in call.cache.copied):
         given = f"{len(call.batch.copies)} of them, not applied to this cache"
         allowed = "write first, or call cache.copy_pages(batch.copies): copy-on-write left the target pages empty"
         yield Violation("residency", "copies", given, allowed)
@@ -122,48 +130,15 @@ def output(call: Call) -> Iterator[Violation]:
         yield Violation("output", "out", describe(out), "an fp8 output needs Options(out_scale=...)")
     elif options.out_scale is None and out.dtype not in FLOATS:
         yield Violation("output", "out", describe(out), "float32, float16 or bfloat16; fp8 with out_scale")
-    if any(stride == 0 and size > 1 for size, stride in zip(out.shape, out.stride())):
-        yield Violation("output", "out", f"an expanded tensor, strides {out.stride()}", "memory of its own for each element")
+    if overlaps_itself(out):
+        given = f"strides {out.stride()} over {list(out.shape)}, which overlap"
+        yield Violation("output", "out", given, "memory of its own for each element")
     inputs = {name: tensor for name, tensor in call.tensors.items() if name != "out"}
     inputs |= {"the cache's K": call.cache.k, "the cache's V": call.cache.v}
     inputs |= {name: t for name, t in (("k_scale", call.cache.k_scale), ("v_scale", call.cache.v_scale)) if t is not None}
     for name, tensor in inputs.items():
         if share_memory(out, tensor):
             yield Violation("output", "out", f"memory shared with {name}", "memory of its own: nothing else is touched")
-
-
-def share_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two tensors can touch the same bytes. Interleaved views of one buffer (K and V halves of a projection, say) count
-    as apart if no element of one lies in the other: their bytes are compared exactly where that is cheap."""
-    if not a.numel() or not b.numel() or a.device != b.device or a.untyped_storage().data_ptr() != b.untyped_storage().data_ptr():
-        return False
-    first, last = _span(a)
-    start, stop = _span(b)
-    if last <= start or stop <= first:
-        return False
-    apart = _residues(a, b)
-    return not apart
-
-
-def _span(t: torch.Tensor) -> tuple[int, int]:
-    """The bytes of its storage from the first element to the last."""
-    first = int(t.storage_offset()) * t.element_size()
-    return first, first + (sum((n - 1) * s for n, s in zip(t.shape, t.stride())) + 1) * t.element_size()
-
-
-def _residues(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two views of one buffer with the same row stride keep to different columns of it."""
-    row = a.stride(0) * a.element_size()
-    if a.dim() < 2 or b.dim() < 2 or row == 0 or b.stride(0) * b.element_size() != row:
-        return False
-    spans = []
-    for t in (a, b):
-        first, last = _span(t[0])
-        if last - first > row:
-            return False
-        spans.append((first % row, first % row + last - first))
-    (a0, a1), (b0, b1) = spans
-    return (a1 <= b0 or b1 <= a0) and a1 <= row and b1 <= row
 
 
 def quantisation(call: Call) -> Iterator[Violation]:

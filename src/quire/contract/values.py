@@ -14,34 +14,29 @@ from quire.contract.rule import Violation
 
 
 def starts(call: Call) -> Iterator[Violation]:
-    at = call.q_starts
-    cells = at.tolist()
-    if cells[0] != 0:
-        picture = row_picture("q_starts", cells, 0)
-        yield Violation("lengths", "q_starts[0]", str(cells[0]), "0: the first sequence starts at row 0", picture=picture)
-    for i in (call.q_lens < 0).nonzero().flatten().tolist():
-        picture = row_picture("q_starts", cells, i + 1, f"falls from {cells[i]}")
-        yield Violation(
-            "lengths", f"q_starts[{i + 1}]", str(cells[i + 1]), f"{cells[i]} or more: it never falls", seq=i, picture=picture
-        )
-    if cells[-1] > call.tokens:
-        rows = "q" if call.q is not None else "k"
-        picture = row_picture("q_starts", cells, len(cells) - 1, f"{rows} has {call.tokens} rows")
-        yield Violation(
-            "lengths", f"q_starts[{len(cells) - 1}]", str(cells[-1]), f"at most {call.tokens}, the rows of {rows}", picture=picture
-        )
+    at, rows = call.q_starts, "q" if call.q is not None else "k"
+    if int(at[0]) != 0:
+        picture = row_picture("q_starts", at, 0)
+        yield Violation("lengths", "q_starts[0]", str(int(at[0])), "0: the first sequence starts at row 0", picture=picture)
+    for i in ((at < 0) | (at > call.tokens)).nonzero().flatten().tolist():
+        if i:
+            allowed = f"at most {call.tokens}, the rows of {rows}, and no less than 0"
+            picture = row_picture("q_starts", at, i, f"{rows} has {call.tokens} rows")
+            yield Violation("lengths", f"q_starts[{i}]", str(int(at[i])), allowed, seq=i - 1, picture=picture)
+    for i in (at[1:] < at[:-1]).nonzero().flatten().tolist():
+        picture = row_picture("q_starts", at, i + 1, f"falls from {int(at[i])}")
+        allowed = f"{int(at[i])} or more: it never falls"
+        yield Violation("lengths", f"q_starts[{i + 1}]", str(int(at[i + 1])), allowed, seq=i, picture=picture)
 
 
 def lengths(call: Call) -> Iterator[Violation]:
     kv, q, bound = call.kv_lens, call.q_lens, call.lens_bound
     for i in (kv < 0).nonzero().flatten().tolist():
-        yield Violation(
-            "lengths", f"kv_lens[{i}]", str(int(kv[i])), "0 or more", seq=i, picture=row_picture("kv_lens", kv.tolist(), i)
-        )
+        yield Violation("lengths", f"kv_lens[{i}]", str(int(kv[i])), "0 or more", seq=i, picture=row_picture("kv_lens", kv, i))
     for i in (bound & (q > kv) & (kv >= 0)).nonzero().flatten().tolist():
         why = "they are written to its slots" if call.writes else "they are among its keys"
         note = f"q_len {int(q[i])}: kv_lens counts the new tokens too"
-        picture = row_picture("kv_lens", kv.tolist(), i, note)
+        picture = row_picture("kv_lens", kv, i, note)
         allowed = f"{int(q[i])} or more: the sequence has {int(q[i])} new tokens, and {why}"
         yield Violation("lengths", f"kv_lens[{i}]", str(int(kv[i])), allowed, seq=i, picture=picture)
     mask = call.options.mask
@@ -68,6 +63,9 @@ def table(call: Call) -> Iterator[Violation]:
     reach = torch.zeros_like(call.kv_lens)
     if call.q is not None:
         reach = torch.where(call.first_needed < call.end_needed, call.end_needed, 0)
+        if call.options.mask is not None:
+            seq, at = call.needed
+            reach = torch.zeros_like(reach).scatter_reduce_(0, seq, at + 1, "amax")
     if call.writes and call.given_slots is None:
         reach = torch.maximum(reach, torch.where(call.q_lens > 0, call.kv_lens, 0))
     narrow = (reach > width * cache.page_size).nonzero().flatten().tolist()
@@ -76,8 +74,6 @@ def table(call: Call) -> Iterator[Violation]:
         given = f"{width} columns"
         allowed = f"{needs} or more: sequence {i} reaches {int(reach[i])} tokens in pages of {cache.page_size}"
         yield Violation("table", "page_table", given, allowed, seq=i, picture=_row(call, i, width - 1) if width else "")
-    if narrow:
-        return
     for i, column in _needed_cells(call):
         id = int(call.page_table[i, column])
         if not 0 <= id < cache.pages:
@@ -98,7 +94,8 @@ def _needed_cells(call: Call) -> list[tuple[int, int]]:
             needed |= _columns(column, size, call.first_needed, call.end_needed)
         else:
             seq, at = call.needed
-            needed[seq, at // size] = True
+            inside = at // size < width
+            needed[seq[inside], at[inside] // size] = True
     if call.writes and call.given_slots is None:
         needed |= _columns(column, size, call.context, torch.where(call.q_lens > 0, call.kv_lens, 0))
     bad = needed & ((call.page_table < 0) | (call.page_table >= call.cache.pages))
@@ -112,7 +109,7 @@ def _columns(column: torch.Tensor, size: int, first: torch.Tensor, end: torch.Te
 
 
 def _row(call: Call, seq: int, column: int, note: str = "") -> str:
-    return row_picture(f"page_table[{seq}]", call.page_table[seq].tolist(), column, note)
+    return row_picture(f"page_table[{seq}]", call.page_table[seq], column, note)
 
 
 def _holds(call: Call) -> bool:
@@ -126,17 +123,16 @@ def slots(call: Call) -> Iterator[Violation]:
         return
     given, room = call.given_slots, call.cache.pages * call.cache.page_size
     if given is not None:
-        values = given.cpu().long()
+        values = given.cpu().long()[: int(call.q_starts[-1])]
         outside = ((values < -1) | (values >= room)).nonzero().flatten().tolist()
         for i in outside:
-            picture = row_picture("slots", values.tolist(), i)
+            picture = row_picture("slots", values, i)
             allowed = f"a slot in [0, {room}), or -1 to skip the token"
             yield Violation("ownership", f"slots[{i}]", str(int(values[i])), allowed, token=i, slot=int(values[i]), picture=picture)
-        if outside:
-            return
     elif not _holds(call):
         return
     row, slot, _ = call.stored
+    row, slot = row[slot < room], slot[slot < room]
     order = torch.argsort(slot, stable=True)
     again = (slot[order].diff() == 0).nonzero().flatten()
     for first, second in zip(order[again].tolist(), order[again + 1].tolist()):
@@ -157,7 +153,7 @@ def _ownership(call: Call, row: int, slot: int, given: str, allowed: str) -> Vio
     seq = int(call.sequence_of_rows(torch.tensor(row)))
     picture = ""
     if call.given_slots is not None:
-        picture = row_picture("slots", call.given_slots.tolist(), row)
+        picture = row_picture("slots", call.given_slots, row)
     elif seq < call.page_table.shape[0]:
         at = row - int(call.q_starts[seq + 1]) + int(call.kv_lens[seq])
         picture = _row(call, seq, at // call.cache.page_size, f"position {at}")
@@ -186,22 +182,22 @@ def residency(call: Call) -> Iterator[Violation]:
     if call.writes:
         old = ~_written_now(call, seq, at)
         seq, at = seq[old], at[old]
-    page = call.page_table[seq, at // call.cache.page_size]
-    sources = {target: source for source, target in call.batch.copies} if call.writes else {}
-    for target, source in sources.items():
-        page = torch.where(page == target, source, page)
-    slot = page * call.cache.page_size + at % call.cache.page_size
+    if call.writes and call.batch.copies:
+        ledger = ledger.after(call.batch.copies)
+    slot = call.page_table[seq, at // call.cache.page_size] * call.cache.page_size + at % call.cache.page_size
     for finding in ledger.audit_read(slot, at, seq, call.batch.sequences):
         text = f"{_name(call, finding.row)} needs {_slot(finding)}: {finding.reason}"
         yield _finding(call, "residency", finding, text, "required slots were written for this sequence")
 
 
 def _written_now(call: Call, seq: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
-    """Which of the tokens (sequence, position) this very call writes before it attends: new ones, unless their slot is -1."""
-    row = at - call.kv_lens[seq] + call.q_starts[1:][seq]
-    written = torch.zeros(call.tokens, dtype=torch.bool)
-    written[call.stored[0]] = True
-    return (at >= call.context[seq]) & written[row.clamp(min=0)]
+    """Which of the tokens (sequence, position) this very call writes, before it attends, to the slot that it will read."""
+    row, slot, _ = call.stored
+    target = torch.full((call.tokens,), -1)
+    target[row] = slot
+    of_token = (at - call.kv_lens[seq] + call.q_starts[1:][seq]).clamp(min=0)
+    size = call.cache.page_size
+    return (at >= call.context[seq]) & (target[of_token] == call.page_table[seq, at // size] * size + at % size)
 
 
 def _name(call: Call, row: int) -> str:

@@ -75,7 +75,7 @@ def launch(
     tile = tile_for(cache, q.shape[1], longest, options.batch_invariant)
     keys = Reader(cache.k, cache.layout.k, cache.format, cache.k_scale, tile.keys)
     values = Reader(cache.v, cache.layout.v, cache.format, cache.v_scale, tile.keys)
-    room = torch.empty(min(tile.span, longest), *q.shape[1:], device=q.device)
+    room = torch.empty(min(tile.span, longest), *q.shape[1:], dtype=torch.float32, device=q.device)
     on_host = q.device.type == "cpu"
     for seq, ((token, stop), kv_len) in enumerate(zip(pairwise(starts), kv_lens)):
         q_len = stop - token
@@ -84,8 +84,11 @@ def launch(
         if new is not None and q_len >= context_from:
             k_new, v_new = (x[token:stop] for x in new)
         # On the host the contract was checked, and only a tree mask can leave gaps; elsewhere nobody has looked.
+        table = pages
         if not on_host or options.mask is not None:
-            pages = pages.clamp(0, cache.pages - 1)
+            missing = max(0, -(-kv_len // cache.page_size) - pages.shape[0])
+            table = torch.nn.functional.pad(pages, (0, missing), value=-1)
+            pages = table.clamp(0, cache.pages - 1)
         for begin in range(0, q_len, tile.span):
             strips = []
             for first in range(begin, min(begin + tile.span, q_len), tile.strip):
@@ -105,7 +108,7 @@ def launch(
                     strip.meet(k, v, low, high)
                 if not on_host:
                     cut = high if k_new is None else max(low, min(high, context))
-                    bad.append(_needs_bad_page(batch.page_table[seq], cache, low, cut, strips))
+                    bad.append(_needs_bad_page(table, cache, low, cut, strips))
             for strip in strips:
                 strip.store(out, lse)
         if bad and bool(torch.stack(bad).any()):

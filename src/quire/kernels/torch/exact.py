@@ -11,8 +11,14 @@ import torch
 
 @contextmanager
 def exact_products() -> Iterator[None]:
-    """Takes back, for its duration, a permission to round the factors of fp32 products (`torch.set_float32_matmul_precision`).
-    On a CPU they would go through the 16-bit products that this kernel avoids."""
+    """Takes back, for its duration, every permission to round the factors of fp32 products: autocast, and
+    `torch.set_float32_matmul_precision`. On a CPU they would go through the 16-bit products that this kernel avoids."""
+    with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False), _fp32_means_fp32():
+        yield
+
+
+@contextmanager
+def _fp32_means_fp32() -> Iterator[None]:
     settings: Any = torch.backends.mkldnn.matmul, torch.backends.cuda.matmul  # type: ignore[attr-defined]
     allowed = [setting.fp32_precision for setting in settings]
     if all(precision in ("none", "ieee") for precision in allowed):

@@ -48,7 +48,8 @@ class Reader:
         count = -(-tile // self.page_size) + 1 if self.whole_pages else 0
         # Gathered pages, and room for the tile itself.
         self.raw = torch.empty((count, *self.storage.shape[1:]), dtype=self.storage.dtype, device=storage.device)
-        self.room = torch.empty(self.heads * max(tile, count * self.page_size) * self.dim, device=storage.device)
+        size = self.heads * max(tile, count * self.page_size) * self.dim
+        self.room = torch.empty(size, dtype=torch.float32, device=storage.device)
         self.frames: dict[tuple[int, int], Frame] = {}
 
     def read(
@@ -67,7 +68,7 @@ class Reader:
             else:
                 pieces.append(self._slice(ids.tolist(), start, cut))
         if new is not None and cut < stop:
-            pieces.append(new[cut - context : stop - context].transpose(0, 1).float()[None])
+            pieces.append(new[cut - context : stop - context].transpose(0, 1).contiguous().float()[None])
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces, 2)
 
     def _gather(self, ids: torch.Tensor, start: int, stop: int, parts: int, shared: bool) -> torch.Tensor:

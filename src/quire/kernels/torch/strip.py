@@ -66,7 +66,9 @@ class Strip:
 
     def _bias(self, low: int, high: int, visible: torch.Tensor | None) -> torch.Tensor | None:
         """What is added to the logits, `[kv_heads or 1, rows, keys]`: -inf for keys a query does not see, ALiBi's penalty."""
-        bias = None if visible is None else torch.where(visible, 0.0, -math.inf)
+        bias = None
+        if visible is not None:
+            bias = torch.zeros(visible.shape, dtype=torch.float32, device=visible.device).masked_fill_(~visible, -math.inf)
         kv_heads, rows = self.rows.shape[:2]
         if self.options.alibi is not None:
             slopes = self.options.alibi.float().view(kv_heads, 1, -1, 1)
@@ -144,4 +146,5 @@ def _share(part: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
 def _nothing(to: torch.Tensor) -> Part:
     """What queries without a key give: zeros, and an LSE of -inf."""
     shape = (to.shape[1], to.shape[0], to.shape[2])
-    return Part(torch.zeros(*shape, to.shape[3], device=to.device), torch.full((*shape, 1), -math.inf, device=to.device))
+    zeros = torch.zeros(*shape, to.shape[3], dtype=torch.float32, device=to.device)
+    return Part(zeros, torch.full((*shape, 1), -math.inf, dtype=torch.float32, device=to.device))
