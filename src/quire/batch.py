@@ -154,7 +154,7 @@ class Batch:
         # What does not fit the buffers' type saturates: a bad value stays a bad one, and no device is asked. The results are
         # new tensors, so a batch may also be filled from itself.
         fits = torch.iinfo(self.kv_lens.dtype)
-        page_table, kv_lens, q_starts = (t.clamp(fits.min, fits.max) for t in (page_table, kv_lens, q_starts))
+        page_table, kv_lens, q_starts = (t.long().clamp(fits.min, fits.max) for t in (page_table, kv_lens, q_starts))
         self.page_table.fill_(-1)[:seqs, :width].copy_(page_table)
         self.kv_lens.zero_()[:seqs].copy_(kv_lens)
         self.q_starts[: seqs + 1].copy_(q_starts)
@@ -205,6 +205,9 @@ class Batch:
         if (cache_seqlens is None) != (appends is None):
             raise ArgumentError("appends", appends, "True or False beside cache_seqlens, None beside seqused_k")
         lens = seqused_k if seqused_k is not None else cache_seqlens
+        for name, tensor in (("seqused_k or cache_seqlens", lens), ("cu_seqlens_q", cu_seqlens_q)):
+            if not isinstance(tensor, torch.Tensor) and not (name == "cu_seqlens_q" and tensor is None):
+                raise ArgumentError(name, describe(tensor), "a tensor of int32 or int64")
         assert lens is not None
         if cu_seqlens_q is None:
             assert seqlen_q is not None

@@ -60,7 +60,9 @@ class Options:
             raise ArgumentError("softcap", self.softcap, "a number above 0, or None for no cap")
         for name in ("alibi", "sinks"):
             value = getattr(self, name)
-            if value is not None and not (isinstance(value, torch.Tensor) and value.dim() == 1 and value.is_floating_point()):
+            if value is not None and not (
+                isinstance(value, torch.Tensor) and value.dim() == 1 and value.is_floating_point() and value.layout is torch.strided
+            ):
                 raise ArgumentError(name, describe(value), "a floating-point tensor [q_heads] or None")
         if isinstance(self.causal, torch.Tensor):
             if self.causal.dtype is not torch.bool or self.causal.dim() != 1:

@@ -26,8 +26,9 @@ def write(
 ) -> None:
     """Puts the new keys and values `[tokens, kv_heads, dim]` of every sequence into their slots, quantising if the cache does.
 
-    `slots` (`[tokens]`, -1 to skip) default to the batch's, and those to what its page table and lengths say. The batch's copies
-    are applied first. If a rule is broken, nothing is written."""
+    `slots` (`[tokens]`, -1 to skip) default to the batch's, and those to what its page table and lengths say. Rows beyond the
+    batch's last new token are padding and are not written, whatever their slots say. The batch's copies are applied first. If a
+    rule is broken, nothing is written."""
     enforce("write", Call(cache, batch, k=k, v=v, slots=slots), check)
     store(choose_writer(k, cache, batch, kernel), k, v, cache, batch, slots)
 

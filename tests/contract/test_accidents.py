@@ -218,3 +218,20 @@ def test_what_is_no_tensor_is_refused_by_name(arguments: dict[str, Any], argumen
 def test_numbers_beyond_reason(options: dict[str, Any]) -> None:
     with pytest.raises(ArgumentError):
         Options(**options)
+
+
+def test_a_tree_over_a_length_that_nothing_can_hold() -> None:
+    _, cache = engine(ledger=False)
+    options = Options(mask=torch.ones(2, 2, dtype=torch.bool))
+    for kv_len in (2**31 - 1, 2**40, 2**63 - 1):
+        found = quire.check(torch.ones(2, 4, 8), cache, Batch(i(0)[None], i(kv_len), i(0, 2)), options)
+        assert [v.argument for v in found] == ["page_table"]
+
+
+@pytest.mark.parametrize("given", [torch.int32, torch.int64])
+@pytest.mark.parametrize("owned", [torch.int32, torch.int64])
+def test_fill_takes_either_index_type(owned: torch.dtype, given: torch.dtype) -> None:
+    batch = Batch.allocate(1, 2, 4, dtype=owned)
+    batch.fill(i(1, -1)[None].to(given), i(3).to(given), i(0, 3).to(given))
+    assert batch.page_table.tolist() == [[1, -1]]
+    assert batch.page_table.dtype is owned

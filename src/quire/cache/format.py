@@ -64,7 +64,7 @@ def format_of(dtype: torch.dtype, name: str | None = None) -> Format:
         if dtype not in _BY_DTYPE:
             raise ArgumentError("dtype", dtype, f"a storage type of {names}")
         return _BY_DTYPE[dtype]
-    if name not in FORMATS:
+    if not isinstance(name, str) or name not in FORMATS:
         raise ArgumentError("format", repr(name), names)
     found = FORMATS[name]
     if dtype not in (found.dtype, torch.uint8) or (dtype is torch.uint8 and found.itemsize != 1):

@@ -38,7 +38,7 @@ class Order:
         size = {"page": pages, "slot": page_size, "head": heads, "dim": dim}
         if self.split:
             whole = size.pop(self.split)
-            if x < 1 or whole % x:
+            if not isinstance(x, int) or x < 1 or whole % x:
                 raise ArgumentError("x", x, f"a divisor of {self.split} = {whole}")
             size |= {f"{self.split}/": whole // x, f"{self.split}%": x}
         return tuple(size[name] for name in self.names)
@@ -128,6 +128,6 @@ LAYOUTS: dict[str, Layout] = {
 
 
 def layout_named(name: str) -> Layout:
-    if name not in LAYOUTS:
+    if not isinstance(name, str) or name not in LAYOUTS:
         raise ArgumentError("layout", repr(name), ", ".join(LAYOUTS))
     return LAYOUTS[name]

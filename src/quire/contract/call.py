@@ -149,18 +149,44 @@ class Call:
         return torch.where(self.q_lens > 0, end, 0)
 
     @cached_property
+    def reach(self) -> torch.Tensor:
+        """One past the last position of each sequence that an attend needs from the cache, 0 if it needs none, `[seqs]`."""
+        reach = torch.where(self.first_needed < self.end_needed, self.end_needed, 0)
+        for seq, seen in self.tree_seen.items():
+            columns = seen.nonzero().flatten()
+            context = int(self.context[seq])
+            old = context if int(self.first_needed[seq]) < context else 0
+            reach[seq] = context + int(columns[-1]) + 1 if len(columns) else old
+        return reach
+
+    @cached_property
     def needed(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Every token that an attend reads from the cache: its sequence and its position, `[n]` each, in order."""
-        first = torch.minimum(self.first_needed, self.end_needed)
-        counts = self.end_needed - first
+        """Every token that an attend reads from the cache and that its row of the table has a cell for: its sequence and its
+        position, `[n]` each, in order."""
+        room = self.page_table.shape[1] * self.cache.page_size
+        end = self.end_needed.clamp(max=room)
+        first = torch.minimum(self.first_needed, end)
+        counts = end - first
+        begin = counts.cumsum(0) - counts
         seq = torch.repeat_interleave(torch.arange(len(counts)), counts)
-        at = torch.arange(int(counts.sum())) - (counts.cumsum(0) - counts)[seq] + first[seq]
-        if self.options.mask is not None and self.new is None:
-            seen = torch.ones_like(seq, dtype=torch.bool)
-            for s in (self.q_lens > 0).nonzero().flatten().tolist():
-                seen[(seq == s) & (at >= self.context[s])] = self._tree_seen(s)
-            seq, at = seq[seen], at[seen]
-        return seq, at
+        at = torch.arange(int(counts.sum())) - begin[seq] + first[seq]
+        if not self.tree_seen:
+            return seq, at
+        seen = torch.ones_like(seq, dtype=torch.bool)
+        for s, of_new in self.tree_seen.items():
+            context = int(self.context[s])
+            low, high = max(int(first[s]), context), int(end[s])
+            if low < high:
+                offset = int(begin[s]) - int(first[s])
+                seen[offset + low : offset + high] = of_new[low - context : high - context]
+        return seq[seen], at[seen]
+
+    @cached_property
+    def tree_seen(self) -> dict[int, torch.Tensor]:
+        """With a tree mask over tokens in the cache: which of a sequence's new tokens any of them sees, bool `[q_len]` each."""
+        if self.options.mask is None or self.new is not None:
+            return {}
+        return {seq: self._tree_seen(seq) for seq in (self.q_lens > 0).nonzero().flatten().tolist()}
 
     def _tree_seen(self, seq: int) -> torch.Tensor:
         """Which of a sequence's new tokens any of them sees, bool `[q_len]`."""

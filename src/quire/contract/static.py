@@ -110,7 +110,7 @@ def copies_applied(call: Call) -> Iterator[Violation]:
     # By identity: the same pages may be copied again in another step.
     if call.q is not None and not call.writes and copies and not any(applied is copies for applied in call.cache.copied):
         given = f"{len(call.batch.copies)} of them, not applied to this cache"
-        allowed = "write first, or call cache.copy_pages(batch.copies): copy-on-write left the target pages empty"
+        allowed = "write first, or call cache.copy_pages(batch.copies), with that very tuple: until then the target pages are empty"
         yield Violation("residency", "copies", given, allowed)
 
 

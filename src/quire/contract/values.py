@@ -62,10 +62,7 @@ def table(call: Call) -> Iterator[Violation]:
     cache, width = call.cache, call.page_table.shape[1]
     reach = torch.zeros_like(call.kv_lens)
     if call.q is not None:
-        reach = torch.where(call.first_needed < call.end_needed, call.end_needed, 0)
-        if call.options.mask is not None:
-            seq, at = call.needed
-            reach = torch.zeros_like(reach).scatter_reduce_(0, seq, at + 1, "amax")
+        reach = call.reach
     if call.writes and call.given_slots is None:
         reach = torch.maximum(reach, torch.where(call.q_lens > 0, call.kv_lens, 0))
     narrow = (reach > width * cache.page_size).nonzero().flatten().tolist()
@@ -94,8 +91,7 @@ def _needed_cells(call: Call) -> list[tuple[int, int]]:
             needed |= _columns(column, size, call.first_needed, call.end_needed)
         else:
             seq, at = call.needed
-            inside = at // size < width
-            needed[seq[inside], at[inside] // size] = True
+            needed[seq, at // size] = True
     if call.writes and call.given_slots is None:
         needed |= _columns(column, size, call.context, torch.where(call.q_lens > 0, call.kv_lens, 0))
     bad = needed & ((call.page_table < 0) | (call.page_table >= call.cache.pages))
