@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy
@@ -10,6 +11,8 @@ import torch
 
 import quire
 from quire import ArgumentError, Batch, ContractError, KVCache, Options, PagePool
+from quire.contract import values
+from quire.contract.picture import AROUND, row_picture
 from support.scenario import build
 
 
@@ -176,13 +179,22 @@ def test_one_bad_row_does_not_hide_another() -> None:
     assert [v.argument for v in slots] == ["slots[2]", "slots[1]"]
 
 
-def test_many_violations_take_no_quadratic_time() -> None:
-    cache = KVCache.wrap(torch.zeros(4, 1, 1, 1), torch.zeros(4, 1, 1, 1), layout="nhd")
-    n = 20000
-    batch = Batch(torch.full((1, n), 77), i(n), i(0, 1))
-    found = quire.check(torch.ones(1, 1, 1), cache, batch)
-    assert len(found) == n
-    assert max(len(str(v)) for v in found) < 400
+def test_a_picture_looks_only_around_the_bad_cell() -> None:
+    """As many pictures as there are bad cells: each must cost a few cells, not its whole row."""
+
+    class Row(list):  # type: ignore[type-arg]
+        def __getitem__(self, key: Any) -> Any:
+            assert isinstance(key, slice) and key.stop - key.start <= 2 * AROUND + 1
+            return list.__getitem__(self, key)
+
+        def __iter__(self) -> Any:
+            raise AssertionError("the whole row was read")
+
+    assert row_picture("page_table[0]", Row(range(1000)), 500).split()[7] == "[500]"
+    whole_rows = [
+        line for line in Path(str(values.__file__)).read_text().splitlines() if "row_picture(" in line and ".tolist()" in line
+    ]
+    assert whole_rows == []
 
 
 def test_a_tree_needs_only_the_pages_it_shows() -> None:

@@ -111,3 +111,26 @@ def test_a_permission_to_round_elsewhere_does_not_reach_the_kernel() -> None:
         assert torch.get_float32_matmul_precision() == "medium"
     finally:
         torch.set_float32_matmul_precision("highest")
+
+
+@pytest.fixture(params=[1, 2, 3], ids="{} threads".format)
+def threads(request: pytest.FixtureRequest) -> Any:
+    """Workers of the suite have one thread each; a decode's tile is cut into one part a thread."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("format", ["fp32", "bf16", "e4m3fn"])
+@pytest.mark.parametrize(
+    "feature", [{}, {"window": 200}, {"alibi": True}, {"softcap": 2.0}, {"sinks": True}, {"form": "context"}], ids=str
+)
+def test_a_decode_cut_over_the_threads(feature: dict[str, Any], format: str, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    fold = strip._fold
+    monkeypatch.setattr(strip, "_fold", lambda parts: seen.append(max(p.lse.shape[0] for p in parts)) or fold(parts))
+    s = build(93, [1, 1, 1], [576, 1201, 20], format=format, scales="token", **feature)
+    s.check(*quire.attend(s.q, s.cache, s.batch, s.options, new=s.new, lse=True))
+    if not feature.get("form"):  # whole pages that the threads divide: a window starts inside one
+        assert max(seen) == (1 if feature.get("window") else threads)
