@@ -7,18 +7,30 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import hypothesis
 import pytest
 import torch
 
-# The verdict of `make test` must not depend on luck or on the speed of the machine. To look for new failures:
-# pytest --hypothesis-profile=explore
-_COMMON = {"deadline": None, "print_blob": True, "suppress_health_check": [hypothesis.HealthCheck.too_slow]}
-hypothesis.settings.register_profile("repeatable", derandomize=True, **_COMMON)
-hypothesis.settings.register_profile("explore", max_examples=1000, **_COMMON)
-hypothesis.settings.load_profile("repeatable")
+from support import without_hypothesis
+
+try:
+    import hypothesis
+except ModuleNotFoundError:
+    without_hypothesis.install()
+    collect_ignore = ["cache/test_pool_machine.py"]  # nothing but a state machine of hypothesis
+else:
+    # The verdict of `make test` must not depend on luck or on the speed of the machine. To look for new failures:
+    # pytest --hypothesis-profile=explore
+    _COMMON = {"deadline": None, "print_blob": True, "suppress_health_check": [hypothesis.HealthCheck.too_slow]}
+    hypothesis.settings.register_profile("repeatable", derandomize=True, **_COMMON)
+    hypothesis.settings.register_profile("explore", max_examples=1000, **_COMMON)
+    hypothesis.settings.load_profile("repeatable")
 
 torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else 2)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    help = "compile the Triton kernels for every card in every format and width, not in a choice of them: many minutes"
+    parser.addoption("--full-compile", action="store_true", help=help)
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Literal, overload
 
 import torch
@@ -10,9 +10,10 @@ import torch
 from quire.batch import Batch
 from quire.cache.kv_cache import KVCache
 from quire.contract.call import Call
-from quire.contract.check import Level, enforce
-from quire.dispatch.choose import choose, launcher_of
+from quire.contract.check import Level, enforce, is_checked
+from quire.dispatch.choose import choose, chosen_by
 from quire.dispatch.platform import Platform
+from quire.kind import MOST, fact, facts, of_batch, of_cache, of_options
 from quire.options import PLAIN, Options
 from quire.problem import Problem, default_out_dtype
 
@@ -54,9 +55,22 @@ def attend(
 
     Returns `out`, or `(out, lse)` with the natural-log LSE, fp32 `[tokens, q_heads]`, if `lse` is True. `kernel` forces a kernel by
     name or raises. `check="full"` reads values on any device, not only in host memory."""
+    if torch.compiler.is_compiling():
+        from quire import ops
+
+        return ops.attend(q, cache, batch, options, new, out, lse, kernel, check)
     options = options or PLAIN
+    key = None
+    if check == "auto" and is_quick(q, cache, batch) and (out is None or are_apart(out, q, cache.k, cache.v, *(new or ()))):
+        key = (of_cache(cache), of_batch(batch), of_options(options), fact(q), facts(new), fact(out), lse, kernel)
+        bound = _bound.get(key)
+        if bound is not None:
+            return run(bound[0], q, cache, batch, options, new, out, lse)
     enforce("attend", Call(cache, batch, q, options, new, out), check)
-    return run(choose_kernel(q, cache, batch, options, new, out, lse, kernel), q, cache, batch, options, new, out, lse)
+    launch = choose_kernel(q, cache, batch, options, new, out, lse, kernel, zero_padding=out is None)
+    result = run(launch, q, cache, batch, options, new, out, lse)
+    remember(_bound, key, launch)
+    return result
 
 
 def choose_kernel(
@@ -68,10 +82,15 @@ def choose_kernel(
     out: torch.Tensor | None,
     lse: bool,
     kernel: str | None,
+    **how: Any,
 ) -> Launch:
-    """The launcher for a call that keeps the contract; raises if there is none."""
+    """A launcher for calls like this one, which keeps the contract; raises if there is none. `how` is what a launcher takes
+    besides: context_from, only, zero_padding."""
     problem = Problem.of(q, cache, batch, options, new=new, out=out, lse=lse)
-    return launcher_of(choose(problem, Platform.detect(q.device), kernel=kernel, capturing=capturing(q)))
+    chosen = chosen_by(choose(problem, Platform.detect(q.device), kernel=kernel, capturing=capturing(q)))
+    if out is None:
+        out = q.new_empty(0, dtype=default_out_dtype(q.dtype, options)).expand(*q.shape[:2], 0)
+    return chosen.bind(q, cache, batch, options, new, out, **how)
 
 
 def run(
@@ -84,22 +103,49 @@ def run(
     out: torch.Tensor | None,
     lse: bool,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Launches, into new tensors where none were given."""
+    """Launches, into new tensors where none were given. The launcher fills their padding with zeros."""
     if out is None:
-        dtype = default_out_dtype(q.dtype, options)
-        out = _with_zero_padding((*q.shape[:2], cache.v_head_dim), dtype, batch)
-    part = _with_zero_padding(q.shape[:2], torch.float32, batch) if lse else None
+        out = torch.empty(*q.shape[:2], cache.v_head_dim, dtype=default_out_dtype(q.dtype, options), device=q.device)
+    part = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device) if lse else None
     launch(q, cache, batch, options, new, out, part)
     return out if part is None else (out, part)
 
 
-def _with_zero_padding(shape: Sequence[int], dtype: torch.dtype, batch: Batch) -> torch.Tensor:
-    """Memory whose live rows a kernel will write and whose padding rows are zero. On the host the padding alone is filled."""
-    if batch.device.type != "cpu":
-        return torch.zeros(*shape, dtype=dtype, device=batch.device)
-    rows = torch.empty(*shape, dtype=dtype)
-    rows[int(batch.q_starts[-1]) :] = 0
-    return rows
+_bound: dict[Any, tuple[Launch, ...]] = {}
+
+
+def is_quick(rows: torch.Tensor, cache: KVCache, batch: Batch) -> bool:
+    """Whether a call may go straight to the launcher of its kind: values are not looked at, and nothing else depends on them."""
+    return (
+        isinstance(rows, torch.Tensor)
+        and rows.is_cuda
+        and isinstance(cache, KVCache)
+        and isinstance(batch, Batch)
+        and not batch.copies
+        and not rows.requires_grad
+        and not is_checked()
+    )
+
+
+def are_apart(out: torch.Tensor, *others: torch.Tensor) -> bool:
+    """Whether no other tensor lies in the same allocation as `out`. Others may still be apart, but that takes a closer look."""
+    if not isinstance(out, torch.Tensor):
+        return False
+    mine = out.untyped_storage()
+    first, last = mine.data_ptr(), mine.data_ptr() + mine.nbytes()
+    for other in others:
+        theirs = other.untyped_storage()
+        if theirs.data_ptr() < last and first < theirs.data_ptr() + theirs.nbytes():
+            return False
+    return True
+
+
+def remember(bound: dict[Any, tuple[Launch, ...]], key: Any, *launches: Launch) -> None:
+    """Keeps the launchers of a kind of call. What reads lengths on the host must be asked again: a graph may be recording then."""
+    if key is not None and all(getattr(launch, "capturable", False) for launch in launches):
+        if len(bound) >= MOST:
+            bound.clear()
+        bound[key] = launches
 
 
 def capturing(tensor: torch.Tensor) -> bool:

@@ -28,7 +28,7 @@ class Batch:
     The maxima are hints for speed. A low one is reported by `check` and never truncates.
     """
 
-    __slots__ = ("page_table", "kv_lens", "q_starts", "slots", "max_q_len", "max_kv_len", "copies", "sequences", "_slot_buffer")
+    __slots__ = ("page_table", "kv_lens", "q_starts", "slots", "max_q_len", "max_kv_len", "copies", "sequences", "kind", "_slot_buffer")
 
     def __init__(
         self,
@@ -54,6 +54,8 @@ class Batch:
         """(source, target) pages to copy before this batch is written: a pool's copy-on-write. `write` applies them."""
         self.sequences = None if sequences is None else tuple(sequences)
         """The pool's sequences, row by row; they let a ledger tell one sequence's tokens from another's."""
+        self.kind: object | None = None
+        """What `quire.kind` worked out about it."""
         self._slot_buffer: torch.Tensor | None = None
 
     @property

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
-from quire.attend import Launch, capturing
+from quire.attend import Launch, capturing, is_quick, remember
 from quire.batch import Batch
 from quire.cache.kv_cache import KVCache
 from quire.contract.call import Call
 from quire.contract.check import Level, enforce
-from quire.dispatch.choose import choose, launcher_of
+from quire.dispatch.choose import choose, chosen_by
 from quire.dispatch.platform import Platform
+from quire.kind import fact, of_batch, of_cache
 from quire.problem import Problem
 
 
@@ -29,23 +32,41 @@ def write(
     `slots` (`[tokens]`, -1 to skip) default to the batch's, and those to what its page table and lengths say. Rows beyond the
     batch's last new token are padding and are not written, whatever their slots say. The batch's copies are applied first. If a
     rule is broken, nothing is written."""
+    if torch.compiler.is_compiling():
+        from quire import ops
+
+        return ops.write(k, v, cache, batch, slots, kernel, check)
+    key = None
+    if check == "auto" and cache.ledger is None and is_quick(k, cache, batch):
+        key = (of_cache(cache), of_batch(batch), fact(k), fact(v), fact(batch.slots if slots is None else slots), kernel)
+        bound = _bound.get(key)
+        if bound is not None:
+            bound[0](k, v, cache, batch, slots)
+            return
     enforce("write", Call(cache, batch, k=k, v=v, slots=slots), check)
-    store(choose_writer(k, cache, batch, kernel), k, v, cache, batch, slots)
+    launch = choose_writer(k, v, cache, batch, slots, kernel)
+    store(launch, k, v, cache, batch, slots)
+    remember(_bound, key, launch)
 
 
-def choose_writer(k: torch.Tensor, cache: KVCache, batch: Batch, kernel: str | None) -> Launch:
-    """The launcher for a write that keeps the contract; raises if there is none."""
+_bound: dict[Any, tuple[Launch, ...]] = {}
+
+
+def choose_writer(
+    k: torch.Tensor, v: torch.Tensor, cache: KVCache, batch: Batch, slots: torch.Tensor | None, kernel: str | None
+) -> Launch:
+    """A launcher for writes like this one, which keeps the contract; raises if there is none."""
     problem = Problem.of(k, cache, batch)
-    return launcher_of(choose(problem, Platform.detect(k.device), operation="write", kernel=kernel, capturing=capturing(k)))
+    platform = Platform.detect(k.device)
+    return chosen_by(choose(problem, platform, operation="write", kernel=kernel, capturing=capturing(k))).bind(k, v, cache, batch, slots)
 
 
 def store(launch: Launch, k: torch.Tensor, v: torch.Tensor, cache: KVCache, batch: Batch, slots: torch.Tensor | None) -> None:
     """Copies, stores, and notes."""
     cache.copy_pages(batch.copies)
-    where = batch.slots_of_tokens(k.shape[0], cache.page_size, slots)
-    launch(k, v, cache, where)
+    launch(k, v, cache, batch, slots)
     if cache.ledger is not None:
-        _note(cache, batch, where)
+        _note(cache, batch, batch.slots_of_tokens(k.shape[0], cache.page_size, slots))
 
 
 def _note(cache: KVCache, batch: Batch, slots: torch.Tensor) -> None:

@@ -85,7 +85,7 @@ def test_those_are_all_the_limits_there_are() -> None:
     for _, refuses, *_ in REFUSALS.values():
         everything |= refuses
     assert [limit.rule for limit in kernel(**everything).limits] == list(REFUSALS)
-    fields = set(Kernel.__dataclass_fields__) - {"name", "operation", "summary", "launcher"}
+    fields = set(Kernel.__dataclass_fields__) - {"name", "operation", "summary", "launcher", "binder"}
     assert set(everything) == fields
 
 

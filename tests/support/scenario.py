@@ -46,10 +46,13 @@ class Scenario:
     honest: torch.Tensor
     """The same in fp32, computed plainly: its error is what an honest implementation may lose."""
 
-    def budget(self, dtype: torch.dtype) -> torch.Tensor:
+    def budget(self, dtype: torch.dtype, factors: torch.dtype = torch.float32) -> torch.Tensor:
         """The error allowed in each element of an output of this type: twice what plain fp32 loses here, and one rounding to the
         type. Plain fp32 may be lucky, so it counts at least as what one rounding of a logit's terms, or four of the weighted values
-        before they cancel, must be expected to do."""
+        before they cancel, must be expected to do.
+
+        A kernel whose products take 16-bit factors rounds each weight once, and each value once if its scale is applied before: at
+        most two roundings of the weighted values."""
         lost = (self.honest.double() - self.expected).abs().amax() if self.expected.numel() else torch.tensor(0.0)
         size = self.weighted.amax() if self.expected.numel() else torch.tensor(0.0)
         rounding = torch.finfo(dtype).eps / 2
@@ -58,13 +61,16 @@ class Scenario:
             2 * torch.maximum(lost, max(4.0, self.steepest) * torch.finfo(torch.float32).eps * size)
             + rounding * self.expected.abs()
             + smallest
+            + (0.0 if factors is torch.float32 else torch.finfo(factors).eps * self.weighted)
         )
 
-    def check(self, out: torch.Tensor, lse: torch.Tensor | None = None, scale: float = 1.0) -> None:
+    def check(
+        self, out: torch.Tensor, lse: torch.Tensor | None = None, scale: float = 1.0, factors: torch.dtype = torch.float32
+    ) -> None:
         """Fails unless every live row is within its budget."""
         got = out[: self.live].double() * scale
         error = (got - self.expected).abs()
-        wrong = ~(error <= self.budget(out.dtype))
+        wrong = ~(error <= self.budget(out.dtype, factors))
         where = wrong.nonzero()[:1].tolist()
         assert not wrong.any(), f"{int(wrong.sum())} of {wrong.numel()} wrong, first at {where}, largest error {error.max():.3g}"
         if lse is not None:
@@ -93,13 +99,15 @@ def build(
     q_dtype: str = "fp32",
     index: tuple[torch.dtype, ...] = (torch.int32, torch.int32, torch.int32),
     form: str = "full",
+    context_from: int = 1,
     padding: int = 0,
     poison: float = math.nan,
     bad_id: int = -1,
     device: str = "cpu",
     **features: Any,
 ) -> Scenario:
-    """A batch of sequences of these lengths. `features` are fields of Options; tensors among them are made here."""
+    """A batch of sequences of these lengths. `features` are fields of Options; tensors among them are made here. In context form,
+    sequences with fewer new tokens than `context_from` have them in the cache all the same, and not beside it."""
     g, shuffle = torch.Generator().manual_seed(seed), random.Random(seed).shuffle
     v_head_dim = v_head_dim or head_dim
     seqs, q_heads, live = len(q_lens), kv_heads * group, sum(q_lens)
@@ -112,8 +120,9 @@ def build(
     # Which tokens must be in the cache.
     required = [v.any(0) for v in visible]
     cached = [r.clone() for r in required]
-    if form == "context":
-        for i in range(seqs):
+    beside = [form == "context" and q_len >= context_from for q_len in q_lens]
+    for i in range(seqs):
+        if beside[i]:
             cached[i][kv_lens[i] - q_lens[i] :] = False
 
     # Pages in a shuffled order, three of which nobody owns. A cell is filled if its page holds a token that must be there.
@@ -152,15 +161,19 @@ def build(
     cache = _wrap(stored, scale, layout, x, format, storage, head_dim, device)
     q = torch.randn(tokens, q_heads, head_dim, generator=g)
     q_scale = float(options.q_scale) if options.q_scale is not None else 1.0
-    q = (q / q_scale).to(TYPES[q_dtype])
+    q = q / q_scale
+    if q_dtype in LARGEST:
+        q = q.clamp(-LARGEST[q_dtype], LARGEST[q_dtype])  # what a cast makes of more than that depends on torch's version
+    q = q.to(TYPES[q_dtype])
     q[live:] = torch.tensor(poison).to(q.dtype)
     new = None
     if form == "context":
         new_k = torch.full((tokens, kv_heads, head_dim), poison, dtype=made)
         new_v = torch.full((tokens, kv_heads, v_head_dim), poison, dtype=made)
         for i in range(seqs):
-            new_k[starts[i] : starts[i + 1]] = dense["k"][i][kv_lens[i] - q_lens[i] :].to(made)
-            new_v[starts[i] : starts[i + 1]] = dense["v"][i][kv_lens[i] - q_lens[i] :].to(made)
+            if beside[i]:
+                new_k[starts[i] : starts[i + 1]] = dense["k"][i][kv_lens[i] - q_lens[i] :].to(made)
+                new_v[starts[i] : starts[i + 1]] = dense["v"][i][kv_lens[i] - q_lens[i] :].to(made)
         new = (new_k.to(device), new_v.to(device))
     batch = Batch(
         table.to(index[0]).to(device),

@@ -1,27 +1,91 @@
-"""Who is measured: Quire's own kernels, and what a user of torch would write without it."""
+"""Who is measured: Quire's own kernels, what a user of torch would write without it, and, on a GPU, the peers."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 
 from quire.attend import attend
-from quire.batch import Batch
-from quire.cache.kv_cache import KVCache
+from quire.bench.case import Q_SCALE, Case
+from quire.options import Options
+from quire.write import write
 
 Run = Callable[[], torch.Tensor]
-Contestant = Callable[[torch.Tensor, KVCache, Batch], Run]
 
 
-def own(q: torch.Tensor, cache: KVCache, batch: Batch) -> Run:
-    """`quire.attend`, every check that it always makes included."""
-    return lambda: attend(q, cache, batch)
+class Bound(NamedTuple):
+    """A contestant with its arguments ready: only `run` is timed."""
+
+    run: Run
+    q_format: str
+    """The precision of its queries. Ratios compare with peers of the same one."""
+    difference: Callable[[], float] | None = None
+    """For what is not attention, after `run`: how far its result is from what must be there, bit for bit."""
 
 
-def gather_sdpa(q: torch.Tensor, cache: KVCache, batch: Batch) -> Run:
+Contestant = Callable[[Case], Bound | None]
+"""Binds a case; None if it has no answer to it."""
+
+
+def own(case: Case) -> Bound:
+    """`quire.attend` or `quire.write`, every check that they always make included."""
+    if case.workload.operation == "write":
+        return _own_write(case)
+    new = (case.k, case.v) if case.workload.form == "context" else None
+    # The peers of a GPU are given their output.
+    out = None if case.q.device.type == "cpu" else case.out()
+    return Bound(lambda: attend(case.q, case.cache, case.batch, case.options, new=new, out=out), case.workload.dtype)
+
+
+def own_with_fp8_queries(case: Case) -> Bound | None:
+    """`quire.attend` with queries in the cache's 8-bit format, quantised beforehand: the like of peers that need such."""
+    format = case.cache.format.name
+    if case.workload.operation == "write" or not format.startswith("e4m3") or case.workload.form == "context":
+        return None
+    q, out = case.query(format), case.out()
+    options = Options(window=case.workload.window, q_scale=Q_SCALE)
+    return Bound(lambda: attend(q, case.cache, case.batch, options, out=out), format)
+
+
+def _own_write(case: Case) -> Bound:
+    cache, slots = case.cache, case.batch.slots
+    assert slots is not None
+
+    def run() -> torch.Tensor:
+        write(case.k, case.v, cache, case.batch)
+        return cache.k
+
+    def difference() -> float:
+        worst = 0.0
+        for x, scale, pages in ((case.k, cache.k_scale, cache.k_bytes), (case.v, cache.v_scale, cache.v_bytes)):
+            want = cache.format.encode(x if scale is None else x.float() / scale)
+            got = pages.flatten(0, 1)[slots].view(want.dtype)
+            worst = max(worst, float((got.float() - want.float()).abs().max()), key=_nan_first)
+        return worst
+
+    return Bound(run, case.workload.dtype, difference)
+
+
+def _nan_first(error: float) -> float:
+    return float("inf") if error != error else error
+
+
+def device_copy(case: Case) -> Bound | None:
+    """What a write is compared with: as many bytes from one place of the device's memory to another."""
+    if case.workload.operation != "write":
+        return None
+    both = torch.stack((case.k, case.v)).view(torch.uint8).flatten()
+    source = both[: case.workload.bytes // 2]
+    target = torch.zeros_like(source)
+    return Bound(lambda: target.copy_(source), case.workload.dtype, lambda: float((target != source).sum()))
+
+
+def gather_sdpa(case: Case) -> Bound:
     """For each sequence: gather its pages with index_select, pack the group as query rows, call torch's SDPA. Masks are made
     beforehand and not timed."""
+    q, cache, batch = case.q, case.cache, case.batch
     table, size, kv_heads, dim = batch.page_table.long(), cache.page_size, cache.kv_heads, cache.head_dim
     group = q.shape[1] // kv_heads
     rows = []
@@ -41,7 +105,8 @@ def gather_sdpa(q: torch.Tensor, cache: KVCache, batch: Batch) -> Run:
             out[tokens] = o.view(kv_heads, group, q_len, dim).permute(2, 0, 1, 3).reshape(q_len, -1, dim)
         return out
 
-    return run
+    return Bound(run, case.workload.dtype)
 
 
-CONTESTANTS: dict[str, Contestant] = {"quire": own, "gather + SDPA": gather_sdpa}
+CPU_CONTESTANTS: dict[str, Contestant] = {"quire": own, "gather + SDPA": gather_sdpa}
+OWN_ON_CUDA: dict[str, Contestant] = {"quire": own, "quire fp8 q": own_with_fp8_queries}

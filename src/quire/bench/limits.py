@@ -3,20 +3,29 @@
 from __future__ import annotations
 
 import time
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 
+from quire.bench.workloads import Workload
+
+Timer = Callable[[Callable[[], Any]], list[float]]
+"""Runs something many times and tells the seconds of each."""
+
 
 class Limits(NamedTuple):
-    """Bytes read and floating-point operations per second."""
+    """Bytes read, floating-point operations, and bytes copied (read and written both counted) per second."""
 
     bytes: float
     flops: float
+    copied: float = float("nan")
 
-    def seconds(self, bytes: int, flops: int) -> float:
+    def seconds(self, workload: Workload) -> float:
         """The least time that this much work can take."""
-        return max(bytes / self.bytes, flops / self.flops)
+        if workload.operation == "write":
+            return workload.bytes / self.copied
+        return max(workload.bytes / self.bytes, workload.flops / self.flops)
 
 
 def cpu_limits() -> Limits:
@@ -25,11 +34,24 @@ def cpu_limits() -> Limits:
     return Limits(memory.nbytes / _best(memory.sum), 2 * 2048**3 / _best(lambda: a @ a))
 
 
-def _best(run: object) -> float:
-    assert callable(run)
+def _best(run: Callable[[], Any]) -> float:
     seconds = []
     for _ in range(6):
         start = time.perf_counter()
         run()
         seconds.append(time.perf_counter() - start)
     return min(seconds[1:])
+
+
+def gpu_limits(timer: Timer, reads: Callable[[torch.Tensor], Any], device: torch.device, size: int = 1 << 30) -> Limits:
+    """The best of many runs, over random data (zeros would be faster): `size` fp32 numbers read in the ways torch has and by
+    `reads`, half of them copied to the other half, and a product of bf16 matrices."""
+    memory = torch.randn(size, device=device)
+    ways = (memory.sum, memory.amax, lambda: reads(memory))
+    read = min(second for way in ways for second in timer(way))
+    source, target = memory.chunk(2)
+    copied = min(timer(lambda: target.copy_(source)))
+    n = min(8192, size >> 10)
+    a, b = torch.randn(2, n, n, dtype=torch.bfloat16, device=device)
+    product = min(timer(lambda: a @ b))
+    return Limits(memory.nbytes / read, 2 * n**3 / product, memory.nbytes / copied)

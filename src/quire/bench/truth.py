@@ -2,47 +2,90 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import NamedTuple
+
 import torch
 
 from quire import reference
-from quire.batch import Batch
-from quire.cache.kv_cache import KVCache
+from quire.bench.case import Q_SCALE, Case
+from quire.cache.format import FORMATS
 
-HEADS = 2
-"""How many key heads of each sequence are compared, and at most how many of its queries: float64 is slow, faults are not shy."""
-QUERIES = 48
-
-
-def error_and_budget(out: torch.Tensor, q: torch.Tensor, cache: KVCache, batch: Batch) -> tuple[float, float]:
-    """The largest error against float64, over a sample of heads and queries of every sequence, and what is allowed: twice the error
-    of a plain kernel that computes in fp32 and rounds weights and output to the query's type, and one rounding of the output."""
-    size, group = cache.page_size, q.shape[1] // cache.kv_heads
-    heads = torch.arange(0, cache.kv_heads, max(1, cache.kv_heads // HEADS))[:HEADS]
-    q_heads = (heads[:, None] * group + torch.arange(group)).flatten()
-    starts, errors, plain_errors, largest = batch.q_starts.tolist(), [], [], 0.0
-    for i, kv_len in enumerate(batch.kv_lens.tolist()):
-        q_len = starts[i + 1] - starts[i]
-        pages = batch.page_table[i, : -(-kv_len // size)].long()
-        k, v = (x[pages].flatten(0, 1)[:kv_len, heads] for x in (cache.k, cache.v))
-        # The first queries of the sequence and the last, over the keys up to the last of them.
-        for first in {0, max(0, q_len - QUERIES)}:
-            count = min(QUERIES, q_len - first)
-            end = kv_len - q_len + first + count
-            rows = slice(starts[i] + first, starts[i] + first + count)
-            want, _ = reference.attention(q[rows][:, q_heads], k[:end], v[:end])
-            plain = _plain(q[rows][:, q_heads], k[:end], v[:end])
-            errors.append(float((out[rows][:, q_heads].double() - want).abs().max()))
-            plain_errors.append(float((plain.double() - want).abs().max()))
-            largest = max(largest, float(want.abs().max()))
-    worst = max(errors, key=lambda e: float("inf") if e != e else e, default=0.0)
-    return worst, 2 * max(plain_errors, default=0.0) + torch.finfo(q.dtype).eps / 2 * largest
+HEADS = 3
+"""How many key heads of each sequence are compared, in how many places, and how many queries at each: float64 is slow and large,
+faults are not shy."""
+PLACES = 5
+QUERIES = 16
+LIFT = {"e4m3fn": 256.0, "e4m3fnuz": 128.0}
+"""Kernels that multiply weights in 8 bits lift them first, or small ones would vanish."""
 
 
-def _plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """Causal attention of one sequence in fp32, weights and output rounded to the query's type."""
+class Sample(NamedTuple):
+    """Some neighbouring queries of a sequence, some of its heads, and the keys that one of the queries can see."""
+
+    rows: slice
+    q_heads: torch.Tensor
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+
+
+class Truth:
+    """What a case must give, in float64, for a sample of heads and queries of every sequence."""
+
+    def __init__(self, case: Case):
+        self.case = case
+        window = case.options.sides
+        self.budgets: dict[str, float] = {}
+        self.want = [(s.rows, s.q_heads, reference.attention(s.q, s.k, s.v, window=window)[0]) for s in samples(case)]
+
+    def error(self, out: torch.Tensor) -> float:
+        """The largest difference; NaN if there is one in the sample."""
+        worst = [(out[rows][:, q_heads].double() - want).abs().max() for rows, q_heads, want in self.want]
+        return float(torch.stack(worst).max())
+
+    def budget(self, q_format: str) -> float:
+        """What is allowed: twice the error of a plain kernel that computes in fp32 and rounds queries and weights to this format
+        and its output to the workload's, and one rounding of the output."""
+        if q_format not in self.budgets:
+            worst, largest = 0.0, 0.0
+            for sample, (_, _, want) in zip(samples(self.case), self.want):
+                got = plain(sample, q_format, self.case.q.dtype, self.case.options.sides[0])
+                worst = max(worst, float((got.double() - want).abs().max()))
+                largest = max(largest, float(want.abs().max()))
+            self.budgets[q_format] = 2 * worst + torch.finfo(self.case.q.dtype).eps / 2 * largest
+        return self.budgets[q_format]
+
+
+def samples(case: Case) -> Iterator[Sample]:
+    """The same each time: the first queries of every sequence, the last, and some between."""
+    kv_heads, group = case.cache.kv_heads, case.q.shape[1] // case.cache.kv_heads
+    heads = torch.linspace(0, kv_heads - 1, min(HEADS, kv_heads)).long().to(case.q.device)
+    q_heads = (heads[:, None] * group + torch.arange(group, device=heads.device)).flatten()
+    left, token = case.options.sides[0], 0
+    for (new, context), pages in zip(case.workload.rows, case.page_lists()):
+        k, v = (x[:, heads] for x in case.keys_and_values(pages))
+        count = min(QUERIES, new)
+        for first in sorted({(new - count) * place // (PLACES - 1) for place in range(PLACES)}):
+            rows = slice(token + first, token + first + count)
+            keys = slice(0 if left is None else max(0, context + first - left), context + first + count)
+            yield Sample(rows, q_heads, case.q[rows][:, q_heads], k[keys], v[keys])
+        token += new
+
+
+def plain(sample: Sample, q_format: str, dtype: torch.dtype, left: int | None) -> torch.Tensor:
+    """Causal attention of one sample in fp32, with the roundings of a kernel."""
+    format, q, k, v = FORMATS[q_format], sample.q.float(), sample.k.float(), sample.v.float()
+    if format.quantised:
+        q = format.encode(q / Q_SCALE).float() * Q_SCALE
     group = q.shape[1] // k.shape[1]
-    k, v = (x.float().repeat_interleave(group, 1) for x in (k, v))
-    logits = torch.einsum("qhd,khd->hqk", q.float(), k) * q.shape[2] ** -0.5
-    hidden = torch.ones(logits.shape[1:], dtype=torch.bool).triu(k.shape[0] - q.shape[0] + 1)
-    weights = logits.masked_fill(hidden, -torch.inf).softmax(-1).to(q.dtype)
-    return torch.einsum("hqk,khd->qhd", weights.float(), v).to(q.dtype)
+    k, v = (x.repeat_interleave(group, 1) for x in (k, v))
+    logits = torch.einsum("qhd,khd->hqk", q, k) * q.shape[2] ** -0.5
+    q_at = torch.arange(k.shape[0] - q.shape[0], k.shape[0], device=q.device)
+    distance = q_at[:, None] - torch.arange(k.shape[0], device=q.device)
+    hidden = distance < 0 if left is None else (distance < 0) | (distance > left)
+    logits = logits.masked_fill(hidden, -torch.inf)
+    weights = (logits - logits.amax(-1, keepdim=True)).exp()
+    lift = LIFT.get(q_format, 1.0)
+    rounded = format.encode(weights * lift).float() / lift
+    return (torch.einsum("hqk,khd->qhd", rounded, v) / weights.sum(-1).T[..., None]).to(dtype)

@@ -47,8 +47,9 @@ class Worker:
 
 
 def main(contestant: str) -> None:
-    from quire.bench.contestants import CONTESTANTS
-    from quire.bench.truth import error_and_budget
+    from quire.bench.case import build
+    from quire.bench.contestants import CPU_CONTESTANTS
+    from quire.bench.truth import Truth
     from quire.bench.workloads import Workload
 
     run = None
@@ -56,11 +57,11 @@ def main(contestant: str) -> None:
         command = json.loads(line)
         answer: dict[str, Any]
         if "build" in command:
-            workload = Workload.from_json(command["build"])
-            q, cache, batch = workload.build(command["folder"])
-            run = CONTESTANTS[contestant](q, cache, batch)
-            error, budget = error_and_budget(run(), q, cache, batch)
-            answer = {"error": error, "budget": budget}
+            case = build(Workload.from_json(command["build"]), folder=command["folder"])
+            bound = CPU_CONTESTANTS[contestant](case)
+            assert bound is not None
+            run, truth = bound.run, Truth(case)
+            answer = {"error": truth.error(run()), "budget": truth.budget(bound.q_format)}
         else:
             assert run is not None
             seconds: list[float] = []

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
+import random
+import re
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 
-import torch
-
-from quire.batch import Batch
 from quire.cache.format import FORMATS
-from quire.cache.kv_cache import KVCache
+from quire.errors import ArgumentError
+
+Rows = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True)
@@ -18,29 +18,67 @@ class Workload:
     """A batch by its lengths: (new tokens, context) of each sequence. Data and page tables are random, the same for every peer."""
 
     name: str
-    rows: tuple[tuple[int, int], ...]
+    rows: Rows
     dtype: str = "bf16"
+    """Of queries and outputs, and of the cache where `format` names no other."""
     q_heads: int = 32
     kv_heads: int = 8
     head_dim: int = 128
     page_size: int = 16
+    format: str = ""
+    """How the cache stores an element, if not as `dtype`."""
+    window: int | None = None
+    """Keys that a query sees, its own included."""
+    form: str = "full"
+    """full: all keys come from the cache. context: the new tokens come beside it. The keys are the same."""
+    operation: str = "attend"
+    """attend, or write: the new tokens are stored."""
 
     @property
     def label(self) -> str:
-        return f"{self.name}, {self.dtype}"
+        """The name and whatever is not as usual."""
+        unusual = {
+            f"{self.q_heads}/{self.kv_heads} heads": (self.q_heads, self.kv_heads) != (32, 8),
+            f"head_dim {self.head_dim}": self.head_dim != 128,
+            f"pages of {self.page_size}": self.page_size != 16,
+            f"{self.format} cache": bool(self.format),
+            f"window {self.window}": self.window is not None,
+            "context form": self.form == "context",
+        }
+        return ", ".join([self.name, self.dtype, *(words for words, said in unusual.items() if said)])
+
+    @property
+    def cache_format(self) -> str:
+        return self.format or self.dtype
+
+    @property
+    def tokens(self) -> int:
+        return sum(new for new, _ in self.rows)
 
     @property
     def bytes(self) -> int:
-        """What must be read and written once: keys, values, queries, outputs."""
-        keys = sum(new + context for new, context in self.rows) * self.kv_heads * 2
-        queries = sum(new for new, _ in self.rows) * self.q_heads * 2
-        return (keys + queries) * self.head_dim * FORMATS[self.dtype].itemsize
+        """What must be read and written once: keys and values that somebody sees, queries, outputs; for a write, what it is
+        given and what it stores."""
+        of_query, of_key = FORMATS[self.dtype].itemsize, FORMATS[self.cache_format].itemsize
+        if self.operation == "write":
+            return 2 * self.tokens * self.kv_heads * self.head_dim * (of_query + of_key)
+        reach = self.window or max(new + context for new, context in self.rows)
+        keys = sum(min(new + context, new + reach - 1) for new, context in self.rows)
+        return 2 * self.head_dim * (keys * self.kv_heads * of_key + self.tokens * self.q_heads * of_query)
 
     @property
     def flops(self) -> int:
-        """Multiplications and additions of the two products over the keys that causality leaves."""
-        pairs = sum(new * context + new * (new + 1) // 2 for new, context in self.rows)
-        return 4 * pairs * self.q_heads * self.head_dim
+        """Multiplications and additions of the two products over the keys that causality and the window leave."""
+        if self.operation == "write":
+            return 0
+        return 4 * sum(map(self._pairs, self.rows)) * self.q_heads * self.head_dim
+
+    def _pairs(self, row: tuple[int, int]) -> int:
+        """How many (query, key) pairs of a sequence meet: a query at position p sees p + 1 keys, or the window's."""
+        new, context = row
+        narrow = new if self.window is None else max(0, min(new, self.window - context))
+        triangle = narrow * context + narrow * (narrow + 1) // 2
+        return triangle + (new - narrow) * (self.window or 0)
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -50,37 +88,38 @@ class Workload:
         fields = json.loads(text)
         return cls(**fields | {"rows": tuple((new, context) for new, context in fields["rows"])})
 
-    def build(self, folder: str | None = None) -> tuple[torch.Tensor, KVCache, Batch]:
-        """q, a full cache and the batch, the same in every process. With a folder, K and V are files in it, mapped by all who
-        build there: then contestants read the very same memory, and a slow bank of it is slow for everyone."""
-        g = torch.Generator().manual_seed(0)
-        dtype = FORMATS[self.dtype].dtype
-        lens = [new + context for new, context in self.rows]
-        columns = [-(-n // self.page_size) for n in lens]
-        ids = torch.randperm(sum(columns), generator=g).int().split(columns)
-        table = torch.nn.utils.rnn.pad_sequence(ids, batch_first=True, padding_value=-1)
-        shape = (sum(columns), self.page_size, self.kv_heads, self.head_dim)
-        k, v = (_pages(shape, dtype, g, None if folder is None else Path(folder, name)) for name in "kv")
-        starts = torch.tensor([0, *(new for new, _ in self.rows)]).cumsum(0).int()
-        q = torch.randn(int(starts[-1]), self.q_heads, self.head_dim, generator=g).to(dtype)
-        longest = max(new for new, _ in self.rows)
-        batch = Batch(table, torch.tensor(lens).int(), starts, max_q_len=longest, max_kv_len=max(lens))
-        return q, KVCache.wrap(k, v, layout="nhd"), batch
+
+def parse_batch(spec: str) -> Workload:
+    """A batch in vLLM's words: `2q2k_32q1s1k` is 2 sequences of 2048 new tokens and 32 of 1 new token in 1024. Each part is a count
+    (1 if left out), q and the new tokens, s and the tokens of the sequence (as many as new ones if left out); k is 1024.
+
+    >>> parse_batch("q4s1k_2q8").rows
+    ((4, 1020), (8, 0), (8, 0))
+    """
+    rows: list[tuple[int, int]] = []
+    for part in spec.split("_"):
+        found = re.fullmatch(r"(\d*)q(\d+)(k?)(?:s(\d+)(k?))?", part)
+        if not found:
+            raise ArgumentError("--batch", repr(spec), "parts like 2q2k, q1s1k or 32q1s500, joined by _")
+        count, new = int(found[1] or 1), int(found[2]) << (10 if found[3] else 0)
+        total = new if found[4] is None else int(found[4]) << (10 if found[5] else 0)
+        if not 1 <= new <= total or not count:
+            raise ArgumentError(
+                "--batch", repr(part), "1 sequence or more, 1 new token or more, and not more than the sequence has"
+            )
+        rows += [(new, total - new)] * count
+    return Workload(spec, tuple(rows))
 
 
-def _pages(shape: tuple[int, ...], dtype: torch.dtype, g: torch.Generator, file: Path | None) -> torch.Tensor:
-    """Random pages. Fifths of small whole numbers are as good as normal numbers here, and made in a tenth of the time."""
-    pages = torch.randint(-8, 9, shape, generator=g, dtype=torch.int8)
-    if file is None:
-        return pages.to(dtype).div_(5)
-    made = file.exists()
-    mapped = torch.from_file(str(file), shared=True, size=pages.numel(), dtype=dtype).view(shape)
-    return mapped if made else mapped.copy_(pages).div_(5)
-
-
-def _ragged(count: int, most: int) -> tuple[tuple[int, int], ...]:
+def _ragged(count: int, most: int) -> Rows:
     """Decoding sequences of all lengths up to `most`, repeatable."""
     return tuple((1, 1 + (i * 7919) % most) for i in range(count))
+
+
+def _log_uniform(count: int, least: int, most: int) -> Rows:
+    """Decoding sequences, as many between 16 and 32 tokens as between 8192 and 16384, repeatable."""
+    draw = random.Random(0)
+    return tuple((1, int(least * (most / least) ** draw.random()) - 1) for _ in range(count))
 
 
 _SHAPES = (
@@ -93,3 +132,43 @@ _SHAPES = (
 )
 
 CPU_WORKLOADS: tuple[Workload, ...] = tuple(replace(shape, dtype=dtype) for dtype in ("fp32", "bf16") for shape in _SHAPES)
+
+_DECODE = Workload("decode 64 x 4096", ((1, 4095),) * 64)
+_PREFILL = Workload("prefill 1 x 8192", ((8192, 0),))
+_WRITE = Workload("write 8192", ((8192, 0),), operation="write")
+# The lengths that `random.seed(0)` gives in the mixed-batch test that vLLM's ROCm port stumbled over.
+_SEEDS = Workload(
+    "seeds' batch of 10",
+    tuple(zip((880, 410, 792, 927, 446, 57, 281, 1004, 539, 1), (430, 956, 818, 865, 326, 1007, 504, 382, 613, 929))),
+    dtype="fp16",
+    q_heads=64,
+    kv_heads=64,
+    page_size=32,
+)
+
+CUDA_WORKLOADS: tuple[Workload, ...] = (
+    Workload("decode 1 x 8192", ((1, 8191),)),
+    Workload("decode 1 x 131072", ((1, 131071),)),
+    Workload("decode 16 x 4096", ((1, 4095),) * 16),
+    _DECODE,
+    Workload("decode 256 x 1024", ((1, 1023),) * 256),
+    replace(_DECODE, q_heads=64, kv_heads=64),
+    replace(_DECODE, q_heads=64),
+    replace(_DECODE, format="e4m3fn"),
+    Workload("decode 128 ragged, 16 to 16384", _log_uniform(128, 16, 16384)),
+    Workload("decode 64 x 8192", ((1, 8191),) * 64, window=1024),
+    Workload("verify 64 x 4 over 4096", ((4, 4096),) * 64),
+    _PREFILL,
+    Workload("prefill 1 x 2048 over 30720", ((2048, 30720),)),
+    Workload("prefill 8 x 1024 over 1024", ((1024, 1024),) * 8),
+    replace(_PREFILL, format="e4m3fn"),
+    Workload("mixed: 1 x 2048 over 4096 + 63 decodes at 4096", ((2048, 4096), *((1, 4095),) * 63)),
+    _SEEDS,
+    replace(_SEEDS, dtype="bf16"),
+    replace(_SEEDS, form="context"),
+    _WRITE,
+    replace(_WRITE, format="e4m3fn"),
+)
+
+HOST_WORKLOAD = Workload("decode 64 x 128", ((1, 127),) * 64)
+"""Little work for a GPU: what its calls cost is the host's time."""

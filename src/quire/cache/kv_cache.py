@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -48,6 +48,8 @@ class KVCache:
         self.head_dim = self.k_view.shape[4] * self.k_view.shape[5]
         self.v_head_dim = self.v_view.shape[4] * self.v_view.shape[5]
         self.ledger = Ledger(pages, self.page_size, k.device, pool) if ledger else None
+        self.kind: tuple[Any, object] = (None, None)
+        """What `quire.kind` worked out about it."""
         self.copied: deque[tuple[tuple[int, int], ...]] = deque(maxlen=256)
         """The copies that were applied lately: an attend whose batch asks for others comes too early."""
 

@@ -6,121 +6,211 @@ import argparse
 import json
 import re
 import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from quire.dispatch.platform import Platform
+import quire
+from quire.cli import version
 from quire.errors import ArgumentError
 
 HELP = "measure the kernels beside their peers, each result checked before it is timed"
 EXAMPLES = """\
 examples:
-  quire bench --device cpu                    every workload
-  quire bench --only 'decode.*bf16'           some of them
-  quire bench --json bench.json               for programs ('-' for standard output)
+  quire bench                                       every workload of the CPU
+  quire bench --device cuda --html page.html        every workload of the GPU, and a picture
+  quire bench --only 'decode.*bf16'                 some of them
+  quire bench --device cuda --batch 2q2k_32q1s1k    a batch of your own: 2 sequences of 2048 new tokens, 32 decodes at 1024
+  quire bench --device cuda --peers fa3 --graph     one peer, and the same as captured graphs
+  quire bench --json bench.json                     for programs ('-' for standard output)
+  quire bench --from bench.json --html page.html    the picture of an earlier run, on any machine
 
 A peer of the CPU kernels is what a user of torch would write: gather the pages with index_select, pack the group as query rows,
-call SDPA for each sequence. It runs in a process with ONEDNN_MAX_CPU_ISA=AVX512_CORE_FP16, without which it can die.
+call SDPA for each sequence. It runs in a process with ONEDNN_MAX_CPU_ISA=AVX512_CORE_FP16, without which it can die. The peers of
+the GPU kernels are other libraries, if they can be imported: vllm_chunked, vllm_unified, fa3, flashinfer. docs/benchmarks.md says
+what is measured and how.
 
-exit status: 0 if every result was right, 1 otherwise
+exit status: 0 if every result of Quire's was right, 1 otherwise, 2 for a bad argument
 """
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--device", choices=["cpu"], default="cpu", help="where to measure (default: cpu)")
-    parser.add_argument("--only", metavar="REGEX", default="", help="workloads whose name matches")
-    parser.add_argument("--json", metavar="FILE", help="also write the figures as JSON, '-' for standard output and nothing else")
+    add = parser.add_argument
+    add("--device", choices=["cpu", "cuda"], help="where to measure (default: cpu)")
+    add("--only", metavar="REGEX", help="workloads whose name matches")
+    add("--batch", metavar="SPEC", action="append", help="a batch in vLLM's words, such as 2q2k_32q1s1k, instead of the workloads")
+    add("--peers", metavar="NAMES", help="GPU: the peers to measure, joined by commas (default: all that can be imported)")
+    add("--turns", metavar="N", type=int, help="how often each contestant gets its turn (default: 4 on a CPU, 3 on a GPU)")
+    add("--graph", action="store_true", help="GPU: measure captured graphs too")
+    add("--host", action="store_true", help="GPU: measure also how long a call keeps the host")
+    add("--json", metavar="FILE", help="also write the figures as JSON, '-' for standard output and nothing else")
+    add("--html", metavar="FILE", help="also write them as a page with pictures")
+    add("--from", metavar="FILE", dest="source", help="measure nothing: take the figures that --json wrote")
 
 
 def run(args: argparse.Namespace) -> int:
-    from quire.bench.limits import cpu_limits
-    from quire.bench.run import measure
-    from quire.bench.workloads import CPU_WORKLOADS
+    from quire.bench.page import page
+    from quire.bench.report import verdict
 
+    figures = _read(args) if args.source is not None else _measure(args)
+    if args.json == "-":
+        print(json.dumps(figures, indent=2))
+    else:
+        _print(figures)
+    if args.source is None:
+        _save(args, figures)
+    if args.html is not None:
+        with open(args.html, "w", encoding="utf-8") as file:
+            file.write(page(figures))
+    return verdict(figures)
+
+
+def _read(args: argparse.Namespace) -> dict[str, Any]:
+    measuring = {"--device": args.device, "--only": args.only, "--batch": args.batch, "--peers": args.peers, "--turns": args.turns}
+    for name, value in (measuring | {"--graph": args.graph or None, "--host": args.host or None}).items():
+        if value is not None:
+            raise ArgumentError(name, value, "nothing beside --from, which measures nothing")
     try:
-        chosen = [w for w in CPU_WORKLOADS if re.search(args.only, w.label)]
+        with open(args.source, encoding="utf-8") as file:
+            figures = json.load(file)
+        if not (isinstance(figures, dict) and {"platform", "limits", "rows"} <= figures.keys()):
+            raise ValueError("no platform, limits and rows in it")
+    except (OSError, ValueError) as error:
+        raise ArgumentError("--from", repr(args.source), f"a file that `quire bench --json` wrote ({error})") from None
+    return figures
+
+
+def _measure(args: argparse.Namespace) -> dict[str, Any]:
+    on_gpu = args.device == "cuda"
+    for name, value in (("--peers", args.peers), ("--graph", args.graph or None), ("--host", args.host or None)):
+        if value is not None and not on_gpu:
+            raise ArgumentError(name, value, "only beside --device cuda")
+    if args.turns is not None and args.turns < 1:
+        raise ArgumentError("--turns", args.turns, "1 or more")
+    return (_measure_gpu if on_gpu else _measure_cpu)(args)
+
+
+def _measure_cpu(args: argparse.Namespace) -> dict[str, Any]:
+    from quire.bench import limits, run, workloads
+    from quire.bench.report import report
+    from quire.dispatch.platform import Platform
+
+    chosen = _chosen(args, workloads.CPU_WORKLOADS)
+    platform, bounds = Platform.detect("cpu"), limits.cpu_limits()
+    with _progress(len(chosen)) as tell:
+        rows = list(run.measure(chosen, bounds, turns=args.turns or run.TURNS, tell=tell))
+    return report("cpu", platform, bounds, rows, software=_software())
+
+
+def _measure_gpu(args: argparse.Namespace) -> dict[str, Any]:
+    import torch
+
+    from quire.bench import gpu, timing, workloads
+    from quire.bench.contestants import OWN_ON_CUDA, device_copy
+    from quire.bench.limits import gpu_limits
+    from quire.bench.peers import load
+    from quire.bench.report import report
+    from quire.dispatch.platform import Platform
+
+    chosen = _chosen(args, workloads.CUDA_WORKLOADS)
+    platform = Platform.detect("cuda")
+    peers, missing = load(None if args.peers is None else [name for name in args.peers.split(",") if name])
+    from quire.bench.gpu_read import reads
+
+    contestants = OWN_ON_CUDA | {"copy": device_copy} | peers
+    bounds = gpu_limits(timing.by_events, reads, torch.device("cuda"))
+    rows: list[Any] = []
+    host: list[dict[str, Any]] = []
+    figures: dict[str, Any] = {}
+    with _progress(len(chosen), lines=True) as tell:
+        if args.host:
+            tell(workloads.HOST_WORKLOAD.label)
+            host = gpu.host_times(workloads.HOST_WORKLOAD, contestants, timing.on_the_host)
+        for row in gpu.measure(
+            chosen,
+            bounds,
+            contestants,
+            timer=timing.by_events,
+            capture=timing.capture if args.graph else None,
+            turns=args.turns or gpu.TURNS,
+            tell=tell,
+        ):
+            rows.append(row)
+            # After every row: a run that is cut short has told what it knew.
+            figures = report("cuda", platform, bounds, rows, software=_software(), missing=missing, host=host)
+            _save(args, figures)
+    return figures
+
+
+def _chosen(args: argparse.Namespace, workloads: Sequence[Any]) -> list[Any]:
+    from quire.bench.workloads import parse_batch
+
+    if args.batch is not None:
+        workloads = [parse_batch(spec) for spec in args.batch]
+    try:
+        chosen = [w for w in workloads if re.search(args.only or "", w.label)]
     except re.error as error:
         raise ArgumentError("--only", repr(args.only), f"a regular expression ({error})") from None
     if not chosen:
-        raise ArgumentError("--only", repr(args.only), "a match for one of: " + "; ".join(w.label for w in CPU_WORKLOADS))
-    platform, limits = Platform.detect("cpu"), cpu_limits()
-    with _progress(len(chosen)) as tell:
-        measured = measure(chosen, limits, tell=tell)
-    report: dict[str, Any] = {
-        "platform": platform.to_dict(),
-        "limits": {"read_gigabytes_per_second": limits.bytes / 1e9, "fp32_gigaflops": limits.flops / 1e9},
-        "rows": [row.to_dict() | {"ratio": _ratio(row, measured)} for row in measured],
-    }
-    if args.json == "-":
-        print(json.dumps(report, indent=2))
-    else:
-        _print(report)
+        raise ArgumentError("--only", repr(args.only), "a match for one of: " + "; ".join(w.label for w in workloads))
+    return chosen
+
+
+def _software() -> dict[str, str]:
+    return {"quire": quire.__version__, "torch": version("torch"), "triton": version("triton")}
+
+
+def _save(args: argparse.Namespace, figures: Mapping[str, Any]) -> None:
     if args.json not in (None, "-"):
-        with open(args.json, "w") as file:
-            json.dump(report, file, indent=2)
-    return 0 if all(row.right for row in measured) else 1
+        with open(args.json, "w", encoding="utf-8") as file:
+            json.dump(figures, file, indent=2)
 
 
-def _ratio(row: Any, measured: list[Any]) -> float | None:
-    """How many times as fast as the best peer on the same workload."""
-    peers = [m.milliseconds for m in measured if m.workload == row.workload and m.contestant != "quire" and m.milliseconds]
-    return min(peers) / row.milliseconds if row.contestant == "quire" and row.milliseconds and peers else None
+def _print(figures: Mapping[str, Any]) -> None:
+    from quire.bench.report import host_table, notes, table, title
+
+    marks = [
+        "red" if not row["right"] else "bold" if row.get("own", row["contestant"] == "quire") else "" for row in figures["rows"]
+    ]
+    _print_table(title(figures), *table(figures), marks)
+    if figures.get("host"):
+        print()
+        _print_table("", *host_table(figures), [""] * len(figures["host"]))
+    for note in notes(figures):
+        print(note)
 
 
-HEAD = ("workload", "who", "ms", "+-", "GB/s", "GFLOP/s", "of limit", "error / allowed", "x peer")
-
-
-def _print(report: dict[str, Any]) -> None:
-    limits = report["limits"]
-    title = (
-        f"{report['platform']['name']}: reads {limits['read_gigabytes_per_second']:.1f} GB/s, multiplies "
-        f"{limits['fp32_gigaflops']:.0f} GFLOP/s in fp32 (measured in this run)"
-    )
-    rows = [_cells(row) for row in report["rows"]]
+def _print_table(title: str, head: Sequence[str], lines: Sequence[Sequence[str]], marks: Sequence[str]) -> None:
     try:
         from rich.console import Console
         from rich.table import Table
     except ImportError:
-        widths = [max(len(line[i]) for line in [HEAD, *rows]) for i in range(len(HEAD))]
-        print(title)
-        for line in [HEAD, *rows]:
+        widths = [max(len(line[i]) for line in [head, *lines]) for i in range(len(head))]
+        print(title, end="\n" if title else "")
+        for line in [head, *lines]:
             print("  ".join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip())
         return
-    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
-    for i, name in enumerate(HEAD):
+    table = Table(title=title or None, title_justify="left", box=None, pad_edge=False)
+    for i, name in enumerate(head):
         table.add_column(name, justify="left" if i < 2 else "right", no_wrap=True)
-    for row, cells in zip(report["rows"], rows):
-        style = "" if row["right"] else "red"
-        table.add_row(*cells, style="bold" if row["contestant"] == "quire" and not style else style)
-    Console(width=None if sys.stdout.isatty() else 140).print(table)
-
-
-def _cells(row: dict[str, Any]) -> tuple[str, ...]:
-    def figure(value: float | None, form: str) -> str:
-        return "" if value is None else format(value, form)
-
-    return (
-        row["workload"],
-        row["contestant"],
-        figure(row["milliseconds"], ".1f") or row["note"],
-        figure(row["spread"], ".0%"),
-        figure(row["gigabytes_per_second"], ".1f"),
-        figure(row["gigaflops"], ".0f"),
-        figure(row["of_limit"], ".0%"),
-        f"{row['error']:.1e} / {row['budget']:.1e}",
-        figure(row["ratio"], ".2f"),
-    )
+    for cells, mark in zip(lines, marks):
+        table.add_row(*cells, style=mark)
+    Console(width=None if sys.stdout.isatty() else 200).print(table)
 
 
 class _progress:
-    """A bar on a terminal, nothing elsewhere: the table that follows says it all."""
+    """A bar on a terminal. Elsewhere nothing, or, where a run is long, a line for each workload."""
 
-    def __init__(self, total: int):
-        self.total = total
+    def __init__(self, total: int, lines: bool = False):
+        self.total, self.lines = total, lines
         self.bar: Any = None
 
-    def __enter__(self) -> Any:
+    def __enter__(self) -> Callable[[str], None]:
+        start = time.perf_counter()
         if not sys.stderr.isatty():
-            return lambda name: None
+            if not self.lines:
+                return lambda name: None
+            return lambda name: print(f"{time.perf_counter() - start:5.0f} s  {name}", file=sys.stderr, flush=True)
         try:
             from rich.console import Console
             from rich.progress import Progress

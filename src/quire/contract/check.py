@@ -55,6 +55,11 @@ def checked() -> Iterator[None]:
         _checked.reset(token)
 
 
+def is_checked() -> bool:
+    """Whether the caller is within `checked()`."""
+    return _checked.get()
+
+
 def enforce_static(operation: str, call: Call) -> None:
     """Raises if shapes, types, devices or options alone break the contract, whatever the cache holds by now. Reads no value."""
     broken = [v for rule in CONTRACT if rule.id != "residency" for find in rule.static for v in find(call)]

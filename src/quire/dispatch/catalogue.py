@@ -7,8 +7,53 @@ from quire.dispatch.kernel import Kernel, Span
 _ANY_HEAD = Span(1, 512)
 _QUERIES = ("fp32", "fp16", "bf16", "e4m3fn", "e4m3fnuz", "e5m2")
 
+_TRITON = (
+    *("sm80", "sm86", "sm87", "sm89", "sm90", "sm100", "sm103", "sm120", "sm121"),
+    *("gfx90a", "gfx942", "gfx950", "gfx1100", "gfx1101", "gfx1102", "gfx1151", "gfx1200", "gfx1201"),
+)
+"""The GPUs that Triton compiles for: the least common ones by the rows of their families in `kernels/triton/tuning.py`."""
+
 CATALOGUE: tuple[Kernel, ...] = (
-    # GPU kernels go here, the most special first; then a native CPU kernel.
+    Kernel(
+        "triton-decode",
+        "attend",
+        "few new tokens a row: the keys of all rows are shared out evenly over the card, then combined",
+        "quire.kernels.triton.launch:launch_decode",
+        binder="quire.kernels.triton.bind:decode",
+        vendors=("nvidia", "amd"),
+        arches=_TRITON,
+        needs=("triton",),
+        q_dtypes=_QUERIES,
+        head_dim=_ANY_HEAD,
+        v_head_dim=_ANY_HEAD,
+        max_q_len=16,
+    ),
+    Kernel(
+        "triton-mixed",
+        "attend",
+        "long rows by tiles of queries and short rows by shares of keys, side by side in one launch",
+        "quire.kernels.triton.launch:launch_mixed",
+        binder="quire.kernels.triton.bind:mixed",
+        vendors=("nvidia", "amd"),
+        arches=_TRITON,
+        needs=("triton",),
+        q_dtypes=_QUERIES,
+        head_dim=_ANY_HEAD,
+        v_head_dim=_ANY_HEAD,
+    ),
+    Kernel(
+        "triton",
+        "write",
+        "finds the slots, quantises and stores, in one launch: every format and layout",
+        "quire.kernels.triton.write:launch",
+        binder="quire.kernels.triton.write:bind",
+        vendors=("nvidia", "amd"),
+        arches=_TRITON,
+        needs=("triton",),
+        head_dim=_ANY_HEAD,
+        v_head_dim=_ANY_HEAD,
+    ),
+    # A native CPU kernel goes here.
     # Last come the kernels that are always there. They read lengths on the host, so a CUDA graph cannot record them.
     Kernel(
         "torch",

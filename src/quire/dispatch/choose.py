@@ -49,8 +49,13 @@ def _choose(
     return decision
 
 
-def launcher_of(decision: Decision) -> Callable[..., Any]:
-    """The launcher of the chosen kernel."""
+def chosen_by(decision: Decision) -> Kernel:
+    """The kernel that was chosen; raises if there is none."""
     if decision.chosen is None:
         raise KernelError(f"no kernel can {decision.operation} this", decision)
-    return decision.chosen.load()
+    return decision.chosen
+
+
+def launcher_of(decision: Decision) -> Callable[..., Any]:
+    """The launcher of the chosen kernel."""
+    return chosen_by(decision).load()

@@ -153,6 +153,8 @@ class Kernel:
     summary: str
     launcher: str
     """'module:function', imported at the first launch and not before."""
+    binder: str | None = None
+    """'module:function' that makes a launcher for calls of one kind, if there is something to prepare once for all of them."""
     vendors: tuple[str, ...] | None = None
     families: tuple[str, ...] | None = None
     arches: tuple[str, ...] | None = None
@@ -183,14 +185,27 @@ class Kernel:
         """The launcher."""
         return self._loaded
 
+    def bind(self, *call: Any, **how: Any) -> Callable[..., Any]:
+        """A launcher for calls like this one: the same but for what tensors hold and where they lie. `how` stays as it is."""
+        if self.binder is not None:
+            return self._loaded_binder(*call, **how)
+        return partial(self._loaded, **how) if how else self._loaded
+
     @cached_property
     def _loaded(self) -> Callable[..., Any]:
-        module, _, function = self.launcher.partition(":")
+        return self._import(self.launcher)
+
+    @cached_property
+    def _loaded_binder(self) -> Callable[..., Any]:
+        return self._import(self.binder or self.launcher)
+
+    def _import(self, place: str) -> Callable[..., Any]:
+        module, _, function = place.partition(":")
         try:
-            launcher: Callable[..., Any] = getattr(importlib.import_module(module), function)
+            found: Callable[..., Any] = getattr(importlib.import_module(module), function)
         except (ImportError, AttributeError) as error:
-            raise KernelError(f"kernel {self.name!r} cannot {self.operation}: {self.launcher} does not load: {error}") from error
-        return launcher
+            raise KernelError(f"kernel {self.name!r} cannot {self.operation}: {place} does not load: {error}") from error
+        return found
 
 
 def _limits(kernel: Kernel) -> Iterator[Limit]:

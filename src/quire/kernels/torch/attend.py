@@ -25,6 +25,9 @@ from quire.kernels.torch.sight import Sight
 from quire.kernels.torch.strip import Strip
 from quire.options import Options
 
+ANY = 2**31 - 1
+"""More new tokens than any sequence has."""
+
 
 class Tile(NamedTuple):
     """How much is computed at a time. Tiles of keys start at multiples of `keys`."""
@@ -66,11 +69,19 @@ def launch(
     lse: torch.Tensor | None,
     *,
     context_from: int = 1,
+    only: tuple[int, int] = (0, ANY),
+    zero_padding: bool = False,
 ) -> None:
     """Writes `out` and, if given, `lse` for every live row. Sequences with at least `context_from` new tokens take those from
-    `new`; the others find all of theirs in the cache."""
+    `new`; the others find all of theirs in the cache. Under `only=(low, high)`, those with fewer than `low` or more than `high` new
+    tokens are left alone: nothing of them is read, and their output stays as it was. Rows of the LSE that belong to no sequence
+    become zero, and those of the output under `zero_padding`."""
     starts, kv_lens = batch.q_starts.tolist(), batch.kv_lens.tolist()
     causal = options.causal.tolist() if isinstance(options.causal, torch.Tensor) else [options.causal] * batch.seqs
+    if zero_padding:
+        out[starts[-1] :] = 0
+    if lse is not None:
+        lse[starts[-1] :] = 0
     longest = max((stop - start for start, stop in pairwise(starts)), default=0)
     tile = tile_for(cache, q.shape[1], longest, options.batch_invariant)
     keys = Reader(cache.k, cache.layout.k, cache.format, cache.k_scale, tile.keys)
@@ -79,6 +90,8 @@ def launch(
     on_host = q.device.type == "cpu"
     for seq, ((token, stop), kv_len) in enumerate(zip(pairwise(starts), kv_lens)):
         q_len = stop - token
+        if not only[0] <= q_len <= only[1]:
+            continue
         context, pages, bad = kv_len - q_len, batch.page_table[seq], []
         k_new = v_new = None
         if new is not None and q_len >= context_from:

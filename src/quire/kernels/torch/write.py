@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import torch
 
+from quire.batch import Batch
 from quire.cache.format import Format
 from quire.cache.kv_cache import KVCache
 
 
 @torch.no_grad()
-def launch(k: torch.Tensor, v: torch.Tensor, cache: KVCache, slots: torch.Tensor) -> None:
-    """Stores k and v `[tokens, kv_heads, dim]` at `slots` (int64 `[tokens]`, negative to skip), every head of them."""
+def launch(k: torch.Tensor, v: torch.Tensor, cache: KVCache, batch: Batch, slots: torch.Tensor | None) -> None:
+    """Stores k and v `[tokens, kv_heads, dim]` at `slots` (by default the batch's, negative to skip), every head of them."""
+    slots = batch.slots_of_tokens(k.shape[0], cache.page_size, slots)
     live = (slots >= 0).nonzero().squeeze(1)
     slots = slots[live]
     page, offset = slots // cache.page_size, slots % cache.page_size

@@ -1,0 +1,115 @@
+"""A workload's tensors: what every contestant is given."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from quire.batch import Batch
+from quire.bench.workloads import Workload
+from quire.cache.format import FORMATS
+from quire.cache.kv_cache import KVCache
+from quire.options import Options
+
+# Powers of two, so that a stored element times its scale is exact in 16 bits and the forms agree. Values are stored as they are:
+# FlashInfer would multiply its output in a kernel of its own otherwise.
+K_SCALE, V_SCALE, Q_SCALE = 0.5, 1.0, 0.5
+
+
+@dataclass(frozen=True)
+class Case:
+    """The cache holds every token, in layout nhd. `k` and `v` are the new tokens, as the cache gives them back; a write starts from
+    an empty cache."""
+
+    workload: Workload
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    cache: KVCache
+    batch: Batch
+    options: Options
+
+    def query(self, format: str) -> torch.Tensor:
+        """The queries, quantised (`x / Q_SCALE`) if `format` is not their own."""
+        if format == self.workload.dtype:
+            return self.q
+        return FORMATS[format].encode(self.q.float() / Q_SCALE)
+
+    def out(self) -> torch.Tensor:
+        """Memory for an output, NaN wherever nobody writes."""
+        return torch.full_like(self.q, torch.nan)
+
+    def page_lists(self) -> list[torch.Tensor]:
+        """The pages of each sequence, in order."""
+        used = [-(-(new + context) // self.cache.page_size) for new, context in self.workload.rows]
+        return [row[:count] for row, count in zip(self.batch.page_table, used)]
+
+    def keys_and_values(self, pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V of some pages, [tokens, kv_heads, head_dim], as numbers: fp32 if the cache is quantised."""
+        k, v = (x[pages.long()].flatten(0, 1) for x in (self.cache.k_bytes, self.cache.v_bytes))
+        return _numbers(k, v, self.cache)
+
+
+def _numbers(k: torch.Tensor, v: torch.Tensor, cache: KVCache) -> tuple[torch.Tensor, torch.Tensor]:
+    """What stored bytes stand for."""
+    k, v = k.view(cache.k.dtype), v.view(cache.v.dtype)
+    if cache.k_scale is None or cache.v_scale is None:
+        return k, v
+    return k.float() * cache.k_scale, v.float() * cache.v_scale
+
+
+def build(workload: Workload, device: torch.device | str = "cpu", folder: str | None = None) -> Case:
+    """The same in every process. With a folder, K and V are files in it, mapped by all who build there: then contestants read the
+    very same memory, and a slow bank of it is slow for everyone."""
+    w, device = workload, torch.device(device)
+    shuffle, values = torch.Generator().manual_seed(0), torch.Generator(device).manual_seed(1)
+    format, dtype = FORMATS[w.cache_format], FORMATS[w.dtype].dtype
+    lens = [new + context for new, context in w.rows]
+    used = [-(-n // w.page_size) for n in lens]
+    pages = sum(used)
+    # Peers read past the end of a table's row without a mask: its width is rounded up, and its padding names a page that exists.
+    table = torch.zeros(len(w.rows), -(-max(used) // 8) * 8, dtype=torch.int32)
+    for row, ids in zip(table, torch.randperm(pages, generator=shuffle).int().split(used)):
+        row[: len(ids)] = ids
+    starts = torch.tensor([0, *(new for new, _ in w.rows)]).cumsum(0).int()
+    batch = Batch(
+        table.to(device),
+        torch.tensor(lens).int().to(device),
+        starts.to(device),
+        max_q_len=max(new for new, _ in w.rows),
+        max_kv_len=max(lens),
+    )
+    slots = batch.slots_of_tokens(w.tokens, w.page_size)
+    shape = (pages, w.page_size, w.kv_heads, w.head_dim)
+    k_scale, v_scale = (K_SCALE, V_SCALE) if format.quantised else (None, None)
+    if w.operation == "write":
+        batch.slots = slots
+        stored = [torch.zeros(shape, dtype=format.dtype, device=device) for _ in "kv"]
+    else:
+        files = [None if folder is None else Path(folder, name) for name in "kv"]
+        stored = [_pages(shape, torch.float32 if format.quantised else dtype, values, file) for file in files]
+        if k_scale is not None and v_scale is not None:
+            stored = [format.encode(x.div_(scale)) for x, scale in zip(stored, (k_scale, v_scale))]
+    cache = KVCache.wrap(*stored, layout="nhd", format=format.name, k_scale=k_scale, v_scale=v_scale)
+    if w.operation == "write":
+        # One tensor of both, so that they can be copied as one.
+        k, v = torch.randn(2, w.tokens, w.kv_heads, w.head_dim, dtype=dtype, device=device, generator=values).unbind()
+    else:
+        k, v = (x.flatten(0, 1)[slots] for x in (cache.k_bytes, cache.v_bytes))
+        k, v = (x.to(dtype) for x in _numbers(k, v, cache))
+    q = torch.randn(w.tokens, w.q_heads, w.head_dim, generator=values, device=device).to(dtype)
+    return Case(w, q, k, v, cache, batch, Options(window=w.window))
+
+
+def _pages(shape: tuple[int, ...], dtype: torch.dtype, g: torch.Generator, file: Path | None) -> torch.Tensor:
+    """Random pages. On the host, fifths of small whole numbers are as good as normal numbers, and made in a tenth of the time."""
+    if g.device.type != "cpu":
+        return torch.randn(shape, generator=g, device=g.device, dtype=dtype)
+    pages = torch.randint(-8, 9, shape, generator=g, dtype=torch.int8)
+    if file is None:
+        return pages.to(dtype).div_(5)
+    made = file.exists()
+    mapped = torch.from_file(str(file), shared=True, size=pages.numel(), dtype=dtype).view(shape)
+    return mapped if made else mapped.copy_(pages).div_(5)

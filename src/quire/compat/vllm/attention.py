@@ -1,0 +1,126 @@
+"""One call of vLLM's as one launch of Quire's: checked by the contract, chosen by the dispatcher."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from quire.attend import Launch, capturing, choose_kernel
+from quire.batch import Batch
+from quire.cache.kv_cache import KVCache
+from quire.compat.vllm.caches import MOST, facts
+from quire.compat.vllm.strict import missing_tokens
+from quire.contract.call import Call
+from quire.contract.check import _checked, enforce
+from quire.errors import ArgumentError, ContractError, describe
+from quire.options import Options
+from quire.problem import power_of_two
+
+ANY = 2**31 - 1
+EVERY, DECODE, PREFILL = (0, ANY), (1, 1), (2, ANY)
+"""How many new tokens the rows have that a call is about: vLLM's decodes have one."""
+
+New = tuple[torch.Tensor, torch.Tensor] | None
+
+_launchers: dict[Any, Launch] = {}
+
+
+@dataclass
+class Mixture(Call):
+    """A call whose sequences do not all keep the same contract: those with at least `context_from` new tokens take them from
+    `new`, the others from the cache; and those outside of `only` are not part of it."""
+
+    context_from: int = 1
+    only: tuple[int, int] = EVERY
+
+    @cached_property
+    def taken(self) -> torch.Tensor:
+        """The sequences that are computed, bool `[seqs]`."""
+        return (self.q_lens >= max(self.only[0], 1)) & (self.q_lens <= self.only[1])
+
+    @cached_property
+    def lens_bound(self) -> torch.Tensor:
+        return super().lens_bound & self.taken
+
+    @cached_property
+    def end_needed(self) -> torch.Tensor:
+        dense = self.q_lens >= self.context_from if self.new is not None else torch.zeros_like(self.taken)
+        return torch.where(self.taken, torch.where(dense, self.context, self.kv_lens), 0)
+
+
+def attend(
+    q: torch.Tensor,
+    cache: KVCache,
+    batch: Batch,
+    options: Options,
+    new: New,
+    out: torch.Tensor,
+    *,
+    context_from: int = 1,
+    only: tuple[int, int] = EVERY,
+    strict: bool = False,
+) -> None:
+    """Writes `out`. Values are checked where they lie in host memory, under `strict` and in `quire.checked()`; what shapes and
+    types say is checked, and turned into a launcher, once for calls of a kind."""
+    kind = (*kind_of(q, cache, batch, options, new, out), context_from, only)
+    launch = _launchers.get(kind)
+    if launch is None or q.device.type == "cpu" or strict or _checked.get():
+        call = Mixture(cache, batch, q, options, new, out, context_from=context_from, only=only)
+        enforce("attend", call, "full" if strict else "auto")
+        launch = choose_kernel(q, cache, batch, options, new, out, False, None, context_from=context_from, only=only)
+        if len(_launchers) >= MOST:
+            _launchers.clear()
+        _launchers[kind] = launch
+        if strict and new is not None:
+            missing = missing_tokens(call)
+            if missing:
+                raise ContractError("attend", missing)
+    launch(q, cache, batch, options, new, out, None)
+
+
+def kind_of(q: torch.Tensor, cache: KVCache, batch: Batch, options: Options, new: New, out: torch.Tensor) -> Any:
+    """All that the static rules and the dispatcher look at."""
+    hints = (None if hint is None else power_of_two(hint) for hint in (batch.max_q_len, batch.max_kv_len))
+    return (
+        cache.layout.name,
+        cache.format.name,
+        *hints,
+        capturing(q),
+        *facts(q, cache.k, cache.v, cache.k_scale, cache.v_scale, batch.page_table, batch.kv_lens, batch.q_starts, out),
+        *facts(*(new or ())),
+        *facts(options.window, options.softcap, options.alibi, options.sinks, options.causal, options.mask),
+        *facts(options.positions, options.q_scale, options.out_scale),
+    )
+
+
+def new_tokens(key: torch.Tensor | None, value: torch.Tensor | None) -> New:
+    """The dense keys and values of the new tokens; None if all of them are in the cache."""
+    if key is None and value is None:
+        return None
+    if key is None or value is None:
+        raise ArgumentError("new[1]" if value is None else "new[0]", None, "both key and value, or neither")
+    return key, value
+
+
+def batch_of(
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    max_query_len: int | None,
+    max_seq_len: int | None,
+    addresses_in: torch.Tensor | None = None,
+) -> Batch:
+    """The batch over vLLM's index tensors. `addresses_in` is the key cache whose blocks the table names by their addresses."""
+    for name, tensor in (("page_table", block_table), ("kv_lens", seq_lens)):
+        if not isinstance(tensor, torch.Tensor) or not tensor.dim():
+            raise ArgumentError(name, describe(tensor), "a tensor of int32 or int64")
+    if block_table.shape[0] > seq_lens.shape[0]:
+        block_table = block_table[: seq_lens.shape[0]]  # engines keep their tables at the size of the largest batch
+    if addresses_in is not None:
+        # An address outside of the cache becomes a page outside of it; nobody follows either.
+        size = addresses_in.stride(0) * addresses_in.element_size()
+        block_table = torch.div(block_table.long() - addresses_in.data_ptr(), size, rounding_mode="floor")
+    return Batch(block_table, seq_lens, query_start_loc, max_q_len=max_query_len, max_kv_len=max_seq_len)

@@ -1,0 +1,76 @@
+"""The border between vLLM's words and Quire's: whatever goes wrong inside is told in the words of the operator that was called."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import wraps
+from typing import ParamSpec, TypeVar
+
+import torch
+
+from quire.contract.rule import Violation
+from quire.errors import ArgumentError, ContractError
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+COMMON = {
+    "q": "query",
+    "new[0]": "key",
+    "new[1]": "value",
+    "k": "key",
+    "v": "value",
+    "out": "output",
+    "page_table": "block_table",
+    "kv_lens": "seq_lens",
+    "q_starts": "query_start_loc",
+    "slots": "slot_mapping",
+    "max_q_len": "max_query_len",
+    "max_kv_len": "max_seq_len",
+    "alibi": "alibi_slopes",
+    "window": "sliding_window",
+    "scale": "sm_scale",
+    "q_scale": "q_descale",
+    "out_scale": "output_scale",
+    "k_pages": "key_cache",
+    "v_pages": "value_cache",
+}
+"""What most of vLLM's operators call the arguments that Quire names on the left."""
+
+IN_PROSE = ("page_table", "kv_lens", "q_starts", "slots", "max_q_len", "max_kv_len", "k_pages", "v_pages", "q_scale", "out_scale")
+"""Words that mean nothing but an argument, wherever a message uses them."""
+
+
+def operator(words: Mapping[str, str] | None = None) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Makes a function one of vLLM's: it needs no gradients, and its errors name its own arguments. `words` are those that differ
+    from the common ones."""
+    translation = COMMON | dict(words or {})
+    in_prose = re.compile(rf"\b({'|'.join(IN_PROSE)})\b")
+
+    def argument(name: str) -> str:
+        """The argument that a message is about, its index kept."""
+        known = max((word for word in translation if re.match(rf"{re.escape(word)}(\[|$)", name)), key=len, default="")
+        return translation[known] + name[len(known) :] if known else name
+
+    def prose(text: str) -> str:
+        return in_prose.sub(lambda word: translation[word[0]], text)
+
+    def violation(v: Violation) -> Violation:
+        return replace(v, argument=argument(v.argument), given=prose(v.given), allowed=prose(v.allowed), picture=prose(v.picture))
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        @wraps(function)
+        def call(*args: P.args, **kwargs: P.kwargs) -> R:
+            try:
+                with torch.no_grad():
+                    return function(*args, **kwargs)
+            except ArgumentError as error:
+                raise ArgumentError(argument(error.argument), error.given, prose(error.allowed)) from None
+            except ContractError as error:
+                raise ContractError(f"compat.vllm.{function.__name__}", [violation(v) for v in error.violations]) from None
+
+        return call
+
+    return decorate

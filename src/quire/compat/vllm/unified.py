@@ -1,0 +1,195 @@
+"""Any mix of query lengths over token-major caches that hold every token."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+import torch
+
+from quire.cache.format import format_of
+from quire.cache.kv_cache import KVCache, Scale
+from quire.compat.vllm.attention import attend, batch_of
+from quire.compat.vllm.border import operator
+from quire.compat.vllm.caches import E4M3, number, platform_fp8, wrap
+from quire.compat.vllm.tree import check_bias, tree_mask
+from quire.errors import ArgumentError, describe
+from quire.options import Options
+from quire.problem import is_fp8
+
+
+class KVQuantMode(IntEnum):
+    """vLLM's names for the ways a cache is quantised."""
+
+    NONE = 0
+    FP8_PER_TENSOR = 1
+    INT8_PER_TOKEN_HEAD = 2
+    FP8_PER_TOKEN_HEAD = 3
+    INT4_PER_TOKEN_HEAD = 4
+    NVFP4 = 5
+    TURBOQUANT_K8V4 = 6
+    TURBOQUANT_4BIT_NC = 7
+    TURBOQUANT_K3V4_NC = 8
+    TURBOQUANT_3BIT_NC = 9
+
+
+FP8_TYPES = (torch.uint8, *E4M3, torch.float8_e5m2)
+STORAGE: dict[KVQuantMode, tuple[torch.dtype, ...]] = {
+    KVQuantMode.NONE: (torch.float32, torch.float16, torch.bfloat16, *FP8_TYPES[1:]),
+    KVQuantMode.FP8_PER_TENSOR: FP8_TYPES,
+    KVQuantMode.INT8_PER_TOKEN_HEAD: (torch.int8,),
+    KVQuantMode.FP8_PER_TOKEN_HEAD: FP8_TYPES,
+}
+"""The modes that can be read here, and what their caches may be stored as."""
+
+
+@operator(
+    {
+        "q": "q",
+        "out": "out",
+        "kv_lens": "seqused_k",
+        "q_starts": "cu_seqlens_q",
+        "max_q_len": "max_seqlen_q",
+        "max_kv_len": "max_seqlen_k",
+        "window": "window_size",
+        "scale": "softmax_scale",
+        "k_pages": "k",
+        "v_pages": "v",
+        "k_scale": "k_descale",
+        "v_scale": "v_descale",
+    }
+)
+def unified_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    max_seqlen_q: int,
+    seqused_k: torch.Tensor,
+    max_seqlen_k: int,
+    softmax_scale: float,
+    causal: bool | torch.Tensor,
+    window_size: tuple[int, int],
+    block_table: torch.Tensor,
+    softcap: float,
+    q_descale: Scale,
+    k_descale: Scale,
+    v_descale: Scale,
+    seq_threshold_3D: int | None = None,
+    num_par_softmax_segments: int | None = None,
+    softmax_segm_output: torch.Tensor | None = None,
+    softmax_segm_max: torch.Tensor | None = None,
+    softmax_segm_expsum: torch.Tensor | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    output_scale: Scale = None,
+    qq_bias: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+    mm_prefix_range: torch.Tensor | None = None,
+    rswa_prefix_lens: torch.Tensor | None = None,
+    rswa_window: int | None = None,
+    use_alibi_sqrt: bool = False,
+    kv_quant_mode: int = KVQuantMode.NONE,
+    k_scale_cache: torch.Tensor | None = None,
+    v_scale_cache: torch.Tensor | None = None,
+    chunk_lookback: int = -1,
+    use_td: bool = False,
+    mm_prefix_clamp_sliding_window: bool = False,
+) -> None:
+    """Writes `out`: attention of `q` over the caches `k` and `v` [blocks, block_size, kv_heads, head_size], which hold every token
+    of every row. `window_size[0]` keys before a query's own are visible, and as many after it where `causal` is False; below 0,
+    all.
+
+    How the work is divided is decided here: segment buffers, their number and `use_td` are taken and not needed."""
+    window = 1 + window_size[0] if window_size[0] >= 0 else None
+    causal = causal.bool() if isinstance(causal, torch.Tensor) else bool(causal)
+    if rswa_window is not None and rswa_prefix_lens is not None:
+        raise ArgumentError("rswa_window", rswa_window, "None: a prefix that stays visible beside a window cannot be expressed")
+    if chunk_lookback > -1 and window is not None:
+        raise ArgumentError("chunk_lookback", chunk_lookback, "-1: aligned chunks cannot be expressed as a window")
+    if alibi_slopes is not None and use_alibi_sqrt:
+        raise ArgumentError("use_alibi_sqrt", True, "False: ALiBi is linear here")
+    if alibi_slopes is not None and (causal is not True or mm_prefix_range is not None):
+        allowed = "None beside tokens that look ahead: upstream raises their logits there, ALiBi lowers them"
+        raise ArgumentError("alibi_slopes", describe(alibi_slopes), allowed)
+
+    cache = cache_of(k, v, kv_quant_mode, k_descale, v_descale, k_scale_cache, v_scale_cache)
+    batch = batch_of(block_table, seqused_k, cu_seqlens_q, max_seqlen_q, max_seqlen_k)
+    mask = positions = None
+    sides: tuple[int | None, int | None] | int | None = window
+    if batch.seqs and (qq_bias is not None or mm_prefix_range is not None):
+        if mm_prefix_range is not None:
+            _check_ranges(mm_prefix_range, batch.seqs, window is None or mm_prefix_clamp_sliding_window)
+        if qq_bias is not None:
+            batch = check_bias(qq_bias, batch)
+        mask, positions = tree_mask(batch, q.shape[0], causal, window, qq_bias, mm_prefix_range)
+        causal, sides = True, None if window is None else (window - 1, None)
+        positions = None if window is None and alibi_slopes is None else positions
+    options = Options(
+        window=sides,
+        softcap=softcap if softcap and softcap > 0 else None,
+        alibi=alibi_slopes,
+        sinks=sinks,
+        scale=softmax_scale,
+        causal=causal,
+        mask=mask,
+        positions=positions,
+        q_scale=_q_scale(q, q_descale),
+        out_scale=number("out_scale", output_scale),
+    )
+    attend(q, cache, batch, options, None, out)
+
+
+def cache_of(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    kv_quant_mode: int,
+    k_descale: Scale,
+    v_descale: Scale,
+    k_scale_cache: torch.Tensor | None,
+    v_scale_cache: torch.Tensor | None,
+) -> KVCache:
+    """The caches under their mode: one scale for all, or one for each token and head."""
+    for name, cache in (("k", k), ("v", v)):
+        if not isinstance(cache, torch.Tensor):
+            raise ArgumentError(name, describe(cache), "a tensor [blocks, block_size, kv_heads, head_size]")
+    if kv_quant_mode not in STORAGE:
+        raise ArgumentError("kv_quant_mode", describe(kv_quant_mode), ", ".join(f"{mode.name} ({mode:d})" for mode in STORAGE))
+    mode = KVQuantMode(kv_quant_mode)
+    if k.dtype not in STORAGE[mode]:
+        allowed = ", ".join(str(dtype) for dtype in STORAGE[mode])
+        raise ArgumentError("kv_quant_mode", f"{mode.name} over {k.dtype} storage", f"storage of {allowed}")
+    format = platform_fp8(k.device) if k.dtype is torch.uint8 else format_of(k.dtype)
+    if mode in (KVQuantMode.INT8_PER_TOKEN_HEAD, KVQuantMode.FP8_PER_TOKEN_HEAD):
+        for name, scales in (("k_scale_cache", k_scale_cache), ("v_scale_cache", v_scale_cache)):
+            if not isinstance(scales, torch.Tensor) or tuple(scales.shape) != tuple(k.shape[:3]):
+                raise ArgumentError(name, describe(scales), f"float32 [blocks, block_size, kv_heads] = {list(k.shape[:3])}")
+        return wrap("nhd", k, v, format, k_scale_cache, v_scale_cache)
+    if not format.quantised:
+        return wrap("nhd", k, v, format, None, None)
+    return wrap("nhd", k, v, format, _per_head("k_descale", k_descale), _per_head("v_descale", v_descale))
+
+
+def _per_head(name: str, descale: Scale) -> Scale:
+    """A scale for all, or one for each kv head: [seqs, kv_heads] has the same for every sequence, as all share the cache."""
+    if not isinstance(descale, torch.Tensor) or descale.numel() == 1 or not any(descale.stride()):
+        return number(name, descale)
+    if descale.dim() == 2 and len(descale):
+        if descale.device.type == "cpu" and not torch.equal(descale, descale[:1].expand_as(descale)):
+            raise ArgumentError(name, "scales that differ between sequences", "one for each kv head at most")
+        return descale[0]
+    return descale
+
+
+def _q_scale(q: torch.Tensor, q_descale: Scale) -> Scale:
+    """Queries that are not fp8 have no scale, whatever is passed along."""
+    if not is_fp8(q.dtype):
+        return None
+    return 1.0 if q_descale is None else number("q_scale", q_descale)
+
+
+def _check_ranges(ranges: torch.Tensor, seqs: int, expressible: bool) -> None:
+    if not isinstance(ranges, torch.Tensor) or ranges.dim() != 3 or (ranges.shape[0], ranges.shape[2]) != (seqs, 2):
+        raise ArgumentError("mm_prefix_range", describe(ranges), f"[seqs, ranges, 2] with seqs = {seqs}")
+    if not expressible:
+        allowed = "None beside a window, unless mm_prefix_clamp_sliding_window: a range does not reach over the window's edge here"
+        raise ArgumentError("mm_prefix_range", describe(ranges), allowed)

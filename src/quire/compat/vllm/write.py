@@ -1,0 +1,83 @@
+"""Cache writes: new keys and values into the slots of vLLM's slot_mapping."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from quire.attend import Launch, capturing
+from quire.batch import INDEX_TYPES, Batch
+from quire.cache.kv_cache import KVCache, Scale
+from quire.compat.vllm.border import operator
+from quire.compat.vllm.caches import MOST, facts, token_major, x_packed
+from quire.contract.call import Call
+from quire.contract.check import _checked, enforce
+from quire.errors import ArgumentError, describe
+from quire.write import choose_writer
+
+_writers: dict[Any, Launch] = {}
+
+
+@operator()
+def reshape_and_cache(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    kv_cache_dtype: str,
+    k_scale: Scale,
+    v_scale: Scale,
+) -> None:
+    """Stores key and value [tokens, kv_heads, head_size] in the x-packed caches, every head of them. Tokens with a negative slot,
+    and those beyond `slot_mapping`, are left out."""
+    store(key, value, x_packed(kv_cache_dtype, key_cache, value_cache, k_scale, v_scale), slot_mapping)
+
+
+@operator()
+def reshape_and_cache_flash(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    kv_cache_dtype: str,
+    k_scale: Scale,
+    v_scale: Scale,
+) -> None:
+    """The same for caches [blocks, block_size, kv_heads, head_size] of any strides. The scales may be one for each kv head."""
+    store(key, value, token_major(kv_cache_dtype, key_cache, value_cache, k_scale, v_scale), slot_mapping)
+
+
+def store(key: torch.Tensor, value: torch.Tensor, cache: KVCache, slot_mapping: torch.Tensor) -> None:
+    """Checks and chooses as `attend` does here: values in host memory always, shapes and types once for calls of a kind."""
+    if not isinstance(slot_mapping, torch.Tensor) or slot_mapping.dim() != 1 or slot_mapping.dtype not in INDEX_TYPES:
+        raise ArgumentError("slots", describe(slot_mapping), "a tensor [tokens] of int32 or int64")
+    tokens = slot_mapping.shape[0]
+    key, value = key[:tokens], value[:tokens]
+    kind = (cache.layout.name, cache.format.name, capturing(key), *facts(key, value, cache.k, cache.v, slot_mapping))
+    kind += facts(cache.k_scale, cache.v_scale)
+    # As one sequence of new tokens without a table: the slots say where they go.
+    # What a graph that is being recorded makes is the graph's own.
+    make = _one_sequence.__wrapped__ if capturing(key) else _one_sequence
+    table, starts = make(tokens, slot_mapping.device)
+    batch = Batch(table, starts[1:], starts, slots=slot_mapping, max_q_len=tokens, max_kv_len=tokens)
+    launch = _writers.get(kind)
+    if launch is None or key.device.type == "cpu" or _checked.get():
+        checked = Batch(table, starts[1:], starts, slots=slot_mapping.clamp(min=-1), max_q_len=tokens, max_kv_len=tokens)
+        enforce("write", Call(cache, checked, k=key, v=value), "auto")
+        launch = choose_writer(key, value, cache, batch, None, None)
+        if len(_writers) >= MOST:
+            _writers.clear()
+        _writers[kind] = launch
+    launch(key, value, cache, batch, None)
+
+
+@lru_cache(maxsize=256)
+def _one_sequence(tokens: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """A table without columns, and where one sequence's tokens start and end: constants, kept where they are used."""
+    starts = torch.zeros(2, dtype=torch.int32, device=device)
+    starts[1:] = tokens
+    return torch.zeros(1, 0, dtype=torch.int32, device=device), starts

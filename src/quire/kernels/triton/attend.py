@@ -1,0 +1,209 @@
+"""Attention over pages. One kernel; a program is either one of the first `room.programs`, or a tile of long queries.
+
+    the first programs   take an even share each of the key tiles of all short rows, whatever units these belong to. What they
+                         gathered of a unit that others share waits in `room`, and `combine` adds it up.
+    the others           take one unit of a long row each, from its first key to its last, the longest first
+
+Both kinds run side by side on the card. Without LONG every row is short, and there are no others.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from quire.kernels.triton.schedule import find_row, key_tiles, lengths, program_of, share_begin, sharers_of, short_work, total_work, uniform
+from quire.kernels.triton.tiles import existing, look_up, meet
+from quire.kernels.triton.units import finish, load_queries, locate, nothing_yet, parts_of, store
+
+
+@triton.jit
+def attend_kernel(
+    out, room, query, cache, rows, new, features, SHORT: tl.constexpr, LONG: tl.constexpr, C: tl.constexpr
+):
+    program = tl.program_id(0)
+    if program < room.programs:
+        if C.ZERO_PADDING or out.lse is not None:
+            zero_padding(out, rows, program, room.programs, C)
+        short_rows(out, room, query, cache, rows, new, features, program, SHORT, C)
+        if C.EARLY:
+            tl.extra.cuda.gdc_launch_dependents()
+    elif LONG is not None:
+        long_row(out, query, cache, rows, new, features, program - room.programs, LONG, C)
+
+
+@triton.jit
+def short_rows(out, room, query, cache, rows, new, features, program, T: tl.constexpr, C: tl.constexpr):
+    """One program's share of the short rows."""
+    total = total_work(rows, False, T, C)
+    sharers = sharers_of(rows, total, room.programs, T, C)
+    at = share_begin(program, total, sharers)
+    end = share_begin(program + 1, total, sharers)
+    begin = at
+    row, row_begin = find_row(rows, at, False, T, C)
+    note(room, program, 0, 0, 0, 0, 0, T, C)
+    while at < end:
+        start, q_len, kv_len = lengths(rows, row, True)
+        work = short_work(q_len, kv_len, T, C)
+        if work == 0:
+            row += 1
+        else:
+            first, tiles = key_tiles(q_len, kv_len, T, C)
+            pieces = tl.where(C.INVARIANT, 1, tiles + C.OPENING)
+            index = ((at - row_begin) // pieces).to(tl.int32)
+            piece = (at - row_begin - index * pieces).to(tl.int32)
+            count = tl.minimum(pieces - piece, end - at).to(tl.int32)
+            q_tiles = (q_len + T.TOKENS - 1) // T.TOKENS
+            head = index // q_tiles
+            q_tile = index % q_tiles
+            unit = locate(rows, features, row, q_tile, head, T, C)
+            if C.INVARIANT:
+                lowest = unit.low // T.KEYS * T.KEYS
+                highest = unit.high
+            else:
+                lowest = tl.maximum((first + tl.maximum(piece - C.OPENING, 0)) * T.KEYS, unit.low // T.KEYS * T.KEYS)
+                highest = tl.minimum((first + tl.maximum(piece + count - C.OPENING, 0)) * T.KEYS, unit.high)
+            broken = runs_out(rows, cache, unit, C)
+            if q_tiles > 1:
+                broken |= misses_page(rows, cache, unit, C)
+            if broken:
+                highest = lowest
+            # Pages first, then queries: the keys wait for their pages, and nobody for the queries but the first product.
+            page = look_up(rows, unit, lowest + tl.arange(0, T.KEYS), highest, C)
+            q, scale = load_queries(query, cache, features, unit, T, C)
+            SOURCE: tl.constexpr = "both" if C.NEW else "pages"
+            weighted, top, weights, missing = meet(
+                nothing_yet(T, C), q, scale, page, unit, rows, cache, new, features, lowest, highest, True, SOURCE, True, T, C
+            )
+            broken |= tl.max(missing.to(tl.int32)) > 0
+            if count == pieces:
+                result, lse = finish(weighted, top, weights, unit.head, unit.live, features, cache, unit.kv_head, C)
+                store(out, unit.token, unit.head, unit.live, result, lse, broken, C)
+            else:
+                leave(room, program, at != begin, weighted, top, weights, broken, T, C)
+                if piece == 0:
+                    last = program_of(at + pieces - 1, total, sharers)
+                    nth = q_tile * T.TOKENS
+                    note(room, program, last - program + 1, (at != begin).to(tl.int32), start + nth, q_len - nth, head, T, C)
+            at += count
+            if at == row_begin + work:
+                row_begin = at
+                row += 1
+
+
+@triton.jit
+def leave(room, program, second, weighted, top, weights, broken, T: tl.constexpr, C: tl.constexpr):
+    """Leaves what was gathered of a shared unit. A program shares at most two: the one it begins in, and the one it ends in."""
+    index = tl.arange(0, T.ROWS)
+    dim = tl.arange(0, C.V_WIDTH)
+    place = (program * 2 + second.to(tl.int32)) * T.ROWS + index
+    tops, totals, _ = parts_of(room, T, C)
+    tl.store(room.at + place[:, None] * C.V_WIDTH + dim[None, :], weighted)
+    tl.store(tops + place, top)
+    tl.store(totals + place, tl.where(broken, float("nan"), weights))
+
+
+@triton.jit
+def note(room, program, parts, second, token, tokens, head, T: tl.constexpr, C: tl.constexpr):
+    """Notes which unit a program was the first of several to work on: in how many parts, in which place its own is, where its
+    queries are. 0 parts: none."""
+    _, _, notes = parts_of(room, T, C)
+    tl.store(notes + program * 5, parts)
+    tl.store(notes + program * 5 + 1, second)
+    tl.store(notes + program * 5 + 2, token)
+    tl.store(notes + program * 5 + 3, tokens)
+    tl.store(notes + program * 5 + 4, head)
+
+
+@triton.jit
+def long_row(out, query, cache, rows, new, features, program, T: tl.constexpr, C: tl.constexpr):
+    """One unit of a long row."""
+    total = total_work(rows, True, T, C)
+    nth = program // T.HEADS
+    if nth < total:
+        # From the last to the first: later queries see more keys, and the longest work should not begin last.
+        at = total - 1 - nth
+        row, row_begin = find_row(rows, at, True, T, C)
+        unit = locate(rows, features, row, (at - row_begin).to(tl.int32), program % T.HEADS, T, C)
+        q, scale = load_queries(query, cache, features, unit, T, C)
+        begin = unit.low // T.KEYS * T.KEYS
+        end = unit.high
+        broken = runs_out(rows, cache, unit, C) or misses_page(rows, cache, unit, C)
+        if broken:
+            end = begin
+        weighted, top, weights, missing = meet_all(
+            nothing_yet(T, C), q, scale, unit, rows, cache, new, features, begin, end, T, C
+        )
+        if C.TREE:
+            broken |= tl.max(missing.to(tl.int32)) > 0
+        result, lse = finish(weighted, top, weights, unit.head, unit.live, features, cache, unit.kv_head, C)
+        store(out, unit.token, unit.head, unit.live, result, lse, broken, C)
+
+
+@triton.jit
+def meet_all(state, q, scale, unit, rows, cache, new, features, begin, end, T: tl.constexpr, C: tl.constexpr):
+    """Keys [begin, end) of a unit in order; begin is a multiple of a tile. Where every query sees every key, nothing is hidden.
+    The pages exist, except a tree's: nobody has asked for those."""
+    SOURCE: tl.constexpr = "both" if C.NEW else "pages"
+    if C.TREE:
+        state = meet(state, q, scale, None, unit, rows, cache, new, features, begin, end, True, SOURCE, True, T, C)
+    else:
+        if C.LEFT is not None:
+            middle = tl.minimum((unit.all_from + T.KEYS - 1) // T.KEYS * T.KEYS, (end + T.KEYS - 1) // T.KEYS * T.KEYS)
+            middle = tl.maximum(middle, begin)
+            stop = tl.minimum(middle, end)
+            state = meet(state, q, scale, None, unit, rows, cache, new, features, begin, stop, True, SOURCE, False, T, C)
+            begin = middle
+        middle = tl.minimum(tl.minimum(unit.all_to, unit.cached), end) // T.KEYS * T.KEYS
+        middle = tl.maximum(middle, begin)
+        state = meet(state, q, scale, None, unit, rows, cache, new, features, begin, middle, False, "pages", False, T, C)
+        if C.NEW:
+            # The tile in which the context ends, then tiles of new tokens alone.
+            begin = tl.maximum((unit.cached + T.KEYS - 1) // T.KEYS * T.KEYS, middle)
+            stop = tl.minimum(begin, end)
+            state = meet(state, q, scale, None, unit, rows, cache, new, features, middle, stop, True, "both", False, T, C)
+            middle = tl.maximum(tl.minimum(unit.all_to, end) // T.KEYS * T.KEYS, begin)
+            state = meet(state, q, scale, None, unit, rows, cache, new, features, begin, middle, False, "new", False, T, C)
+        state = meet(state, q, scale, None, unit, rows, cache, new, features, middle, end, True, SOURCE, False, T, C)
+    return state
+
+
+@triton.jit
+def runs_out(rows, cache, unit, C: tl.constexpr):
+    """Whether the table is too short for the row, or there is no page at all."""
+    too_short = unit.cached > rows.table_width.to(tl.int64) * C.PAGE_SIZE
+    return (too_short | (cache.pages < 1)) & (unit.cached > 0)
+
+
+@triton.jit
+def misses_page(rows, cache, unit, C: tl.constexpr):
+    """Whether a page that a row needs does not exist: it is NaN as a whole, whichever of its queries see that page. A tree is
+    asked key by key instead: it may need only some of them."""
+    missing = tl.full([], 0, tl.int32)
+    if not C.TREE:
+        begin = tl.full([], 0, tl.int32)
+        if C.LEFT is not None:
+            begin = tl.maximum(unit.context - C.LEFT, 0) // C.PAGE_SIZE
+        for first in range(begin, tl.minimum((unit.cached + C.PAGE_SIZE - 1) // C.PAGE_SIZE, rows.table_width), C.SCAN):
+            column = first + tl.arange(0, C.SCAN)
+            needed = (column * C.PAGE_SIZE < unit.cached) & (column < rows.table_width)
+            page = tl.load(rows.page_table + unit.row.to(tl.int64) * rows.table_row + column, mask=needed, other=0)
+            _, exists = existing(page, cache.pages)
+            missing += tl.sum((needed & ~exists).to(tl.int32))
+    return uniform(missing, C) > 0
+
+
+@triton.jit
+def zero_padding(out, rows, program, programs, C: tl.constexpr):
+    """Zeros for rows of the LSE, and of an output that is new, which belong to no sequence."""
+    WIDTH: tl.constexpr = C.V_WIDTH
+    dim = tl.arange(0, WIDTH)
+    used = tl.load(rows.q_starts + rows.seqs * rows.q_starts_step).to(tl.int32)
+    for nth in range(used + program, rows.tokens, programs):
+        token = tl.full([], 0, tl.int64) + nth
+        for head in range(0, C.KV_HEADS * C.GROUP):
+            if C.ZERO_PADDING:
+                at = token * out.token + head * out.head + dim * C.OUT_DIM
+                tl.store(out.at + at, tl.zeros([WIDTH], out.at.dtype.element_ty), mask=dim < C.V_DIM)
+            if out.lse is not None:
+                tl.store(out.lse + token * (C.KV_HEADS * C.GROUP) + head, 0.0)

@@ -1,0 +1,122 @@
+"""What the compiler makes of the kernels for cards that need not be here: memory, registers and instructions, read from the
+compiled object. A compiler may abort: `compile_apart` lets it do so in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable
+from dataclasses import asdict
+from typing import Any, NamedTuple
+
+from quire.kernels.triton.sample import Sample
+
+
+class Card(NamedTuple):
+    """A target of the compiler, and what one program can have there."""
+
+    backend: str
+    number: int | str
+    warp: int
+    shared_memory: int
+    """Bytes."""
+
+
+CARDS: dict[str, Card] = {
+    "sm80": Card("cuda", 80, 32, 163 * 1024),
+    "sm89": Card("cuda", 89, 32, 99 * 1024),
+    "sm90": Card("cuda", 90, 32, 227 * 1024),
+    "sm100": Card("cuda", 100, 32, 227 * 1024),
+    "gfx90a": Card("hip", "gfx90a", 64, 64 * 1024),
+    "gfx942": Card("hip", "gfx942", 64, 64 * 1024),
+    "gfx950": Card("hip", "gfx950", 64, 160 * 1024),
+    "gfx1100": Card("hip", "gfx1100", 32, 64 * 1024),
+    "gfx1201": Card("hip", "gfx1201", 32, 64 * 1024),
+}
+
+_MATRIX = r"wgmma\.mma_async|mma\.sync|tcgen05\.mma|v_mfma_\w+|v_wmma_\w+"
+_NOTABLE = re.compile(rf"{_MATRIX}|griddepcontrol\.\w+|redux\.sync|cvt\.\w+\.f16x2\.e4m3x2|cp\.async\.c[ag]\.shared\.global")
+
+
+class Compiled(NamedTuple):
+    """One kernel, compiled."""
+
+    kernel: str
+    warps: int
+    shared_memory: int
+    """Bytes a program."""
+    registers: int
+    """Of a thread."""
+    spilled: int
+    """Bytes of registers that a thread keeps in memory, because it has too few."""
+    instructions: list[str]
+    """Those that tell how it was compiled."""
+
+    @property
+    def matrix(self) -> str:
+        """The instructions of its products."""
+        return ", ".join(name for name in self.instructions if re.fullmatch(_MATRIX, name))
+
+
+def compile_for(arch: str, sample: Sample) -> list[Compiled]:
+    """The kernels of a call, in the order of their launches."""
+    from quire.kernels.triton.recipe import recipe_of
+
+    card = CARDS[arch]
+    return [_read(recipe_of(launch).compile(card.backend, card.number, card.warp)) for launch in sample.launches(arch)]
+
+
+def compile_apart(work: Iterable[tuple[str, Sample]]) -> list[list[Compiled] | str]:
+    """The same for many, in another process; in place of what could not be compiled, what the compiler said."""
+    todo = [(arch, asdict(sample)) for arch, sample in work]
+    results: list[list[Compiled] | str] = []
+    program = f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import main; main()"
+    while len(results) < len(todo):
+        rest = json.dumps(todo[len(results) :])
+        done = subprocess.run([sys.executable, "-c", program], input=rest, capture_output=True, text=True)
+        for line in re.findall(r"^compiled: (.*)$", done.stdout, re.MULTILINE):
+            found = json.loads(line)
+            results.append(found if isinstance(found, str) else [Compiled(*members) for members in found])
+        if len(results) < len(todo):
+            results.append(f"the compiler ended with {done.returncode}: {done.stderr[-2000:]}")
+    return results
+
+
+def _read(kernel: Any) -> Compiled:
+    figures = _of_cubin(kernel) if "cubin" in kernel.asm else _of_amdgcn(kernel.asm["amdgcn"])
+    text = kernel.asm.get("ptx") or kernel.asm["amdgcn"]
+    found = sorted(set(_NOTABLE.findall(text)))
+    return Compiled(kernel.metadata.name, kernel.metadata.num_warps, kernel.metadata.shared, *figures, found)
+
+
+def _of_cubin(kernel: Any) -> tuple[int, int]:
+    from triton import knobs
+
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        said = subprocess.run(
+            [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True
+        ).stdout
+    found = re.search(rf"Function {kernel.metadata.name}:\s*REG:(\d+) STACK:(\d+)", said)
+    assert found, said
+    # A kernel of Triton has nothing else on its stack.
+    return int(found[1]), int(found[2])
+
+
+def _of_amdgcn(text: str) -> tuple[int, int]:
+    registers, spilled = (int(re.findall(rf"\.{name}:\s+(\d+)", text)[0]) for name in ("vgpr_count", "vgpr_spill_count"))
+    return registers, 4 * spilled
+
+
+def main() -> None:
+    """Reads work from standard input, writes a line for each piece of it."""
+    for arch, members in json.load(sys.stdin):
+        try:
+            result: Any = compile_for(arch, Sample(**members))
+        except Exception as error:
+            result = f"{type(error).__name__}: {error}"
+        print("compiled:", json.dumps(result), flush=True)

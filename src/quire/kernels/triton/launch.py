@@ -1,0 +1,333 @@
+"""From tensors to launches: the constants that calls of a kind are compiled for, and the arguments of each call."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+
+from quire.batch import Batch
+from quire.cache.kv_cache import KVCache
+from quire.kernels.triton.arguments import Cache, Constants, Features, New, Out, Query, Room, Rows, Tile
+from quire.kernels.triton.attend import attend_kernel
+from quire.kernels.triton.balance import balance_kernel
+from quire.kernels.triton.combine import combine_kernel
+from quire.kernels.triton.target import Target, target_of
+from quire.kernels.triton.tuning import Tuning, tuning_for
+from quire.options import Options
+from quire.problem import dtype_name, is_fp8, power_of_two
+
+BALANCED = 16
+"""Query rows that one program balances."""
+ANY = 2**31 - 1
+"""More new tokens than any row has."""
+FAR = 2**30
+"""Further than any key: windows reach at most that far in 32 bits."""
+BYTES = {"fp16": 2, "bf16": 2, "fp32": 4}
+
+Pair = tuple[torch.Tensor, torch.Tensor] | None
+
+
+class Launch(NamedTuple):
+    """One launch of one kernel: what it is given, what it is compiled for, and how many programs run."""
+
+    kernel: Any
+    arguments: tuple[Any, ...]
+    constants: tuple[Any, ...]
+    grid: tuple[int, int, int]
+    warps: int
+    stages: int
+    early: bool = False
+    """Whether it may be launched before the one before it has ended."""
+    registers: int | None = None
+    """At most so many a thread; None leaves it to the compiler."""
+
+    @property
+    def how(self) -> dict[str, Any]:
+        """What the compiler is told besides the constants."""
+        how: dict[str, Any] = {"num_warps": self.warps, "num_stages": self.stages}
+        how |= {"launch_pdl": True} if self.early else {}
+        return how | ({} if self.registers is None else {"maxnreg": self.registers})
+
+    def __call__(self) -> Any:
+        return self.kernel[self.grid](*self.arguments, *self.constants, **self.how)
+
+
+class Plan:
+    """What calls of a kind have in common: shapes, strides, types and options, but no tensor."""
+
+    def __init__(
+        self,
+        kernel: str,
+        q: torch.Tensor,
+        cache: KVCache,
+        batch: Batch,
+        options: Options,
+        new: Pair,
+        out: torch.Tensor,
+        *,
+        context_from: int = 1,
+        only: tuple[int, int] = (0, ANY),
+        zero_padding: bool = False,
+        target: Target | None = None,
+        tuning: Tuning | None = None,
+    ):
+        target = target or target_of(q.device)
+        # Batch-invariant calls are all of one shape, whatever they hold.
+        kernel = "decode" if options.batch_invariant else kernel
+        dot, balance = dot_type(q, cache, new)
+        widths = [max(16, power_of_two(dim)) for dim in (cache.head_dim, cache.v_head_dim)]
+        self.row = row = tuning or tuning_for(kernel, target, max(widths), BYTES[dot], cache.format.itemsize)
+        group = q.shape[1] // cache.kv_heads
+        rows = 64 if options.batch_invariant else max(row.rows, min(64, power_of_two(self._few(kernel, q, batch) * group)))
+        self.short = short = Tile.of(rows, row.keys, row.stages, True, group, cache.kv_heads)
+        self.long = None
+        if kernel == "mixed":
+            self.long = Tile.of(row.long_rows, row.long_keys, row.long_stages, False, group, cache.kv_heads)
+        self.scale, negate = _scale(q, options)
+        left, right = options.sides
+        causal = options.causal
+        scan = min(1024, max(16, power_of_two(batch.seqs)))
+        self.constants = Constants(
+            KV_HEADS=cache.kv_heads,
+            GROUP=group,
+            HEAD_DIM=cache.head_dim,
+            V_DIM=cache.v_head_dim,
+            K_WIDTH=widths[0],
+            V_WIDTH=widths[1],
+            PAGE_SIZE=cache.page_size,
+            Q_DIM=q.stride(2),
+            OUT_DIM=out.stride(2) if out.shape[2] else 1,
+            NEW_K_DIM=0 if new is None else new[0].stride(2),
+            NEW_V_DIM=0 if new is None else new[1].stride(2),
+            K_STEPS=page_steps(cache.k_view),
+            K_SLOTS=cache.k_view.shape[3],
+            K_DIMS=cache.k_view.shape[5],
+            V_STEPS=page_steps(cache.v_view),
+            V_SLOTS=cache.v_view.shape[3],
+            V_DIMS=cache.v_view.shape[5],
+            FAR=max(map(_reach, (cache.k_view, cache.v_view))) >= 2**31,
+            BYTES=cache.format.itemsize == 1,
+            FORMAT=cache.format.name,
+            HARDWARE=target.hardware_e4m3fn,
+            K_SCALE_STEPS=scale_steps(cache.k_scale),
+            V_SCALE_STEPS=scale_steps(cache.v_scale),
+            PER_KEY=cache.k_scale is not None and (cache.k_scale.dim() == 3 or new is not None),
+            DOT=dot,
+            BALANCE=None if not balance else "here" if self.long is None else "before",
+            NEGATE=negate,
+            CAUSAL=None if isinstance(causal, torch.Tensor) else causal,
+            NEW=new is not None,
+            TREE=options.mask is not None,
+            LEFT=None if left is None else min(left, FAR),
+            RIGHT=None if right is None else min(right, FAR),
+            CONTEXT_FROM=context_from,
+            FEWEST=only[0],
+            MOST=only[1],
+            SHORT=ANY if self.long is None else short.TOKENS,
+            LEAST=row.least,
+            OPENING=row.opening,
+            INVARIANT=options.batch_invariant,
+            Q_FORMAT=dtype_name(q.dtype) if is_fp8(q.dtype) else "float",
+            OUT=dtype_name(out.dtype) if is_fp8(out.dtype) else "float",
+            OUT_NUMBER=not _on_device(options.out_scale, q.device),
+            ZERO_PADDING=zero_padding,
+            SCAN=scan,
+            MANY=batch.seqs > scan,
+            WIDE=self._pieces(q, cache, batch) >= 2**31,
+            UNIFORM=target.arch.startswith("sm"),
+            EARLY=target.launches_early and not options.batch_invariant,
+        )
+        self.programs = max(1, int(target.multiprocessors * row.per_multiprocessor))
+        self.grid = self.programs
+        if self.long is not None:
+            longest = min(batch.seqs, q.shape[0] // (short.TOKENS + 1))
+            self.grid += (q.shape[0] // self.long.TOKENS + longest) * self.long.HEADS
+        self.room = self.programs * (2 * short.ROWS * (widths[1] + 2) + 5)
+        self.empty = not q.shape[0] or not batch.seqs
+
+    def settles(
+        self,
+        q: torch.Tensor,
+        cache: KVCache,
+        batch: Batch,
+        options: Options,
+        new: Pair,
+        out: torch.Tensor,
+        lse: torch.Tensor | None,
+    ) -> bool:
+        """Without a token or a sequence there is nothing to launch, and all rows are padding."""
+        if self.empty:
+            for mine in (out if self.constants.ZERO_PADDING else None, lse):
+                if mine is not None:
+                    mine.zero_()
+        return self.empty
+
+    def _few(self, kernel: str, q: torch.Tensor, batch: Batch) -> int:
+        """New tokens that a tile of a short row should hold."""
+        hint = q.shape[0] if batch.max_q_len is None else min(batch.max_q_len, q.shape[0])
+        return 1 if kernel == "mixed" else max(1, min(hint, 16))
+
+    def _pieces(self, q: torch.Tensor, cache: KVCache, batch: Batch) -> int:
+        """More work than the batch can hold."""
+        tiles = batch.page_table.shape[1] * cache.page_size // self.short.KEYS + 2 + self.row.opening
+        return (q.shape[0] // self.short.TOKENS + batch.seqs) * self.short.HEADS * tiles
+
+    def arguments(
+        self,
+        q: torch.Tensor,
+        cache: KVCache,
+        batch: Batch,
+        options: Options,
+        new: Pair,
+        out: torch.Tensor,
+        lse: torch.Tensor | None,
+        *,
+        at: Callable[[torch.Tensor], Any],
+    ) -> tuple[Any, ...]:
+        """The arguments of `attend_kernel` for one call; `at` says what stands for a tensor. Workspace comes from torch's
+        allocator: it belongs to this call and its stream."""
+
+        def maybe(tensor: torch.Tensor | None) -> Any:
+            return None if tensor is None else at(tensor)
+
+        alibi, sinks, mask, positions = options.alibi, options.sinks, options.mask, options.positions
+        causal, table, kv_lens, q_starts = options.causal, batch.page_table, batch.kv_lens, batch.q_starts
+        out_scale = options.out_scale
+        if out_scale is not None:
+            out_scale = float(out_scale) if self.constants.OUT_NUMBER else at(out_scale)  # type: ignore[arg-type]
+        return (
+            Out(at(out), out.stride(0), out.stride(1), maybe(lse)),
+            Room(at(torch.empty(self.room, dtype=torch.float32, device=q.device)), self.programs),
+            self._query(q, at),
+            Cache(at(cache.k), at(cache.v), maybe(cache.k_scale), maybe(cache.v_scale), cache.pages),
+            Rows(
+                *(at(table), table.stride(0), table.shape[1], at(kv_lens), kv_lens.stride(0), at(q_starts), q_starts.stride(0)),
+                *(at(causal) if isinstance(causal, torch.Tensor) else None, batch.seqs, q.shape[0]),
+            ),
+            NO_NEW
+            if new is None
+            else New(at(new[0]), new[0].stride(0), new[0].stride(1), at(new[1]), new[1].stride(0), new[1].stride(1)),
+            Features(
+                *(self.scale, options.softcap, maybe(alibi), alibi.stride(0) if alibi is not None else None),
+                *(maybe(sinks), sinks.stride(0) if sinks is not None else None, maybe(mask)),
+                *((None, None) if mask is None else mask.stride()),
+                *(maybe(positions), positions.stride(0) if positions is not None else None),
+                *(at(options.q_scale) if _on_device(options.q_scale, q.device) else None, out_scale),  # type: ignore[arg-type]
+            ),
+        )
+
+    def _query(self, q: torch.Tensor, at: Callable[[torch.Tensor], Any]) -> Query:
+        """The queries, and beside them room for balanced ones if they are balanced before."""
+        if self.constants.BALANCE != "before":
+            return Query(at(q), q.stride(0), q.stride(1), None)
+        ready = torch.empty(q.shape, dtype=torch.float16, device=q.device)
+        exponents = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+        return Query((at(q), at(ready)), q.stride(0), q.stride(1), at(exponents))  # before, and after
+
+    def launches(self, arguments: tuple[Any, ...]) -> Iterator[Launch]:
+        """The launches of one call, in order."""
+        constants, row = self.constants, self.row
+        stages = max(row.stages, row.long_stages)
+        out, room, query, cache, rows, new, features = arguments
+        if constants.BALANCE == "before":
+            count = rows.tokens * constants.KV_HEADS * constants.GROUP
+            ready = Query(query.at[1], constants.KV_HEADS * constants.GROUP * constants.HEAD_DIM, constants.HEAD_DIM, query.exponents)
+            yield Launch(
+                balance_kernel,
+                (ready.at, ready.exponents, query._replace(at=query.at[0], exponents=None), count),
+                (BALANCED, constants),
+                (-(-count // BALANCED), 1, 1),
+                4,
+                1,
+            )
+            query, constants = ready, constants._replace(Q_DIM=1)
+        arguments = (out, room, query, cache, rows, new, features)
+        yield Launch(attend_kernel, arguments, (self.short, self.long, constants), (self.grid, 1, 1), row.warps, stages, registers=row.registers)
+        if not constants.INVARIANT:
+            grid = (self.programs, min(self.short.ROWS, self.short.TOKENS * constants.GROUP), 1)
+            yield Launch(combine_kernel, (out, room, cache, features), (self.short, constants), grid, 1, 1, constants.EARLY)
+
+
+NO_NEW = New(*[None] * 6)
+
+
+def launches(
+    kernel: str,
+    q: torch.Tensor,
+    cache: KVCache,
+    batch: Batch,
+    options: Options,
+    new: Pair,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+    **how: Any,
+) -> list[Launch]:
+    """The launches of a call. No tensor is read: those of torch's meta device will do."""
+    plan = Plan(kernel, q, cache, batch, options, new, out, **how)
+    if plan.settles(q, cache, batch, options, new, out, lse):
+        return []
+    return list(plan.launches(plan.arguments(q, cache, batch, options, new, out, lse, at=as_bytes)))
+
+
+def dot_type(q: torch.Tensor, cache: KVCache, new: Pair) -> tuple[str, bool]:
+    """The type of the products, and whether queries are balanced for it.
+
+    Whatever has eight bits fits fp16, and hardware turns it into fp16 sooner than into bf16. Two kinds of floats meet in fp32."""
+    floats = {dtype_name(t.dtype) for t in (q, cache.k, *(new or ())) if t.dtype.itemsize > 1}
+    if floats == {"bf16"} and cache.format.itemsize == 1 and new is None and cache.scale_kind != "token":
+        return "fp16", True
+    if len(floats) > 1 or "fp32" in floats:
+        return "fp32", False
+    return next(iter(floats), "fp16"), False
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Eight-bit tensors enter as bytes: not every target knows every format."""
+    return tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
+
+
+def _scale(q: torch.Tensor, options: Options) -> tuple[float, bool]:
+    scale = q.shape[2] ** -0.5 if options.scale is None else options.scale
+    if options.q_scale is not None and not _on_device(options.q_scale, q.device):
+        scale *= float(options.q_scale)
+    # Not 0: what is hidden must stay at minus infinity.
+    return max(abs(scale) * math.log2(math.e), 2.0**-126), scale < 0
+
+
+def _on_device(value: object, device: torch.device) -> bool:
+    return isinstance(value, torch.Tensor) and value.device == device
+
+
+def scale_steps(scale: torch.Tensor | None) -> tuple[int, ...] | None:
+    """Strides of a scale by page, slot and head: 0 where one serves all."""
+    return None if scale is None else (0,) * (3 - scale.dim()) + scale.stride()
+
+
+def page_steps(view: torch.Tensor) -> tuple[int, ...]:
+    """Strides of pages. An axis of length 1 counts 0: what is multiplied with it then vanishes, and the compiler sees what is
+    aligned."""
+    return tuple(stride if size > 1 else 0 for stride, size in zip(view.stride(), view.shape))
+
+
+def _reach(view: torch.Tensor) -> int:
+    """The offset of the last element."""
+    return sum((size - 1) * stride for size, stride in zip(view.shape, view.stride()))
+
+
+def launch_decode(
+    q: torch.Tensor, cache: KVCache, batch: Batch, options: Options, new: Pair, out: torch.Tensor, lse: torch.Tensor | None, **how: Any
+) -> None:
+    """Every row is taken for a short one: its keys are shared out."""
+    for launch in launches("decode", q, cache, batch, options, new, out, lse, **how):
+        launch()
+
+
+def launch_mixed(
+    q: torch.Tensor, cache: KVCache, batch: Batch, options: Options, new: Pair, out: torch.Tensor, lse: torch.Tensor | None, **how: Any
+) -> None:
+    """Short rows and long ones, side by side."""
+    for launch in launches("mixed", q, cache, batch, options, new, out, lse, **how):
+        launch()

@@ -1,0 +1,145 @@
+"""Who does what, worked out on the card: the host never learns a length.
+
+A *unit* is a tile of query rows of one sequence and one key head (or a part of a large group). Short rows are cut into units, and
+the key tiles of all units, in order, are shared out evenly: each program takes one run of them, wherever units begin and end.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def lengths(rows, row, inside):
+    """Where a row's new tokens start, how many there are, and all of its tokens; zeros outside."""
+    start = tl.load(rows.q_starts + row * rows.q_starts_step, mask=inside, other=0).to(tl.int32)
+    stop = tl.load(rows.q_starts + (row + 1) * rows.q_starts_step, mask=inside, other=0).to(tl.int32)
+    kv_len = tl.load(rows.kv_lens + row * rows.kv_lens_step, mask=inside, other=0).to(tl.int32)
+    return start, stop - start, tl.maximum(kv_len, 0)
+
+
+@triton.jit
+def key_tiles(q_len, kv_len, T: tl.constexpr, C: tl.constexpr):
+    """The first key tile that a row needs, and how many. A row without keys still counts one: its output is written there."""
+    first = q_len * 0
+    if C.LEFT is not None and not C.TREE:
+        first = tl.maximum(kv_len - q_len - C.LEFT, 0) // T.KEYS
+    return first, tl.maximum((kv_len + T.KEYS - 1) // T.KEYS - first, 1)
+
+
+@triton.jit
+def is_wanted(q_len, C: tl.constexpr):
+    return (q_len >= C.FEWEST) & (q_len <= C.MOST)
+
+
+@triton.jit
+def counted(x, C: tl.constexpr):
+    """Counts of work, wide enough for the batch."""
+    return x.to(tl.int64) if C.WIDE else x.to(tl.int32)
+
+
+@triton.jit
+def uniform(x, C: tl.constexpr):
+    """A number that all threads agree on, in a form that tells the compiler so: what depends on it then takes no vector registers.
+    NVIDIA's compiler does not see it in the result of a reduction, unless the warp reduces it once more."""
+    if C.UNIFORM and not C.WIDE:
+        return tl.inline_asm_elementwise("redux.sync.min.s32 $0, $1, 0xffffffff;", "=r,r", [x], dtype=tl.int32, is_pure=True, pack=1)
+    else:
+        return x
+
+
+@triton.jit
+def short_work(q_len, kv_len, T: tl.constexpr, C: tl.constexpr):
+    """The pieces of all units of a row, 0 if it is not a short one: key tiles, and what it costs to open a unit."""
+    _, tiles = key_tiles(q_len, kv_len, T, C)
+    units = ((q_len + T.TOKENS - 1) // T.TOKENS) * T.HEADS
+    tiles = tiles * 0 + 1 if C.INVARIANT else tiles + C.OPENING
+    wanted = is_wanted(q_len, C) & (q_len > 0) & (q_len <= C.SHORT)
+    return tl.where(wanted, counted(units, C) * tiles, 0)
+
+
+@triton.jit
+def long_work(q_len, T: tl.constexpr, C: tl.constexpr):
+    """Query tiles of a row, 0 if it is not a long one."""
+    wanted = is_wanted(q_len, C) & (q_len > C.SHORT)
+    return tl.where(wanted, counted((q_len + T.TOKENS - 1) // T.TOKENS, C), 0)
+
+
+@triton.jit
+def work_of(rows, row, LONG: tl.constexpr, T: tl.constexpr, C: tl.constexpr):
+    """The work of some rows; 0 beyond the last."""
+    _, q_len, kv_len = lengths(rows, row, row < rows.seqs)
+    return long_work(q_len, T, C) if LONG else short_work(q_len, kv_len, T, C)
+
+
+@triton.jit
+def total_work(rows, LONG: tl.constexpr, T: tl.constexpr, C: tl.constexpr):
+    """The work of all rows."""
+    total = tl.sum(work_of(rows, tl.arange(0, C.SCAN), LONG, T, C))
+    if C.MANY:
+        for base in range(C.SCAN, rows.seqs, C.SCAN):
+            total += tl.sum(work_of(rows, base + tl.arange(0, C.SCAN), LONG, T, C))
+    return uniform(total, C)
+
+
+@triton.jit
+def find_row(rows, at, LONG: tl.constexpr, T: tl.constexpr, C: tl.constexpr):
+    """The row whose work contains the piece `at`, and where its work begins."""
+    row = tl.arange(0, C.SCAN)
+    work = work_of(rows, row, LONG, T, C)
+    passed = (tl.cumsum(work) <= at) & (row < rows.seqs)
+    found = tl.sum(passed.to(tl.int32))
+    begin = tl.sum(tl.where(passed, work, 0))
+    if C.MANY:
+        before = tl.sum(work)
+        for base in range(C.SCAN, rows.seqs, C.SCAN):
+            row = base + tl.arange(0, C.SCAN)
+            work = work_of(rows, row, LONG, T, C)
+            passed = (before + tl.cumsum(work) <= at) & (row < rows.seqs)
+            found += tl.sum(passed.to(tl.int32))
+            begin += tl.sum(tl.where(passed, work, 0))
+            before += tl.sum(work)
+    return uniform(found, C), uniform(begin, C)
+
+
+@triton.jit
+def sharers_of(rows, total, programs, T: tl.constexpr, C: tl.constexpr):
+    """How many programs share the work: all of them, or nearly as many if units of one length then need not be cut, or not at
+    unequal places; and none for less work than is worth it."""
+    units = total_units(rows, T, C)
+    in_parts = units * (programs // tl.maximum(units, 1))
+    each = (units + programs - 1) // programs
+    uncut = (units + each - 1) // tl.maximum(each, 1)
+    even = tl.where(units <= programs, in_parts, uncut)
+    sharers = tl.where(even * 16 >= programs * 15, even, programs)
+    return tl.minimum(sharers, tl.maximum(total // C.LEAST, 1)).to(tl.int32)
+
+
+@triton.jit
+def total_units(rows, T: tl.constexpr, C: tl.constexpr):
+    """The units of all short rows."""
+    units = tl.sum(short_units(rows, tl.arange(0, C.SCAN), T, C))
+    if C.MANY:
+        for base in range(C.SCAN, rows.seqs, C.SCAN):
+            units += tl.sum(short_units(rows, base + tl.arange(0, C.SCAN), T, C))
+    return uniform(units, C)
+
+
+@triton.jit
+def short_units(rows, row, T: tl.constexpr, C: tl.constexpr):
+    _, q_len, _ = lengths(rows, row, row < rows.seqs)
+    wanted = is_wanted(q_len, C) & (q_len > 0) & (q_len <= C.SHORT)
+    return tl.where(wanted, counted((q_len + T.TOKENS - 1) // T.TOKENS * T.HEADS, C), 0)
+
+
+@triton.jit
+def share_begin(program, total, sharers):
+    """Where a program's share of the work begins."""
+    return (tl.minimum(program, sharers).to(tl.int64) * total // sharers).to(total.dtype)
+
+
+@triton.jit
+def program_of(at, total, sharers):
+    """The program whose share a piece is in: the last that begins at it or before."""
+    return (((at.to(tl.int64) + 1) * sharers - 1) // total).to(tl.int32)

@@ -1,0 +1,67 @@
+"""How much a program computes at a time, by card and by the size of a head: a table, made by `quire tune`, read top down."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from quire.kernels.triton.target import Target
+
+
+class Tuning(NamedTuple):
+    """One row: for these cards, formats and heads up to this width, that much."""
+
+    kernel: str
+    """decode, or mixed."""
+    arches: tuple[str, ...]
+    """Prefixes of architectures; empty for all."""
+    width: int
+    """head_dim, K's or V's, whichever is larger, padded to a power of two: at most this."""
+    element: int
+    """Bytes of an element in the products, at most."""
+    stored: int
+    """Bytes of an element in the cache, at most."""
+    rows: int
+    """Query rows of a short tile, at least: a larger group takes more."""
+    keys: int
+    stages: int
+    long_rows: int
+    long_keys: int
+    long_stages: int
+    warps: int
+    per_multiprocessor: float
+    """Programs that share out the short rows."""
+    opening: int = 2
+    """What opening a unit costs, in key tiles."""
+    least: int = 4
+    """The least work that is worth a program, in key tiles."""
+    registers: int | None = None
+    """At most so many a thread, where the compiler can be told; None leaves it to the compiler."""
+
+
+SMALL = Tuning("", (), 512, 4, 4, 16, 16, 1, 16, 16, 1, 1, 1.0)
+"""One warp and the smallest tiles: for emulators, and for whoever wants to read what a kernel does."""
+
+TABLE: tuple[Tuning, ...] = (
+    Tuning("decode", ("interpreter",), 512, 4, 4, 16, 32, 1, 0, 0, 0, 1, 1.0),
+    Tuning("mixed", ("interpreter",), 512, 4, 4, 16, 32, 1, 32, 32, 1, 1, 1.0),
+    Tuning("decode", ("sm90", "sm100"), 128, 2, 1, 16, 32, 4, 0, 0, 0, 1, 8.0),
+    Tuning("decode", ("sm90", "sm100"), 128, 2, 2, 16, 64, 3, 0, 0, 0, 4, 2.0),
+    Tuning("mixed", ("sm90", "sm100"), 128, 2, 2, 16, 64, 3, 128, 64, 3, 4, 1.0),
+    Tuning("decode", ("sm",), 128, 2, 2, 16, 64, 2, 0, 0, 0, 4, 2.0),
+    Tuning("mixed", ("sm",), 128, 2, 2, 16, 32, 2, 64, 32, 2, 4, 1.0),
+    Tuning("decode", ("gfx",), 128, 2, 2, 16, 64, 2, 0, 0, 0, 4, 2.0),
+    Tuning("mixed", ("gfx",), 128, 2, 2, 16, 32, 2, 64, 32, 2, 4, 1.0),
+    Tuning("decode", (), 256, 2, 2, 16, 32, 2, 0, 0, 0, 4, 2.0),
+    Tuning("mixed", (), 256, 2, 2, 16, 32, 2, 64, 32, 2, 8, 1.0),
+    Tuning("decode", (), 512, 4, 4, 16, 16, 1, 0, 0, 0, 4, 2.0),
+    Tuning("mixed", (), 512, 4, 4, 16, 16, 1, 32, 16, 1, 8, 1.0),
+)
+
+
+def tuning_for(kernel: str, target: Target, width: int, element: int, stored: int) -> Tuning:
+    """The first row that fits."""
+    for row in TABLE:
+        fits = not row.arches or target.arch.startswith(row.arches)
+        if row.kernel == kernel and fits and width <= row.width and element <= row.element and stored <= row.stored:
+            return row
+    raise LookupError(f"no row of tuning for {kernel}, {target.arch}, width {width}, {element} bytes")

@@ -1,0 +1,246 @@
+"""The operators as `torch.ops.quire.attend`, `.write` and `.step`, for graphs that torch.compile and torch.export make.
+
+Nobody needs to call them: within a compiled function `quire.attend`, `quire.write` and `quire.step` do, so that a model's step is one
+graph (`fullgraph=True`). An operator takes what a cache, a batch and options are made of, rebuilds them, and calls the ordinary
+function: rules, choice of kernel and results are the same. A program that only loads an exported graph imports this module first.
+
+An `out` that is given is declared as written to, as is the cache of a write; what an operator makes, it returns: `(out, lse)`, where a
+tensor without elements stands for an `out` that was given and for an LSE that nobody asked for.
+
+What lives outside of tensors stays outside of a graph: a batch with copies is refused (apply them first), as is a cache with a ledger;
+and who holds a page of a pool is not checked. Inference only, as everywhere.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from quire.attend import attend as plain_attend
+from quire.batch import Batch
+from quire.cache.format import FORMATS
+from quire.cache.kv_cache import KVCache
+from quire.cache.layout import LAYOUTS
+from quire.contract.check import Level
+from quire.errors import ArgumentError
+from quire.options import PLAIN, Options
+from quire.problem import default_out_dtype
+from quire.step import step as plain_step
+from quire.write import write as plain_write
+
+_READ = "Tensor k_pages, Tensor v_pages, Tensor? k_scale, Tensor? v_scale, str layout, str format"
+_WRITTEN = "Tensor(k!) k_pages, Tensor(v!) v_pages, Tensor(i!)? k_scale, Tensor(j!)? v_scale, str layout, str format"
+_BATCH = "Tensor page_table, Tensor kv_lens, Tensor q_starts, Tensor? slots, SymInt? max_q_len, SymInt? max_kv_len"
+_OPTIONS = (
+    "int? left, int? right, float? softcap, Tensor? alibi, Tensor? sinks, float? scale, bool causal, Tensor? causal_of_seqs, "
+    "Tensor? mask, Tensor? positions, float? q_scale, Tensor? q_scale_on_device, float? out_scale, Tensor? out_scale_on_device, "
+    "bool batch_invariant"
+)
+_HOW = "str? kernel, str check"
+_SCHEMAS = (
+    f"attend(Tensor q, {_READ}, {_BATCH}, {_OPTIONS}, Tensor? new_k, Tensor? new_v, Tensor(o!)? out, bool lse, {_HOW}) -> (Tensor, Tensor)",
+    f"write(Tensor k, Tensor v, {_WRITTEN}, {_BATCH}, {_HOW}) -> ()",
+    f"step(Tensor q, Tensor k, Tensor v, {_WRITTEN}, {_BATCH}, {_OPTIONS}, Tensor(o!)? out, bool lse, {_HOW}) -> (Tensor, Tensor)",
+)
+_IN_CACHE, _IN_BATCH, _IN_OPTIONS = (text.count(",") + 1 for text in (_READ, _BATCH, _OPTIONS))
+
+Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+
+
+# What a compiled function runs: objects come apart. Dynamo traces it, so it only reads attributes.
+
+
+def attend(
+    q: torch.Tensor,
+    cache: KVCache,
+    batch: Batch,
+    options: Options | None,
+    new: tuple[torch.Tensor, torch.Tensor] | None,
+    out: torch.Tensor | None,
+    lse: bool,
+    kernel: str | None,
+    check: Level,
+) -> Result:
+    """`quire.attend` in a graph."""
+    _refuse_grad(q)
+    new_k, new_v = (None, None) if new is None else new
+    parts = (*_of_cache(cache), *_of_batch(batch, batch.slots), *_of_options(options or PLAIN))
+    return _returned(torch.ops.quire.attend(q, *parts, new_k, new_v, out, lse, kernel, check), out, lse)
+
+
+def write(
+    k: torch.Tensor, v: torch.Tensor, cache: KVCache, batch: Batch, slots: torch.Tensor | None, kernel: str | None, check: Level
+) -> None:
+    """`quire.write` in a graph."""
+    slots = batch.slots if slots is None else slots
+    torch.ops.quire.write(k, v, *_of_cache(cache), *_of_batch(batch, slots), kernel, check)
+
+
+def step(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cache: KVCache,
+    batch: Batch,
+    options: Options | None,
+    out: torch.Tensor | None,
+    lse: bool,
+    kernel: str | None,
+    check: Level,
+) -> Result:
+    """`quire.step` in a graph."""
+    _refuse_grad(q)
+    parts = (*_of_cache(cache), *_of_batch(batch, batch.slots), *_of_options(options or PLAIN))
+    return _returned(torch.ops.quire.step(q, k, v, *parts, out, lse, kernel, check), out, lse)
+
+
+def _refuse_grad(q: torch.Tensor) -> None:
+    if q.requires_grad and torch.is_grad_enabled():
+        raise ArgumentError("q", "a tensor that requires grad", "inference only: call under torch.no_grad() or detach it")
+
+
+def _of_cache(cache: KVCache) -> tuple[Any, ...]:
+    if cache.ledger is not None:
+        raise ArgumentError("cache", "a cache with a ledger in a compiled function", "a cache without a ledger")
+    return cache.k, cache.v, cache.k_scale, cache.v_scale, cache.layout.name, cache.format.name
+
+
+def _of_batch(batch: Batch, slots: torch.Tensor | None) -> tuple[Any, ...]:
+    if batch.copies:
+        raise ArgumentError("copies", "copies in a compiled function", "a batch without: apply cache.copy_pages(batch.copies) before it")
+    return batch.page_table, batch.kv_lens, batch.q_starts, slots, batch.max_q_len, batch.max_kv_len
+
+
+def _of_options(options: Options) -> tuple[Any, ...]:
+    causal, causal_of_seqs = (True, options.causal) if isinstance(options.causal, torch.Tensor) else (options.causal, None)
+    return (
+        *options.sides,
+        options.softcap,
+        options.alibi,
+        options.sinks,
+        options.scale,
+        causal,
+        causal_of_seqs,
+        options.mask,
+        options.positions,
+        *_apart(options.q_scale),
+        *_apart(options.out_scale),
+        options.batch_invariant,
+    )
+
+
+def _apart(scale: float | torch.Tensor | None) -> tuple[float | None, torch.Tensor | None]:
+    return (None, scale) if isinstance(scale, torch.Tensor) else (scale, None)
+
+
+def _returned(made: tuple[torch.Tensor, torch.Tensor], out: torch.Tensor | None, lse: bool) -> Result:
+    result = made[0] if out is None else out
+    return (result, made[1]) if lse else result
+
+
+# What an operator runs: objects are put together again.
+
+
+def _cache(k: torch.Tensor, v: torch.Tensor, k_scale: Any, v_scale: Any, layout: str, format: str) -> KVCache:
+    return KVCache(k, v, LAYOUTS[layout], FORMATS[format], k_scale, v_scale, None, False)
+
+
+def _batch(page_table: torch.Tensor, kv_lens: torch.Tensor, q_starts: torch.Tensor, slots: Any, max_q_len: Any, max_kv_len: Any) -> Batch:
+    return Batch(page_table, kv_lens, q_starts, slots=slots, max_q_len=max_q_len, max_kv_len=max_kv_len)
+
+
+def _options(
+    left: int | None,
+    right: int | None,
+    softcap: float | None,
+    alibi: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+    scale: float | None,
+    causal: bool,
+    causal_of_seqs: torch.Tensor | None,
+    mask: torch.Tensor | None,
+    positions: torch.Tensor | None,
+    q_scale: float | None,
+    q_scale_on_device: torch.Tensor | None,
+    out_scale: float | None,
+    out_scale_on_device: torch.Tensor | None,
+    batch_invariant: bool,
+) -> Options:
+    return Options(
+        window=None if left is None and right is None else (left, right),
+        softcap=softcap,
+        alibi=alibi,
+        sinks=sinks,
+        scale=scale,
+        causal=causal if causal_of_seqs is None else causal_of_seqs,
+        mask=mask,
+        positions=positions,
+        q_scale=q_scale if q_scale_on_device is None else q_scale_on_device,
+        out_scale=out_scale if out_scale_on_device is None else out_scale_on_device,
+        batch_invariant=batch_invariant,
+    )
+
+
+def _together(parts: tuple[Any, ...]) -> tuple[KVCache, Batch, Options, tuple[Any, ...]]:
+    """A cache, a batch, options, and what comes after them."""
+    batch, options = _IN_CACHE, _IN_CACHE + _IN_BATCH
+    end = options + _IN_OPTIONS
+    return _cache(*parts[:batch]), _batch(*parts[batch:options]), _options(*parts[options:end]), parts[end:]
+
+
+def _attend(q: torch.Tensor, *parts: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    cache, batch, options, (new_k, new_v, out, lse, kernel, check) = _together(parts)
+    new = None if new_k is None else (new_k, new_v)
+    return _made(q, out, plain_attend(q, cache, batch, options, new=new, out=out, lse=lse, kernel=kernel, check=check))
+
+
+def _write(k: torch.Tensor, v: torch.Tensor, *parts: Any) -> None:
+    end = _IN_CACHE + _IN_BATCH
+    kernel, check = parts[end:]
+    plain_write(k, v, _cache(*parts[:_IN_CACHE]), _batch(*parts[_IN_CACHE:end]), kernel=kernel, check=check)
+
+
+def _step(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *parts: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    cache, batch, options, (out, lse, kernel, check) = _together(parts)
+    return _made(q, out, plain_step(q, k, v, cache, batch, options, out=out, lse=lse, kernel=kernel, check=check))
+
+
+def _made(q: torch.Tensor, out: torch.Tensor | None, result: Result) -> tuple[torch.Tensor, torch.Tensor]:
+    result, lse = result if isinstance(result, tuple) else (result, q.new_empty(0, dtype=torch.float32))
+    return (result if out is None else q.new_empty(0)), lse
+
+
+# What tracing sees of a result: its shape and type.
+
+
+def _fake_attend(q: torch.Tensor, *parts: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    cache, _, options, (_, _, out, lse, _, _) = _together(parts)
+    return _fake(q, cache, options, out, lse)
+
+
+def _fake_step(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *parts: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    cache, _, options, (out, lse, _, _) = _together(parts)
+    return _fake(q, cache, options, out, lse)
+
+
+def _fake_write(k: torch.Tensor, v: torch.Tensor, *parts: Any) -> None:
+    return None
+
+
+def _fake(
+    q: torch.Tensor, cache: KVCache, options: Options, out: torch.Tensor | None, lse: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    made = q.new_empty(0)
+    if out is None:
+        made = q.new_empty((*q.shape[:2], cache.v_head_dim), dtype=default_out_dtype(q.dtype, options))
+    return made, q.new_empty(q.shape[:2] if lse else 0, dtype=torch.float32)
+
+
+# Not the decorator `torch.library.custom_op`, which costs tens of microseconds in every call.
+_library = torch.library.Library("quire", "DEF")
+for _schema, _run, _trace in zip(_SCHEMAS, (_attend, _write, _step), (_fake_attend, _fake_write, _fake_step)):
+    _name = _schema.partition("(")[0]
+    _library.define(_schema, tags=torch.Tag.pt2_compliant_tag)
+    _library.impl(_name, _run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"quire::{_name}", _trace, lib=_library)

@@ -1,0 +1,182 @@
+"""`quire bench` on the command line: what it refuses, what it writes, and what it returns."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from quire.bench import case, contestants, gpu, limits, peers, run, timing, workloads
+from quire.bench.workloads import Workload
+from quire.cli import main
+from quire.dispatch.platform import Platform
+
+SMALL = Workload("small", ((1, 40), (70, 10), (1, 0)), "fp32", q_heads=4, kv_heads=2, head_dim=16)
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CPU that is measured at once."""
+    monkeypatch.setattr(run, "SECONDS", 0.01)
+    monkeypatch.setattr(limits, "cpu_limits", lambda: limits.Limits(1e10, 1e11))
+    monkeypatch.setattr(workloads, "CPU_WORKLOADS", (SMALL,))
+
+
+@pytest.fixture
+def card(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU that is really the CPU, with one peer."""
+    pytest.importorskip("triton")
+    rows = {"bf16": {}, "fp8": {"format": "e4m3fn"}, "write": {"operation": "write"}}
+    small = tuple(Workload(name, SMALL.rows, q_heads=4, kv_heads=2, head_dim=16, **more) for name, more in rows.items())
+    monkeypatch.setattr(workloads, "CUDA_WORKLOADS", small)
+    monkeypatch.setattr(workloads, "HOST_WORKLOAD", small[0])
+    detect = Platform.detect
+    monkeypatch.setattr(Platform, "detect", lambda device=None: Platform.named("sm90") if device == "cuda" else detect(device))
+    monkeypatch.setattr(limits, "gpu_limits", lambda timer, reads, device: limits.Limits(4e12, 7e14, 4e12))
+    monkeypatch.setattr(gpu, "build", lambda workload, device: case.build(workload))
+    monkeypatch.setattr(timing, "by_events", lambda run: [1e-4])
+    monkeypatch.setattr(timing, "capture", lambda run: run)
+    monkeypatch.setattr(timing, "on_the_host", lambda run: 1e-5)
+
+    def load(names: list[str] | None) -> Any:
+        return dict.fromkeys(["peer"] if names is None else names, peer), {"fa3": "ImportError: not here"}
+
+    monkeypatch.setattr(peers, "load", load)
+
+
+def peer(given: case.Case) -> Any:
+    """Plays one, at Quire's own speed."""
+    return contestants.own(given) if given.workload.operation == "attend" else None
+
+
+def error_of(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    with pytest.raises(SystemExit) as stop:
+        main(["bench", *arguments])
+    assert stop.value.code == 2
+    return capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (["--only", "no such workload"], "decode 16 x 4096, fp32"),
+        (["--only", "("], "a regular expression"),
+        (["--batch", "2k"], "--batch: given '2k'"),
+        (["--turns", "0"], "--turns: given 0"),
+        (["--peers", "fa3"], "--peers: given fa3; allowed: only beside --device cuda"),
+        (["--graph"], "--graph"),
+        (["--host"], "--host"),
+        (["--device", "tpu"], "cpu"),
+        (["--from", "/no/such/file"], "/no/such/file"),
+        (["--from", "x.json", "--only", "decode"], "--only: given decode; allowed: nothing beside --from"),
+    ],
+    ids=" ".join,
+)
+def test_bad_arguments(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert words in error_of(arguments, capsys)
+
+
+def test_no_gpu_is_said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert "torch sees no CUDA or ROCm device here" in error_of(["--device", "cuda"], capsys)
+
+
+def test_from_takes_only_what_json_wrote(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for text in ("{", "[]", '{"rows": []}'):
+        (tmp_path / "x.json").write_text(text)
+        assert "a file that `quire bench --json` wrote" in error_of(["--from", str(tmp_path / "x.json")], capsys)
+
+
+@pytest.mark.usefixtures("quick")
+def test_json_and_text(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["bench", "--turns", "1", "--json", "-"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert [row["contestant"] for row in report["rows"]] == ["quire", "gather + SDPA"]
+    assert report["rows"][0]["ratio"] > 0
+    assert {"read_gigabytes_per_second", "fp32_gigaflops"} == report["limits"].keys()
+    file = tmp_path / "bench.json"
+    assert main(["bench", "--turns", "1", "--json", str(file), "--html", str(tmp_path / "page.html")]) == 0
+    out = capsys.readouterr().out
+    assert "small, fp32" in out and "GFLOP/s" in out
+    assert "GFLOP/s" in (tmp_path / "page.html").read_text()
+    assert json.loads(file.read_text()).keys() == report.keys()
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_batch_of_ones_own(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    seen: list[str] = []
+    monkeypatch.setattr(run, "measure", lambda chosen, *_, **__: seen.extend(w.label for w in chosen) or ())
+    assert main(["bench", "--batch", "q4", "--batch", "2q1s8"]) == 0
+    assert seen == ["q4, bf16", "2q1s8, bf16"]
+
+
+@pytest.mark.usefixtures("card")
+def test_on_a_gpu(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file, html = tmp_path / "out.json", tmp_path / "page.html"
+    assert (
+        main(["bench", "--device", "cuda", "--json", str(file), "--graph", "--host", "--only", "bf16|write", "--html", str(html)])
+        == 0
+    )
+    captured = capsys.readouterr()
+    report = json.loads(file.read_text())
+    assert [(row["workload"].split(",")[0], row["contestant"]) for row in report["rows"]] == [
+        ("bf16", "quire"), ("bf16", "peer"), ("fp8", "quire"), ("fp8", "quire fp8 q"), ("fp8", "peer"),
+        ("write", "quire"), ("write", "copy"),
+    ]  # fmt: skip
+    assert report["device"] == "cuda" and report["missing"] == {"fa3": "ImportError: not here"}
+    assert report["rows"][0]["ratio"] == report["rows"][0]["graph_ratio"] == 1.0
+    assert {row["contestant"] for row in report["host"]} == {"quire", "peer"}
+    for words in ("TFLOP/s", "host time of a call", "not measured: fa3 (ImportError: not here)", "10.0"):
+        assert words in captured.out
+    assert "<svg" in html.read_text()
+
+
+@pytest.mark.usefixtures("card")
+def test_an_own_wrong_result_is_exit_status_1(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    right = contestants.own
+    monkeypatch.setitem(contestants.OWN_ON_CUDA, "quire", lambda given: right(given)._replace(run=lambda: right(given).run() + 1))
+    assert main(["bench", "--device", "cuda", "--only", "^bf16", "--peers", ""]) == 1
+    assert "wrong result: no speed" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("card")
+def test_a_run_that_is_cut_short_has_told_what_it_knew(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def cut(workload: Workload, device: object) -> case.Case:
+        if workload.name == "fp8":
+            raise KeyboardInterrupt
+        return case.build(workload)
+
+    monkeypatch.setattr(gpu, "build", cut)
+    with pytest.raises(KeyboardInterrupt):
+        main(["bench", "--device", "cuda", "--json", str(tmp_path / "out.json")])
+    rows = json.loads((tmp_path / "out.json").read_text())["rows"]
+    assert [row["contestant"] for row in rows] == ["quire", "peer"]
+
+
+@pytest.mark.usefixtures("card")
+def test_from_gives_the_same_table_and_verdict(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file, html = str(tmp_path / "out.json"), tmp_path / "page.html"
+    assert main(["bench", "--device", "cuda", "--json", file]) == 0
+    measured = capsys.readouterr().out
+    assert main(["bench", "--from", file, "--html", str(html)]) == 0
+    assert capsys.readouterr().out == measured
+    assert html.read_text().startswith("<!doctype html>")
+    report = json.loads(Path(file).read_text())
+    report["rows"][0]["right"] = False
+    Path(file).write_text(json.dumps(report))
+    assert main(["bench", "--from", file]) == 1
+
+
+def test_plain_text_without_rich() -> None:
+    code = "import sys; sys.modules['rich'] = None\nfrom quire.cli.bench import _print\n"
+    row = dict.fromkeys(("milliseconds", "spread", "gigabytes_per_second", "gigaflops", "of_limit", "ratio"), 1.5)
+    row |= {"workload": "w", "contestant": "quire", "note": "", "error": 0.0, "budget": 1.0, "right": True}
+    report = {"platform": {"name": "cpu"}, "limits": {"read_gigabytes_per_second": 1.0, "fp32_gigaflops": 2.0}, "rows": [row]}
+    done = subprocess.run([sys.executable, "-c", f"{code}_print({report!r})"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[1].split()[:3] == ["workload", "who", "ms"]

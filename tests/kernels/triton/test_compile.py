@@ -1,0 +1,225 @@
+"""The kernels compiled ahead of time for cards that are not here, and limits read from what the compiler made.
+
+By default a choice that reaches every kernel, every row of the table and every card; `--full-compile` compiles all of it. Each card
+is a process of its own: a compiler that aborts fails the tests of one card.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton")
+
+from quire.dispatch.platform import Platform  # noqa: E402
+from quire.kernels.triton import compiled  # noqa: E402
+from quire.kernels.triton.compiled import CARDS, Compiled, compile_apart  # noqa: E402
+from quire.kernels.triton.sample import Sample  # noqa: E402
+from quire.kernels.triton.tuning import TABLE  # noqa: E402
+from support.branches import CANNOT  # noqa: E402
+from support.once import once  # noqa: E402
+
+KERNELS = ("decode", "mixed")
+FORMATS = ("bf16", "e4m3fn", "e4m3fnuz", "e5m2", "int8")
+WIDTHS = (64, 128, 256, 512)
+FP32: dict[str, Any] = {"format": "fp32", "q_dtype": "fp32", "out_dtype": "fp32"}
+
+PLAIN = {f"{kernel}-{width}-{format}": Sample(kernel, width, format) for kernel in KERNELS for width in WIDTHS for format in FORMATS}
+PLAIN |= {f"mixed-{width}-bf16-new": Sample("mixed", width, new=True) for width in (64, 128)}
+PLAIN |= {f"{kernel}-{width}-fp32": Sample(kernel, width, **FP32) for kernel in KERNELS for width in (128, 512)}
+SMALL = {f"{kernel}-small": Sample(kernel, small=True) for kernel in KERNELS}
+
+# What only the compiler sees in each feature: types that differ between branches, what it cannot lower. One tile will do.
+FEATURES = {
+    "window": {"options": {"window": [100, 0]}},
+    "window-both-sides": {"options": {"window": [100, 7], "causal": False}},
+    "causal-by-row": {"options": {"causal": "tensor", "window": [100, 7]}, "index": "int64"},
+    "tree": {"options": {"mask": "tensor"}, "new": True},
+    "tree-window-alibi": {"options": {"mask": "tensor", "positions": "tensor", "window": [50, 2], "alibi": "tensor"}},
+    "softcap-alibi-sinks": {"options": {"softcap": 30.0, "alibi": "tensor", "sinks": "tensor"}, "lse": True},
+    "softcap-e4m3fn": {"options": {"softcap": 30.0}, "format": "e4m3fn"},
+    "negative-scale": {"options": {"scale": -0.5}, "format": "e5m2"},
+    "new": {"new": True, "options": {"window": [100, 0]}, "how": {"context_from": 2}},
+    "new-token-scales": {"new": True, "format": "int8", "scales": "token"},
+    "token-scales-fp16": {"format": "e4m3fn", "scales": "token", "q_dtype": "fp16", "out_dtype": "fp16"},
+    "head-scales": {"format": "e4m3fnuz", "scales": "head"},
+    "fp8-in-and-out": {
+        **{"format": "e4m3fn", "q_dtype": "e4m3fn", "out_dtype": "e4m3fn"},
+        **{"options": {"q_scale": "tensor", "out_scale": "tensor"}},
+    },
+    "fp8-out-by-number": {"out_dtype": "e4m3fnuz", "options": {"out_scale": 0.5}},
+    "batch-invariant": {"options": {"batch_invariant": True}, "lse": True},
+    "many-rows": {"seqs": 3000},
+    "many-tiles": {"table_width": 2**24},
+    "far-pages": {"pages": 10**7},
+    "int64": {"index": "int64", "lse": True, "how": {"zero_padding": True, "only": [2, 100]}},
+    "odd-widths": {"head_dim": 80, "page_size": 33},
+    "large-group": {"q_heads": 160, "kv_heads": 2},
+    "fp32": FP32,
+}
+FEATURED = {f"mixed-small-{name}": Sample("mixed", **{"head_dim": 64, **given}, small=True) for name, given in FEATURES.items()}  # type: ignore[arg-type]
+SAMPLES = PLAIN | SMALL | FEATURED
+
+EVERYWHERE = [f"{kernel}-128-{format}" for kernel in KERNELS for format in ("bf16", "e4m3fn")] + list(SMALL)
+CHOICE = {
+    "sm80": ["decode-64-int8", "decode-512-bf16"],
+    "sm89": ["decode-128-e5m2", "mixed-256-bf16", "mixed-512-bf16", "decode-512-fp32", "mixed-512-fp32"],
+    "sm90": ["mixed-64-bf16", "mixed-128-bf16-new", "mixed-256-e4m3fn", *FEATURED],
+    "sm100": ["decode-64-bf16"],
+    "gfx90a": ["decode-128-int8", "decode-256-bf16", "mixed-512-fp32"],
+    "gfx942": ["decode-128-e4m3fnuz", "mixed-128-bf16-new", "mixed-256-bf16", "mixed-512-bf16", "decode-512-fp32"],
+    "gfx950": ["decode-64-e5m2", "mixed-64-bf16"],
+    "gfx1100": ["decode-64-bf16"],
+    "gfx1201": ["decode-128-e5m2"],
+}
+
+
+def names_for(arch: str, full: bool) -> list[str]:
+    return list(SAMPLES) if full else EVERYWHERE + CHOICE[arch]
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """A test of a sample is a test for each card that the sample is compiled for."""
+    if "name" in metafunc.fixturenames:
+        full, wanted = metafunc.config.getoption("--full-compile"), metafunc.function.__doc__ or ""
+        pairs = [(arch, name) for arch in CARDS for name in names_for(arch, full) if "128" not in wanted or may_not_spill(name)]
+        metafunc.parametrize("arch, name", pairs)
+
+
+def may_not_spill(name: str) -> bool:
+    return name in PLAIN and PLAIN[name].head_dim <= 128 and PLAIN[name].format != "fp32"
+
+
+@pytest.fixture
+def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[str, Any]]:
+    """`results(arch)` is what became of every sample there, by name: kernels, or the compiler's complaint."""
+
+    def work(arch: str, names: list[str]) -> list[Any]:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.delenv("TRITON_INTERPRET", raising=False)
+            return compile_apart([(arch, SAMPLES[name]) for name in names])
+
+    def get(arch: str) -> dict[str, Any]:
+        names = names_for(arch, request.config.getoption("--full-compile"))
+        found = once(tmp_path_factory, f"compiled-{arch}", lambda: work(arch, names))
+        return {name: one if isinstance(one, str) else [Compiled(*k) for k in one] for name, one in zip(names, found)}
+
+    return get
+
+
+def test_it_compiles_and_fits(arch: str, name: str, results: Callable[[str], dict[str, Any]]) -> None:
+    kernels = results(arch)[name]
+    assert not isinstance(kernels, str), kernels
+    assert "attend_kernel" in [kernel.kernel for kernel in kernels]
+    for kernel in kernels:
+        assert kernel.shared_memory <= CARDS[arch].shared_memory, kernel
+    attend = next(kernel for kernel in kernels if kernel.kernel == "attend_kernel")
+    assert attend.warps == 1 or not SAMPLES[name].small
+    if "fp32" not in name:
+        assert attend.matrix, "its products are not matrix instructions"
+
+
+def test_registers_are_enough(arch: str, name: str, results: Callable[[str], dict[str, Any]]) -> None:
+    """With heads of 128 at most."""
+    kernels = results(arch)[name]
+    assert not isinstance(kernels, str), kernels
+    assert {kernel.kernel: kernel.spilled for kernel in kernels if kernel.spilled} == {}
+
+
+@pytest.mark.parametrize("instruction", [why.removeprefix("compiled: ") for why in CANNOT.values() if why.startswith("compiled: ")])
+def test_what_the_interpreter_cannot_run_is_compiled(instruction: str, results: Callable[[str], dict[str, Any]]) -> None:
+    """Where the card has it, and nowhere else."""
+    assert instruction in said(results("sm90"), "decode-128-bf16")
+    assert (instruction in said(results("sm80"), "decode-128-bf16")) == (instruction == "redux.sync")
+    assert instruction not in said(results("gfx942"), "decode-128-bf16")
+
+
+@pytest.mark.parametrize("arch, converts", [("sm80", False), ("sm89", True), ("sm90", True), ("gfx942", False)])
+def test_e4m3fn_is_converted_by_cards_that_can(arch: str, converts: bool, results: Callable[[str], dict[str, Any]]) -> None:
+    assert ("cvt.rn.f16x2.e4m3x2" in said(results(arch), "decode-128-e4m3fn")) == converts
+    assert "cvt.rn.f16x2.e4m3x2" not in said(results(arch), "decode-128-bf16")
+
+
+@pytest.mark.parametrize("arch, instruction", [
+    ("sm80", "mma.sync"), ("sm90", "wgmma.mma_async"), ("sm100", "tcgen05.mma"), ("gfx90a", "v_mfma"), ("gfx950", "v_mfma"),
+    ("gfx1100", "v_wmma"), ("gfx1201", "v_wmma"),
+])  # fmt: skip
+def test_long_rows_use_the_best_instruction(arch: str, instruction: str, results: Callable[[str], dict[str, Any]]) -> None:
+    assert any(name.startswith(instruction) for name in said(results(arch), "mixed-128-bf16"))
+
+
+def said(found: dict[str, Any], name: str) -> set[str]:
+    """The notable instructions of all kernels of a sample."""
+    assert not isinstance(found[name], str), found[name]
+    return {instruction for kernel in found[name] for instruction in kernel.instructions}
+
+
+def test_the_choice_reaches_every_row_of_the_table() -> None:
+    reached = set()
+    for arch in CARDS:
+        for name in names_for(arch, False):
+            plan = SAMPLES[name].launches(arch)
+            attend = next(launch for launch in plan if launch.kernel.__name__ == "attend_kernel")
+            short, long, _ = attend.constants
+            reached.add((attend.warps, short.KEYS, short.STAGES, *((0, 0) if long is None else (long.ROWS, long.KEYS))))
+    rows = [row for row in TABLE if row.arches != ("interpreter",)]
+    missed = [row for row in rows if (row.warps, row.keys, row.stages, row.long_rows, row.long_keys) not in reached]
+    assert missed == []
+
+
+@pytest.mark.parametrize("arch", CARDS)
+def test_limits_agree_with_the_platform(arch: str) -> None:
+    platform = Platform.named(arch)
+    assert platform.warp == CARDS[arch].warp
+    assert 0 <= platform.shared_memory - CARDS[arch].shared_memory <= 1024, "NVIDIA's keep 1 KiB of each program's for themselves"
+
+
+@pytest.mark.parametrize("arch", CARDS)
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_recipes_need_no_device(kernel: str, arch: str) -> None:
+    """Signature, constants and grid of every launch, made of tensors that have no memory."""
+    from quire.kernels.triton.recipe import recipe_of
+
+    for sample in (Sample(kernel), Sample(kernel, format="e4m3fn", lse=True), Sample(kernel, small=True, new=True)):
+        found = [recipe_of(launch) for launch in sample.launches(arch)]
+        assert [recipe.kernel.__name__ for recipe in found][-2:] == ["attend_kernel", "combine_kernel"]
+        for recipe in found:
+            assert list(recipe.signature) == recipe.kernel.arg_names
+            assert all(type(size) is int and size > 0 for size in recipe.grid)
+            assert {path[0] for path in recipe.constants} >= {
+                i for i, kind in enumerate(recipe.signature.values()) if kind == "constexpr"
+            }
+
+
+def test_a_complaint_is_told() -> None:
+    good, bad = Sample("decode", 64, small=True), Sample("decode", 64, small=True, how={"only": "nonsense"})
+    first, second = compile_apart([("gfx942", bad), ("gfx942", good)])
+    assert isinstance(first, str) and "Error" in first
+    assert not isinstance(second, str)
+
+
+def test_an_abort_is_told_of_the_one_that_aborted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those before it and those behind it keep their results."""
+    python = tmp_path / "python"
+    python.write_text(
+        f"#!{sys.executable}\n"
+        "import json, os, sys\n"
+        "for arch, sample in json.load(sys.stdin):\n"
+        "    if sample['head_dim'] == 13:\n"
+        "        print('LLVM ERROR: Cannot select', file=sys.stderr, flush=True)\n"
+        "        os.abort()\n"
+        "    print('compiled:', json.dumps([['attend_kernel', 4, sample['head_dim'], 0, 0, []]]), flush=True)\n"
+    )
+    python.chmod(python.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setattr(compiled.sys, "executable", os.fspath(python))
+    plain = Sample("decode")
+    results = compile_apart([("gfx90a", replace(plain, head_dim=width)) for width in (64, 13, 128, 256)])
+    assert [r if isinstance(r, str) else r[0].shared_memory for r in results if not isinstance(r, str)] == [64, 128, 256]
+    assert isinstance(results[1], str) and "LLVM ERROR" in results[1] and "-6" in results[1]

@@ -1,0 +1,120 @@
+"""Which ways a kernel's branches went: listed from its source, counted while the interpreter runs it.
+
+A branch is an `if`, an `elif`, a conditional expression, a `while` or a `for`; its outcomes are yes and no. A loop says yes when it
+is entered, and no when it is passed by without a turn.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from collections.abc import Iterable, Iterator
+from types import ModuleType
+from typing import Any, NamedTuple
+
+Place = tuple[str, int, int]
+"""Module, line, column."""
+
+
+CANNOT = {
+    "attend_kernel: if C.EARLY -> yes": "compiled: griddepcontrol.launch_dependents",
+    "combine_kernel: if C.EARLY -> yes": "compiled: griddepcontrol.wait",
+    "uniform: if C.UNIFORM and (not C.WIDE) -> yes": "compiled: redux.sync",
+    "attend_kernel: if LONG is not None -> no": "without long rows there are no further programs",
+    "zero_padding: for head in range(0, C.KV_HEADS * C.GROUP) -> no": "there is a head",
+    "combine_kernel: for first in range(0, parts, PARTS) -> no": "asked before: there is a part",
+    "total_work: for base in range(C.SCAN, rows.seqs, C.SCAN) -> no": "asked before: there are more rows",
+    "find_row: for base in range(C.SCAN, rows.seqs, C.SCAN) -> no": "asked before: there are more rows",
+}
+"""Outcomes that no run in the interpreter can have, and why. Behind 'compiled:' stands the instruction of a card that is found in
+what is compiled there instead."""
+
+
+class Branch(NamedTuple):
+    """One branch, and how a person names it."""
+
+    module: str
+    line: int
+    column: int
+    function: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.function}: {self.text}"
+
+
+def branches_of(module: ModuleType) -> list[Branch]:
+    """The branches of every function of a module that Triton compiles, in the order of their source."""
+    found = []
+    for function in ast.parse(inspect.getsource(module)).body:
+        if isinstance(function, ast.FunctionDef) and any(ast.unparse(d) == "triton.jit" for d in function.decorator_list):
+            found += [_describe(node, module.__name__, function.name) for node in ast.walk(function) if _is_branch(node)]
+    return sorted(found)
+
+
+def outcomes(modules: Iterable[ModuleType]) -> set[tuple[Branch, bool]]:
+    """Every way that every branch could go."""
+    return {(branch, outcome) for module in modules for branch in branches_of(module) for outcome in (True, False)}
+
+
+class Counting(ast.NodeTransformer):
+    """Rewrites a function so that each branch reports its outcome to `took(module, line, column, outcome)`."""
+
+    NAME = "_quire_took"
+
+    def __init__(self, module: str, above: int):
+        self.module = module
+        self.above = above
+        """Lines of the file above the source that is rewritten."""
+
+    def _report(self, node: Any, value: ast.expr) -> ast.expr:
+        place = (self.module, node.lineno + self.above, node.col_offset, isinstance(node, ast.For))
+        return ast.Call(ast.Name(self.NAME, ast.Load()), [*map(ast.Constant, place), value], [])
+
+    def visit_If(self, node: Any) -> Any:
+        self.generic_visit(node)
+        node.test = self._report(node, node.test)
+        return node
+
+    visit_IfExp = visit_While = visit_If
+
+    def visit_For(self, node: ast.For) -> Any:
+        self.generic_visit(node)
+        node.iter = self._report(node, node.iter)
+        return node
+
+
+class Taken:
+    """The outcomes that were seen."""
+
+    def __init__(self) -> None:
+        self.seen: set[tuple[Place, bool]] = set()
+
+    def took(self, module: str, line: int, column: int, loop: bool, value: Any) -> Any:
+        """What a rewritten branch calls with its test, or with what it goes through."""
+        return self._turns((module, line, column), value) if loop else self._note((module, line, column), bool(value))
+
+    def _note(self, place: Place, outcome: bool) -> bool:
+        self.seen.add((place, outcome))
+        return outcome
+
+    def _turns(self, place: Place, values: Iterable[Any]) -> Iterator[Any]:
+        entered = False
+        for value in values:
+            entered = self._note(place, True)
+            yield value
+        if not entered:
+            self._note(place, False)
+
+
+def _is_branch(node: ast.AST) -> bool:
+    return isinstance(node, (ast.If, ast.IfExp, ast.While, ast.For))
+
+
+def _describe(node: Any, module: str, function: str) -> Branch:
+    if isinstance(node, ast.For):
+        text = f"for {ast.unparse(node.target)} in {ast.unparse(node.iter)}"
+    else:
+        word = {ast.If: "if", ast.IfExp: "... if", ast.While: "while"}[type(node)]
+        text = f"{word} {ast.unparse(node.test)}"
+    return Branch(module, node.lineno, node.col_offset, function, text)

@@ -1,0 +1,59 @@
+"""Scenarios through the Triton kernels, without a dispatcher: the answer, and that nothing but the answer was touched."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from quire.kernels.triton import launch
+from quire.kernels.triton.target import Target, target_of
+from support.scenario import TYPES, Scenario, build
+
+GUARD = 40.0
+"""What stands in memory that must stay as it is; every type of output can hold it."""
+
+
+def run(
+    kernel: str, s: Scenario, *, out: torch.Tensor | None = None, out_dtype: torch.dtype | None = None, lse: bool = True, **how: Any
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The output and LSE of one launch, NaN before it; padding rows hold GUARD."""
+    shape = (s.q.shape[0], s.q.shape[1], s.cache.v_head_dim)
+    if out is None:
+        out = torch.empty(shape, dtype=out_dtype or (torch.bfloat16 if s.q.dtype.itemsize == 1 else s.q.dtype), device=s.q.device)
+    logs = torch.empty(shape[:2], device=s.q.device) if lse else None
+    for tensor in (out,) if logs is None else (out, logs):
+        tensor[: s.live] = torch.tensor(float("nan")).to(tensor.dtype)
+        tensor[s.live :] = torch.tensor(GUARD).to(tensor.dtype)
+    inputs = [s.q, s.cache.k_bytes, s.cache.v_bytes, s.cache.k_scale, s.cache.v_scale, *(s.new or ())]
+    inputs += [s.batch.page_table, s.batch.kv_lens, s.batch.q_starts]
+    before = [None if t is None else bits(t).clone() for t in inputs]
+    getattr(launch, f"launch_{kernel}")(s.q, s.cache, s.batch, s.options, s.new, out, logs, **how)
+    for tensor, copy in zip(inputs, before):
+        assert tensor is None or torch.equal(bits(tensor), copy), "an input was written"
+    return out, logs
+
+
+def check(kernel: str, s: Scenario, out: torch.Tensor, lse: torch.Tensor | None, scale: float = 1.0) -> None:
+    """Within the budget of the type that the kernel multiplies in; padding rows as they were."""
+    s.check(out, lse, scale, TYPES[launch.dot_type(s.q, s.cache, s.new)[0]])
+    for tensor in (out,) if lse is None else (out, lse):
+        assert (tensor[s.live :].float() == GUARD).all(), "a padding row was written"
+
+
+def attend(kernel: str, device: str, *, seed: int = 1, how: dict[str, Any] | None = None, **case: Any) -> torch.Tensor:
+    """Builds, runs and checks a case."""
+    s = build(seed, device=device, **case)
+    out, lse = run(kernel, s, **(how or {}))
+    check(kernel, s, out, lse)
+    return out
+
+
+def card(device: str, multiprocessors: int) -> Target:
+    """The card at hand, as if it had that many multiprocessors: as many programs share out the work, or a multiple of it."""
+    return Target(target_of(torch.device(device)).arch, multiprocessors)
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor's bytes: NaN compares equal to itself there."""
+    return tensor.contiguous().view(-1).view(torch.uint8)
