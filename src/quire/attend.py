@@ -55,7 +55,7 @@ def attend(
 
     Returns `out`, or `(out, lse)` with the natural-log LSE, fp32 `[tokens, q_heads]`, if `lse` is True. `kernel` forces a kernel by
     name or raises. `check="full"` reads values on any device, not only in host memory."""
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() and is_traced(q):
         from quire import ops
 
         return ops.attend(q, cache, batch, options, new, out, lse, kernel, check)
@@ -87,10 +87,27 @@ def choose_kernel(
     """A launcher for calls like this one, which keeps the contract; raises if there is none. `how` is what a launcher takes
     besides: context_from, only, zero_padding."""
     problem = Problem.of(q, cache, batch, options, new=new, out=out, lse=lse)
-    chosen = chosen_by(choose(problem, Platform.detect(q.device), kernel=kernel, capturing=capturing(q)))
+    platform = Platform.detect(q.device)
+    chosen = chosen_by(choose(problem, platform, kernel=kernel, capturing=capturing(q)))
     if out is None:
         out = q.new_empty(0, dtype=default_out_dtype(q.dtype, options)).expand(*q.shape[:2], 0)
-    return chosen.bind(q, cache, batch, options, new, out, **how)
+    launch = chosen.bind(q, cache, batch, options, new, out, **how)
+    if cache.ledger is None:
+        return launch
+    audit = choose(problem, platform, operation="audit").chosen
+    return launch if audit is None else Audited(audit.bind(q, cache, batch, options, new, **how), launch)
+
+
+class Audited:
+    """A launcher behind the check of the ledger, which neither waits for."""
+
+    def __init__(self, audit: Launch, launch: Launch):
+        self.audit, self.launch = audit, launch
+        self.capturable = getattr(launch, "capturable", False)
+
+    def __call__(self, *call: Any) -> None:
+        self.audit(*call[:5])
+        self.launch(*call)
 
 
 def run(
@@ -151,3 +168,9 @@ def remember(bound: dict[Any, tuple[Launch, ...]], key: Any, *launches: Launch) 
 def capturing(tensor: torch.Tensor) -> bool:
     """Whether the current stream of a GPU is being captured into a graph."""
     return tensor.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def is_traced(rows: torch.Tensor) -> bool:
+    """Whether a graph is made of this very call, while torch compiles: the call then becomes an operator of the graph. An operator
+    that is run meanwhile, here or in another thread, has real tensors."""
+    return torch.compiler.is_dynamo_compiling() or type(rows) is not torch.Tensor

@@ -28,7 +28,18 @@ class Batch:
     The maxima are hints for speed. A low one is reported by `check` and never truncates.
     """
 
-    __slots__ = ("page_table", "kv_lens", "q_starts", "slots", "max_q_len", "max_kv_len", "copies", "sequences", "kind", "_slot_buffer")
+    __slots__ = (
+        "page_table",
+        "kv_lens",
+        "q_starts",
+        "slots",
+        "max_q_len",
+        "max_kv_len",
+        "copies",
+        "sequences",
+        "kind",
+        "_slot_buffer",
+    )
 
     def __init__(
         self,

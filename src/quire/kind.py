@@ -49,7 +49,13 @@ def facts(values: tuple[Any, ...] | None) -> Any:
 def of_cache(cache: KVCache) -> object:
     """The kind of a cache, worked out once for its tensors."""
     tensors, kind = cache.kind
-    if tensors is None or any(a is not b for a, b in zip(tensors, (cache.k, cache.v, cache.k_scale, cache.v_scale))):
+    if (
+        tensors is None
+        or tensors[0] is not cache.k
+        or tensors[1] is not cache.v
+        or tensors[2] is not cache.k_scale
+        or tensors[3] is not cache.v_scale
+    ):
         tensors = (cache.k, cache.v, cache.k_scale, cache.v_scale)
         kind = _same((cache.layout.name, cache.format.name, cache.ledger is not None, *map(fact, tensors)))
         cache.kind = tensors, kind

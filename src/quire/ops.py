@@ -1,18 +1,20 @@
 """The operators as `torch.ops.quire.attend`, `.write` and `.step`, for graphs that torch.compile and torch.export make.
 
-Nobody needs to call them: within a compiled function `quire.attend`, `quire.write` and `quire.step` do, so that a model's step is one
-graph (`fullgraph=True`). An operator takes what a cache, a batch and options are made of, rebuilds them, and calls the ordinary
-function: rules, choice of kernel and results are the same. A program that only loads an exported graph imports this module first.
+Nobody needs to call them: within a compiled function `quire.attend`, `quire.write` and `quire.step` do, so that a model's step is
+one graph (`fullgraph=True`). An operator takes what a cache, a batch and options are made of, puts them together again, and calls
+the ordinary function: rules, choice of kernel and results are the same. A program that only loads an exported graph imports this
+module itself.
 
-An `out` that is given is declared as written to, as is the cache of a write; what an operator makes, it returns: `(out, lse)`, where a
-tensor without elements stands for an `out` that was given and for an LSE that nobody asked for.
+An `out` that is given is declared as written to, as is the cache of a write. What an operator makes, it returns: `(out, lse)`,
+where a tensor without elements stands for an `out` that was given and for an LSE that nobody asked for.
 
-What lives outside of tensors stays outside of a graph: a batch with copies is refused (apply them first), as is a cache with a ledger;
-and who holds a page of a pool is not checked. Inference only, as everywhere.
+What lives outside of tensors stays outside of a graph: a batch with copies is refused (apply them before), as is a cache with a
+ledger; and who holds a page of a pool is not checked. Inference only, as everywhere.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -37,11 +39,12 @@ _OPTIONS = (
     "Tensor? mask, Tensor? positions, float? q_scale, Tensor? q_scale_on_device, float? out_scale, Tensor? out_scale_on_device, "
     "bool batch_invariant"
 )
-_HOW = "str? kernel, str check"
+_HOW = "str? kernel, str check, str? refused"
+_INTO = "Tensor(o!)? out, bool lse"
 _SCHEMAS = (
-    f"attend(Tensor q, {_READ}, {_BATCH}, {_OPTIONS}, Tensor? new_k, Tensor? new_v, Tensor(o!)? out, bool lse, {_HOW}) -> (Tensor, Tensor)",
+    f"attend(Tensor q, {_READ}, {_BATCH}, {_OPTIONS}, Tensor? new_k, Tensor? new_v, {_INTO}, {_HOW}) -> (Tensor, Tensor)",
     f"write(Tensor k, Tensor v, {_WRITTEN}, {_BATCH}, {_HOW}) -> ()",
-    f"step(Tensor q, Tensor k, Tensor v, {_WRITTEN}, {_BATCH}, {_OPTIONS}, Tensor(o!)? out, bool lse, {_HOW}) -> (Tensor, Tensor)",
+    f"step(Tensor q, Tensor k, Tensor v, {_WRITTEN}, {_BATCH}, {_OPTIONS}, {_INTO}, {_HOW}) -> (Tensor, Tensor)",
 )
 _IN_CACHE, _IN_BATCH, _IN_OPTIONS = (text.count(",") + 1 for text in (_READ, _BATCH, _OPTIONS))
 
@@ -63,10 +66,9 @@ def attend(
     check: Level,
 ) -> Result:
     """`quire.attend` in a graph."""
-    _refuse_grad(q)
     new_k, new_v = (None, None) if new is None else new
     parts = (*_of_cache(cache), *_of_batch(batch, batch.slots), *_of_options(options or PLAIN))
-    return _returned(torch.ops.quire.attend(q, *parts, new_k, new_v, out, lse, kernel, check), out, lse)
+    return _returned(torch.ops.quire.attend(q, *parts, new_k, new_v, out, lse, kernel, check, _refused(cache, batch, q)), out, lse)
 
 
 def write(
@@ -74,7 +76,7 @@ def write(
 ) -> None:
     """`quire.write` in a graph."""
     slots = batch.slots if slots is None else slots
-    torch.ops.quire.write(k, v, *_of_cache(cache), *_of_batch(batch, slots), kernel, check)
+    torch.ops.quire.write(k, v, *_of_cache(cache), *_of_batch(batch, slots), kernel, check, _refused(cache, batch))
 
 
 def step(
@@ -90,25 +92,24 @@ def step(
     check: Level,
 ) -> Result:
     """`quire.step` in a graph."""
-    _refuse_grad(q)
     parts = (*_of_cache(cache), *_of_batch(batch, batch.slots), *_of_options(options or PLAIN))
-    return _returned(torch.ops.quire.step(q, k, v, *parts, out, lse, kernel, check), out, lse)
+    return _returned(torch.ops.quire.step(q, k, v, *parts, out, lse, kernel, check, _refused(cache, batch, q)), out, lse)
 
 
-def _refuse_grad(q: torch.Tensor) -> None:
-    if q.requires_grad and torch.is_grad_enabled():
-        raise ArgumentError("q", "a tensor that requires grad", "inference only: call under torch.no_grad() or detach it")
+def _refused(cache: KVCache, batch: Batch, q: torch.Tensor | None = None) -> str | None:
+    """Why the operator will raise, if it will. Raised here, dynamo would hide the error behind one of its own."""
+    if cache.ledger is not None:
+        return "ledger"
+    if batch.copies:
+        return "copies"
+    return "grad" if q is not None and q.requires_grad and torch.is_grad_enabled() else None
 
 
 def _of_cache(cache: KVCache) -> tuple[Any, ...]:
-    if cache.ledger is not None:
-        raise ArgumentError("cache", "a cache with a ledger in a compiled function", "a cache without a ledger")
     return cache.k, cache.v, cache.k_scale, cache.v_scale, cache.layout.name, cache.format.name
 
 
 def _of_batch(batch: Batch, slots: torch.Tensor | None) -> tuple[Any, ...]:
-    if batch.copies:
-        raise ArgumentError("copies", "copies in a compiled function", "a batch without: apply cache.copy_pages(batch.copies) before it")
     return batch.page_table, batch.kv_lens, batch.q_starts, slots, batch.max_q_len, batch.max_kv_len
 
 
@@ -142,11 +143,29 @@ def _returned(made: tuple[torch.Tensor, torch.Tensor], out: torch.Tensor | None,
 # What an operator runs: objects are put together again.
 
 
+_REFUSALS = {
+    "ledger": ("cache", "a cache with a ledger, in a compiled function", "a cache without one, or a call that is not compiled"),
+    "copies": (
+        "copies",
+        "a batch with copies, in a compiled function",
+        "call cache.copy_pages(batch.copies) before it, and give a batch without",
+    ),
+    "grad": ("q", "a tensor that requires grad", "inference only: call under torch.no_grad() or detach it"),
+}
+
+
+def _refuse(refused: str | None) -> None:
+    if refused is not None:
+        raise ArgumentError(*_REFUSALS[refused])
+
+
 def _cache(k: torch.Tensor, v: torch.Tensor, k_scale: Any, v_scale: Any, layout: str, format: str) -> KVCache:
     return KVCache(k, v, LAYOUTS[layout], FORMATS[format], k_scale, v_scale, None, False)
 
 
-def _batch(page_table: torch.Tensor, kv_lens: torch.Tensor, q_starts: torch.Tensor, slots: Any, max_q_len: Any, max_kv_len: Any) -> Batch:
+def _batch(
+    page_table: torch.Tensor, kv_lens: torch.Tensor, q_starts: torch.Tensor, slots: Any, max_q_len: Any, max_kv_len: Any
+) -> Batch:
     return Batch(page_table, kv_lens, q_starts, slots=slots, max_q_len=max_q_len, max_kv_len=max_kv_len)
 
 
@@ -182,28 +201,34 @@ def _options(
     )
 
 
-def _together(parts: tuple[Any, ...]) -> tuple[KVCache, Batch, Options, tuple[Any, ...]]:
-    """A cache, a batch, options, and what comes after them."""
+def _cut(parts: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...], tuple[Any, ...], tuple[Any, ...]]:
+    """The parts of a cache, of a batch, of options, and what comes after them."""
     batch, options = _IN_CACHE, _IN_CACHE + _IN_BATCH
     end = options + _IN_OPTIONS
-    return _cache(*parts[:batch]), _batch(*parts[batch:options]), _options(*parts[options:end]), parts[end:]
+    return parts[:batch], parts[batch:options], parts[options:end], parts[end:]
 
 
 def _attend(q: torch.Tensor, *parts: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    cache, batch, options, (new_k, new_v, out, lse, kernel, check) = _together(parts)
+    cache, batch, options, (new_k, new_v, out, lse, kernel, check, refused) = _cut(parts)
+    _refuse(refused)
     new = None if new_k is None else (new_k, new_v)
-    return _made(q, out, plain_attend(q, cache, batch, options, new=new, out=out, lse=lse, kernel=kernel, check=check))
+    result = plain_attend(
+        q, _cache(*cache), _batch(*batch), _options(*options), new=new, out=out, lse=lse, kernel=kernel, check=check
+    )
+    return _made(q, out, result)
 
 
 def _write(k: torch.Tensor, v: torch.Tensor, *parts: Any) -> None:
-    end = _IN_CACHE + _IN_BATCH
-    kernel, check = parts[end:]
-    plain_write(k, v, _cache(*parts[:_IN_CACHE]), _batch(*parts[_IN_CACHE:end]), kernel=kernel, check=check)
+    cache, batch, (kernel, check, refused), _ = _cut(parts)
+    _refuse(refused)
+    plain_write(k, v, _cache(*cache), _batch(*batch), kernel=kernel, check=check)
 
 
 def _step(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *parts: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    cache, batch, options, (out, lse, kernel, check) = _together(parts)
-    return _made(q, out, plain_step(q, k, v, cache, batch, options, out=out, lse=lse, kernel=kernel, check=check))
+    cache, batch, options, (out, lse, kernel, check, refused) = _cut(parts)
+    _refuse(refused)
+    result = plain_step(q, k, v, _cache(*cache), _batch(*batch), _options(*options), out=out, lse=lse, kernel=kernel, check=check)
+    return _made(q, out, result)
 
 
 def _made(q: torch.Tensor, out: torch.Tensor | None, result: Result) -> tuple[torch.Tensor, torch.Tensor]:
@@ -215,17 +240,17 @@ def _made(q: torch.Tensor, out: torch.Tensor | None, result: Result) -> tuple[to
 
 
 def _fake_attend(q: torch.Tensor, *parts: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    cache, _, options, (_, _, out, lse, _, _) = _together(parts)
-    return _fake(q, cache, options, out, lse)
-
-
-def _fake_step(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *parts: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    cache, _, options, (out, lse, _, _) = _together(parts)
-    return _fake(q, cache, options, out, lse)
+    cache, _, options, (_, _, out, lse, *_) = _cut(parts)
+    return _fake(q, _cache(*cache), _options(*options), out, lse)
 
 
 def _fake_write(k: torch.Tensor, v: torch.Tensor, *parts: Any) -> None:
     return None
+
+
+def _fake_step(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *parts: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    cache, _, options, (out, lse, *_) = _cut(parts)
+    return _fake(q, _cache(*cache), _options(*options), out, lse)
 
 
 def _fake(
@@ -238,9 +263,12 @@ def _fake(
 
 
 # Not the decorator `torch.library.custom_op`, which costs tens of microseconds in every call.
+_RUN: tuple[Callable[..., Any], ...] = (_attend, _write, _step)
+_TRACE: tuple[Callable[..., Any], ...] = (_fake_attend, _fake_write, _fake_step)
 _library = torch.library.Library("quire", "DEF")
-for _schema, _run, _trace in zip(_SCHEMAS, (_attend, _write, _step), (_fake_attend, _fake_write, _fake_step)):
+for _schema, _run, _trace in zip(_SCHEMAS, _RUN, _TRACE):
     _name = _schema.partition("(")[0]
     _library.define(_schema, tags=torch.Tag.pt2_compliant_tag)
     _library.impl(_name, _run, "CompositeExplicitAutograd")
+    _library.impl(_name, torch.library.fallthrough_kernel, "Autograd")  # not differentiable: results never require grad
     torch.library.register_fake(f"quire::{_name}", _trace, lib=_library)

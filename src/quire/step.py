@@ -6,12 +6,12 @@ from typing import Any, Literal, overload
 
 import torch
 
-from quire.attend import Launch, are_apart, choose_kernel, is_quick, remember, run
+from quire.attend import Launch, are_apart, choose_kernel, is_quick, is_traced, remember, run
 from quire.batch import Batch
 from quire.cache.kv_cache import KVCache
 from quire.contract.call import Call
 from quire.contract.check import Level, enforce
-from quire.kind import fact, of_batch, of_cache, of_options
+from quire.kind import of_batch, of_cache, of_options
 from quire.options import PLAIN, Options
 from quire.write import choose_writer, store
 
@@ -41,14 +41,16 @@ def step(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """`write(k, v, cache, batch)`, then `attend(q, cache, batch, options)`. Both are checked, and both kernels
     chosen, before anything is written. `kernel` names the attention kernel."""
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() and is_traced(q):
         from quire import ops
 
         return ops.step(q, k, v, cache, batch, options, out, lse, kernel, check)
     options = options or PLAIN
     key = None
-    if check == "auto" and cache.ledger is None and is_quick(q, cache, batch) and (out is None or are_apart(out, q, k, v, cache.k, cache.v)):
-        key = (of_cache(cache), of_batch(batch), of_options(options), fact(q), fact(k), fact(v), fact(out), fact(batch.slots), lse, kernel)
+    apart = out is None or are_apart(out, q, k, v, cache.k, cache.v)
+    if check == "auto" and cache.ledger is None and is_quick(q, cache, batch) and apart:
+        tensors = facts((q, k, v, out, batch.slots))
+        key = (of_cache(cache), of_batch(batch), of_options(options), tensors, lse, kernel)
         bound = _bound.get(key)
         if bound is not None:
             bound[0](k, v, cache, batch, None)

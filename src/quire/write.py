@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from quire.attend import Launch, capturing, is_quick, remember
+from quire.attend import Launch, capturing, is_quick, is_traced, remember
 from quire.batch import Batch
 from quire.cache.kv_cache import KVCache
 from quire.contract.call import Call
@@ -32,7 +32,7 @@ def write(
     `slots` (`[tokens]`, -1 to skip) default to the batch's, and those to what its page table and lengths say. Rows beyond the
     batch's last new token are padding and are not written, whatever their slots say. The batch's copies are applied first. If a
     rule is broken, nothing is written."""
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() and is_traced(k):
         from quire import ops
 
         return ops.write(k, v, cache, batch, slots, kernel, check)
@@ -58,7 +58,8 @@ def choose_writer(
     """A launcher for writes like this one, which keeps the contract; raises if there is none."""
     problem = Problem.of(k, cache, batch)
     platform = Platform.detect(k.device)
-    return chosen_by(choose(problem, platform, operation="write", kernel=kernel, capturing=capturing(k))).bind(k, v, cache, batch, slots)
+    decision = choose(problem, platform, operation="write", kernel=kernel, capturing=capturing(k))
+    return chosen_by(decision).bind(k, v, cache, batch, slots)
 
 
 def store(launch: Launch, k: torch.Tensor, v: torch.Tensor, cache: KVCache, batch: Batch, slots: torch.Tensor | None) -> None:

@@ -104,7 +104,7 @@ def test_a_kernel_by_an_unknown_name(operation: str, names: str) -> None:
 
 
 def test_an_unknown_operation() -> None:
-    with pytest.raises(ArgumentError, match="operation: given 'decode'; allowed: attend or write"):
+    with pytest.raises(ArgumentError, match="operation: given 'decode'; allowed: attend, write or audit"):
         choose(PROBLEM, CPU, operation="decode")
 
 

@@ -16,10 +16,10 @@ FILES = sorted(SRC.rglob("*.py"))
 LAYERS = (
     ("errors",),
     ("cache", "batch", "options"),
-    ("problem",),
+    ("problem", "kind"),
     ("contract",),
     ("dispatch",),
-    ("attend", "write", "step", "merge", "explain", ""),  # "" is the package itself: `import quire`
+    ("attend", "write", "step", "ops", "merge", "explain", ""),  # "" is the package itself: `import quire`
     ("conformance", "bench", "demo", "compat", "integrations"),
     ("cli", "__main__"),
 )
@@ -121,6 +121,7 @@ AGAINST = {
     "the reference imports quire": ("quire.reference", "from quire.errors import QuireError"),
     "the reference imports more than torch": ("quire.reference", "import numpy"),
     "the kit writes by quire.write": ("quire.conformance.build", "from quire.write import write"),
+    "dispatch imports the operators of graphs": ("quire.dispatch.choose", "from quire import ops"),
     "an operation imports the kit": ("quire.step", "from quire.conformance.run import run"),
     "the kit imports the command line": ("quire.conformance.run", "from quire.cli.demo import demo"),
     "a relative import": ("quire.cache.pool", "from . import ledger"),
@@ -129,6 +130,7 @@ AGAINST = {
 WITHIN = {
     "an operation imports dispatch": ("quire.attend", "from quire.dispatch.choose import choose"),
     "an operation imports another": ("quire.step", "from quire.write import write"),
+    "an operation becomes one of a graph": ("quire.attend", "def f():\n    from quire import ops"),
     "a kernel imports its own folder": ("quire.kernels.triton.decode", "from quire.kernels.triton.tile import load"),
     "a kernel imports data": ("quire.kernels.triton.decode", "from quire.cache.kv_cache import KVCache"),
     "the kit imports the reference": ("quire.conformance.run", "from quire import reference"),

@@ -17,14 +17,14 @@ Place = tuple[str, int, int]
 
 
 CANNOT = {
-    "attend_kernel: if C.EARLY -> yes": "compiled: griddepcontrol.launch_dependents",
-    "combine_kernel: if C.EARLY -> yes": "compiled: griddepcontrol.wait",
-    "uniform: if C.UNIFORM and (not C.WIDE) -> yes": "compiled: redux.sync",
-    "attend_kernel: if LONG is not None -> no": "without long rows there are no further programs",
-    "zero_padding: for head in range(0, C.KV_HEADS * C.GROUP) -> no": "there is a head",
-    "combine_kernel: for first in range(0, parts, PARTS) -> no": "asked before: there is a part",
-    "total_work: for base in range(C.SCAN, rows.seqs, C.SCAN) -> no": "asked before: there are more rows",
-    "find_row: for base in range(C.SCAN, rows.seqs, C.SCAN) -> no": "asked before: there are more rows",
+    "attend.attend_kernel: if C.EARLY -> yes": "compiled: griddepcontrol.launch_dependents",
+    "combine.combine_kernel: if C.EARLY -> yes": "compiled: griddepcontrol.wait",
+    "schedule.uniform: if C.UNIFORM and (not C.WIDE) -> yes": "compiled: redux.sync",
+    "attend.attend_kernel: if LONG is not None -> no": "without long rows there are no further programs",
+    "attend.zero_padding: for head in range(0, C.KV_HEADS * C.GROUP) -> no": "there is a head",
+    "combine.combine_kernel: for first in range(0, parts, PARTS) -> no": "asked before: there is a part",
+    "schedule.total_work: for base in range(C.SCAN, rows.seqs, C.SCAN) -> no": "asked before: there are more rows",
+    "schedule.find_row: for base in range(C.SCAN, rows.seqs, C.SCAN) -> no": "asked before: there are more rows",
 }
 """Outcomes that no run in the interpreter can have, and why. Behind 'compiled:' stands the instruction of a card that is found in
 what is compiled there instead."""
@@ -40,7 +40,7 @@ class Branch(NamedTuple):
     text: str
 
     def __str__(self) -> str:
-        return f"{self.function}: {self.text}"
+        return f"{self.module.rpartition('.')[2]}.{self.function}: {self.text}"
 
 
 def branches_of(module: ModuleType) -> list[Branch]:

@@ -95,7 +95,8 @@ def _mend_memory(interpreter: Any) -> None:
     """What is read and written must lie in a tensor that the kernel was given."""
     builder, executor = interpreter.InterpreterBuilder, interpreter.GridExecutor
     begins, ends = np.zeros(0, np.uint64), np.zeros(0, np.uint64)
-    plain_load, plain_store, plain_init = builder.create_masked_load, builder.create_masked_store, executor._init_args_hst
+    plain_load, plain_store, plain_atomic = builder.create_masked_load, builder.create_masked_store, builder.create_atomic_rmw
+    plain_init = executor._init_args_hst
 
     def tensors(value: Any) -> list[torch.Tensor]:
         if isinstance(value, (list, tuple)):
@@ -126,8 +127,13 @@ def _mend_memory(interpreter: Any) -> None:
         check("store", ptrs, mask)
         return plain_store(self, ptrs, value, mask, *args)
 
+    def create_atomic_rmw(self: Any, op: Any, ptr: Any, val: Any, mask: Any, *args: Any) -> Any:
+        check("atomic", ptr, mask)
+        return plain_atomic(self, op, ptr, val, mask, *args)
+
     executor._init_args_hst = _init_args_hst
-    builder.create_masked_load, builder.create_masked_store = create_masked_load, create_masked_store
+    for member in (create_masked_load, create_masked_store, create_atomic_rmw):
+        setattr(builder, member.__name__, member)
 
 
 def _mend_speed(interpreter: Any) -> None:

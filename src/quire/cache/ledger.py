@@ -34,6 +34,17 @@ class Finding(NamedTuple):
         return f"row {self.row}, position {self.position}: slot {self.slot} (page {self.page}, offset {self.offset}): {self.reason}"
 
 
+class Report(NamedTuple):
+    """What the check kernel counted, and the lowest row and position of the first call in which it found anything."""
+
+    missing: int
+    first: Finding
+
+    def __str__(self) -> str:
+        tokens = "1 required token was" if self.missing == 1 else f"{self.missing} required tokens were"
+        return f"{tokens} not in the cache, first {self.first}"
+
+
 class Ledger:
     """Beside the pages of one cache, on their device, three numbers for each slot `[pages * page_size]`:
 
@@ -42,7 +53,12 @@ class Ledger:
         issue     int64   the number the pool had given the slot by then
 
     A slot holds the right token if all three are what the reader's sequence and the pool say now. Without a pool the numbers
-    are 0, and only `release` makes a slot stale. Recording never reads the device; only the audits do.
+    are 0, and only `release` makes a slot stale. Recording never reads the device; only the audits and `report` do.
+
+    In host memory every call is audited before it runs. On a GPU `attend` and `step` launch a check kernel before the attention. It
+    compares position and issue of every required slot and counts into `violations`, which nobody waits for until `report` is asked.
+    It knows the pool's numbers as of the last hand-out, and leaves out writers and the new tokens under a tree mask. Where it
+    cannot run (`quire explain --operation audit` says why), a GPU's calls are audited under `check="full"` alone.
     """
 
     def __init__(self, pages: int, page_size: int, device: torch.device | str, pool: PagePool | None = None):
@@ -56,7 +72,11 @@ class Ledger:
         self._cells = cells(-1, torch.int32), cells(UNKNOWN, torch.int32), cells(0, torch.int64)
         self.position, self.writer, self.issue = (cell[: self._size] for cell in self._cells)
         self.device = self.issue.device
-        self._current = torch.zeros_like(self.issue) if pool is None else pool.issue_on(self.device)
+        self.current = torch.zeros_like(self.issue) if pool is None else pool.issue_on(self.device)
+        """The numbers that the pool has given the slots by now."""
+        self.violations = torch.zeros(9, dtype=torch.int64, device=device)
+        """What the check kernel found since `clear`: count; the lowest row and position, packed; whether a token is kept; and of
+        that token row, position and slot, the position in the slot, its issue and the pool's."""
 
     def record(self, slots: torch.Tensor, positions: torch.Tensor, writers: torch.Tensor | None = None) -> None:
         """Notes that tokens were written: integers `[tokens]` each. Slots outside the cache, -1 among them, are skipped."""
@@ -65,7 +85,7 @@ class Ledger:
         position, writer, issue = self._cells
         position[at] = positions.to(position.dtype)
         writer[at] = (torch.full_like(at, UNKNOWN) if writers is None else writers).to(writer.dtype)
-        issue[at] = self._current[at.clamp(max=self._size - 1)]
+        issue[at] = self.current[at.clamp(max=self._size - 1)]
 
     def copy_pages(self, source: torch.Tensor, target: torch.Tensor) -> None:
         """Notes that whole pages were copied, all sources read before any target was written."""
@@ -89,7 +109,25 @@ class Ledger:
     ) -> list[Finding]:
         """Every token of `(row, position)` that its slot does not hold, in order. All three are integers `[n]`; slots outside
         the cache are another rule's business. `sequences` are the pool's, row by row: they say who wrote which position."""
-        facts = self._facts(slots, positions, rows, sequences)
+        return self._misplaced(self._facts(slots, positions, rows, sequences))
+
+    def report(self) -> Report | None:
+        """What the check kernel found since the last `clear`; None if every required token was there. Reads the device."""
+        missing, _, kept, *token = self.violations.tolist()
+        if not kept:
+            return None
+        names = ("row", "position", "slot", "held", "issue", "now")
+        facts = {name: torch.tensor([value]) for name, value in zip(names, token)}
+        unknown = torch.tensor([UNKNOWN])
+        (first,) = self._misplaced(facts | {"writer": unknown, "owner": unknown, "length": facts["position"] + 1})
+        return Report(missing, first)
+
+    def clear(self) -> None:
+        """Forgets what the check kernel found."""
+        self.violations.zero_()
+
+    def _misplaced(self, facts: dict[str, torch.Tensor]) -> list[Finding]:
+        """The tokens that a reader would not find in their slots."""
         writer, issue, now, owner = facts["writer"], facts["issue"], facts["now"], facts["owner"]
         return self._findings(
             facts,
@@ -132,7 +170,7 @@ class Ledger:
         slot, position, row = (t.to(self.device, torch.int64) for t in (slots, positions, rows))
         inside = (slot >= 0) & (slot < self._size)
         slot, position, row = slot[inside], position[inside], row[inside]
-        now = self._current if self.pool is None else self.pool.issue.to(self.device)
+        now = self.current if self.pool is None else self.pool.issue.to(self.device)
         facts = {"slot": slot, "position": position, "row": row, "now": now[slot]}
         facts |= {"held": self.position[slot], "writer": self.writer[slot], "issue": self.issue[slot]}
         if sequences is None:

@@ -15,9 +15,10 @@ import torch
 
 import quire
 from quire.cache.format import FORMATS, Format
+from quire.cache.ledger import Ledger
 from quire.cli import version
 from quire.dispatch.catalogue import CATALOGUE
-from quire.dispatch.choose import OPERATIONS, choose
+from quire.dispatch.choose import OPERATIONS, choose, launcher_of
 from quire.dispatch.platform import Platform, cpu_flags
 from quire.problem import Problem
 
@@ -94,10 +95,10 @@ def ask(command: Sequence[str], patience: float = 600) -> tuple[dict[str, list[d
 
 
 def self_check(kernel: str, device: str) -> dict[str, list[dict[str, Any]]]:
-    """Both operations of a kernel on a small mixed batch, against the reference, in three types. Unwritten slots hold NaN."""
+    """Every operation of a kernel on a small mixed batch, against the reference, in three types. Unwritten slots hold NaN."""
     platform = Platform.detect(device)
     rows: dict[str, list[dict[str, Any]]] = {}
-    for operation, measure in (("attend", _attend_error), ("write", _write_error)):
+    for operation, measure in (("attend", _attend_error), ("write", _write_error), ("audit", _audit_error)):
         if not any(k.name == kernel and k.operation == operation for k in CATALOGUE):
             continue
         for name, q_dtype, format, allowed in (
@@ -174,6 +175,20 @@ def _write_error(kernel: str, sample: Sample) -> int:
     quire.write(k, v, cache, sample.batch, kernel=kernel)
     pairs = ((cache.k, want.k), (cache.v, want.v))
     return sum(int((got.view(torch.uint8) != wanted.view(torch.uint8)).sum()) for got, wanted in pairs)
+
+
+def _audit_error(kernel: str, sample: Sample) -> int:
+    """How far the check of the ledger is from counting the one token that it was not told of."""
+    cache = sample.cache([0] * len(sample.lens))
+    cache.ledger = Ledger(cache.pages, cache.page_size, cache.device)
+    for row, length in enumerate(sample.lens):
+        at = torch.arange(1 if row == 2 else 0, length, device=sample.device)
+        cache.ledger.record(sample.table[row, at // cache.page_size] * cache.page_size + at % cache.page_size, at)
+    problem = Problem.of(sample.q, cache, sample.batch)
+    audit = launcher_of(choose(problem, Platform.detect(sample.device), operation="audit", kernel=kernel))
+    audit(sample.q, cache, sample.batch, quire.Options(), None)
+    report = cache.ledger.report()
+    return 1 if report is None else abs(report.missing - 1)
 
 
 def _text(report: dict[str, Any]) -> str:

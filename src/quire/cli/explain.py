@@ -88,7 +88,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         add(flag, action="store_true", help=text)
 
     add = parser.add_argument_group("the question").add_argument
-    add("--operation", choices=OPERATIONS, default="attend", help="attend, or write keys and values (attend)")
+    add("--operation", choices=OPERATIONS, default="attend", help="attend, write keys and values, or audit the ledger (attend)")
     add("--kernel", metavar="NAME", help="ask for one kernel by name")
     add("--as", dest="whose", choices=("quire", "vllm"), default="quire", help="whose kernels (quire)")
     add(

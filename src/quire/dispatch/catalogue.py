@@ -53,6 +53,16 @@ CATALOGUE: tuple[Kernel, ...] = (
         head_dim=_ANY_HEAD,
         v_head_dim=_ANY_HEAD,
     ),
+    Kernel(
+        "triton",
+        "audit",
+        "compares every required slot with the ledger, beside the calls: what it finds is read on request",
+        "quire.kernels.triton.ledger:launch",
+        binder="quire.kernels.triton.ledger:bind",
+        vendors=("nvidia", "amd"),
+        arches=_TRITON,
+        needs=("triton",),
+    ),
     # A native CPU kernel goes here.
     # Last come the kernels that are always there. They read lengths on the host, so a CUDA graph cannot record them.
     Kernel(

@@ -8,12 +8,12 @@ from typing import Any
 
 from quire.dispatch.catalogue import CATALOGUE
 from quire.dispatch.decision import Candidate, Decision
-from quire.dispatch.kernel import Call, Kernel, judge
+from quire.dispatch.kernel import Call, Kernel, OneOf, judge
 from quire.dispatch.platform import Platform
 from quire.errors import ArgumentError, KernelError
 from quire.problem import Problem
 
-OPERATIONS = ("attend", "write")
+OPERATIONS = ("attend", "write", "audit")
 
 
 def choose(
@@ -36,7 +36,7 @@ def _choose(
     problem: Problem, platform: Platform, operation: str, kernel: str | None, capturing: bool, catalogue: tuple[Kernel, ...]
 ) -> Decision:
     if operation not in OPERATIONS:
-        raise ArgumentError("operation", repr(operation), " or ".join(OPERATIONS))
+        raise ArgumentError("operation", repr(operation), str(OneOf(OPERATIONS)))
     call = Call(problem, platform, capturing)
     candidates = tuple(Candidate(k, judge(k.limits, call)) for k in catalogue if k.operation == operation)
     names = [candidate.kernel.name for candidate in candidates]

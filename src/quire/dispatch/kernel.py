@@ -149,7 +149,7 @@ class Kernel:
 
     name: str
     operation: str
-    """attend or write."""
+    """attend, write or audit."""
     summary: str
     launcher: str
     """'module:function', imported at the first launch and not before."""

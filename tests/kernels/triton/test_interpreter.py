@@ -92,7 +92,11 @@ def named(branch: Branch, outcome: bool) -> str:
 
 def test_branches_are_found() -> None:
     found = [branch for module in kernel_modules() for branch in branches_of(module)]
-    assert {"attend_kernel: if LONG is not None", "short_rows: while at < end", "counted: ... if C.WIDE"} <= set(map(str, found))
+    assert {
+        "attend.attend_kernel: if LONG is not None",
+        "attend.short_rows: while at < end",
+        "schedule.counted: ... if C.WIDE",
+    } <= set(map(str, found))
     assert not any(branch.module.endswith((".launch", ".recipe")) for branch in found), "host code has no business here"
 
 

@@ -12,15 +12,23 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from quire.kernels.triton.schedule import find_row, key_tiles, lengths, program_of, share_begin, sharers_of, short_work, total_work, uniform
+from quire.kernels.triton.schedule import (
+    find_row,
+    key_tiles,
+    lengths,
+    program_of,
+    share_begin,
+    sharers_of,
+    short_work,
+    total_work,
+    uniform,
+)
 from quire.kernels.triton.tiles import existing, look_up, meet
 from quire.kernels.triton.units import finish, load_queries, locate, nothing_yet, parts_of, store
 
 
 @triton.jit
-def attend_kernel(
-    out, room, query, cache, rows, new, features, SHORT: tl.constexpr, LONG: tl.constexpr, C: tl.constexpr
-):
+def attend_kernel(out, room, query, cache, rows, new, features, SHORT: tl.constexpr, LONG: tl.constexpr, C: tl.constexpr):
     program = tl.program_id(0)
     if program < room.programs:
         if C.ZERO_PADDING or out.lse is not None:
@@ -131,9 +139,7 @@ def long_row(out, query, cache, rows, new, features, program, T: tl.constexpr, C
         broken = runs_out(rows, cache, unit, C) or misses_page(rows, cache, unit, C)
         if broken:
             end = begin
-        weighted, top, weights, missing = meet_all(
-            nothing_yet(T, C), q, scale, unit, rows, cache, new, features, begin, end, T, C
-        )
+        weighted, top, weights, missing = meet_all(nothing_yet(T, C), q, scale, unit, rows, cache, new, features, begin, end, T, C)
         if C.TREE:
             broken |= tl.max(missing.to(tl.int32)) > 0
         result, lse = finish(weighted, top, weights, unit.head, unit.live, features, cache, unit.kv_head, C)
@@ -164,14 +170,16 @@ def meet_all(state, q, scale, unit, rows, cache, new, features, begin, end, T: t
             state = meet(state, q, scale, None, unit, rows, cache, new, features, middle, stop, True, "both", False, T, C)
             middle = tl.maximum(tl.minimum(unit.all_to, end) // T.KEYS * T.KEYS, begin)
             state = meet(state, q, scale, None, unit, rows, cache, new, features, begin, middle, False, "new", False, T, C)
-        state = meet(state, q, scale, None, unit, rows, cache, new, features, middle, end, True, SOURCE, False, T, C)
+        # Behind the context all keys are new, if all long rows take theirs from there.
+        LAST: tl.constexpr = "new" if C.NEW and C.CONTEXT_FROM <= C.SHORT + 1 else SOURCE
+        state = meet(state, q, scale, None, unit, rows, cache, new, features, middle, end, True, LAST, False, T, C)
     return state
 
 
 @triton.jit
 def runs_out(rows, cache, unit, C: tl.constexpr):
     """Whether the table is too short for the row, or there is no page at all."""
-    too_short = unit.cached > rows.table_width.to(tl.int64) * C.PAGE_SIZE
+    too_short = (unit.cached - 1) // C.PAGE_SIZE >= rows.table_width
     return (too_short | (cache.pages < 1)) & (unit.cached > 0)
 
 
@@ -201,7 +209,7 @@ def zero_padding(out, rows, program, programs, C: tl.constexpr):
     used = tl.load(rows.q_starts + rows.seqs * rows.q_starts_step).to(tl.int32)
     for nth in range(used + program, rows.tokens, programs):
         token = tl.full([], 0, tl.int64) + nth
-        for head in range(0, C.KV_HEADS * C.GROUP):
+        for head in range(C.KV_HEADS * C.GROUP):
             if C.ZERO_PADDING:
                 at = token * out.token + head * out.head + dim * C.OUT_DIM
                 tl.store(out.at + at, tl.zeros([WIDTH], out.at.dtype.element_ty), mask=dim < C.V_DIM)

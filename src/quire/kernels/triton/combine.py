@@ -1,5 +1,5 @@
-"""Adds up the units that several programs shared. Program (p, r): row r of the unit that program p of `attend` was the first to
-work on, if others went on with it."""
+"""Adds up the units that several programs shared. Program (p, r): row r, and every so many further, of the unit that program p of
+`attend` was the first to work on, if others went on with it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ PARTS = tl.constexpr(32)
 @triton.jit
 def combine_kernel(out, room, cache, features, T: tl.constexpr, C: tl.constexpr):
     program = tl.program_id(0)
-    index = tl.program_id(1)
     if C.EARLY:
         tl.extra.cuda.gdc_wait()
     tops, totals, notes = parts_of(room, T, C)
@@ -24,39 +23,53 @@ def combine_kernel(out, room, cache, features, T: tl.constexpr, C: tl.constexpr)
     token = tl.load(notes + program * 5 + 2)
     tokens = tl.load(notes + program * 5 + 3)
     head = tl.load(notes + program * 5 + 4)
-    if C.GROUP < T.ROWS:
-        kv_head = head
-        of_group = index % C.GROUP
-        token += index // C.GROUP
-        live = (index // C.GROUP < T.TOKENS) & (index // C.GROUP < tokens)
-    else:
-        OF_GROUP: tl.constexpr = T.HEADS // C.KV_HEADS
-        kv_head = head // OF_GROUP
-        of_group = (head % OF_GROUP) * T.ROWS + index
-        live = of_group < C.GROUP
-    if live & (parts > 0):
-        WIDTH: tl.constexpr = C.V_WIDTH
-        dim = tl.arange(0, WIDTH)
-        top = tl.full([1], float("-inf"), tl.float32)
-        total = tl.zeros([1], tl.float32)
-        weighted = tl.zeros([1, WIDTH], tl.float32)
-        # In the order of the programs that made them. All but the first began in this unit: their part is in their first place.
-        for first in range(0, parts, PARTS):
-            part = first + tl.arange(0, PARTS)
-            mine = part < parts
-            place = ((program + part) * 2 + tl.where(part == 0, second, 0)) * T.ROWS + index
-            part_top = tl.load(tops + place, mask=mine, other=float("-inf"))
-            part_total = tl.load(totals + place, mask=mine, other=0.0)
-            part_weighted = tl.load(room.at + place[:, None] * WIDTH + dim[None, :], mask=mine[:, None], other=0.0)
-            higher = tl.maximum(top, tl.max(part_top, 0))
-            base = tl.where(higher == float("-inf"), 0.0, higher)
-            shrink = tl.exp2(top - base)
-            share = tl.exp2(part_top - base)
-            total = total * shrink + tl.sum(part_total * share, 0)
-            weighted = weighted * shrink[:, None] + tl.sum(part_weighted * share[:, None], 0)[None, :]
-            top = higher
-        q_head = (kv_head * C.GROUP + of_group) + tl.zeros([1], tl.int32)
-        here = q_head >= 0
-        result, lse = finish(weighted, top, total, q_head, here, features, cache, kv_head, C)
-        broken = tl.max((total != total).to(tl.int32)) > 0
-        store(out, token + tl.zeros([1], tl.int32), q_head, here, result, lse, broken, C)
+    if parts > 0:
+        for index in range(tl.program_id(1), T.ROWS, tl.num_programs(1)):
+            if C.GROUP < T.ROWS:
+                kv_head = head
+                of_group = index % C.GROUP
+                nth = index // C.GROUP
+                live = (nth < T.TOKENS) & (nth < tokens)
+            else:
+                OF_GROUP: tl.constexpr = T.HEADS // C.KV_HEADS
+                kv_head = head // OF_GROUP
+                of_group = (head % OF_GROUP) * T.ROWS + index
+                nth = index * 0
+                live = of_group < C.GROUP
+            if live:
+                add_up(
+                    out, room, tops, totals, cache, features, program, index, parts, second, token + nth, kv_head, of_group, T, C
+                )
+
+
+@triton.jit
+def add_up(
+    out, room, tops, totals, cache, features, program, index, parts, second, token, kv_head, of_group,
+    T: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    """One row of a unit, from its parts in the order of the programs that made them. All but the first of these began in this
+    unit: their part is in their first place."""
+    WIDTH: tl.constexpr = C.V_WIDTH
+    dim = tl.arange(0, WIDTH)
+    top = tl.full([1], float("-inf"), tl.float32)
+    total = tl.zeros([1], tl.float32)
+    weighted = tl.zeros([1, WIDTH], tl.float32)
+    for first in range(0, parts, PARTS):
+        part = first + tl.arange(0, PARTS)
+        mine = part < parts
+        place = ((program + part) * 2 + tl.where(part == 0, second, 0)) * T.ROWS + index
+        part_top = tl.load(tops + place, mask=mine, other=float("-inf"))
+        part_total = tl.load(totals + place, mask=mine, other=0.0)
+        part_weighted = tl.load(room.at + place[:, None] * WIDTH + dim[None, :], mask=mine[:, None], other=0.0)
+        higher = tl.maximum(top, tl.max(part_top, 0))
+        base = tl.where(higher == float("-inf"), 0.0, higher)
+        shrink = tl.exp2(top - base)
+        share = tl.exp2(part_top - base)
+        total = total * shrink + tl.sum(part_total * share, 0)
+        weighted = weighted * shrink[:, None] + tl.sum(part_weighted * share[:, None], 0)[None, :]
+        top = higher
+    q_head = (kv_head * C.GROUP + of_group) + tl.zeros([1], tl.int32)
+    here = q_head >= 0
+    result, lse = finish(weighted, top, total, q_head, here, features, cache, kv_head, C)
+    broken = tl.max((total != total).to(tl.int32)) > 0
+    store(out, token + tl.zeros([1], tl.int32), q_head, here, result, lse, broken, C)

@@ -81,7 +81,8 @@ class Plan:
         widths = [max(16, power_of_two(dim)) for dim in (cache.head_dim, cache.v_head_dim)]
         self.row = row = tuning or tuning_for(kernel, target, max(widths), BYTES[dot], cache.format.itemsize)
         group = q.shape[1] // cache.kv_heads
-        rows = 64 if options.batch_invariant else max(row.rows, min(64, power_of_two(self._few(kernel, q, batch) * group)))
+        self.few = self._few(kernel, q, batch)
+        rows = 64 if options.batch_invariant else max(row.rows, min(64, power_of_two(self.few * group)))
         self.short = short = Tile.of(rows, row.keys, row.stages, True, group, cache.kv_heads)
         self.long = None
         if kernel == "mixed":
@@ -147,6 +148,7 @@ class Plan:
             self.grid += (q.shape[0] // self.long.TOKENS + longest) * self.long.HEADS
         self.room = self.programs * (2 * short.ROWS * (widths[1] + 2) + 5)
         self.empty = not q.shape[0] or not batch.seqs
+        self.asks = any(_on_device(getattr(options, name), q.device) for name in OPTIONAL)
 
     def settles(
         self,
@@ -175,6 +177,33 @@ class Plan:
         tiles = batch.page_table.shape[1] * cache.page_size // self.short.KEYS + 2 + self.row.opening
         return (q.shape[0] // self.short.TOKENS + batch.seqs) * self.short.HEADS * tiles
 
+    def tensors(
+        self,
+        q: torch.Tensor,
+        cache: KVCache,
+        batch: Batch,
+        options: Options,
+        new: Pair,
+        out: torch.Tensor,
+        lse: torch.Tensor | None,
+    ) -> list[torch.Tensor]:
+        """The tensors of one call in the order of `arguments`. Workspace comes from torch's allocator: it belongs to this call and
+        its stream."""
+        room = torch.empty(self.room, dtype=torch.float32, device=q.device)
+        found = [out, room, q] if lse is None else [out, lse, room, q]
+        if self.constants.BALANCE == "before":
+            found.append(torch.empty(q.shape, dtype=torch.float16, device=q.device))
+            found.append(torch.empty(q.shape[:2], dtype=torch.float32, device=q.device))
+        found += (cache.k, cache.v)
+        if cache.k_scale is not None and cache.v_scale is not None:
+            found += (cache.k_scale, cache.v_scale)
+        found += (batch.page_table, batch.kv_lens, batch.q_starts)
+        if new is not None:
+            found += new
+        if self.asks:
+            found += [value for name in OPTIONAL if _on_device(value := getattr(options, name), q.device)]
+        return found
+
     def arguments(
         self,
         q: torch.Tensor,
@@ -187,45 +216,46 @@ class Plan:
         *,
         at: Callable[[torch.Tensor], Any],
     ) -> tuple[Any, ...]:
-        """The arguments of `attend_kernel` for one call; `at` says what stands for a tensor. Workspace comes from torch's
-        allocator: it belongs to this call and its stream."""
+        """The arguments of one call; `at` says what stands for a tensor."""
+        take = map(at, self.tensors(q, cache, batch, options, new, out, lse)).__next__
 
-        def maybe(tensor: torch.Tensor | None) -> Any:
-            return None if tensor is None else at(tensor)
+        def maybe(value: object) -> Any:
+            return take() if _on_device(value, q.device) else None
 
-        alibi, sinks, mask, positions = options.alibi, options.sinks, options.mask, options.positions
-        causal, table, kv_lens, q_starts = options.causal, batch.page_table, batch.kv_lens, batch.q_starts
-        out_scale = options.out_scale
-        if out_scale is not None:
-            out_scale = float(out_scale) if self.constants.OUT_NUMBER else at(out_scale)  # type: ignore[arg-type]
-        return (
-            Out(at(out), out.stride(0), out.stride(1), maybe(lse)),
-            Room(at(torch.empty(self.room, dtype=torch.float32, device=q.device)), self.programs),
-            self._query(q, at),
-            Cache(at(cache.k), at(cache.v), maybe(cache.k_scale), maybe(cache.v_scale), cache.pages),
-            Rows(
-                *(at(table), table.stride(0), table.shape[1], at(kv_lens), kv_lens.stride(0), at(q_starts), q_starts.stride(0)),
-                *(at(causal) if isinstance(causal, torch.Tensor) else None, batch.seqs, q.shape[0]),
-            ),
-            NO_NEW
-            if new is None
-            else New(at(new[0]), new[0].stride(0), new[0].stride(1), at(new[1]), new[1].stride(0), new[1].stride(1)),
-            Features(
-                *(self.scale, options.softcap, maybe(alibi), alibi.stride(0) if alibi is not None else None),
-                *(maybe(sinks), sinks.stride(0) if sinks is not None else None, maybe(mask)),
-                *((None, None) if mask is None else mask.stride()),
-                *(maybe(positions), positions.stride(0) if positions is not None else None),
-                *(at(options.q_scale) if _on_device(options.q_scale, q.device) else None, out_scale),  # type: ignore[arg-type]
-            ),
+        where = Out(take(), out.stride(0), out.stride(1), None if lse is None else take())
+        room = Room(take(), self.programs)
+        query: Any = take()
+        exponents = None
+        if self.constants.BALANCE == "before":
+            query, exponents = (query, take()), take()
+        k, v = take(), take()
+        k_scale, v_scale = (None, None) if cache.k_scale is None else (take(), take())
+        pages = Cache(k, v, k_scale, v_scale, cache.pages)
+        table, kv_lens, q_starts = batch.page_table, batch.kv_lens, batch.q_starts
+        index = (take(), table.stride(0), table.shape[1], take(), kv_lens.stride(0), take(), q_starts.stride(0))
+        fresh = NO_NEW
+        if new is not None:
+            fresh = New(take(), new[0].stride(0), new[0].stride(1), take(), new[1].stride(0), new[1].stride(1))
+        causal, alibi, sinks, mask, positions, q_scale, out_scale = (maybe(getattr(options, name)) for name in OPTIONAL)
+        if options.out_scale is not None and out_scale is None:
+            out_scale = float(options.out_scale)
+        features = Features(
+            scale=self.scale,
+            softcap=options.softcap,
+            alibi=alibi,
+            alibi_step=_step(options.alibi),
+            sinks=sinks,
+            sinks_step=_step(options.sinks),
+            mask=mask,
+            mask_token=_step(options.mask),
+            mask_column=None if options.mask is None else options.mask.stride(1),
+            positions=positions,
+            positions_step=_step(options.positions),
+            q_scale=q_scale,
+            out_scale=out_scale,
         )
-
-    def _query(self, q: torch.Tensor, at: Callable[[torch.Tensor], Any]) -> Query:
-        """The queries, and beside them room for balanced ones if they are balanced before."""
-        if self.constants.BALANCE != "before":
-            return Query(at(q), q.stride(0), q.stride(1), None)
-        ready = torch.empty(q.shape, dtype=torch.float16, device=q.device)
-        exponents = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
-        return Query((at(q), at(ready)), q.stride(0), q.stride(1), at(exponents))  # before, and after
+        rows = Rows(*index, causal, batch.seqs, q.shape[0])
+        return where, room, Query(query, q.stride(0), q.stride(1), exponents), pages, rows, fresh, features
 
     def launches(self, arguments: tuple[Any, ...]) -> Iterator[Launch]:
         """The launches of one call, in order."""
@@ -234,7 +264,9 @@ class Plan:
         out, room, query, cache, rows, new, features = arguments
         if constants.BALANCE == "before":
             count = rows.tokens * constants.KV_HEADS * constants.GROUP
-            ready = Query(query.at[1], constants.KV_HEADS * constants.GROUP * constants.HEAD_DIM, constants.HEAD_DIM, query.exponents)
+            ready = Query(
+                query.at[1], constants.KV_HEADS * constants.GROUP * constants.HEAD_DIM, constants.HEAD_DIM, query.exponents
+            )
             yield Launch(
                 balance_kernel,
                 (ready.at, ready.exponents, query._replace(at=query.at[0], exponents=None), count),
@@ -245,13 +277,23 @@ class Plan:
             )
             query, constants = ready, constants._replace(Q_DIM=1)
         arguments = (out, room, query, cache, rows, new, features)
-        yield Launch(attend_kernel, arguments, (self.short, self.long, constants), (self.grid, 1, 1), row.warps, stages, registers=row.registers)
+        yield Launch(
+            attend_kernel,
+            arguments,
+            (self.short, self.long, constants),
+            (self.grid, 1, 1),
+            row.warps,
+            stages,
+            registers=row.registers,
+        )
         if not constants.INVARIANT:
-            grid = (self.programs, min(self.short.ROWS, self.short.TOKENS * constants.GROUP), 1)
+            grid = (self.programs, min(self.short.ROWS, self.few * constants.GROUP), 1)
             yield Launch(combine_kernel, (out, room, cache, features), (self.short, constants), grid, 1, 1, constants.EARLY)
 
 
 NO_NEW = New(*[None] * 6)
+OPTIONAL = ("causal", "alibi", "sinks", "mask", "positions", "q_scale", "out_scale")
+"""Options that may be tensors, in the order in which they are passed."""
 
 
 def launches(
@@ -297,6 +339,10 @@ def _scale(q: torch.Tensor, options: Options) -> tuple[float, bool]:
     return max(abs(scale) * math.log2(math.e), 2.0**-126), scale < 0
 
 
+def _step(tensor: torch.Tensor | None) -> int | None:
+    return None if tensor is None else tensor.stride(0)
+
+
 def _on_device(value: object, device: torch.device) -> bool:
     return isinstance(value, torch.Tensor) and value.device == device
 
@@ -318,7 +364,14 @@ def _reach(view: torch.Tensor) -> int:
 
 
 def launch_decode(
-    q: torch.Tensor, cache: KVCache, batch: Batch, options: Options, new: Pair, out: torch.Tensor, lse: torch.Tensor | None, **how: Any
+    q: torch.Tensor,
+    cache: KVCache,
+    batch: Batch,
+    options: Options,
+    new: Pair,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+    **how: Any,
 ) -> None:
     """Every row is taken for a short one: its keys are shared out."""
     for launch in launches("decode", q, cache, batch, options, new, out, lse, **how):
@@ -326,7 +379,14 @@ def launch_decode(
 
 
 def launch_mixed(
-    q: torch.Tensor, cache: KVCache, batch: Batch, options: Options, new: Pair, out: torch.Tensor, lse: torch.Tensor | None, **how: Any
+    q: torch.Tensor,
+    cache: KVCache,
+    batch: Batch,
+    options: Options,
+    new: Pair,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+    **how: Any,
 ) -> None:
     """Short rows and long ones, side by side."""
     for launch in launches("mixed", q, cache, batch, options, new, out, lse, **how):

@@ -10,7 +10,9 @@ import torch
 from quire.batch import Batch
 from quire.cache.format import FORMATS
 from quire.cache.kv_cache import KVCache
-from quire.kernels.triton.launch import Launch, launches
+from quire.kernels.triton import ledger, write
+from quire.kernels.triton.launch import Launch
+from quire.kernels.triton.launch import launches as attend
 from quire.kernels.triton.target import Target
 from quire.kernels.triton.tuning import SMALL
 from quire.options import Options
@@ -25,7 +27,7 @@ class Sample:
     """
 
     kernel: str
-    """decode or mixed."""
+    """decode, mixed, write, or ledger."""
     head_dim: int = 128
     format: str = "bf16"
     """The cache's."""
@@ -40,6 +42,8 @@ class Sample:
     index: str = "int32"
     scales: str = "tensor"
     """tensor, head or token, if the format has them."""
+    slots: bool = False
+    """Whether the batch says where new tokens go."""
     new: bool = False
     """Whether new keys and values are given beside the cache."""
     lse: bool = False
@@ -53,41 +57,50 @@ class Sample:
     def launches(self, arch: str) -> list[Launch]:
         """What would be launched on such a card."""
         tokens = self.seqs if self.kernel == "decode" else 8192
-        q_dtype, index = FORMATS[self.q_dtype].dtype, getattr(torch, self.index)
-        stored = FORMATS[self.format]
-        with torch.device("meta"):
-            k = torch.empty(self.pages, self.page_size, self.kv_heads, self.head_dim, dtype=stored.dtype)
-            shape = {"tensor": (), "head": (self.kv_heads,), "token": k.shape[:3]}[self.scales]
-            scale = torch.empty(shape, dtype=torch.float32) if stored.quantised else None
-            cache = KVCache.wrap(k, torch.empty_like(k), layout="nhd", k_scale=scale, v_scale=scale)
-            batch = Batch(
-                torch.empty(self.seqs, self.table_width, dtype=index),
-                torch.empty(self.seqs, dtype=index),
-                torch.empty(self.seqs + 1, dtype=index),
-                max_q_len=tokens // self.seqs,
-            )
-            q = torch.empty(tokens, self.q_heads, self.head_dim, dtype=q_dtype)
-            out = torch.empty(q.shape, dtype=FORMATS[self.out_dtype].dtype)
-            given = torch.empty(tokens, self.kv_heads, self.head_dim, dtype=torch.bfloat16 if q_dtype.itemsize == 1 else q_dtype)
-            shapes = {
-                "alibi": torch.empty(self.q_heads),
-                "sinks": torch.empty(self.q_heads),
-                "causal": torch.empty(self.seqs, dtype=torch.bool),
-                "mask": torch.empty(tokens, 128, dtype=torch.bool),
-                "positions": torch.empty(tokens, dtype=index),
-                "q_scale": torch.empty(()),
-                "out_scale": torch.empty(()),
-            }
-            options = {name: shapes[name] if value == "tensor" else value for name, value in self.options.items()}
-            options |= {name: tuple(value) for name, value in options.items() if isinstance(value, list)}
-            how = self.how | ({"tuning": SMALL} if self.small else {})
-            return launches(
-                *(self.kernel, q, cache, batch, Options(**options), (given, given) if self.new else None, out),
-                torch.empty(q.shape[:2]) if self.lse else None,
-                target=Target(arch, 100),
-                **how,
-            )
+        index, stored, q_dtype = getattr(torch, self.index), FORMATS[self.format], FORMATS[self.q_dtype].dtype
+        k, v = (_nothing(self.pages, self.page_size, self.kv_heads, self.head_dim, dtype=stored.dtype) for _ in "kv")
+        scales = {"tensor": (), "head": (self.kv_heads,), "token": k.shape[:3]}[self.scales]
+        k_scale, v_scale = (_nothing(*scales) if stored.quantised else None for _ in "kv")
+        cache = KVCache.wrap(k, v, layout="nhd", k_scale=k_scale, v_scale=v_scale, ledger=self.kernel == "ledger")
+        batch = Batch(
+            _nothing(self.seqs, self.table_width, dtype=index),
+            _nothing(self.seqs, dtype=index),
+            _nothing(self.seqs + 1, dtype=index),
+            slots=_nothing(tokens, dtype=index) if self.slots else None,
+            max_q_len=tokens // self.seqs,
+        )
+        q = _nothing(tokens, self.q_heads, self.head_dim, dtype=q_dtype)
+        new = _nothing(tokens, self.kv_heads, self.head_dim, dtype=torch.bfloat16 if q_dtype.itemsize == 1 else q_dtype)
+        tensors = {
+            "alibi": _nothing(self.q_heads),
+            "sinks": _nothing(self.q_heads),
+            "causal": _nothing(self.seqs, dtype=torch.bool),
+            "mask": _nothing(tokens, 128, dtype=torch.bool),
+            "positions": _nothing(tokens, dtype=index),
+            "q_scale": _nothing(),
+            "out_scale": _nothing(),
+        }
+        fields: dict[str, Any] = {name: tensors[name] if value == "tensor" else value for name, value in self.options.items()}
+        fields |= {name: tuple(value) for name, value in fields.items() if isinstance(value, list)}
+        options = Options(**fields)
+        if self.kernel == "write":
+            return write.launches(new, new, cache, batch, None)
+        beside = (new, new) if self.new else None
+        if self.kernel == "ledger":
+            return ledger.launches(q, cache, batch, options, beside, **self.how)
+        return attend(
+            *(self.kernel, q, cache, batch, options, beside),
+            _nothing(*q.shape, dtype=FORMATS[self.out_dtype].dtype),
+            _nothing(*q.shape[:2]) if self.lse else None,
+            target=Target(arch, 100),
+            tuning=SMALL if self.small else None,
+            **self.how,
+        )
 
     def __str__(self) -> str:
         facts = [f"head_dim {self.head_dim}", self.format]
         return f"{self.kernel} of {', '.join(facts)}"
+
+
+def _nothing(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")

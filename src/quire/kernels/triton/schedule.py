@@ -44,7 +44,9 @@ def uniform(x, C: tl.constexpr):
     """A number that all threads agree on, in a form that tells the compiler so: what depends on it then takes no vector registers.
     NVIDIA's compiler does not see it in the result of a reduction, unless the warp reduces it once more."""
     if C.UNIFORM and not C.WIDE:
-        return tl.inline_asm_elementwise("redux.sync.min.s32 $0, $1, 0xffffffff;", "=r,r", [x], dtype=tl.int32, is_pure=True, pack=1)
+        return tl.inline_asm_elementwise(
+            "redux.sync.min.s32 $0, $1, 0xffffffff;", "=r,r", [x], dtype=tl.int32, is_pure=True, pack=1
+        )
     else:
         return x
 

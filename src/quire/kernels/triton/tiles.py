@@ -22,10 +22,10 @@ def existing(page, pages):
     """Page ids, the last one's in place of those that do not exist, and which do. Without a sign, a negative id is a large one."""
     if page.dtype == tl.int64:
         unsigned = page.to(tl.uint64, bitcast=True)
-        last = (pages - 1).to(tl.uint64)
+        last = tl.full([], 0, tl.uint64) + (pages - 1)
     else:
         unsigned = page.to(tl.uint32, bitcast=True)
-        last = (pages - 1).to(tl.uint32)
+        last = tl.full([], 0, tl.uint32) + (pages - 1)
     return tl.minimum(unsigned, last), unsigned <= last
 
 
@@ -74,14 +74,15 @@ def meet(
     state, q, scale, next_page, unit, rows, cache, new, features, begin, end,
     HIDE: tl.constexpr, SOURCE: tl.constexpr, ASK: tl.constexpr, T: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """Folds keys [begin, end) into the state of a unit, tile by tile; begin is a multiple of a tile. A tile of few rows is given the
-    pages of its first keys.
+    """Folds keys [begin, end) into the state of a unit, tile by tile; begin is a multiple of a tile. A tile of few rows is given
+    the pages of its first keys.
 
-    HIDE: some queries may not see some of these keys. SOURCE: 'pages', 'new' or 'both'. ASK: nobody has looked yet whether the pages
-    exist; those that do not are noted in the state, and nothing is read from them."""
+    HIDE: some queries may not see some of these keys. SOURCE: 'pages', 'new' or 'both'. ASK: nobody has looked yet whether the
+    pages exist; those that do not are noted in the state, and nothing is read from them."""
     weighted, top, total, missing = state
     KEYS: tl.constexpr = T.KEYS
-    STAGES: tl.constexpr = T.STAGES
+    # New tokens lie where they lie, with no page to wait for: one step less of the pipeline. From both takes twice the memory.
+    STAGES: tl.constexpr = T.STAGES if SOURCE == "pages" else max(T.STAGES - 1, 1)
     EAGER: tl.constexpr = C.BYTES and not T.FEW
     k_dim = tl.arange(0, C.K_WIDTH)
     for first in tl.range(begin, end, KEYS, num_stages=STAGES):
@@ -93,6 +94,7 @@ def meet(
             # A tree may hide a key from everybody: then it is nobody's business what it holds.
             inside = tl.max(seen.to(tl.int32), 0) > 0
         from_pages = inside & (key < unit.cached) if SOURCE == "both" else inside
+        in_table = from_pages if HIDE else key < end
 
         # load keys
         page, token, fresh = None, None, None
@@ -101,7 +103,7 @@ def meet(
                 page = next_page
                 next_page = look_up(rows, unit, key + KEYS, end, C)
             else:
-                page = look_up(rows, unit, key, end, C)
+                page = tl.load(rows.page_table + unit.row.to(tl.int64) * rows.table_row + key // C.PAGE_SIZE, mask=in_table)
             if ASK:
                 page, exists = existing(page, cache.pages)
                 missing |= from_pages & ~exists
@@ -118,7 +120,10 @@ def meet(
             token = (unit.start + key - unit.context).to(tl.int64)[:, None]
             fresh = (inside & (key >= unit.cached))[:, None]
             at = token * new.k_token + unit.kv_head * new.k_head + k_dim[None, :] * C.NEW_K_DIM
-            k_new = as_factor(tl.load(new.k + at, mask=fresh & (k_dim < C.HEAD_DIM)[None, :], other=0.0), C)
+            if HIDE or C.K_WIDTH != C.HEAD_DIM:
+                k_new = as_factor(tl.load(new.k + at, mask=fresh & (k_dim < C.HEAD_DIM)[None, :], other=0.0), C)
+            else:
+                k_new = as_factor(tl.load(new.k + at), C)
             if SOURCE == "both":
                 k = tl.where((key < unit.cached)[:, None], k, k_new)
             else:
@@ -174,7 +179,10 @@ def _values(
         v = as_factor(v, C)
     if SOURCE != "pages":
         at = token * new.v_token + unit.kv_head * new.v_head + dim[None, :] * C.NEW_V_DIM
-        v_new = as_factor(tl.load(new.v + at, mask=fresh & (dim < C.V_DIM)[None, :], other=0.0), C)
+        if HIDE or C.V_WIDTH != C.V_DIM:
+            v_new = as_factor(tl.load(new.v + at, mask=fresh & (dim < C.V_DIM)[None, :], other=0.0), C)
+        else:
+            v_new = as_factor(tl.load(new.v + at), C)
         if SOURCE == "both":
             v = tl.where((key < unit.cached)[:, None], v, v_new)
         else:
@@ -194,28 +202,25 @@ def _scales(cache, page, head, key, inside, C: tl.constexpr):
 
 @triton.jit
 def _seen(unit, features, key, inside, C: tl.constexpr):
-    """Which query row sees which key, `[ROWS, KEYS]`."""
-    seen = inside[None, :] & unit.live[:, None]
+    """Which query row sees which key, `[ROWS, KEYS]`. Rows that hold no query see what they like: nobody looks at them."""
     if C.TREE:
         column = key - unit.context
-        fresh = inside & (column >= 0)
+        seen = inside[None, :] & unit.live[:, None]
         mask = tl.load(
             features.mask + unit.token.to(tl.int64)[:, None] * features.mask_token + column[None, :] * features.mask_column,
-            mask=seen & fresh[None, :],
+            mask=seen & (column >= 0)[None, :],
             other=0,
         )
         seen &= (column < 0)[None, :] | (mask != 0)
-    if C.LEFT is not None or C.RIGHT is not None or C.CAUSAL is not False:
-        distance = _distance(unit, features, key, C)
         if C.LEFT is not None:
-            seen &= distance <= C.LEFT
-        if not C.TREE and C.CAUSAL is None:
-            seen &= distance >= -unit.right
-        elif not C.TREE and C.CAUSAL:
-            seen &= distance >= 0
-        elif C.RIGHT is not None:
-            seen &= distance >= -C.RIGHT
-    return seen
+            seen &= _distance(unit, features, key, C) <= C.LEFT
+        if C.RIGHT is not None:
+            seen &= _distance(unit, features, key, C) >= -C.RIGHT
+        return seen
+    elif C.LEFT is not None:
+        return (key[None, :] < unit.sees_to[:, None]) & (key[None, :] >= unit.sees_from[:, None])
+    else:
+        return key[None, :] < unit.sees_to[:, None]
 
 
 @triton.jit

@@ -28,7 +28,9 @@ class Unit(NamedTuple):
     all_from: Any
     """Keys [all_from, all_to) are seen by every query of the unit."""
     all_to: Any
-    right: Any
+    sees_from: Any
+    """`[ROWS]`: the first key that each query sees, and the one after the last; a tree's are asked one by one"""
+    sees_to: Any
     kv_head: Any
     token: Any
     """`[ROWS]`; so are head, live, at, slope"""
@@ -80,13 +82,21 @@ def locate(rows, features, row, q_tile, head, T: tl.constexpr, C: tl.constexpr):
             all_from = tl.maximum(context + last - C.LEFT, 0)
         high = tl.minimum(tl.maximum(context + last + 1 + right, 0), kv_len)
         all_to = tl.minimum(tl.maximum(context + first + 1 + right, 0), kv_len)
+    sees_from = low
+    sees_to = high
+    if not C.TREE:
+        if C.LEFT is not None:
+            sees_from = tl.maximum(position - C.LEFT, 0)
+        sees_to = tl.minimum(position + right + 1, kv_len)
     cached = kv_len
     if C.NEW:
         cached = tl.where(q_len >= C.CONTEXT_FROM, context, kv_len)
     slope = context * 0.0
     if features.alibi is not None:
         slope = tl.load(features.alibi + q_head * features.alibi_step, mask=live, other=0.0).to(tl.float32) * LOG2E
-    return Unit(row, start, context, cached, low, high, all_from, all_to, right, kv_head, token, q_head, live, position, slope)
+    return Unit(
+        row, start, context, cached, low, high, all_from, all_to, sees_from, sees_to, kv_head, token, q_head, live, position, slope
+    )
 
 
 @triton.jit

@@ -133,7 +133,7 @@ def slot_of(pages, tokens, token, S: tl.constexpr):
         row = tl.minimum(low, tokens.seqs - 1)
         stop = tl.load(tokens.q_starts + (row + 1) * tokens.q_starts_step, mask=live, other=0).to(tl.int64)
         position = token - stop + tl.load(tokens.kv_lens + row * tokens.kv_lens_step, mask=live, other=0).to(tl.int64)
-        live &= (position >= 0) & (position < tokens.table_width.to(tl.int64) * S.PAGE_SIZE)
+        live &= (position >= 0) & (position // S.PAGE_SIZE < tokens.table_width)
         column = position // S.PAGE_SIZE
         slot = position % S.PAGE_SIZE
         page = tl.load(tokens.page_table + row.to(tl.int64) * tokens.table_row + column, mask=live, other=-1).to(tl.int64)
@@ -190,6 +190,17 @@ class Plan:
     def settles(self, *call: Any) -> bool:
         return self.empty
 
+    def tensors(
+        self, k: torch.Tensor, v: torch.Tensor, cache: KVCache, batch: Batch, slots: torch.Tensor | None
+    ) -> list[torch.Tensor]:
+        """The tensors of one write in the order of `arguments`."""
+        slots = batch.slots if slots is None else slots
+        found = [cache.k, cache.v]
+        if cache.k_scale is not None and cache.v_scale is not None:
+            found += (cache.k_scale, cache.v_scale)
+        found += (k, v) if slots is None else (k, v, slots)
+        return [*found, batch.page_table, batch.kv_lens, batch.q_starts]
+
     def arguments(
         self,
         k: torch.Tensor,
@@ -201,16 +212,32 @@ class Plan:
         at: Callable[[torch.Tensor], Any],
     ) -> tuple[Any, ...]:
         """The arguments of one write; `at` says what stands for a tensor."""
+        take = map(at, self.tensors(k, v, cache, batch, slots)).__next__
         slots = batch.slots if slots is None else slots
         table, kv_lens, q_starts = batch.page_table, batch.kv_lens, batch.q_starts
-        scales = (None if scale is None else at(scale) for scale in (cache.k_scale, cache.v_scale))
+        k_pages, v_pages = take(), take()
+        k_scale, v_scale = (None, None) if cache.k_scale is None else (take(), take())
+        pages = Pages(k_pages, v_pages, k_scale, v_scale, cache.pages)
         tokens = Tokens(
-            *(at(k), k.stride(0), k.stride(1), at(v), v.stride(0), v.stride(1)),
-            *((None, None) if slots is None else (at(slots), slots.stride(0))),
-            *(at(table), table.stride(0), table.shape[1], at(kv_lens), kv_lens.stride(0), at(q_starts), q_starts.stride(0)),
-            *(batch.seqs, k.shape[0]),
+            k=take(),
+            k_token=k.stride(0),
+            k_head=k.stride(1),
+            v=take(),
+            v_token=v.stride(0),
+            v_head=v.stride(1),
+            slots=None if slots is None else take(),
+            slots_step=None if slots is None else slots.stride(0),
+            page_table=take(),
+            table_row=table.stride(0),
+            table_width=table.shape[1],
+            kv_lens=take(),
+            kv_lens_step=kv_lens.stride(0),
+            q_starts=take(),
+            q_starts_step=q_starts.stride(0),
+            seqs=batch.seqs,
+            tokens=k.shape[0],
         )
-        return Pages(at(cache.k), at(cache.v), *scales, cache.pages), tokens
+        return pages, tokens
 
     def launches(self, arguments: tuple[Any, ...]) -> list[Launch]:
         return [Launch(write_kernel, arguments, (self.constants,), self.grid, 4, 1)]

@@ -42,7 +42,8 @@ def copy_kernel(out, x, read, written, COUNT: tl.constexpr):
 
 
 @pytest.mark.parametrize("source, target", [
-    (torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32), (torch.bfloat16, torch.float16), (torch.int32, torch.bfloat16),
+    (torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32), (torch.bfloat16, torch.float16),
+    (torch.int32, torch.bfloat16),
 ])  # fmt: skip
 def test_casts(source: torch.dtype, target: torch.dtype, device: str) -> None:
     torch.manual_seed(0)

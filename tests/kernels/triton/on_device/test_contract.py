@@ -46,7 +46,9 @@ def test_poison_does_not_show(name: str, kernel: str, device: str) -> None:
 
 @BOTH
 @pytest.mark.parametrize("name", ["full", "context", "window", "tree"])
-@pytest.mark.parametrize("bad_id, index", [(-1, torch.int32), (10**9, torch.int32), (-1, torch.int64), (2**40 + 1, torch.int64)], ids=str)
+@pytest.mark.parametrize(
+    "bad_id, index", [(-1, torch.int32), (10**9, torch.int32), (-1, torch.int64), (2**40 + 1, torch.int64)], ids=str
+)
 def test_a_missing_page_makes_its_row_nan(bad_id: int, index: torch.dtype, name: str, kernel: str, device: str) -> None:
     """Clause 4: it is not read, the whole row shows it, and no other row does."""
     s = build(31, **LENS, **CASES[name], index=(index, torch.int32, torch.int32), device=device)
@@ -140,7 +142,9 @@ def test_batch_invariant_bits(format: str, q_dtype: str, device: str) -> None:
     for last in (25, 7, 1):
         tokens = slice(28 - last, 28)
         starts = torch.tensor([0, last], dtype=torch.int32, device=device)
-        alone = replace(s, q=s.q[tokens], batch=Batch(s.batch.page_table[1:2], s.batch.kv_lens[1:2], starts, max_q_len=last), live=last)
+        alone = replace(
+            s, q=s.q[tokens], batch=Batch(s.batch.page_table[1:2], s.batch.kv_lens[1:2], starts, max_q_len=last), live=last
+        )
         out, _ = run("decode", alone, target=card(device, 5))
         assert torch.equal(bits(out), bits(whole[tokens]))
 

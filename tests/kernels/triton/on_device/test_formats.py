@@ -29,7 +29,9 @@ def test_eight_bits(format: str, kernel: str, form: str, scales: str, q_dtype: s
     attend(kernel, device, **LENS, format=format, form=form, scales=scales, q_dtype=q_dtype)
 
 
-@pytest.mark.parametrize("format, q_dtype", [("bf16", "bf16"), ("fp16", "fp16"), ("bf16", "fp32"), ("fp32", "fp16"), ("fp16", "bf16")])
+@pytest.mark.parametrize(
+    "format, q_dtype", [("bf16", "bf16"), ("fp16", "fp16"), ("bf16", "fp32"), ("fp32", "fp16"), ("fp16", "bf16")]
+)
 @pytest.mark.parametrize("kernel, form", [("decode", "full"), ("mixed", "context")])
 def test_floats(format: str, q_dtype: str, kernel: str, form: str, device: str) -> None:
     attend(kernel, device, **LENS, format=format, form=form, q_dtype=q_dtype)

@@ -1,0 +1,3 @@
+from quire.kernels.triton.report import render
+
+print(render(), end="")

@@ -1,0 +1,124 @@
+"""Prints the kernels for people: `docs/kernels.md` is what `render` returns."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import os
+import pkgutil
+import textwrap
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
+from typing import Any
+
+import triton
+
+import quire.kernels.triton
+from quire.kernels.triton.compiled import CARDS, Compiled, compile_apart
+from quire.kernels.triton.sample import Sample
+from quire.kernels.triton.tuning import SMALL, TABLE, Tuning
+
+WIDTHS = (64, 128, 256, 512)
+SAMPLES = [
+    *(Sample(kernel, width, format) for kernel in ("decode", "mixed") for width in WIDTHS for format in ("bf16", "e4m3fn")),
+    *(Sample("write", format=format) for format in ("bf16", "e4m3fn")),
+    Sample("ledger"),
+]
+
+_HEAD = """# The Triton kernels
+
+Printed from the objects by `make docs`, which compiles them for every card below; a test keeps the first two parts so. No GPU is
+needed for any of this: `quire.kernels.triton.sample.Sample("decode").launches("gfx942")` makes the launches of a call without
+memory, `recipe_of(launch)` says what the compiler is asked for, and `.compile("hip", "gfx942", 64)` asks it.
+"""
+
+_TUNING = """## How much a program computes
+
+The table is read top down: the first row that fits the card, the wider of the two heads, the products and the cache is taken.
+"""
+
+_COMPILED = """## What the compiler makes of it
+
+Compiled with Triton {version}: 32 query heads over 8 key heads, pages of 16. Shared memory is a program's, registers are a
+thread's. Spilled are the bytes of registers that a thread keeps in memory because it has too few. An instruction is named where a
+kernel computes products.
+"""
+
+
+def render() -> str:
+    """The kernels, their table, and what they take on each card, as Markdown."""
+    return "\n".join((_HEAD, kernels(), tuning(), _COMPILED.format(version=triton.__version__), compiled()))
+
+
+def kernels() -> str:
+    """What one program of each kernel computes, and what it is given."""
+    parts = ["## What a program computes\n"]
+    for found in pkgutil.iter_modules(quire.kernels.triton.__path__, f"{quire.kernels.triton.__name__}."):
+        if found.name.endswith("__main__"):
+            continue
+        module = importlib.import_module(found.name)
+        for name, kernel in vars(module).items():
+            if name.endswith("_kernel") and kernel.fn.__module__ == module.__name__:
+                given = ", ".join(f"`{argument}`" for argument in kernel.arg_names)
+                parts.append(f"### `{name}`\n\n{_prose(module.__doc__ or '')}\n\nGiven: {given}.\n")
+    return "\n".join(parts)
+
+
+def tuning() -> str:
+    """The table."""
+    cells = [[*(_cell(value) for value in row)] for row in (*TABLE, SMALL._replace(kernel="any, if asked for"))]
+    meaning = "\n".join(f"- `{name}`: {text}" for name, text in _members(Tuning))
+    return f"{_TUNING}\n{_table(Tuning._fields, cells)}\n{meaning}\n"
+
+
+def compiled() -> str:
+    """Memory, registers and instructions by card. Cards are compiled for side by side, each in a process of its own."""
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        found = pool.map(lambda arch: compile_apart([(arch, sample) for sample in SAMPLES]), CARDS)
+        return "\n".join(_card(arch, results) for arch, results in zip(CARDS, found))
+
+
+def _card(arch: str, results: list[list[Compiled] | str]) -> str:
+    rows = []
+    for sample, result in zip(SAMPLES, results):
+        if isinstance(result, str):
+            raise RuntimeError(f"{sample} does not compile for {arch}: {result}")
+        for kernel in result:
+            memory = f"{kernel.shared_memory / 1024:.1f}"
+            what = (sample.kernel, kernel.kernel, str(sample.head_dim), sample.format)
+            rows.append([*what, str(kernel.warps), memory, str(kernel.registers), str(kernel.spilled), kernel.matrix])
+    heads = ("call", "kernel", "head_dim", "cache", "warps", "shared KiB", "registers", "spilled", "products")
+    return f"### {arch}: {CARDS[arch].shared_memory // 1024} KiB of shared memory for a program\n\n{_table(heads, rows)}"
+
+
+def _members(record: type) -> list[tuple[str, str]]:
+    """The members of a record that have a docstring, and that docstring on one line."""
+    body: list[Any] = ast.parse(textwrap.dedent(inspect.getsource(record))).body[0].body  # type: ignore[attr-defined]
+    return [
+        (ast.unparse(member.target), " ".join(ast.literal_eval(text.value).split()))
+        for member, text in pairwise(body)
+        if isinstance(member, ast.AnnAssign) and isinstance(text, ast.Expr)
+    ]
+
+
+def _prose(text: str) -> str:
+    """A docstring, its indented parts as they stand."""
+    return "\n\n".join(
+        part if part.startswith("    ") else textwrap.fill(part, 120) for part in inspect.cleandoc(text).split("\n\n")
+    )
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, tuple):
+        return ", ".join(value) or "all"
+    return "" if value is None else str(value)
+
+
+def _table(heads: Iterable[str], rows: list[list[str]]) -> str:
+    lines = [list(heads), *rows]
+    widths = [max(3, *(len(line[i]) for line in lines)) for i in range(len(lines[0]))]
+    printed = ["| " + " | ".join(cell.ljust(width) for cell, width in zip(line, widths)) + " |" for line in lines]
+    printed.insert(1, "|" + "|".join("-" * (width + 2) for width in widths) + "|")
+    return "\n".join(printed) + "\n"

@@ -1,0 +1,95 @@
+"""Launches go to the current stream of the tensors' own device, and streams do not share a hidden buffer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import quire
+from gpu.calls import attend, both, check, fresh_out, hint, needs_gpu
+from support.scenario import build
+
+pytestmark = needs_gpu
+
+BF16: dict[str, Any] = {"format": "bf16", "q_dtype": "bf16", "head_dim": 64}
+SLEEP = 100_000_000
+"""Cycles: some 50 ms, longer than the host takes to launch what follows."""
+
+
+@both
+def test_two_streams_at_once(kernel: str) -> None:
+    """Different calls whose work is shared out, on two streams, again and again: every result is right."""
+    scenarios = [
+        build(80, [1, 1, 40], [2500, 60, 50], **BF16, device="cuda"),
+        build(81, [1, 2, 1, 20], [900, 1800, 17, 90], **BF16, device="cuda"),
+    ]
+    for s in scenarios:
+        check(s, *attend(s, kernel))
+    streams = [torch.cuda.Stream() for _ in scenarios]
+    outs: list[list[torch.Tensor]] = [[fresh_out(s) for _ in range(30)] for s in scenarios]
+    torch.cuda.synchronize()
+    for stream in streams:
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(SLEEP // 10)
+    for turn in range(30):
+        for s, stream, mine in zip(scenarios, streams, outs):
+            with torch.cuda.stream(stream):
+                attend(s, kernel, out=mine[turn])
+    torch.cuda.synchronize()
+    for s, mine in zip(scenarios, outs):
+        for out in mine:
+            check(s, out)
+
+
+@both
+def test_launches_follow_the_current_stream(kernel: str) -> None:
+    """The queries arrive late, on the stream: whoever does not wait there reads NaN."""
+    s = build(82, [1, 1, 40], [500, 60, 50], **BF16, device="cuda")
+    hint(s, kernel)
+    check(s, *attend(s, kernel))
+    real, late = s.q, torch.full_like(s.q, torch.nan)
+    out = fresh_out(s)
+    stream = torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(SLEEP)
+        late.copy_(real)
+        quire.attend(late, s.cache, s.batch, s.options, out=out, kernel=kernel)
+    stream.synchronize()
+    check(s, out)
+
+
+def test_writes_follow_the_current_stream() -> None:
+    pool = quire.PagePool(8, 16, device="cuda")
+    cache = quire.KVCache.allocate(pool, kv_heads=2, head_dim=64, dtype=torch.bfloat16)
+    batch = pool.step({pool.sequence(): 40})
+    real = torch.randn(40, 2, 64, device="cuda").bfloat16()
+    quire.write(real, real, cache, batch, kernel="triton")
+    wanted = cache.k.clone()
+    cache.k.zero_()
+    late, stream = torch.full_like(real, torch.nan), torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(SLEEP)
+        late.copy_(real)
+        quire.write(late, late, cache, batch, kernel="triton")
+    stream.synchronize()
+    assert torch.equal(cache.k, wanted)
+
+
+@pytest.mark.skipif("torch.cuda.device_count() < 2", reason="one GPU")
+@both
+def test_tensors_on_a_device_that_is_not_current(kernel: str) -> None:
+    s = build(83, [1, 1, 40], [500, 60, 50], **BF16, device="cuda:1")
+    assert torch.cuda.current_device() == 0
+    for _ in range(2):
+        check(s, *attend(s, kernel))
+        assert torch.cuda.current_device() == 0
+    pool = quire.PagePool(8, 16, device="cuda:1")
+    cache = quire.KVCache.allocate(pool, kv_heads=2, head_dim=64, dtype=torch.bfloat16)
+    batch = pool.step({pool.sequence(): 40})
+    k = torch.randn(40, 2, 64, device="cuda:1").bfloat16()
+    quire.write(k, k, cache, batch, kernel="triton")
+    assert torch.equal(cache.k.flatten(0, 1)[batch.slots_of_tokens(40, 16)], k)

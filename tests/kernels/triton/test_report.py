@@ -1,0 +1,66 @@
+"""docs/kernels.md is printed from the kernels: `make docs` writes it. What the compiler makes of them depends on its version, so
+only the other parts must be current."""
+
+from __future__ import annotations
+
+import runpy
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton")
+
+from quire.kernels.triton import compiled, report
+from quire.kernels.triton.compiled import CARDS, Compiled
+from quire.kernels.triton.tuning import TABLE
+
+PAGE = (Path(__file__).parents[3] / "docs" / "kernels.md").read_text()
+
+
+def test_the_page_has_the_kernels() -> None:
+    assert report.kernels() in PAGE, "make docs"
+
+
+def test_the_page_has_the_table() -> None:
+    assert report.tuning() in PAGE, "make docs"
+
+
+def test_the_page_has_every_card() -> None:
+    sections = {part.split(":")[0]: part for part in PAGE.split("\n### ")[1:]}
+    for arch in CARDS:
+        for sample in report.SAMPLES:
+            row = [sample.kernel, "attend_kernel", str(sample.head_dim), sample.format]
+            assert any([cell.strip() for cell in line.split("|")[1:5]] == row for line in sections[arch].splitlines()), (arch, row)
+
+
+def test_every_kernel_and_every_row_is_printed() -> None:
+    for name in ("attend_kernel", "combine_kernel"):
+        assert f"### `{name}`" in report.kernels()
+    printed = [line for line in report.tuning().splitlines() if line.startswith(("| decode", "| mixed"))]
+    assert len(printed) == len(TABLE)
+
+
+def fake(work: Any) -> list[Any]:
+    return [[Compiled("attend_kernel", 4, 2048, 77, sample.head_dim, ["mma.sync", "redux.sync"])] for _, sample in work]
+
+
+def test_the_command_prints_the_page(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(report, "compile_apart", fake)
+    runpy.run_module("quire.kernels.triton", run_name="__main__")
+    page = capsys.readouterr().out
+    assert page == report.render()
+    assert page.startswith("# The Triton kernels\n")
+    assert page.count(
+        "| decode | attend_kernel | 64       | bf16   | 4     | 2.0        | 77        | 64      | mma.sync |"
+    ) == len(CARDS)
+
+
+def test_what_does_not_compile_is_not_printed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(report, "compile_apart", lambda work: ["it aborted" for _ in work])
+    with pytest.raises(RuntimeError, match=r"decode of head_dim 64, bf16 does not compile for sm80: it aborted"):
+        report.compiled()
+
+
+def test_members_are_told_with_their_docstrings() -> None:
+    assert dict(report._members(compiled.Card)) == {"shared_memory": "Bytes."}
