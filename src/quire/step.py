@@ -11,7 +11,7 @@ from quire.batch import Batch
 from quire.cache.kv_cache import KVCache
 from quire.contract.call import Call
 from quire.contract.check import Level, enforce
-from quire.kind import of_batch, of_cache, of_options
+from quire.kind import facts, of_batch, of_cache, of_options
 from quire.options import PLAIN, Options
 from quire.write import choose_writer, store
 

@@ -63,8 +63,8 @@ def spoil(monkeypatch: pytest.MonkeyPatch, kernel: Kernel, fault: Callable[..., 
     """Lets a fault follow each launch of a kernel."""
     launch = kernel.load()
 
-    def faulty(*args: Any) -> None:
-        launch(*args)
+    def faulty(*args: Any, **how: Any) -> None:
+        launch(*args, **how)
         fault(*args)
 
     monkeypatch.setitem(kernel.__dict__, "_loaded", faulty)
@@ -96,12 +96,14 @@ def test_a_wrong_attend_is_seen(
     assert "attend torch on cpu: WRONG in fp32" in text and "verdict: a kernel that says it runs here is wrong" in text
 
 
-def a_slot_is_lost(k, v, cache, slots) -> None:
-    cache.k_bytes.view(-1, *k.shape[1:])[slots[-1]] = 0
+def a_slot_is_lost(k, v, cache, batch, slots) -> None:
+    written = batch.slots_of_tokens(k.shape[0], cache.page_size, slots)
+    cache.k_bytes.view(-1, *k.shape[1:])[written[-1]] = 0
 
 
-def another_slot_is_touched(k, v, cache, slots) -> None:
-    free = next(slot for slot in range(cache.pages * cache.page_size) if slot not in slots.tolist())
+def another_slot_is_touched(k, v, cache, batch, slots) -> None:
+    written = batch.slots_of_tokens(k.shape[0], cache.page_size, slots).tolist()
+    free = next(slot for slot in range(cache.pages * cache.page_size) if slot not in written)
     cache.v_bytes.view(-1, *v.shape[1:])[free] = 0
 
 

@@ -1,7 +1,7 @@
 """Which ways a kernel's branches went: listed from its source, counted while the interpreter runs it.
 
-A branch is an `if`, an `elif`, a conditional expression, a `while` or a `for`; its outcomes are yes and no. A loop says yes when it
-is entered, and no when it is passed by without a turn.
+A branch is an `if`, an `elif`, a conditional expression, or a `while`; its outcomes are yes and no. So is a `for`, whose only outcome
+is that it is entered.
 """
 
 from __future__ import annotations
@@ -21,10 +21,6 @@ CANNOT = {
     "combine.combine_kernel: if C.EARLY -> yes": "compiled: griddepcontrol.wait",
     "schedule.uniform: if C.UNIFORM and (not C.WIDE) -> yes": "compiled: redux.sync",
     "attend.attend_kernel: if LONG is not None -> no": "without long rows there are no further programs",
-    "attend.zero_padding: for head in range(0, C.KV_HEADS * C.GROUP) -> no": "there is a head",
-    "combine.combine_kernel: for first in range(0, parts, PARTS) -> no": "asked before: there is a part",
-    "schedule.total_work: for base in range(C.SCAN, rows.seqs, C.SCAN) -> no": "asked before: there are more rows",
-    "schedule.find_row: for base in range(C.SCAN, rows.seqs, C.SCAN) -> no": "asked before: there are more rows",
 }
 """Outcomes that no run in the interpreter can have, and why. Behind 'compiled:' stands the instruction of a card that is found in
 what is compiled there instead."""
@@ -54,7 +50,8 @@ def branches_of(module: ModuleType) -> list[Branch]:
 
 def outcomes(modules: Iterable[ModuleType]) -> set[tuple[Branch, bool]]:
     """Every way that every branch could go."""
-    return {(branch, outcome) for module in modules for branch in branches_of(module) for outcome in (True, False)}
+    found = [branch for module in modules for branch in branches_of(module)]
+    return {(branch, outcome) for branch in found for outcome in ((True,) if branch.text.startswith("for ") else (True, False))}
 
 
 class Counting(ast.NodeTransformer):
@@ -99,12 +96,9 @@ class Taken:
         return outcome
 
     def _turns(self, place: Place, values: Iterable[Any]) -> Iterator[Any]:
-        entered = False
         for value in values:
-            entered = self._note(place, True)
+            self._note(place, True)
             yield value
-        if not entered:
-            self._note(place, False)
 
 
 def _is_branch(node: ast.AST) -> bool:

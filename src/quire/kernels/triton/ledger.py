@@ -158,6 +158,12 @@ class Plan:
     def settles(self, *call: Any) -> bool:
         return self.empty
 
+    def tensors(self, *call: Any) -> list[torch.Tensor]:
+        """The tensors of one check in the order of `arguments`."""
+        found: list[torch.Tensor] = []
+        self.arguments(*call, at=found.append)
+        return found
+
     def arguments(self, *call: Any, at: Callable[[torch.Tensor], Any]) -> tuple[Any, ...]:
         """The arguments of one check of q, cache, batch, options, new; `at` says what stands for a tensor."""
         q, cache, batch, options, _ = call

@@ -94,7 +94,6 @@ def meet(
             # A tree may hide a key from everybody: then it is nobody's business what it holds.
             inside = tl.max(seen.to(tl.int32), 0) > 0
         from_pages = inside & (key < unit.cached) if SOURCE == "both" else inside
-        in_table = from_pages if HIDE else key < end
 
         # load keys
         page, token, fresh = None, None, None
@@ -103,7 +102,7 @@ def meet(
                 page = next_page
                 next_page = look_up(rows, unit, key + KEYS, end, C)
             else:
-                page = tl.load(rows.page_table + unit.row.to(tl.int64) * rows.table_row + key // C.PAGE_SIZE, mask=in_table)
+                page = look_up(rows, unit, key, end, C)
             if ASK:
                 page, exists = existing(page, cache.pages)
                 missing |= from_pages & ~exists

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from quire import Batch, KVCache
+from quire.kernels.triton.tuning import tuning_for
 from support.launched import attend, card, check, run
 from support.scenario import build
 
@@ -39,9 +40,12 @@ def test_widest_head(device: str) -> None:
 @pytest.mark.parametrize("kernel", ["decode", "mixed"])
 def test_any_number_of_programs(kernel: str, multiprocessors: int, device: str) -> None:
     """A unit alone with a program, shared by two, by many, and by more than `combine` adds at a time; programs without work."""
-    how = {"target": card(device, multiprocessors)}
-    attend(kernel, device, q_lens=[1, 1, 2], kv_lens=[1400, 33, 2], kv_heads=1, how=how)
-    attend(kernel, device, q_lens=[1, 0, 19], kv_lens=[100, 0, 40], form="context", sinks=True, how=how)
+    target = card(device, multiprocessors)
+    row = tuning_for(kernel, target, 16, 4, 4)._replace(per_multiprocessor=1.0)
+    for least in (1, row.least):
+        how = {"target": target, "tuning": row._replace(least=least)}
+        attend(kernel, device, q_lens=[1, 1, 2], kv_lens=[1400, 33, 2], kv_heads=1, how=how)
+        attend(kernel, device, q_lens=[1, 0, 19], kv_lens=[100, 0, 40], form="context", sinks=True, how=how)
 
 
 @pytest.mark.parametrize("group, q_len", [(1, 17), (16, 2), (3, 6), (1, 33)])

@@ -1,0 +1,349 @@
+"""The search for rows of `kernels/triton/tuning.py`: candidates as data, each checked before it is timed, the fastest wins."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import multiprocessing
+import statistics
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass, replace
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from quire.batch import Batch
+from quire.bench.case import build
+from quire.bench.gpu import why
+from quire.bench.truth import Truth
+from quire.bench.workloads import CUDA_WORKLOADS, Workload
+from quire.cache.format import FORMATS
+from quire.cache.kv_cache import KVCache
+from quire.kernels.triton.target import Target
+from quire.kernels.triton.tuning import Tuning, tuning_for
+from quire.options import Options
+
+Grid = Mapping[str, Sequence[Any]]
+"""Fields of `Tuning` and the values to try, all with all."""
+
+ROUNDS: dict[str, tuple[Grid, ...]] = {
+    "decode": (
+        {"keys": (32, 64, 128), "stages": (2, 3, 4, 5), "warps": (1, 2, 4, 8), "per_multiprocessor": (1.0, 2.0, 3.0, 4.0, 8.0)},
+        {"registers": (128, 168), "per_multiprocessor": (2.0, 3.0, 4.0)},
+        {"opening": (1, 2, 3, 4)},
+    ),
+    "mixed": (
+        {"long_rows": (64, 128), "long_keys": (32, 64, 128), "long_stages": (2, 3, 4), "warps": (4, 8)},
+        {"keys": (32, 64, 128), "stages": (2, 3, 4, 5), "per_multiprocessor": (1.0, 2.0)},
+        {"opening": (1, 2, 3, 4)},
+    ),
+}
+"""Each round starts from the best of the one before it: fields that depend on each other are in one round."""
+
+QUICK_ROUNDS: dict[str, tuple[Grid, ...]] = {
+    "decode": ({"keys": (32, 64), "stages": (3, 4), "warps": (1, 4), "per_multiprocessor": (2.0, 3.0, 8.0)},),
+    "mixed": ({"long_rows": (64, 128), "long_keys": (32, 64), "long_stages": (2, 3), "warps": (4, 8)},),
+}
+
+WORKLOADS: dict[str, tuple[str, ...]] = {
+    "decode": ("decode 64 x 4096", "decode 1 x 8192", "decode 16 x 4096", "decode 128 ragged, 16 to 16384"),
+    "mixed": ("prefill 8 x 1024 over 1024", "mixed: 1 x 2048 over 4096 + 63 decodes at 4096", "prefill 1 x 8192"),
+}
+"""By their names; a quick search takes the first two."""
+TURNS = 3
+"""How often the winner and the row of the table are timed again, in turns: the fastest of many was also lucky."""
+
+
+class Kind(NamedTuple):
+    """What one row of the table is for."""
+
+    kernel: str
+    stored: int
+    """Bytes of an element in the cache."""
+    width: int
+    """head_dim."""
+
+    @property
+    def label(self) -> str:
+        return f"{self.kernel}, {8 * self.stored}-bit cache, head_dim {self.width}"
+
+    def workloads(self, quick: bool = False) -> list[Workload]:
+        """What its candidates are timed on."""
+        usual = {w.name: w for w in reversed(CUDA_WORKLOADS)}
+        names = WORKLOADS[self.kernel][: 2 if quick else None]
+        return [replace(usual[name], head_dim=self.width, format="e4m3fn" if self.stored == 1 else "") for name in names]
+
+    def current(self, target: Target) -> Tuning:
+        """The row of the table, written for this kind alone."""
+        row = tuning_for(self.kernel, target, self.width, 2, self.stored)
+        return row._replace(arches=(target.arch,), width=self.width, element=2, stored=self.stored)
+
+
+KINDS = tuple(Kind(*kind) for kind in itertools.product(("decode", "mixed"), (1, 2), (64, 128, 256)))
+"""In the order in which the table, read top down, must name them."""
+
+
+def rounds_of(kernel: str, quick: bool = False) -> tuple[Grid, ...]:
+    return (QUICK_ROUNDS if quick else ROUNDS)[kernel]
+
+
+def candidates(start: Tuning, grid: Grid) -> list[Tuning]:
+    """Where it starts, and every other point of the grid."""
+    points = (start._replace(**dict(zip(grid, values))) for values in itertools.product(*grid.values()))
+    return list(dict.fromkeys((start, *points)))
+
+
+def literal(row: Tuning) -> str:
+    """The row as source, to paste.
+
+    >>> literal(Tuning("decode", ("sm90",), 128, 2, 1, 16, 32, 3, 0, 0, 0, 1, 8.0, opening=3))
+    'Tuning("decode", ("sm90",), 128, 2, 1, 16, 32, 3, 0, 0, 0, 1, 8.0, opening=3)'
+    """
+    usual = row._field_defaults
+    arches = "(" + "".join(f'"{arch}", ' for arch in row.arches).rstrip(" " if len(row.arches) == 1 else ", ") + ")"
+    shown = {"kernel": f'"{row.kernel}"', "arches": arches}
+    words = [shown.get(name, repr(value)) for name, value in row._asdict().items() if name not in usual]
+    words += [f"{name}={value!r}" for name, value in row._asdict().items() if name in usual and value != usual[name]]
+    return f"Tuning({', '.join(words)})"
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What became of one candidate."""
+
+    row: Tuning
+    seconds: tuple[float, ...] = ()
+    """Of each workload; none if it has no right to a speed."""
+    spills: int | None = None
+    """What the compiler kept in memory for want of registers; None if it was not compiled or says nothing."""
+    fault: str = ""
+    """Why it cannot be chosen."""
+
+    @property
+    def fit(self) -> bool:
+        return bool(self.seconds) and not self.fault
+
+    @property
+    def mean(self) -> float:
+        """The geometric mean of its seconds."""
+        return math.exp(statistics.fmean(map(math.log, self.seconds))) if self.seconds else math.inf
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self) | {"row": literal(self.row), "mean": self.mean if self.seconds else None}
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a search ends with."""
+
+    kind: Kind
+    trials: list[Trial]
+    current: Trial
+    """The row of the table, and the best, as they were timed in the end, in turns; the best is the row of the table if nothing is
+    faster, None if nothing is fit."""
+    best: Trial | None
+
+    @property
+    def gain(self) -> float | None:
+        """How many times as fast as the row of the table; None if that one has no right to a speed."""
+        return None if self.best is None or not self.current.seconds else self.current.mean / self.best.mean
+
+    def to_dict(self) -> dict[str, Any]:
+        best = None if self.best is None else self.best.to_dict()
+        trials = [trial.to_dict() for trial in self.trials]
+        return {**self.kind._asdict(), "label": self.kind.label, "current": self.current.to_dict(), "best": best} | {
+            "gain": self.gain,
+            "trials": trials,
+        }
+
+
+class Ready(NamedTuple):
+    """A candidate with its tensors."""
+
+    run: Callable[[], torch.Tensor]
+    spills: Callable[[], int | None]
+    """What it spills; asked after it ran."""
+
+
+class Ground(Protocol):
+    """One workload on which candidates are tried."""
+
+    def bind(self, row: Tuning) -> Ready:
+        """The candidate, ready to run; its output holds NaN."""
+
+    def is_right(self, out: torch.Tensor) -> bool:
+        """Whether an output is what it must be."""
+
+
+Timer = Callable[[Callable[[], Any]], Sequence[float]]
+
+
+def attempt(row: Tuning, grounds: Iterable[Ground], timer: Timer) -> Trial:
+    """Runs, checks and times a candidate. Whatever it raises becomes its fault, and never ends the search."""
+    seconds: list[float] = []
+    spills: int | None = None
+    try:
+        for ground in grounds:
+            ready = ground.bind(row)
+            out = ready.run()
+            spills = max((s for s in (spills, ready.spills()) if s is not None), default=None)
+            if not ground.is_right(out):
+                return Trial(row, spills=spills, fault="wrong result")
+            seconds.append(statistics.median(timer(ready.run)))
+    except Exception as error:
+        return Trial(row, spills=spills, fault=why(error))
+    return Trial(row, tuple(seconds), spills, "spills registers" if spills else "")
+
+
+def best_of(trials: Iterable[Trial]) -> Trial | None:
+    """The fastest of those that are fit."""
+    return min((trial for trial in trials if trial.fit), key=lambda trial: trial.mean, default=None)
+
+
+def search(
+    kind: Kind,
+    current: Tuning,
+    rounds: Sequence[Grid],
+    grounds: Sequence[Ground],
+    timer: Timer,
+    *,
+    prepare: Callable[[Sequence[Tuning]], Mapping[Tuning, str]] = lambda rows: {},
+    tell: Callable[[str], None] = lambda words: None,
+) -> Found:
+    """The best row for a kind. `prepare` is given the candidates of a round before they are tried, and may rule some out: it names
+    them, and why."""
+    tried: dict[Tuning, Trial] = {}
+    for number, grid in enumerate(rounds, start=1):
+        leader = best_of(tried.values())
+        rows = [row for row in candidates(leader.row if leader else current, grid) if row not in tried]
+        tell(f"{kind.label}: round {number} of {len(rounds)}, {len(rows)} candidates")
+        dead = prepare(rows)
+        for row in rows:
+            tried[row] = Trial(row, fault=dead[row]) if row in dead else attempt(row, grounds, timer)
+    leader = best_of(tried.values())
+    if leader is None or leader.row == current:
+        return Found(kind, list(tried.values()), tried[current], leader)
+    turns = [(again(tried[current], grounds, timer), again(leader, grounds, timer)) for _ in range(TURNS)]
+    was, best = (_middle(trials) for trials in zip(*turns))
+    if not best.fit or (was.fit and was.mean <= best.mean):
+        best = was
+    return Found(kind, list(tried.values()), was, best if best.fit else None)
+
+
+def again(trial: Trial, grounds: Sequence[Ground], timer: Timer) -> Trial:
+    """A candidate once more, if it has a right to a speed."""
+    return attempt(trial.row, grounds, timer) if trial.seconds else trial
+
+
+def _middle(trials: Sequence[Trial]) -> Trial:
+    """Each workload's median over the turns; a turn that failed is the answer."""
+    failed = next((trial for trial in trials if not trial.seconds), None)
+    return failed or replace(trials[0], seconds=tuple(map(statistics.median, zip(*(trial.seconds for trial in trials)))))
+
+
+class OnCard:
+    """A workload's tensors on the GPU, and its truth. The first right output becomes the measure of the others: it covers every
+    element, the truth a sample."""
+
+    def __init__(self, kernel: str, workload: Workload, device: torch.device | str = "cuda"):
+        self.kernel, self.case = kernel, build(workload, device)
+        self.truth, self.out = Truth(self.case), self.case.out()
+        self.budget = self.truth.budget(workload.dtype)
+        self.right: torch.Tensor | None = None
+
+    def bind(self, row: Tuning) -> Ready:
+        from quire.kernels.triton import bind
+
+        case, out = self.case, self.out.fill_(torch.nan)
+        call = (case.q, case.cache, case.batch, case.options, None, out)
+        bound: Any = getattr(bind, self.kernel)(*call, tuning=row)
+
+        def run() -> torch.Tensor:
+            bound(*call, None)
+            return out
+
+        return Ready(run, lambda: _spills(bound.compiled))
+
+    def is_right(self, out: torch.Tensor) -> bool:
+        if self.right is not None:
+            # Each of the two may be off by the budget.
+            return float((out.float() - self.right.float()).abs().max()) <= 2 * self.budget
+        if not (self.truth.error(out) <= self.budget and bool(out.isfinite().all())):
+            return False
+        self.right = out.clone()
+        return True
+
+
+def _spills(compiled: Sequence[tuple[Any, Any]] | None) -> int | None:
+    """The most that one of the kernels spills; a backend that cannot tell says -1."""
+    told = [kernel.n_spills for kernel, _ in compiled or () if kernel.n_spills is not None and kernel.n_spills >= 0]
+    return max(told, default=None)
+
+
+def compile_ahead(kernel: str, workload: Workload, row: Tuning, target: Target) -> int:
+    """Compiles what a candidate launches into Triton's cache on disk, for tensors without memory; the number of kernels."""
+    from quire.kernels.triton.launch import launches
+
+    shell = without_memory(workload)
+    todo = launches(kernel, *shell, None, torch.empty_like(shell[0]), None, target=target, tuning=row)
+    for launch in todo:
+        launch.kernel.warmup(*launch.arguments, *launch.constants, grid=launch.grid, **launch.how)
+    return len(todo)
+
+
+def without_memory(workload: Workload) -> tuple[torch.Tensor, KVCache, Batch, Options]:
+    """What `case.build` makes, as the compiler sees it: shapes, strides and types."""
+    w, format = workload, FORMATS[workload.cache_format]
+
+    def nothing(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    used = [-(-(new + context) // w.page_size) for new, context in w.rows]
+    k, v = (nothing(sum(used), w.page_size, w.kv_heads, w.head_dim, dtype=format.dtype) for _ in "kv")
+    k_scale, v_scale = (nothing(dtype=torch.float32) if format.quantised else None for _ in "kv")
+    batch = Batch(
+        nothing(len(used), -(-max(used) // 8) * 8, dtype=torch.int32),
+        nothing(len(used), dtype=torch.int32),
+        nothing(len(used) + 1, dtype=torch.int32),
+        max_q_len=max(new for new, _ in w.rows),
+        max_kv_len=max(new + context for new, context in w.rows),
+    )
+    q = nothing(w.tokens, w.q_heads, w.head_dim, dtype=FORMATS[w.dtype].dtype)
+    cache = KVCache.wrap(k, v, layout="nhd", format=format.name, k_scale=k_scale, v_scale=v_scale)
+    return q, cache, batch, Options(window=w.window)
+
+
+class Pool:
+    """Processes that compile. One whose compiler dies takes the others with it: they are started anew, and each candidate that was
+    not done is then tried alone, so that only the guilty one is ruled out."""
+
+    def __init__(self, jobs: int, compile: Callable[..., int] = compile_ahead):
+        self.jobs, self.compile = jobs, compile
+
+    def __call__(self, kernel: str, workloads: Sequence[Workload], target: Target, rows: Sequence[Tuning]) -> dict[Tuning, str]:
+        """The candidates at which a compiler died. One that merely refuses says so again when it is tried."""
+        same: dict[Any, list[Tuning]] = {}
+        for row in rows:
+            # How many programs run is no constant, but whether their number is a multiple of 16 is.
+            programs = max(1, int(target.multiprocessors * row.per_multiprocessor))
+            same.setdefault((row._replace(per_multiprocessor=0.0), programs % 16 == 0, programs == 1), []).append(row)
+        todo = [(kernel, workload, alike[0], target) for alike in same.values() for workload in workloads]
+        undone = list(self._run(self.jobs, todo))
+        guilty = {call[2] for task in undone for call in self._run(1, [task])}
+        return {row: "the compiler died" for alike in same.values() if alike[0] in guilty for row in alike}
+
+    def _run(self, jobs: int, todo: Sequence[tuple[Any, ...]]) -> Iterator[tuple[Any, ...]]:
+        """Does it; what no process lived to finish comes back."""
+        from concurrent.futures.process import BrokenProcessPool
+
+        with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
+            futures = []
+            for call in todo:
+                try:
+                    futures.append((call, pool.submit(self.compile, *call)))
+                except BrokenProcessPool:
+                    yield call
+            for call, future in futures:
+                if isinstance(future.exception(), BrokenProcessPool):
+                    yield call

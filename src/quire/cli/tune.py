@@ -1,0 +1,195 @@
+"""`quire tune`: the rows of the tuning table that suit this card best."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import re
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from quire.cli.bench import _print_table, _progress, _software
+from quire.errors import ArgumentError
+
+if TYPE_CHECKING:
+    from quire.bench.tune import Found, Kind, Trial
+
+HELP = "search this GPU for the best tile sizes, as rows for the table of the Triton kernels"
+EXAMPLES = """\
+examples:
+  quire tune --list                       the table as it is, and what would be tried; needs no GPU
+  quire tune --quick                      fewer candidates, two workloads each: is the table far off?
+  quire tune --only 'decode.*head_dim 128'
+  quire tune --json tune.json             every candidate with its times, written anew after every row of the table
+
+How much a program computes at a time (keys a tile, stages, warps, programs a multiprocessor) is a table in
+quire/kernels/triton/tuning.py: nothing is tuned while the library is used. For a card that the table does not know, or after a new
+Triton, this verb makes the rows. For each kernel, width of the cache's elements and head_dim it compiles the candidates (in --jobs
+processes, seconds each), checks every result, times what is right on two to four workloads of `quire bench`, and ends with the best
+by the geometric mean of the times, timed once more in turns with the row of the table. Candidates that do not compile, need more
+memory than there is, spill registers or are wrong are named and never chosen. A row takes hundreds of compilations: minutes, fewer
+with more CPUs or with --quick. The GPU should have nothing else to do.
+
+What to do with it: paste the printed rows into TABLE, above the first row that fits the card now and in the order in which they are
+printed (the table is read top down, the first row that fits is taken); then run the tests, and `quire bench --device cuda`.
+
+exit status: 0 if every row has a winner, 1 otherwise, 2 for a bad argument or without a GPU
+"""
+
+SHOWN = 8
+"""The fastest candidates of a row that are printed; --json has all."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--list", action="store_true", help="measure nothing: print the table and the candidates")
+    add("--only", metavar="REGEX", help="rows whose name matches, such as 'mixed.*8-bit'")
+    add("--quick", action="store_true", help="fewer candidates and workloads")
+    add("--jobs", metavar="N", type=int, help="processes that compile (default: one for each CPU)")
+    add("--json", metavar="FILE", help="also write every candidate as JSON, '-' for standard output and nothing else")
+
+
+def run(args: argparse.Namespace) -> int:
+    kinds = _chosen(args)
+    if args.jobs is not None and args.jobs < 1:
+        raise ArgumentError("--jobs", args.jobs, "1 or more")
+    if args.list:
+        if args.json is not None:
+            raise ArgumentError("--json", args.json, "nothing beside --list, which measures nothing")
+        _list(kinds, args.quick)
+        return 0
+    missing = _missing()
+    if missing:
+        args.parser.error(
+            f"{missing}. Tuning measures on the card itself: it needs an NVIDIA or AMD GPU, a build of torch that sees it, and "
+            "Triton. `quire tune --list` works anywhere"
+        )
+    found: list[Found] = []
+    jobs = args.jobs or os.cpu_count() or 1
+    rounds = len(kinds) if args.quick else 3 * len(kinds)
+    with _progress(rounds, lines=True) as tell:
+        for kind in kinds:
+            found.append(tune(kind, quick=args.quick, jobs=jobs, tell=tell))
+            if args.json not in (None, "-"):
+                with open(args.json, "w", encoding="utf-8") as file:
+                    json.dump(_report(found, args.quick), file, indent=2)
+    if args.json == "-":
+        print(json.dumps(_report(found, args.quick), indent=2))
+    else:
+        _print(found)
+    return 0 if all(one.best is not None for one in found) else 1
+
+
+def tune(kind: Kind, *, quick: bool, jobs: int, tell: Any) -> Found:
+    """Searches on this card."""
+    import torch
+
+    from quire.bench.gpu import _release
+    from quire.bench.timing import by_events
+    from quire.bench.tune import OnCard, Pool, rounds_of, search
+    from quire.kernels.triton.target import target_of
+
+    target = target_of(torch.device("cuda", torch.cuda.current_device()))
+    workloads = kind.workloads(quick)
+    grounds = [OnCard(kind.kernel, workload) for workload in workloads]
+    prepare = partial(Pool(jobs), kind.kernel, workloads, target)
+    found = search(kind, kind.current(target), rounds_of(kind.kernel, quick), grounds, by_events, prepare=prepare, tell=tell)
+    del grounds
+    _release()
+    return found
+
+
+def _missing() -> str | None:
+    from importlib.util import find_spec
+
+    import torch
+
+    if not torch.cuda.is_available():
+        return "torch sees no GPU here"
+    return None if find_spec("triton") else "Triton is not installed"
+
+
+def _chosen(args: argparse.Namespace) -> list[Kind]:
+    from quire.bench.tune import KINDS
+
+    try:
+        chosen = [kind for kind in KINDS if re.search(args.only or "", kind.label)]
+    except re.error as error:
+        raise ArgumentError("--only", repr(args.only), f"a regular expression ({error})") from None
+    if not chosen:
+        raise ArgumentError("--only", repr(args.only), "a match for one of: " + "; ".join(kind.label for kind in KINDS))
+    return chosen
+
+
+def _list(kinds: Sequence[Kind], quick: bool) -> None:
+    from quire.bench.tune import literal, rounds_of
+    from quire.kernels.triton.tuning import TABLE
+
+    print("the table, read top down:")
+    for row in TABLE:
+        print(f"  {literal(row)}")
+    for kind in kinds:
+        print(f"\n{kind.label}, timed on: " + "; ".join(workload.name for workload in kind.workloads(quick)))
+        for number, grid in enumerate(rounds_of(kind.kernel, quick), start=1):
+            values = ", ".join(f"{name} {'/'.join(f'{value:g}' for value in tried)}" for name, tried in grid.items())
+            print(f"  round {number}, {math.prod(map(len, grid.values()))} candidates: {values}")
+
+
+def _report(found: Sequence[Found], quick: bool) -> dict[str, Any]:
+    from quire.dispatch.platform import Platform
+
+    rows = [one.to_dict() for one in found]
+    return {"platform": Platform.detect("cuda").to_dict(), "software": _software(), "quick": quick, "rows": rows}
+
+
+def _print(found: Sequence[Found]) -> None:
+    from quire.bench.tune import literal
+
+    for one in found:
+        timed = sorted((trial for trial in one.trials if trial.seconds), key=lambda trial: trial.mean)
+        shown = timed[:SHOWN]
+        marks = ["" if trial.fit else "red" for trial in shown]
+        width = max((len(trial.seconds) for trial in shown), default=0)
+        head = ("candidate", "fault", "spills", "mean us", *(w.name.partition(":")[0] for w in one.kind.workloads()[:width]))
+        _print_table(one.kind.label, head, [_cells(one, trial) for trial in shown], marks)
+        for words, count, spills, example in _faults(one):
+            print(f"{count} not fit: {words}{f' (up to {spills})' if spills else ''}, such as {example}")
+        print()
+    print("rows to paste into TABLE of quire/kernels/triton/tuning.py, above the first that fits this card now, in this order:")
+    for one in found:
+        if one.best is None:
+            print(f"    # {one.kind.label}: no candidate is fit")
+        else:
+            print(f"    {literal(one.best.row)},  # {_gain(one)}")
+
+
+def _gain(one: Found) -> str:
+    if one.best is not None and one.best.row == one.current.row:
+        return "as the table has it: nothing is faster"
+    return (
+        f"the table's row has no speed: {one.current.fault}" if one.gain is None else f"{one.gain:.3f} times as fast as the table"
+    )
+
+
+def _cells(one: Found, trial: Trial) -> tuple[str, ...]:
+    spills = "?" if trial.spills is None else str(trial.spills)
+    return (_words(one, trial), trial.fault, spills, *(f"{seconds * 1e6:.1f}" for seconds in (trial.mean, *trial.seconds)))
+
+
+def _words(one: Found, trial: Trial) -> str:
+    """What sets a candidate apart from the others, and whether it is the table's."""
+    names = [name for name in trial.row._fields if len({getattr(other.row, name) for other in one.trials}) > 1]
+    words = " ".join(f"{name}={getattr(trial.row, name)}" for name in names)
+    return words + " (the table's)" if trial.row == one.current.row else words
+
+
+def _faults(one: Found) -> list[tuple[str, int, int, str]]:
+    """Every fault, how many candidates have it, the most that they spill, and one of them."""
+    faults: dict[str, list[Trial]] = {}
+    for trial in one.trials:
+        if not trial.fit:
+            faults.setdefault(trial.fault, []).append(trial)
+    return [(fault, len(who), max(trial.spills or 0 for trial in who), _words(one, who[0])) for fault, who in faults.items()]
