@@ -85,6 +85,7 @@ def test_the_fastest_wins() -> None:
     assert found.best is not None and (found.best.row.keys, found.best.row.warps) == (128, 1)
     assert found.gain == pytest.approx(of_keys(CURRENT) / of_keys(found.best.row))
     assert len(found.trials) == 6 and found.current.row == CURRENT
+    assert found.best.seconds == (of_keys(found.best.row),), "one slow run of three is not the median"
 
 
 @pytest.mark.parametrize(
