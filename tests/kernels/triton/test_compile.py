@@ -136,11 +136,17 @@ def test_it_compiles_and_fits(arch: str, name: str, results: Callable[[str], dic
     assert wanted <= {kernel.kernel for kernel in kernels}
 
 
+SPILLS = {("sm90", "mixed-128-bf16"): 256, ("sm90", "mixed-128-e4m3fn"): 384, ("sm90", "mixed-128-bf16-new"): 1600}
+"""Bytes that may be spilled although heads are of 128 at most. A tile of 128 x 64 takes every register of Hopper's, and is the fastest
+there all the same: rows that spill nothing (32 keys, or 8 warps) are 13 to 30 % slower on an H200, see docs/performance.md."""
+
+
 def test_registers_are_enough(arch: str, name: str, results: Callable[[str], dict[str, Any]]) -> None:
     """With heads of 128 at most."""
     kernels = results(arch)[name]
     assert not isinstance(kernels, str), kernels
-    assert {kernel.kernel: kernel.spilled for kernel in kernels if kernel.spilled} == {}
+    known = SPILLS.get((arch, name), 0)
+    assert {kernel.kernel: kernel.spilled for kernel in kernels if kernel.spilled > known} == {}
 
 
 @pytest.mark.parametrize("instruction", [why.removeprefix("compiled: ") for why in CANNOT.values() if why.startswith("compiled: ")])
