@@ -1,7 +1,7 @@
 """Which ways a kernel's branches went: listed from its source, counted while the interpreter runs it.
 
-A branch is an `if`, an `elif`, a conditional expression, or a `while`; its outcomes are yes and no. So is a `for`, whose only outcome
-is that it is entered.
+A branch is an `if`, an `elif`, a conditional expression, or a `while`; its outcomes are yes and no. So is a `for`, whose only
+outcome is that it is entered.
 """
 
 from __future__ import annotations
