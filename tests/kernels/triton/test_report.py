@@ -30,7 +30,8 @@ def test_the_page_has_every_card() -> None:
     sections = {part.split(":")[0]: part for part in PAGE.split("\n### ")[1:]}
     for arch in CARDS:
         for sample in report.SAMPLES:
-            row = [sample.kernel, "attend_kernel", str(sample.head_dim), sample.format]
+            kernel = {"write": "write_kernel", "ledger": "audit_kernel"}.get(sample.kernel, "attend_kernel")
+            row = [sample.kernel, kernel, str(sample.head_dim), sample.format]
             assert any([cell.strip() for cell in line.split("|")[1:5]] == row for line in sections[arch].splitlines()), (arch, row)
 
 

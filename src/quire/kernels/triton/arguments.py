@@ -125,6 +125,8 @@ class Constants(NamedTuple):
     """head_dim as a tile is wide: a power of two, 16 at least."""
     V_WIDTH: int
     PAGE_SIZE: int
+    TABLE_STEP: int
+    """Distance between two columns of the page table."""
     Q_DIM: int
     """Distance between two elements of a query; likewise for the others."""
     OUT_DIM: int

@@ -195,7 +195,7 @@ def misses_page(rows, cache, unit, C: tl.constexpr):
         for first in range(begin, tl.minimum((unit.cached + C.PAGE_SIZE - 1) // C.PAGE_SIZE, rows.table_width), C.SCAN):
             column = first + tl.arange(0, C.SCAN)
             needed = (column * C.PAGE_SIZE < unit.cached) & (column < rows.table_width)
-            page = tl.load(rows.page_table + unit.row.to(tl.int64) * rows.table_row + column, mask=needed, other=0)
+            page = tl.load(rows.page_table + unit.row.to(tl.int64) * rows.table_row + column * C.TABLE_STEP, mask=needed, other=0)
             _, exists = existing(page, cache.pages)
             missing += tl.sum((needed & ~exists).to(tl.int32))
     return uniform(missing, C) > 0

@@ -99,6 +99,7 @@ class Plan:
             K_WIDTH=widths[0],
             V_WIDTH=widths[1],
             PAGE_SIZE=cache.page_size,
+            TABLE_STEP=batch.page_table.stride(1),
             Q_DIM=q.stride(2),
             OUT_DIM=out.stride(2) if out.shape[2] else 1,
             NEW_K_DIM=0 if new is None else new[0].stride(2),

@@ -46,6 +46,7 @@ class Needs(NamedTuple):
 
     POSITIONS: int
     PAGE_SIZE: int
+    TABLE_STEP: int
     LEFT: int | None
     """Keys that a query sees to its left; None is all of them."""
     CONTEXT_FROM: int
@@ -98,7 +99,7 @@ def slot_of(marks, rows, row, position, needed, N: tl.constexpr):
     """The slot of each position, and whether it has one: what the table leaves out is another rule's business."""
     column = position // N.PAGE_SIZE
     needed &= column < rows.table_width
-    page = tl.load(rows.page_table + row * rows.table_row + column, mask=needed, other=-1).to(tl.int64)
+    page = tl.load(rows.page_table + row * rows.table_row + column * N.TABLE_STEP, mask=needed, other=-1).to(tl.int64)
     needed &= (page >= 0) & (page < marks.pages)
     return tl.where(needed, page * N.PAGE_SIZE + position % N.PAGE_SIZE, 0), needed
 
@@ -150,7 +151,9 @@ class Plan:
         left, _ = options.sides
         # Which new tokens somebody sees in a tree, its mask alone knows: they are left out.
         context_from = 0 if options.mask is not None else ANY if new is None else context_from
-        self.constants = Needs(POSITIONS, cache.page_size, None if left is None else min(left, ANY), context_from, *only)
+        self.constants = Needs(
+            POSITIONS, cache.page_size, batch.page_table.stride(1), None if left is None else min(left, ANY), context_from, *only
+        )
         self.stretches = -(-batch.page_table.shape[1] * cache.page_size // POSITIONS)
         self.grid = (batch.seqs * self.stretches, 1, 1)
         self.empty = not q.shape[0] or not self.grid[0]

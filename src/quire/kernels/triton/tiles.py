@@ -13,7 +13,7 @@ LOG2E = tl.constexpr(1.4426950408889634)
 @triton.jit
 def look_up(rows, unit, key, end, C: tl.constexpr):
     """What the table says is the page of each key below `end`, existing or not."""
-    column = unit.row.to(tl.int64) * rows.table_row + key // C.PAGE_SIZE
+    column = unit.row.to(tl.int64) * rows.table_row + key // C.PAGE_SIZE * C.TABLE_STEP
     return tl.load(rows.page_table + column, mask=key < tl.minimum(end, unit.cached), other=0)
 
 

@@ -64,6 +64,7 @@ class Store(NamedTuple):
     K_DIM: int
     V_STEP: int
     PAGE_SIZE: int
+    TABLE_STEP: int
     K_STEPS: tuple[int, ...]
     K_SLOTS: int
     K_DIMS: int
@@ -136,7 +137,9 @@ def slot_of(pages, tokens, token, S: tl.constexpr):
         live &= (position >= 0) & (position // S.PAGE_SIZE < tokens.table_width)
         column = position // S.PAGE_SIZE
         slot = position % S.PAGE_SIZE
-        page = tl.load(tokens.page_table + row.to(tl.int64) * tokens.table_row + column, mask=live, other=-1).to(tl.int64)
+        page = tl.load(tokens.page_table + row.to(tl.int64) * tokens.table_row + column * S.TABLE_STEP, mask=live, other=-1).to(
+            tl.int64
+        )
     live &= (page >= 0) & (page < pages.pages)
     return tl.where(live, page, 0), tl.where(live, slot, 0), live
 
@@ -171,6 +174,7 @@ class Plan:
             K_DIM=k.stride(2),
             V_STEP=v.stride(2),
             PAGE_SIZE=cache.page_size,
+            TABLE_STEP=batch.page_table.stride(1),
             K_STEPS=page_steps(cache.k_view),
             K_SLOTS=cache.k_view.shape[3],
             K_DIMS=cache.k_view.shape[5],
