@@ -1,0 +1,177 @@
+"""What came of a run: findings, results, the report; as text, JSON and JUnit."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+from xml.etree import ElementTree
+
+from quire.conformance.case import Case
+
+UNKNOWN = "unknown"
+
+
+@dataclass(frozen=True)
+class Where:
+    """The place of the worst error: None where it makes no sense."""
+
+    sequence: int | None = None
+    row: int | None = None
+    """Row of q and out."""
+    token: int | None = None
+    """Position of the query in its sequence."""
+    head: int | None = None
+    dim: int | None = None
+    key: int | None = None
+    """Position of the key at fault in its sequence, where one is known."""
+    page: int | None = None
+    slot: int | None = None
+    """Offset of the key in its page."""
+
+    def __str__(self) -> str:
+        said = {name: value for name, value in asdict(self).items() if value is not None}
+        return ", ".join(f"{name} {value}" for name, value in said.items()) or "everywhere"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What is wrong, as far as the kit can tell."""
+
+    fault: str
+    """Its name in the catalogue, or `unknown`."""
+    alike: tuple[str, ...] = ()
+    """Faults that give the same numbers on this case: the class that was found, the finding's own name included."""
+    parameters: dict[str, Any] = field(default_factory=dict)
+    distance: float = 0.0
+    """How far the prediction is from what the kernel gave, in budgets: at most 1 for a match."""
+    margin: float = 0.0
+    """How much farther the nearest other prediction is."""
+    where: Where = field(default_factory=Where)
+    summary: str = ""
+    reproduce: str = ""
+    """The line of the smallest case that shows it."""
+    evidence: tuple[str, ...] = ()
+    """What probes said."""
+    ranking: tuple[tuple[str, float], ...] = ()
+    """The nearest predictions and their distances."""
+
+    def __str__(self) -> str:
+        given = ", ".join(f"{k}={v}" for k, v in self.parameters.items())
+        return f"{self.fault}{f' ({given})' if given else ''}: {self.summary} [{self.where}]"
+
+
+@dataclass(frozen=True)
+class Picture:
+    """What a page draws of a failure."""
+
+    ratio: list[list[float]]
+    """Error over budget, tokens x heads, the worst of a head's dims; -1 for an element that was never written, capped at 1e9."""
+    q_starts: list[int]
+    kv_lens: list[int]
+    page_table: list[list[int]]
+    page_size: int
+    bad_cell: tuple[int, int] | None = None
+    """Sequence and column of the page at fault, where one is known."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """What one case gave."""
+
+    case: Case
+    status: str
+    """right; wrong; raised: an error where an answer was due; refused: an error, as it should; unsupported: not asked."""
+    reason: str = ""
+    error: float = 0.0
+    """The largest error in budgets."""
+    wrong: int = 0
+    """How many elements are beyond their budget."""
+    findings: tuple[Finding, ...] = ()
+    seconds: float = 0.0
+    known: str = ""
+    """Why this failure was expected."""
+    picture: Picture | None = None
+
+    @property
+    def failed(self) -> bool:
+        return self.status in ("wrong", "raised")
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "case": str(self.case), "name": self.case.name}
+
+
+@dataclass(frozen=True)
+class Report:
+    """A run of the suite against one target."""
+
+    target: str
+    level: str
+    device: str
+    results: Sequence[Result]
+    seconds: float = 0.0
+    versions: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def findings(self) -> list[tuple[Finding, list[str]]]:
+        """Each fault that was found, with the cases that show it; the one that most cases show comes first."""
+        order: dict[str, tuple[Finding, list[str]]] = {}
+        for result in self.results:
+            for finding in result.findings:
+                order.setdefault(finding.fault, (finding, []))[1].append(result.case.name)
+        return sorted(order.values(), key=lambda row: (row[0].fault == UNKNOWN, -len(row[1])))
+
+    def counts(self) -> dict[str, int]:
+        statuses = ("right", "wrong", "raised", "refused", "unsupported")
+        return {status: sum(result.status == status for result in self.results) for status in statuses}
+
+    @property
+    def unexpected(self) -> list[Result]:
+        """Failures that nobody knew of, and known ones that did not fail."""
+        return [r for r in self.results if r.failed != bool(r.known) and r.status != "unsupported"]
+
+    @property
+    def exit_code(self) -> int:
+        """0: right wherever it was asked. 1: not."""
+        return 1 if self.unexpected else 0
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "target": self.target,
+            "level": self.level,
+            "device": self.device,
+            "versions": self.versions,
+            "seconds": round(self.seconds, 3),
+            "counts": self.counts(),
+            "findings": [{**asdict(finding), "cases": cases} for finding, cases in self.findings],
+            "unexpected": [r.case.name for r in self.unexpected],
+            "results": [result.to_dict() for result in self.results],
+        }
+
+    def to_json(self) -> str:
+        return json.dumps(self.to_dict(), indent=2)
+
+    def to_junit(self) -> str:
+        """JUnit XML: a case is a test; an unsupported one is skipped."""
+        counts = self.counts()
+        suite = ElementTree.Element(
+            "testsuite",
+            name=f"quire conform {self.target}",
+            tests=str(len(self.results)),
+            failures=str(len(self.unexpected)),
+            skipped=str(counts["unsupported"]),
+            time=f"{self.seconds:.3f}",
+        )
+        for result in self.results:
+            test = ElementTree.SubElement(
+                suite, "testcase", classname=f"quire.{self.target}", name=result.case.name, time=f"{result.seconds:.3f}"
+            )
+            if result.status == "unsupported":
+                ElementTree.SubElement(test, "skipped", message=result.reason)
+            elif result.failed and not result.known:
+                said = "\n".join(str(finding) for finding in result.findings) or result.reason
+                ElementTree.SubElement(test, "failure", message=said.split("\n")[0]).text = f"{said}\n{result.case}"
+            elif result.known and not result.failed:
+                ElementTree.SubElement(test, "failure", message=f"known to fail ({result.known}), but right")
+        return ElementTree.tostring(suite, encoding="unicode")

@@ -1,0 +1,224 @@
+"""What is put to the test: a function that writes the output of a call, and what it says about its own limits.
+
+The signature of an adapter, whose one function may live in any file (`quire conform my_kernel.py:attention`):
+
+    def attention(*, q, k_pages, v_pages, page_table, kv_lens, q_starts, out, scale, ...):
+
+takes its arguments by name, and either writes `out` or returns the output, or the pair of output and LSE. It may ask for more, by
+naming it: `window, softcap, alibi, sinks, causal, mask, positions, k_scale, v_scale, q_scale, new_k, new_v, lse, layout, format,
+max_q_len, max_kv_len`, all as in `quire.conformance.call.Call`. A feature that the function has no argument for is one it does not
+support: those cases are left out. So are those beyond the limits in the module's `SUPPORTS`, a dict from a field of `quire.Problem`
+to the values allowed, or to a function that says whether a value is:
+
+    SUPPORTS = {"q_dtype": ("fp16", "bf16"), "page_size": (16, 32), "head_dim": lambda n: n % 8 == 0, "max_q_len": range(0, 2)}
+
+Where such a limit is declared, the function is still called beyond it, and must raise or be right. `REFUSES = False` says that it
+must not be called there.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import quire
+from quire.conformance.call import Call
+from quire.dispatch.catalogue import CATALOGUE
+from quire.errors import ArgumentError
+from quire.problem import FIELDS, Problem
+
+NEEDED = ("q", "k_pages", "v_pages", "page_table", "kv_lens", "q_starts", "out", "scale")
+OPTIONAL = (
+    *("window", "softcap", "alibi", "sinks", "causal", "mask", "positions", "k_scale", "v_scale", "q_scale"),
+    *("new_k", "new_v", "lse", "layout", "format", "max_q_len", "max_kv_len"),
+)
+
+Limit = tuple[Any, ...] | range | Callable[[Any], bool]
+
+
+@dataclass(frozen=True)
+class Target:
+    """One function under test."""
+
+    name: str
+    run: Callable[[Call], None]
+    """Writes `call.out`, and `call.lse` where it is not None; raises what it likes for input that it refuses."""
+    device: str = "cpu"
+    limits: Callable[[Call], str | None] = lambda call: None
+    """Why a call is beyond what the target declares to support; None if it is not."""
+    missing: Callable[[Call], str | None] = lambda call: None
+    """Which part of a call the target has no argument for: such a call cannot be made at all."""
+    refuses: bool = True
+    """Whether it may be called beyond its limits: it must then raise or be right."""
+    version: str = ""
+
+
+def find(text: str, device: str | None = None) -> Target:
+    """A target by its name: one of our kernels, a peer, or `file.py:function` or `package.module:function`."""
+    names = [kernel.name for kernel in CATALOGUE if kernel.operation == "attend"]
+    if text in ("cpu", *names):
+        return ours(text, device)
+    from quire.conformance import targets
+
+    if text in targets.TARGETS:
+        return targets.load(text, device)
+    if ":" in text:
+        return adapter(text, device)
+    known = ", ".join(("cpu", *names, *targets.TARGETS))
+    raise ArgumentError("target", text, f"{known}, or file.py:function")
+
+
+def ours(name: str, device: str | None = None) -> Target:
+    """One of our kernels, through the operator; `cpu` is what a CPU runs by itself."""
+    device = device or ("cpu" if name in ("cpu", "torch") else "cuda")
+    kernel = None if name == "cpu" else name
+
+    def run(call: Call) -> None:
+        arguments = call.q, call.cache(), call.batch(), call.options()
+        if call.lse is None:
+            quire.attend(*arguments, new=call.new, out=call.out, kernel=kernel)
+        else:
+            _, lse = quire.attend(*arguments, new=call.new, out=call.out, lse=True, kernel=kernel)
+            call.lse[: call.live] = lse[: call.live]
+
+    def limits(call: Call) -> str | None:
+        if kernel is None:
+            return None
+        decision = quire.explain(
+            call.q, call.cache(), call.batch(), call.options(), new=call.new, out=call.out, lse=call.lse is not None
+        )
+        refusals = [
+            str(finding)
+            for found, findings in decision.candidates
+            if found.name == kernel
+            for finding in findings
+            if not finding.holds
+        ]
+        return "; ".join(refusals) or None
+
+    return Target(name, run, device, limits, version=quire.__version__)
+
+
+def adapter(text: str, device: str | None = None) -> Target:
+    """A function of anybody's, by file and name."""
+    where, _, name = text.rpartition(":")
+    module = _module(where)
+    function = getattr(module, name, None)
+    if not callable(function):
+        raise ArgumentError("target", text, f"a function that {where} has: {', '.join(_functions(module)) or 'it has none'}")
+    wish = getattr(module, "DEVICE", "cpu")
+    return wrap(
+        function, text, device or wish, getattr(module, "SUPPORTS", None), getattr(module, "REFUSES", True), _version(module)
+    )
+
+
+def wrap(
+    function: Callable[..., Any],
+    name: str,
+    device: str = "cpu",
+    supports: dict[str, Limit] | None = None,
+    refuses: bool = True,
+    version: str = "",
+) -> Target:
+    """A plain function of the documented signature as a target."""
+    supports = supports or {}
+    parameters = inspect.signature(function).parameters
+    anything = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    takes = {n for n in (*NEEDED, *OPTIONAL) if n in parameters or anything}
+    strange = [
+        n for n, p in parameters.items() if n not in (*NEEDED, *OPTIONAL) and p.default is p.empty and p.kind < p.VAR_POSITIONAL
+    ]
+    strange += [
+        n for n, p in parameters.items() if n not in (*NEEDED, *OPTIONAL) and p.default is p.empty and p.kind is p.KEYWORD_ONLY
+    ]
+    if strange:
+        raise ArgumentError(name, f"arguments {', '.join(strange)}", ", ".join((*NEEDED, *OPTIONAL)))
+    for key in supports:
+        if key not in FIELDS:
+            raise ArgumentError("SUPPORTS", key, ", ".join(FIELDS))
+
+    def run(call: Call) -> None:
+        result = function(**{n: getattr(call, n) for n in takes})
+        if result is not None:
+            parts = result if isinstance(result, (tuple, list)) else (result,)
+            for buffer, part in zip((call.out, call.lse), parts):
+                if buffer is not None and part is not None and part.data_ptr() != buffer.data_ptr():
+                    buffer[: call.live] = part[: call.live].to(buffer.dtype)
+
+    def missing(call: Call) -> str | None:
+        lacks = [n for n, present in _features(call).items() if present and n not in takes]
+        if call.layout != "nhd" and "layout" not in takes and "layout" not in supports:
+            lacks.append(f"layout {call.layout}")
+        if call.k_pages.dtype is torch.uint8 and "format" not in takes:
+            lacks.append("format")
+        return f"no argument for {', '.join(lacks)}" if lacks else None
+
+    def limits(call: Call) -> str | None:
+        problem = facts(call)
+        for key, limit in supports.items():
+            value = getattr(problem, key)
+            if not (limit(value) if callable(limit) else value in limit):
+                return f"{key} = {value}"
+        return None
+
+    return Target(name, run, device, limits, missing, refuses, version)
+
+
+def facts(call: Call) -> Problem:
+    """The facts of a call, with its true lengths."""
+    problem = Problem.of(call.q, call.cache(), call.batch(), call.options(), new=call.new, out=call.out, lse=call.lse is not None)
+    q_len, kv_len = (int(t.max()) if t.numel() else 0 for t in (call.q_starts.diff(), call.kv_lens))
+    return problem.replace(max_q_len=q_len, max_kv_len=kv_len)
+
+
+def _features(call: Call) -> dict[str, bool]:
+    """What a call asks for beyond the needed, by the argument's name."""
+    return {
+        "window": call.window != (None, None),
+        "softcap": call.softcap is not None,
+        "alibi": call.alibi is not None,
+        "sinks": call.sinks is not None,
+        "causal": call.causal is not True,
+        "mask": call.mask is not None,
+        "positions": call.positions is not None,
+        "k_scale": call.k_scale is not None,
+        "v_scale": call.v_scale is not None,
+        "q_scale": call.q_scale is not None,
+        "new_k": call.new_k is not None,
+        "new_v": call.new_v is not None,
+    }
+
+
+def _module(where: str) -> Any:
+    if not where.endswith(".py"):
+        try:
+            return importlib.import_module(where)
+        except ModuleNotFoundError as error:
+            if error.name and where.startswith(error.name):
+                raise ArgumentError("target", where, "a file that ends in .py, or a module that can be imported") from None
+            raise
+    path = Path(where)
+    if not path.is_file():
+        raise ArgumentError("target", where, "a file that exists")
+    spec = importlib.util.spec_from_file_location(f"quire_target_{path.stem}", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses and triton look a function's module up by name
+    spec.loader.exec_module(module)
+    return module
+
+
+def _functions(module: Any) -> list[str]:
+    return [n for n, f in vars(module).items() if inspect.isfunction(f) and f.__module__ == module.__name__]
+
+
+def _version(module: Any) -> str:
+    return str(getattr(module, "__version__", ""))
