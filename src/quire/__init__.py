@@ -34,6 +34,7 @@ __all__ = [
     "explain",
     "check",
     "checked",
+    "record",
     "Decision",
     "Violation",
     "Problem",
@@ -50,14 +51,17 @@ __all__ = [
 
 if TYPE_CHECKING:
     from quire import reference as reference
+    from quire.conformance.record import record as record
 else:
 
     def __getattr__(name: str) -> object:
-        # The reference is a module that nothing fast imports: it is loaded when somebody asks for it.
-        if name == "reference":
-            from importlib import import_module
+        # What nothing fast imports is loaded when somebody asks for it.
+        from importlib import import_module
 
+        if name == "reference":
             return import_module("quire.reference")
+        if name == "record":
+            return import_module("quire.conformance.record").record
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -10,7 +10,7 @@ import torch
 from quire.batch import Batch
 from quire.cache.kv_cache import KVCache
 from quire.contract.call import Call
-from quire.contract.check import Level, enforce, is_checked
+from quire.contract.check import Level, enforce, is_watched, recording
 from quire.dispatch.choose import choose, chosen_by
 from quire.dispatch.platform import Platform
 from quire.kind import MOST, fact, facts, of_batch, of_cache, of_options
@@ -88,10 +88,14 @@ def choose_kernel(
     besides: context_from, only, zero_padding."""
     problem = Problem.of(q, cache, batch, options, new=new, out=out, lse=lse)
     platform = Platform.detect(q.device)
-    chosen = chosen_by(choose(problem, platform, kernel=kernel, capturing=capturing(q)))
+    decision = choose(problem, platform, kernel=kernel, capturing=capturing(q))
+    chosen = chosen_by(decision)
     if out is None:
         out = q.new_empty(0, dtype=default_out_dtype(q.dtype, options)).expand(*q.shape[:2], 0)
     launch = chosen.bind(q, cache, batch, options, new, out, **how)
+    recorder = recording()
+    if recorder is not None:
+        launch = recorder.attending(launch, decision, how)
     if cache.ledger is None:
         return launch
     audit = choose(problem, platform, operation="audit").chosen
@@ -140,7 +144,7 @@ def is_quick(rows: torch.Tensor, cache: KVCache, batch: Batch) -> bool:
         and isinstance(batch, Batch)
         and not batch.copies
         and not rows.requires_grad
-        and not is_checked()
+        and not is_watched()
     )
 
 

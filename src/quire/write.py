@@ -10,7 +10,7 @@ from quire.attend import Launch, capturing, is_quick, is_traced, remember
 from quire.batch import Batch
 from quire.cache.kv_cache import KVCache
 from quire.contract.call import Call
-from quire.contract.check import Level, enforce
+from quire.contract.check import Level, enforce, recording
 from quire.dispatch.choose import choose, chosen_by
 from quire.dispatch.platform import Platform
 from quire.kind import fact, of_batch, of_cache
@@ -59,7 +59,9 @@ def choose_writer(
     problem = Problem.of(k, cache, batch)
     platform = Platform.detect(k.device)
     decision = choose(problem, platform, operation="write", kernel=kernel, capturing=capturing(k))
-    return chosen_by(decision).bind(k, v, cache, batch, slots)
+    launch = chosen_by(decision).bind(k, v, cache, batch, slots)
+    recorder = recording()
+    return launch if recorder is None else recorder.writer(launch)
 
 
 def store(launch: Launch, k: torch.Tensor, v: torch.Tensor, cache: KVCache, batch: Batch, slots: torch.Tensor | None) -> None:

@@ -23,6 +23,7 @@ NAMES = [
     "explain",
     "check",
     "checked",
+    "record",
     "Decision",
     "Violation",
     "Problem",

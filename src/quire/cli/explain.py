@@ -8,6 +8,7 @@ import json
 from quire.cache.format import FORMATS
 from quire.cache.layout import LAYOUTS
 from quire.dispatch.choose import OPERATIONS, choose
+from quire.dispatch.decision import Decision
 from quire.dispatch.platform import NAMED, Platform
 from quire.dispatch.vllm import RULES, VllmCall, explain_vllm
 from quire.errors import ArgumentError, KernelError
@@ -19,6 +20,7 @@ examples:
   quire explain                                              a plain decode on this machine
   quire explain --arch sm90 --max-q-len 512 --kv-dtype fp8   a prefill over an fp8 cache on an H100
   quire explain --kernel torch --json                        one kernel by name, for programs
+  quire explain call.safetensors --arch gfx942               a call that quire.record saved: what it got there, and elsewhere
   quire explain --as vllm --arch gfx942 --q-heads 64 --kv-heads 64 --head-dim 128 --page-size 32 --kv-dtype fp8_e5m2
                                                              which of vLLM's kernels, and what then happens
 
@@ -45,6 +47,7 @@ SPELLINGS = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("file", nargs="?", metavar="FILE", help="a call that quire.record saved, instead of a problem by flags")
     add = parser.add_argument_group("the machine").add_argument
     add("--arch", metavar="NAME", help=f"by default this machine; or {', '.join(NAMED)}")
 
@@ -103,21 +106,50 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.file is not None:
+        return _recorded(args)
     if args.q_heads % args.kv_heads:
         raise ArgumentError("--q-heads", args.q_heads, f"a multiple of --kv-heads {args.kv_heads}")
+    platform = _platform(args)
+    return _as_vllm(args, platform) if args.whose == "vllm" else _as_quire(args, platform)
+
+
+def _recorded(args: argparse.Namespace) -> int:
+    """The calls of a file: what was decided where they were made, and what would be decided here, or on `--arch`."""
+    from quire.conformance.record import load
+
+    able, answers = True, []
+    platform = _platform(args)
+    for number, call in enumerate(load(args.file)):
+        problem = call.problem.replace(device="cpu" if platform.vendor == "cpu" else "cuda")
+        decision = _decide(args, problem, platform)
+        able &= decision.chosen is not None
+        answers.append({"there": call.notes["decision"], "here": decision.to_dict()})
+        if not args.json:
+            there = call.decision or f"nothing: it raised {call.notes['error']}"
+            print(f"call {number}, as it was decided on {call.notes['device']}:\n{there}\n\nand by {platform.name}:\n{decision}\n")
+    if args.json:
+        print(json.dumps({"file": args.file, "calls": answers}, indent=2))
+    return 0 if able else 1
+
+
+def _platform(args: argparse.Namespace) -> Platform:
     try:
-        platform = Platform.named(args.arch) if args.arch else Platform.detect()
+        return Platform.named(args.arch) if args.arch else Platform.detect()
     except ArgumentError as error:
         raise ArgumentError("--arch", error.given, error.allowed) from None
-    return _as_vllm(args, platform) if args.whose == "vllm" else _as_quire(args, platform)
+
+
+def _decide(args: argparse.Namespace, problem: Problem, platform: Platform) -> Decision:
+    try:
+        return choose(problem, platform, operation=args.operation, kernel=args.kernel, capturing=args.capturing)
+    except KernelError as error:
+        return error.decision or args.parser.error(f"--{error}")
 
 
 def _as_quire(args: argparse.Namespace, platform: Platform) -> int:
     problem = problem_of(args, platform)
-    try:
-        decision = choose(problem, platform, operation=args.operation, kernel=args.kernel, capturing=args.capturing)
-    except KernelError as error:
-        decision = error.decision or args.parser.error(f"--{error}")
+    decision = _decide(args, problem, platform)
     print(json.dumps(decision.to_dict(), indent=2) if args.json else decision)
     return 0 if decision.chosen else 1
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -23,7 +23,17 @@ Level = Literal["auto", "full"]
 _READ = ("page_table", "kv_lens", "q_starts", "slots", "positions", "mask", "causal", "k", "v", "new[0]", "new[1]", "copies")
 """The arguments whose values the rules read."""
 
-_checked: ContextVar[bool] = ContextVar("quire_checked", default=False)
+
+class Watch(NamedTuple):
+    """What is wanted of every operation of a thread or task, besides its result."""
+
+    strict: bool
+    """Whether the whole call is checked first."""
+    recorder: Any = None
+    """Who is told about calls: `quire.conformance.record.Recorder`."""
+
+
+_checked: ContextVar[Watch | None] = ContextVar("quire_checked", default=None)
 
 
 def check(
@@ -48,16 +58,36 @@ def check(
 def checked() -> Iterator[None]:
     """Within it every operation of this thread or task checks its whole call first, on any device, and raises at the first bad one.
     A hint that is too low counts as bad here."""
-    token = _checked.set(True)
+    with _watched(Watch(True, recording())):
+        yield
+
+
+@contextmanager
+def recorded_by(recorder: Any) -> Iterator[None]:
+    """Within it every operation of this thread or task tells the recorder about its call."""
+    watch = _checked.get()
+    with _watched(Watch(watch is not None and watch.strict, recorder)):
+        yield
+
+
+@contextmanager
+def _watched(watch: Watch) -> Iterator[None]:
+    token = _checked.set(watch)
     try:
         yield
     finally:
         _checked.reset(token)
 
 
-def is_checked() -> bool:
-    """Whether the caller is within `checked()`."""
-    return _checked.get()
+def is_watched() -> bool:
+    """Whether the caller is within `checked()` or a recording."""
+    return _checked.get() is not None
+
+
+def recording() -> Any:
+    """Who is told about calls here; None if nobody is."""
+    watch = _checked.get()
+    return None if watch is None else watch.recorder
 
 
 def enforce_static(operation: str, call: Call) -> None:
@@ -81,7 +111,10 @@ def enforce(operation: str, call: Call, level: Level) -> None:
     """Raises if the call breaks the contract. Low hints pass, except under `checked()`."""
     if level not in ("auto", "full"):
         raise ArgumentError("check", repr(level), "'auto' or 'full'")
-    strict = _checked.get()
+    watch = _checked.get()
+    strict = watch is not None and watch.strict
     broken = [v for v in violations(call, "full" if strict else level) if strict or not v.harmless]
     if broken:
+        if watch is not None and watch.recorder is not None:
+            watch.recorder.refused(operation, call, broken)
         raise ContractError(operation, broken)

@@ -1,0 +1,321 @@
+"""Calls of a running program in a file, to be looked at anywhere: the bug report that a user can send.
+
+    with quire.record("call.safetensors"):
+        model(tokens)
+
+keeps the first call of `attend` or `step` made within it, and any that raises: its tensors, options, output, the machine, and why
+its kernel was chosen. `quire check`, `quire explain` and `quire diagnose` take the file, on any machine.
+"""
+
+from __future__ import annotations
+
+import os
+import platform as host
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from importlib import metadata
+from typing import Any
+
+import torch
+
+from quire.attend import attend, capturing
+from quire.batch import Batch
+from quire.cache.format import FORMATS
+from quire.cache.kv_cache import KVCache
+from quire.cache.layout import layout_named
+from quire.conformance import tensorfile
+from quire.contract.call import Call
+from quire.contract.check import recorded_by, violations
+from quire.contract.rule import Violation
+from quire.dispatch.decision import Decision
+from quire.dispatch.platform import Platform
+from quire.errors import ArgumentError, QuireError
+from quire.options import PLAIN, Options
+from quire.problem import Problem
+
+VERSION = 1
+"""Of what a file holds."""
+OPTIONS = ("alibi", "sinks", "causal", "mask", "positions", "q_scale", "out_scale")
+"""The options that may be tensors."""
+PLAIN_OPTIONS = ("window", "softcap", "scale", "batch_invariant")
+
+
+@contextmanager
+def record(path: str | os.PathLike[str], *, calls: int = 1, pages: str = "needed") -> Iterator[None]:
+    """Saves the first `calls` calls of `attend` and `step` that this thread or task makes within it, and one that raises.
+
+    Only the pages that a call needs are saved, unless `pages="all"`. A call is copied to the host when it is made, so a CUDA graph
+    cannot be captured within it; and what a graph replays is not seen. If there was no call, it raises: there is no file then."""
+    if not isinstance(calls, int) or isinstance(calls, bool) or calls < 1:
+        raise ArgumentError("calls", repr(calls), "1 or more")
+    if pages not in ("needed", "all"):
+        raise ArgumentError("pages", repr(pages), "'needed' or 'all'")
+    recorder = Recorder(os.fspath(path), calls, pages)
+    try:
+        with recorded_by(recorder):
+            yield
+    finally:
+        recorder.closed = True
+    if not recorder.calls:
+        raise QuireError(f"quire.record: no call of attend or step was made, so {os.fspath(path)} was not written")
+
+
+class Recorder:
+    """What `attend` and `step` tell about their calls while a recording is on."""
+
+    def __init__(self, path: str, most: int, pages: str):
+        self.path, self.most, self.pages = path, most, pages
+        self.calls: list[dict[str, Any]] = []
+        self.tensors: dict[str, torch.Tensor] = {}
+        self.closed = False
+        self._written: tuple[KVCache, Batch, dict[str, torch.Tensor]] | None = None
+
+    def writer(self, launch: Callable[..., Any]) -> Callable[..., Any]:
+        """A writing kernel whose tokens are remembered, until their cache is attended to."""
+
+        def write(k: torch.Tensor, v: torch.Tensor, cache: KVCache, batch: Batch, slots: torch.Tensor | None) -> None:
+            if not self.closed:
+                _refuse_capture(k)
+                given = batch.slots if slots is None else slots
+                tensors = {"k": k, "v": v} | ({} if given is None else {"slots": given})
+                self._written = cache, batch, {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}
+            launch(k, v, cache, batch, slots)
+
+        return write
+
+    def attending(self, launch: Callable[..., Any], decision: Decision, how: dict[str, Any]) -> Callable[..., Any]:
+        """An attention kernel whose calls are saved."""
+        if how.get("context_from", 1) > 1 or how.get("only", (0, 2**31))[0] > 1:
+            return launch  # rows of two forms in one call, as others' operators mix them, are no call of ours
+
+        def run(q: torch.Tensor, cache: KVCache, batch: Batch, options: Options, new: Any, out: torch.Tensor, lse: Any) -> None:
+            if self.closed:
+                return launch(q, cache, batch, options, new, out, lse)
+            _refuse_capture(q)
+            call = Call(cache, batch, q, options, new)
+            try:
+                launch(q, cache, batch, options, new, out, lse)
+            except Exception as error:
+                self.save(call, decision, {}, lse is not None, f"{type(error).__name__}: {error}")
+                raise
+            if sum(not kept["error"] for kept in self.calls) < self.most:
+                self.save(call, decision, {"out": out} | ({} if lse is None else {"lse": lse}), lse is not None)
+
+        return run
+
+    def refused(self, operation: str, call: Call, broken: Sequence[Violation]) -> None:
+        """Saves a call that breaks the contract."""
+        if type(call) is Call and call.q is not None and not self.closed:
+            if call.k is not None and call.v is not None:
+                self._written = call.cache, call.batch, {"k": call.k.cpu().clone(), "v": call.v.cpu().clone()}
+            self.save(call, None, {}, False, f"ContractError: {broken[0].rule}: {broken[0].given}", broken)
+
+    def save(
+        self,
+        call: Call,
+        decision: Decision | None,
+        results: dict[str, torch.Tensor],
+        lse: bool,
+        error: str = "",
+        broken: Sequence[Violation] | None = None,
+    ) -> None:
+        """Copies a call to the host and writes the file again, with it."""
+        assert call.q is not None
+        cache, batch, options = call.cache, call.batch, call.options
+        found = violations(call, "full") if broken is None else broken
+        written: dict[str, torch.Tensor] = {}
+        if self._written is not None and self._written[0] is cache and self._written[1] is batch:
+            written = {f"written_{name}": tensor for name, tensor in self._written[2].items()}
+        ids, table = _pages(call, found, self.pages)
+        tensors: dict[str, torch.Tensor | None] = {
+            "q": call.q,
+            "k_pages": _some(cache.k_bytes, ids).view(cache.k.dtype),
+            "v_pages": _some(cache.v_bytes, ids).view(cache.v.dtype),
+            "page_ids": ids,
+            "page_table": table,
+            "kv_lens": batch.kv_lens,
+            "q_starts": batch.q_starts,
+            "slots": batch.slots,
+            "new_k": None if call.new is None else call.new[0],
+            "new_v": None if call.new is None else call.new[1],
+            **{name: _some(s, ids) if s is not None and s.dim() == 3 else s for name, s in _scales(cache).items()},
+            **{name: value for name in OPTIONS if isinstance(value := getattr(options, name), torch.Tensor)},
+            **written,
+            **results,
+        }
+        if broken is not None and any(v.rule in ("index-types", "devices", "shapes") for v in broken):
+            tensors["page_table"] = batch.page_table  # nothing could be read through it
+        number = len(self.calls)
+        kept = {name: t.detach().cpu().clone() for name, t in tensors.items() if t is not None}
+        self.tensors |= {f"{number}.{name}": tensor for name, tensor in kept.items()}
+        self.calls.append(
+            {
+                "operation": "step" if written else "attend",
+                "error": error,
+                "lse": lse,
+                "layout": cache.layout.name,
+                "format": cache.format.name,
+                "pages": {"saved": len(ids), "of": cache.pages},
+                "page_size": cache.page_size,
+                "max_q_len": batch.max_q_len,
+                "max_kv_len": batch.max_kv_len,
+                "options": {
+                    **{name: getattr(options, name) for name in PLAIN_OPTIONS},
+                    **{name: v for name in OPTIONS if not isinstance(v := getattr(options, name), torch.Tensor)},
+                },
+                "strides": {"q": list(call.q.stride()), "k_pages": list(cache.k.stride()), "v_pages": list(cache.v.stride())},
+                "device": str(call.q.device),
+                "platform": Platform.detect(call.q.device).to_dict(),
+                "decision": None if decision is None else decision.to_dict(),
+                "said": "" if decision is None else str(decision),
+                "violations": [violation.to_dict() for violation in found],
+                "versions": _versions(),
+            }
+        )
+        tensorfile.save(self.path, self.tensors, {"version": VERSION, "calls": self.calls})
+
+
+@dataclass
+class Recorded:
+    """One call of a file, put together again on some device."""
+
+    cache: KVCache
+    batch: Batch
+    q: torch.Tensor
+    options: Options
+    new: tuple[torch.Tensor, torch.Tensor] | None
+    out: torch.Tensor | None
+    """What the program got; None if the call raised."""
+    lse: torch.Tensor | None
+    written: dict[str, torch.Tensor]
+    """In a step: the tokens that were written just before, `k`, `v`, and `slots` if they were given."""
+    page_ids: torch.Tensor
+    """The ids that the saved pages had in the program."""
+    notes: dict[str, Any] = field(repr=False)
+
+    @property
+    def problem(self) -> Problem:
+        return Problem.of(self.q, self.cache, self.batch, self.options, new=self.new, lse=bool(self.notes["lse"]))
+
+    @property
+    def decision(self) -> str:
+        """What was decided where it ran, in words; empty if it was refused before."""
+        return str(self.notes["said"])
+
+    def violations(self) -> list[Violation]:
+        """What the contract has to say: what it said then, ledger included, or what can be seen of it here."""
+        then = [Violation(**violation) for violation in self.notes["violations"]]
+        return then or violations(Call(self.cache, self.batch, self.q, self.options, self.new), "full")
+
+    def replay(self, kernel: str | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Runs the call here: out, and the LSE."""
+        return attend(self.q, self.cache, self.batch, self.options, new=self.new, lse=True, kernel=kernel)
+
+    def lost_tokens(self) -> list[int]:
+        """In a step: the rows of k and v whose slots do not hold what was to be written there."""
+        if not self.written or self.notes["error"]:
+            return []
+        slots = self.batch.slots_of_tokens(len(self.written["k"]), self.cache.page_size, self.written.get("slots"))
+        if "slots" in self.written and self.notes["pages"]["saved"] < self.notes["pages"]["of"]:
+            slots = _renumbered(slots, self.page_ids, self.cache.page_size)
+        rows = (slots >= 0).nonzero().flatten()
+        wrong = torch.zeros(len(rows), dtype=torch.bool, device=self.q.device)
+        for x, view, scale in (
+            (self.written["k"], self.cache.k_view, self.cache.k_scale),
+            (self.written["v"], self.cache.v_view, self.cache.v_scale),
+        ):
+            page, slot = slots[rows] // self.cache.page_size, slots[rows] % self.cache.page_size
+            held = view[page, :, slot // view.shape[3], slot % view.shape[3]].flatten(2)
+            if scale is not None:
+                scale = scale[page, slot, :, None] if scale.dim() == 3 else scale if scale.dim() == 0 else scale[:, None]
+            want = self.cache.format.encode(x[rows].float() if scale is None else x[rows].float() / scale)
+            held = held.view(want.dtype) if held.dtype is torch.uint8 else held
+            # One unit in the last place may go to either side in a division.
+            near = (
+                want.float().abs() * torch.finfo(want.dtype).eps if want.dtype.is_floating_point else torch.ones_like(want).float()
+            )
+            wrong |= ~((held.float() - want.float()).abs() <= near + 1e-30).flatten(1).all(1)
+        return rows[wrong].tolist()
+
+
+def load(path: str | os.PathLike[str], device: torch.device | str = "cpu") -> list[Recorded]:
+    """The calls of a file, on a device."""
+    tensors, notes = tensorfile.load(path)
+    if notes.get("version") != VERSION:
+        raise ArgumentError("FILE", f"{path}, of version {notes.get('version')}", f"version {VERSION}")
+    return [_load(number, call, tensors, torch.device(device)) for number, call in enumerate(notes["calls"])]
+
+
+def _load(number: int, notes: dict[str, Any], tensors: dict[str, torch.Tensor], device: torch.device) -> Recorded:
+    prefix = f"{number}."
+    own = {name.removeprefix(prefix): tensor.to(device) for name, tensor in tensors.items() if name.startswith(prefix)}
+    given: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in notes["options"].items()}
+    given |= {name: own[name] for name in OPTIONS if name in own}
+    layout, format = layout_named(notes["layout"]), FORMATS[notes["format"]]
+    return Recorded(
+        cache=KVCache(own["k_pages"], own["v_pages"], layout, format, own.get("k_scale"), own.get("v_scale"), None, False),
+        batch=Batch(
+            own["page_table"], own["kv_lens"], own["q_starts"],
+            slots=own.get("slots"), max_q_len=notes["max_q_len"], max_kv_len=notes["max_kv_len"],
+        ),
+        q=own["q"],
+        options=Options(**given) if given else PLAIN,
+        new=(own["new_k"], own["new_v"]) if "new_k" in own else None,
+        out=own.get("out"),
+        lse=own.get("lse"),
+        written={name.removeprefix("written_"): tensor for name, tensor in own.items() if name.startswith("written_")},
+        page_ids=own["page_ids"],
+        notes=notes,
+    )  # fmt: skip
+
+
+def _refuse_capture(tensor: torch.Tensor) -> None:
+    if capturing(tensor):
+        raise QuireError("quire.record: a CUDA graph is being captured, and a recording copies to the host. Record outside of it.")
+
+
+def _pages(call: Call, found: Sequence[Violation], which: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """The ids of the pages to save, in order, and the table with them renumbered. Cells that nobody may read become -1; ids beyond
+    the pages stay beyond."""
+    cache, table = call.cache, call.batch.page_table
+    unreadable = any(v.rule in ("index-types", "devices", "shapes") for v in found) or not call.lengths_hold
+    if which == "all" or unreadable:
+        return torch.arange(cache.pages), table
+    seq, at = call.needed
+    cells = torch.unique(torch.stack((seq, at // cache.page_size)), dim=1)
+    named = call.page_table[cells[0], cells[1]]
+    inside = (named >= 0) & (named < cache.pages)
+    ids, new = torch.unique(named[inside], return_inverse=True)
+    fresh = torch.full_like(call.page_table, -1)
+    moved = torch.where(named >= 0, named - cache.pages + len(ids), named)
+    moved[inside] = new
+    fresh[cells[0], cells[1]] = moved
+    return ids, fresh.to(table.dtype)
+
+
+def _some(pages: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    return pages if len(ids) == len(pages) else pages.index_select(0, ids.to(pages.device))
+
+
+def _renumbered(slots: torch.Tensor, ids: torch.Tensor, page_size: int) -> torch.Tensor:
+    """Slots of the program as slots of the saved pages; -1 where a page was not saved."""
+    if not len(ids):
+        return torch.full_like(slots, -1)
+    page = torch.div(slots, page_size, rounding_mode="floor")
+    at = torch.searchsorted(ids, page).clamp(max=len(ids) - 1)
+    return torch.where((slots >= 0) & (ids[at] == page), at * page_size + slots % page_size, -1)
+
+
+def _scales(cache: KVCache) -> dict[str, torch.Tensor | None]:
+    return {"k_scale": cache.k_scale, "v_scale": cache.v_scale}
+
+
+def _versions() -> dict[str, str]:
+    found = {"python": host.python_version(), "torch": str(torch.__version__)}
+    for package in ("quire", "triton"):
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return found

@@ -1,0 +1,236 @@
+"""Recording: a call comes back as it was, with no more than it needs, and recordings stay out of everybody else's way."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import quire
+from quire.cache.format import FORMATS
+from quire.cli import main
+from quire.conformance import record as recording
+from quire.conformance import tensorfile
+from quire.conformance.record import Recorder, load
+from quire.contract.check import is_watched
+
+CACHES: dict[str, dict[str, Any]] = {
+    "nhd bf16": {"dtype": torch.bfloat16},
+    "vllm_x e4m3fn": {"dtype": torch.float8_e4m3fn, "layout": "vllm_x", "k_scale": 0.5, "v_scale": 2.0},
+    "aiter e4m3fnuz": {"dtype": torch.float8_e4m3fnuz, "layout": "aiter", "x": 4},
+    "hnd int8 token": {"dtype": torch.int8, "layout": "hnd", "scales": "token"},
+    "vllm_joint fp16": {"dtype": torch.float16, "layout": "vllm_joint"},
+    "e5m2 bytes": {"dtype": torch.uint8, "format": "e5m2"},
+}
+
+
+class Program:
+    """Two sequences in a pool of many pages, and a step of theirs to record."""
+
+    def __init__(self, **how: Any):
+        torch.manual_seed(0)
+        self.pool = quire.PagePool(pages=32, page_size=4)
+        self.cache = quire.KVCache.allocate(self.pool, kv_heads=2, head_dim=16, **({"dtype": torch.bfloat16} | how))
+        a, b = self.pool.sequence(), self.pool.sequence()
+        self.q, self.k, self.v = torch.randn(17, 8, 16).bfloat16().split((4, 2, 2), 1)
+        quire.step(self.q, self.k, self.v, self.cache, self.pool.step({a: 10, b: 7}))
+        self.batch = self.pool.step({a: 1, b: 3})
+
+    def step(self, options: quire.Options | None = None, **how: Any) -> Any:
+        return quire.step(self.q[:4], self.k[:4], self.v[:4], self.cache, self.batch, options, **how)
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return tmp_path / "call.safetensors"
+
+
+@pytest.mark.parametrize("cache", CACHES.values(), ids=CACHES)
+def test_a_step_comes_back(cache: dict[str, Any], file: Path) -> None:
+    program = Program(**cache)
+    options = quire.Options(sinks=torch.randn(4), softcap=30.0, window=(8, 0))
+    with quire.record(file):
+        out, lse = program.step(options, lse=True)
+    (call,) = load(file)
+    assert call.notes["operation"] == "step"
+    assert call.cache.format is FORMATS[program.cache.format.name] and call.cache.layout is program.cache.layout
+    for got, want in zip((call.out, call.lse), (out, lse)):
+        assert torch.equal(got, want)
+    for got, want in zip(call.replay(), (out, lse)):
+        assert torch.equal(got, want)
+    assert call.violations() == [] and call.lost_tokens() == []
+    assert call.problem.features == ("softcap", "sinks", "lse", "window")
+
+
+def test_context_form_and_its_types_come_back(file: Path) -> None:
+    program = Program()
+    batch = quire.Batch(program.batch.page_table.long(), program.batch.kv_lens.long(), program.batch.q_starts, max_kv_len=64)
+    causal = torch.tensor([True, False])
+    with quire.record(file):
+        out = quire.attend(program.q[:4], program.cache, batch, quire.Options(causal=causal), new=(program.k[:4], program.v[:4]))
+    (call,) = load(file)
+    assert call.notes["operation"] == "attend" and call.new is not None
+    assert call.batch.page_table.dtype is torch.int64 and call.batch.q_starts.dtype is torch.int32 and call.batch.max_kv_len == 64
+    assert torch.equal(call.replay()[0], out)
+
+
+def test_only_needed_pages_are_kept(file: Path) -> None:
+    program = Program()
+    with quire.record(file):
+        program.step(quire.Options(window=2))
+    (call,) = load(file)
+    # 11 tokens of which the last 2 are seen, and 10 of which the last 4 are: columns 2, and 1 to 2.
+    assert call.batch.page_table.tolist() == [[-1, -1, 0], [-1, 1, 2]]
+    assert call.cache.pages == 3 and call.notes["pages"] == {"saved": 3, "of": 32}
+    assert torch.equal(call.cache.k, program.cache.k[call.page_ids])
+    with quire.record(file, pages="all"):
+        program.step(quire.Options(window=2))
+    assert load(file)[0].cache.pages == 32
+    assert torch.equal(load(file)[0].batch.page_table, program.batch.page_table)
+
+
+def test_so_many_calls_and_no_more(file: Path) -> None:
+    program = Program()
+    with quire.record(file, calls=2):
+        outs = [quire.attend(program.q[i : i + 4], program.cache, program.batch) for i in range(3)]
+    assert [torch.equal(call.out, out) for call, out in zip(load(file), outs)] == [True, True]
+    assert len(load(file)) == 2
+
+
+def test_a_call_that_breaks_the_contract_is_kept(file: Path) -> None:
+    program = Program()
+    program.batch.page_table[1, 1] = 71
+    with pytest.raises(quire.ContractError), quire.record(file):
+        program.step()
+    (call,) = load(file)
+    assert call.out is None and "table" in call.notes["error"]
+    assert [(v.rule, v.seq) for v in call.violations()] == [("table", 1)]
+    assert int(call.batch.page_table[1, 1]) >= call.cache.pages
+    assert main(["check", str(file)]) == 1
+
+
+def test_a_kernel_that_raises_is_kept(file: Path) -> None:
+    program = Program()
+    q, recorder = program.q[:4], Recorder(str(file), 1, "needed")
+
+    def broken(*call: Any) -> None:
+        raise RuntimeError("out of registers")
+
+    launch = recorder.attending(broken, quire.explain(q, program.cache, program.batch), {})
+    with pytest.raises(RuntimeError):
+        launch(q, program.cache, program.batch, quire.Options(), None, torch.zeros_like(q), None)
+    assert [call.notes["error"] for call in load(file)] == ["RuntimeError: out of registers"]
+
+
+def test_a_lost_token_is_seen(file: Path) -> None:
+    program = Program()
+    with quire.record(file):
+        program.step()
+    (call,) = load(file)
+    call.cache.k[call.batch.page_table[1, 2], 1] = 0  # position 9 of sequence 1, its last new token
+    assert call.lost_tokens() == [3]
+
+
+def test_what_a_ledger_knew_comes_along(file: Path) -> None:
+    program = Program(ledger=True)
+    with pytest.raises(quire.ContractError), quire.record(file):
+        quire.attend(program.q[:4], program.cache, program.batch)  # nobody has written the new tokens
+    assert {v.rule for v in load(file)[0].violations()} == {"residency"}
+
+
+def test_nothing_to_record_is_said(file: Path) -> None:
+    with pytest.raises(quire.QuireError, match="no call of attend or step"), quire.record(file):
+        pass
+    assert not file.exists()
+
+
+def test_a_capture_is_refused_before_anything_is_written(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = Program()
+    before = program.cache.k.clone()
+    monkeypatch.setattr(recording, "capturing", lambda tensor: True)
+    with pytest.raises(quire.QuireError, match="CUDA graph is being captured"), quire.record(file):
+        program.step()
+    assert torch.equal(program.cache.k, before)
+
+
+@pytest.mark.parametrize("how, argument", [({"calls": 0}, "calls"), ({"pages": "some"}, "pages")])
+def test_wrong_arguments_are_named(how: dict[str, Any], argument: str, file: Path) -> None:
+    with pytest.raises(quire.ArgumentError, match=f"^{argument}: "), quire.record(file, **how):
+        pass
+
+
+def test_outside_of_it_nobody_is_told(file: Path) -> None:
+    assert not is_watched()
+    recorder = Recorder(str(file), 1, "needed")
+    recorder.closed = True
+    told: list[Any] = []
+    # An operator that keeps its launchers may keep one that was made during a recording.
+    recorder.attending(lambda *call: told.append(call), None, {})(*"qcbonx", None)
+    assert len(told) == 1 and not file.exists()
+
+
+def test_checked_calls_are_recorded_and_recorded_calls_checked(file: Path) -> None:
+    program = Program()
+    with quire.record(file), quire.checked():
+        program.step()
+    assert len(load(file)) == 1
+    low = quire.Batch(program.batch.page_table, program.batch.kv_lens, program.batch.q_starts, max_kv_len=1)
+    with pytest.raises(quire.ContractError), quire.checked(), quire.record(file):
+        quire.attend(program.q[:4], program.cache, low)
+
+
+@pytest.mark.parametrize(
+    "damage", [lambda raw: raw[:100], lambda raw: raw[:-1], lambda raw: b"PK" + raw], ids=["head", "tail", "zip"]
+)
+def test_a_damaged_file_is_refused(damage: Any, file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tensorfile.save(file, {"x": torch.arange(100)}, {"version": 1, "calls": []})
+    file.write_bytes(damage(file.read_bytes()))
+    with pytest.raises(SystemExit):
+        main(["check", str(file)])
+    assert "a file that quire.record wrote" in capsys.readouterr().err
+
+
+TYPES = [
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.int64,
+    torch.bool,
+    *(FORMATS[n].dtype for n in ("e4m3fn", "e4m3fnuz", "e5m2")),
+]
+
+
+def test_tensors_come_back_bit_by_bit(tmp_path: Path) -> None:
+    tensors = {str(dtype): torch.randn(3, 5, generator=torch.Generator().manual_seed(0)).to(dtype) for dtype in TYPES}
+    tensors |= {"empty": torch.zeros(0, 4), "scalar": torch.tensor(1.5), "strided": torch.arange(12).view(3, 4).T}
+    tensorfile.save(tmp_path / "t", tensors, {"words": "ä"})
+    back, notes = tensorfile.load(tmp_path / "t")
+    assert notes["words"] == "ä" and set(back) == set(tensors)
+    for name, tensor in tensors.items():
+        assert back[name].dtype is tensor.dtype and back[name].shape == tensor.shape
+        assert torch.equal(back[name].float(), tensor.float()) and back[name].is_contiguous()
+
+
+def test_others_can_read_the_file(tmp_path: Path) -> None:
+    safetensors = pytest.importorskip("safetensors.torch", reason="the safetensors package is not installed")
+    tensorfile.save(tmp_path / "t", {"a": torch.arange(6).view(2, 3), "b": torch.randn(3).bfloat16()}, {})
+    assert torch.equal(safetensors.load_file(tmp_path / "t")["a"], torch.arange(6).view(2, 3))
+
+
+def test_check_and_explain_answer(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    program = Program()
+    with quire.record(file):
+        program.step()
+    assert main(["check", str(file)]) == 0
+    assert "it keeps the contract" in capsys.readouterr().out
+    assert main(["check", str(file), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["calls"][0]["holds"] is True
+    assert main(["explain", str(file), "--arch", "sm90"]) == 0
+    text = capsys.readouterr().out
+    assert "as it was decided on cpu" in text and "chosen: torch" in text and "on nvidia sm90" in text
+    assert main(["explain", str(file), "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)["calls"][0]
+    assert answer["there"]["chosen"] == answer["here"]["chosen"] == "torch"
