@@ -1,0 +1,90 @@
+"""How far from exact a kernel may be: twice what an honest computation in the same precision loses on the same call.
+
+The honest computations are the exact pipeline, run in fp32, and, where a kernel gets 16-bit queries, run in fp32 with queries,
+keys, weights and values each rounded once to that type before they are multiplied: what matrix units do. Their error, relative to the
+weighted magnitudes of the values, is taken at its worst over the call, so that luck in one row buys nothing; on top comes one
+rounding of the output itself.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from quire.conformance.call import Call
+from quire.conformance.exact import PLAIN, Outcome, Stages, exact
+
+SMALL = 2.0**-23
+LIFT = 2.0
+
+
+@dataclass
+class Truth:
+    """What a call must give, and how far off it may be."""
+
+    outcome: Outcome
+    budget: torch.Tensor
+    """[tokens, q_heads, v_head_dim]"""
+    lse_budget: torch.Tensor
+    """[tokens, q_heads]"""
+
+
+def truth(call: Call, stages: Stages = PLAIN, losses: tuple[float, float] | None = None) -> Truth:
+    """The pipeline's outcome with its budget. `losses` are those of the plain call, if they are known: a fault does not make
+    arithmetic coarser."""
+    outcome = exact(call, stages)
+    lost, lost_lse = honest_losses(call) if losses is None else losses
+    rounding = torch.finfo(call.out.dtype).eps / 2
+    smallest = torch.finfo(call.out.dtype).smallest_normal * rounding
+    budget = LIFT * lost * outcome.weighted + rounding * outcome.out.abs() + smallest
+    lse_budget = LIFT * lost_lse + 8 * SMALL * outcome.lse.abs().nan_to_num(0.0, 0.0, 0.0).clamp(min=1)
+    return Truth(outcome, budget, lse_budget)
+
+
+def honest_losses(call: Call, stages: Stages = PLAIN) -> tuple[float, float]:
+    """The worst relative error of an honest computation, and the worst error of its LSE."""
+    right = exact(call, stages)
+    factors = factor_type(call)
+    tries = [exact(call, stages, torch.float32)]
+    if factors is not None:
+        tries.append(exact(call, stages, torch.float32, factors))
+    floor = max(4.0, right.top) * SMALL + (0.0 if factors is None else torch.finfo(factors).eps / 2)
+    lost, lost_lse = floor, 0.0
+    live = slice(0, call.live)
+    for plain in tries:
+        error = (plain.out[live].double() - right.out[live]).abs() / right.weighted[live].clamp(min=1e-30)
+        error = torch.where(right.weighted[live] > 0, error, 0.0)
+        lse = (plain.lse[live].double() - right.lse[live]).abs().nan_to_num(0.0, 0.0, 0.0)
+        if error.numel():
+            lost, lost_lse = max(lost, float(error.max())), max(lost_lse, float(lse.max()))
+    return lost, lost_lse
+
+
+def factor_type(call: Call) -> torch.dtype | None:
+    """The type that a kernel's factors may have: that of its queries, unless they are fp32."""
+    return None if call.q.dtype is torch.float32 else call.q.dtype
+
+
+def distance(out: torch.Tensor, lse: torch.Tensor | None, unwritten: torch.Tensor, want: Truth, live: int) -> tuple[float, float]:
+    """How far an output is from a truth, in budgets: at most 1 is a match. For the output and for the LSE."""
+    return float(ratios(out, unwritten, want, live).max()) if live else 0.0, lse_distance(lse, want, live)
+
+
+def ratios(out: torch.Tensor, unwritten: torch.Tensor, want: Truth, live: int) -> torch.Tensor:
+    """Error over budget of every live element; infinite where a number is missing or should be missing."""
+    got, right = out[:live].double(), want.outcome.out[:live]
+    off = (got - right).abs() / want.budget[:live]
+    off = torch.where((got == right) | (got.isnan() & right.isnan()), 0.0, off).nan_to_num(torch.inf, torch.inf, torch.inf)
+    kept = ~want.outcome.written[:live]
+    bare = unwritten[:live]
+    return torch.where(kept, torch.where(bare, 0.0, torch.inf), torch.where(bare & (off > 1), torch.inf, off))
+
+
+def lse_distance(lse: torch.Tensor | None, want: Truth, live: int) -> float:
+    if lse is None or not live:
+        return 0.0
+    got, right = lse[:live].double(), want.outcome.lse[:live]
+    off = (got - right).abs() / want.lse_budget[:live]
+    off = torch.where((got == right) | ~want.outcome.written[:live, :, 0], 0.0, off).nan_to_num(torch.inf, torch.inf, torch.inf)
+    return float(off.max())

@@ -1,0 +1,415 @@
+"""From a wrong answer to a name.
+
+Every fault of the catalogue predicts what a kernel that has it would give for the same inputs. The one whose prediction is within
+the budget at every element is the finding. Poison is replaced by plain numbers first, so that whatever a kernel reads, the
+prediction is a number. Where several faults predict the same, cases that separate them are made and run. Where none does, the answer
+is `unknown`, with the place of the error and the smallest case that shows it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+
+from quire.conformance import exact as x
+from quire.conformance.budget import Truth, distance, honest_losses, ratios, truth
+from quire.conformance.build import build
+from quire.conformance.call import Call, bytes_of
+from quire.conformance.case import Case
+from quire.conformance.exact import PLAIN, Stages
+from quire.conformance.faults import BY_NAME, CATALOGUE, Fault, Parameters, Seen
+from quire.conformance.report import UNKNOWN, Finding, Where
+from quire.conformance.target import Target
+
+NEAR = 64.0
+"""A prediction this many budgets away gets a budget of its own: a fault may make a computation coarser."""
+OTHER = Case("other", q_lens=(3, 1), kv_lens=(9, 70), seed=7)
+"""A call to run between two others."""
+
+
+class Match(NamedTuple):
+    fault: Fault
+    parameters: Parameters
+    distance: float
+
+
+@dataclass
+class Attempt:
+    """A call that was run, and what it should have given."""
+
+    call: Call
+    right: Truth
+    losses: tuple[float, float]
+    error: str = ""
+
+    @property
+    def off(self) -> float:
+        return max(self.distances) if not self.error else torch.inf
+
+    @property
+    def distances(self) -> tuple[float, float]:
+        lse = None if self.call.lse is None else self.call.lse.cpu()
+        return distance(self.call.out.cpu(), lse, self.call.unwritten().cpu(), self.right, self.call.live)
+
+    def to(self, stages: Stages) -> float:
+        """How far the answer is from what these stages predict."""
+        near = self._to(stages, self.losses)
+        if not 1 < near <= NEAR:
+            return near
+        own = honest_losses(self.call, stages)
+        return self._to(stages, (max(own[0], self.losses[0]), max(own[1], self.losses[1])))
+
+    def _to(self, stages: Stages, losses: tuple[float, float]) -> float:
+        lse = None if self.call.lse is None else self.call.lse.cpu()
+        want = truth(self.call, stages, losses)
+        return max(distance(self.call.out.cpu(), lse, self.call.unwritten().cpu(), want, self.call.live))
+
+
+def attempt(case: Case, target: Target, call: Call | None = None) -> Attempt:
+    """Builds a case and runs a target on it."""
+    call = build(case, target.device) if call is None else call
+    losses = honest_losses(call)
+    done = Attempt(call, truth(call, losses=losses), losses)
+    try:
+        target.run(call)
+    except Exception as error:
+        done.error = f"{type(error).__name__}: {error}".split("\n")[0][:300]
+    return done
+
+
+def can_run(case: Case, target: Target) -> bool:
+    call = build(case, target.device)
+    return target.missing(call) is None and target.limits(call) is None
+
+
+def bits(call: Call) -> torch.Tensor:
+    return bytes_of(call.out).clone()
+
+
+# Predictions.
+
+
+def matches(done: Attempt, faults: tuple[Fault, ...] = CATALOGUE) -> tuple[list[Match], list[tuple[str, float]]]:
+    """The faults that explain an answer, the most specific first, and how far all others are."""
+    found: list[Match] = []
+    far: list[tuple[str, float]] = []
+    for fault in faults:
+        if not fault.predicted or not fault.applies(done.call):
+            continue
+        best = min(_tries(fault, done), key=lambda match: match.distance, default=None)
+        if best is not None:
+            far.append((fault.name, best.distance))
+            if best.distance <= 1:
+                found.append(best)
+    # A fault whose numbers were read off the answer explains less than one that had none to choose.
+    found.sort(key=lambda match: (match.fault.solve is not None, len(match.parameters) > 0))
+    return found, sorted(far, key=lambda row: row[1])
+
+
+def _tries(fault: Fault, done: Attempt) -> Iterator[Match]:
+    assert fault.change is not None
+    proposals: list[Parameters] = list(fault.tries)
+    if fault.solve is not None:
+        try:
+            proposals += fault.solve(Seen(done.call, done.right))
+        except (RuntimeError, IndexError, ValueError):
+            # A solver looks at numbers that may be anything: what it cannot make sense of, it does not explain.
+            proposals = list(fault.tries)
+    for parameters in proposals:
+        off = done.to(fault.change(**parameters))
+        yield Match(fault, parameters, off)
+        if off <= 1:
+            return
+
+
+def separate(found: list[Match], case: Case, target: Target) -> tuple[list[Match], list[str]]:
+    """Runs other cases, on which the faults that were found differ, until one is left."""
+    said: list[str] = []
+    for what, other in variants(case):
+        if len(found) < 2:
+            break
+        if not can_run(other, target):
+            continue
+        done = attempt(other, target)
+        if done.error:
+            continue
+        kept = [match for match in found if _holds(match, done)]
+        if kept and len(kept) < len(found):
+            gone = [match.fault.name for match in found if match not in kept]
+            said.append(f"{what}: not {', '.join(gone)}")
+            found = kept
+    return found, said
+
+
+def _holds(match: Match, done: Attempt) -> bool:
+    """Whether a fault explains another answer too."""
+    fault = match.fault
+    assert fault.change is not None
+    if not fault.applies(done.call):
+        return done.off <= 1
+    if fault.solve is None and done.to(fault.change(**match.parameters)) <= 1:
+        return True
+    return any(one.distance <= 1 for one in _tries(fault, done)) or done.off <= 1
+
+
+def variants(case: Case) -> Iterator[tuple[str, Case]]:
+    """Cases on which faults that look alike come apart."""
+    size = case.page_size
+    yield "other numbers", case.replace(seed=case.seed + 1, poison="decoy2", tail="page")
+    if "int64" in case.index:
+        yield "indices in int32", case.replace(index=("int32",) * 3, poison="decoy", tail="page")
+    if case.data != "random":
+        yield "ordinary numbers", case.replace(data="random", poison="decoy", tail="page")
+    longer = tuple(n + size + 3 + i for i, n in enumerate(case.kv_lens))
+    yield "longer sequences", case.replace(kv_lens=longer, poison="decoy", tail="page")
+    shorter = tuple(max(n - size // 2 - 1, q, 1) for q, n in zip(case.q_lens, case.kv_lens))
+    yield "shorter sequences", case.replace(kv_lens=shorter, poison="decoy", tail="page")
+    queries = tuple(min(q + 1, n) for q, n in zip(case.q_lens, case.kv_lens))
+    yield "one more query each", case.replace(q_lens=queries, poison="decoy", tail="page")
+    if case.kv_heads * case.group < 16 and case.table not in ("far", "very-far"):
+        yield "more heads", case.replace(kv_heads=case.kv_heads * 2, poison="decoy", tail="page")
+    if case.form == "full" and case.table == "shuffled":
+        yield "one sequence more", case.replace(q_lens=(*case.q_lens, 2), kv_lens=(*case.kv_lens, 3 * size - 1), poison="decoy", tail="page")  # fmt: skip
+
+
+# The whole way.
+
+
+@dataclass
+class Diagnosis:
+    finding: Finding
+    matches: list[Match] = field(default_factory=list)
+
+
+def diagnose(case: Case, target: Target, first: Attempt, *, probes: bool = True, shrinks: bool = True) -> Finding:
+    """What is wrong with a target, given an answer of its own that is wrong."""
+    said: list[str] = []
+    if first.error:
+        return _finding("raises", first, case, summary=first.error)
+    moody = unsteady(case, target, first)
+    if moody:
+        return _finding(moody, first, case, summary=BY_NAME[moody].looks)
+    done, here = first, case
+    if case.poison not in ("decoy", "decoy2"):
+        here = case.replace(poison="decoy")
+        done = attempt(here, target)
+        if not done.error and done.off <= 1:
+            said.append(f"right when don't-care slots hold numbers, wrong when they hold {case.poison}")
+            return _finding("nan-leak", first, case, summary=BY_NAME["nan-leak"].looks, evidence=said)
+        said.append(f"wrong too when don't-care slots hold numbers instead of {case.poison}")
+    if here.tail != "page" and (done.error or done.off > 1):
+        here = here.replace(tail="page")
+        done = attempt(here, target)
+        if not done.error and done.off <= 1:
+            said.append("right when cells behind a sequence's end hold ids of pages, wrong when they hold -1")
+            return _finding("table-tail-read", first, case, summary=BY_NAME["table-tail-read"].looks, evidence=said)
+    if done.error:
+        return _finding("raises", first, case, summary=done.error, evidence=said)
+    bare = done.call.unwritten()[: done.call.live]
+    if bool(bare.any()):
+        again = attempt(here.replace(stamp=0x35), target)
+        if not again.error:
+            same = bool((again.call.unwritten()[: done.call.live] == bare).all())
+            said.append(f"{int(bare.sum())} elements keep either of two stamps" if same else "other elements are unwritten with another stamp")  # fmt: skip
+    found, far = matches(done)
+    alike = tuple(match.fault.name for match in found)
+    if len(found) > 1 and probes:
+        found, more = separate(found, here, target)
+        said += more
+    if not found:
+        return _unknown(case, here, target, first, done, far, said, shrinks)
+    best = found[0]
+    others = [off for name, off in far if name not in alike]
+    assert best.fault.change is not None
+    return _finding(
+        best.fault.name,
+        done,
+        here if here.poison != case.poison else case,
+        alike=alike,
+        parameters=_plain(best.parameters),
+        off=best.distance,
+        margin=min(others, default=torch.inf),
+        summary=best.fault.looks,
+        evidence=said,
+        ranking=far,
+        stages=best.fault.change(**best.parameters),
+    )
+
+
+def unsteady(case: Case, target: Target, first: Attempt) -> str | None:
+    """The name of a fault that shows in running a call again, alone or after another."""
+    calls = [attempt(case, target).call for _ in range(2)]
+    if not same(calls[0], calls[1]):
+        return "two-runs-differ"
+    if not same(first.call, calls[0]):
+        return "state-leaks"
+    return None
+
+
+def same(a: Call, b: Call) -> bool:
+    """Whether two calls gave the same bits."""
+    live = a.live
+    return bool(torch.equal(bytes_of(a.out[:live]), bytes_of(b.out[:live])))
+
+
+def _unknown(
+    case: Case, here: Case, target: Target, first: Attempt, done: Attempt, far: list[tuple[str, float]], said: list[str], shrinks: bool
+) -> Finding:
+    small = shrink(here, target) if shrinks else here
+    nearest = ", ".join(f"{name} ({off:.3g} budgets away)" for name, off in far[:2])
+    return _finding(
+        UNKNOWN,
+        done,
+        small,
+        margin=far[0][1] if far else torch.inf,
+        summary=f"no fault of the catalogue explains it; nearest: {nearest or 'none'}; {spread(done)}",
+        evidence=said,
+        ranking=far,
+    )
+
+
+def spread(done: Attempt) -> str:
+    """Where errors sit, in words."""
+    live = done.call.live
+    wrong = ratios(done.call.out.cpu(), done.call.unwritten().cpu(), done.right, live) > 1
+    rows, heads, dims = (wrong.any(a).any(b) for a, b in ((2, 1), (2, 0), (1, 0)))
+    starts = done.call.q_starts.tolist()
+    seqs = [i for i in range(done.call.seqs) if bool(rows[starts[i] : starts[i + 1]].any())]
+    words = [
+        f"{int(wrong.sum())} of {wrong.numel()} elements",
+        f"sequences {_some(seqs, done.call.seqs)}",
+        f"rows {_some(rows.nonzero().flatten().tolist(), live)}",
+        f"heads {_some(heads.nonzero().flatten().tolist(), done.call.q_heads)}",
+        f"dims {_some(dims.nonzero().flatten().tolist(), wrong.shape[2])}",
+    ]
+    return ", ".join(words)
+
+
+def _some(numbers: list[int], of: int) -> str:
+    if len(numbers) == of:
+        return "all"
+    return ",".join(map(str, numbers[:8])) + (f" and {len(numbers) - 8} more" if len(numbers) > 8 else "")
+
+
+def shrink(case: Case, target: Target, most: int = 16) -> Case:
+    """A smaller case that fails too."""
+    steps: list[Callable[[Case], Case]] = [
+        *(lambda c, i=i: _keep(c, (i,)) for i in range(case.seqs)),
+        lambda c: c.replace(padding=0),
+        lambda c: c.replace(q_lens=tuple(min(q, 1) for q in c.q_lens)),
+        lambda c: c.replace(kv_lens=tuple(max(n // 2, q) for q, n in zip(c.q_lens, c.kv_lens))),
+        lambda c: c.replace(kv_lens=tuple(max(n // 4, q) for q, n in zip(c.q_lens, c.kv_lens))),
+        lambda c: c.replace(group=1),
+        lambda c: c.replace(kv_heads=1),
+        lambda c: c.replace(lse=False),
+    ]
+    for step in steps[:most]:
+        try:
+            smaller = step(case)
+            if smaller == case or not can_run(smaller, target):
+                continue
+            done = attempt(smaller, target)
+        except (IndexError, ValueError):
+            continue
+        if not done.error and done.off > 1:
+            case = smaller
+    return case
+
+
+def _keep(case: Case, seqs: tuple[int, ...]) -> Case:
+    return case.replace(q_lens=tuple(case.q_lens[i] for i in seqs), kv_lens=tuple(case.kv_lens[i] for i in seqs))
+
+
+def _finding(
+    name: str,
+    done: Attempt,
+    case: Case,
+    *,
+    alike: tuple[str, ...] = (),
+    parameters: dict[str, Any] | None = None,
+    off: float = 0.0,
+    margin: float = 0.0,
+    summary: str = "",
+    evidence: list[str] | None = None,
+    ranking: list[tuple[str, float]] | None = None,
+    stages: Stages | None = None,
+) -> Finding:
+    return Finding(
+        name,
+        alike or (name,),
+        parameters or {},
+        off,
+        margin,
+        where(done, stages),
+        summary,
+        str(case),
+        tuple(evidence or ()),
+        tuple((ranking or [])[:8]),
+    )
+
+
+def _plain(parameters: Parameters) -> dict[str, Any]:
+    """Parameters that JSON can hold."""
+    plain: dict[str, Any] = {}
+    for name, value in parameters.items():
+        if isinstance(value, dict):
+            value = {", ".join(map(str, key)) if isinstance(key, tuple) else str(key): v for key, v in value.items()}
+        plain[name] = value
+    return plain
+
+
+def where(done: Attempt, stages: Stages | None = None) -> Where:
+    """The worst element, and the key at fault if the fault has one."""
+    call, live = done.call, done.call.live
+    if done.error or not live:
+        return Where()
+    off = ratios(call.out.cpu(), call.unwritten().cpu(), done.right, live)
+    flat = int(off.argmax())
+    row, rest = divmod(flat, off.shape[1] * off.shape[2])
+    head, dim = divmod(rest, off.shape[2])
+    starts, lens = call.q_starts.tolist(), call.kv_lens.tolist()
+    seq = max((i for i in range(call.seqs) if starts[i] <= row), default=0)
+    token = lens[seq] - (starts[seq + 1] - starts[seq]) + row - starts[seq]
+    key, page, slot = _key(call, seq, row - starts[seq], stages)
+    return Where(seq, row, token, head, dim, key, page, slot)
+
+
+def _key(call: Call, seq: int, query: int, stages: Stages | None) -> tuple[int | None, int | None, int | None]:
+    """The first key that a fault treats otherwise: one it sees or hides, or one it reads elsewhere."""
+    if stages is None:
+        return None, None, None
+    w = x.Work(call)
+    at = x.read(w)
+    row = x.rows(w, at)[seq]
+    key: int | None = None
+    try:
+        n = row.kv_len
+        positions = torch.arange(n)
+        if stages.see is not x.see:
+            hidden = (stages.see(w, row, n)[query] != x.see(w, row, n)[query]).nonzero().flatten()
+            key = int(hidden[0]) if hidden.numel() else None
+        elif stages.locate is not x.locate or stages.read is not x.read:
+            theirs = stages.read(w)
+            a, b = x.locate(w, at, row, positions), stages.locate(w, theirs, row, positions)
+            moved = ((a[0] != b[0]) | (a[1] != b[1])).nonzero().flatten()
+            key = int(moved[0]) if moved.numel() else None
+    except (RuntimeError, IndexError):
+        return None, None, None
+    if key is None:
+        return None, None, None
+    column = key // call.page_size
+    page = int(call.page_table[seq, column]) if column < call.page_table.shape[1] else None
+    return key, page, key % call.page_size
+
+
+def cell(finding: Finding, call: Call) -> tuple[int, int] | None:
+    """Sequence and column of the page at fault, where one is known."""
+    place = finding.where
+    if place.sequence is None or place.key is None:
+        return None
+    return place.sequence, place.key // call.page_size
+
+

@@ -1,0 +1,54 @@
+"""What a fault is: a name, words for people, and a change of the exact computation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from quire.conformance.budget import Truth
+from quire.conformance.call import Call
+from quire.conformance.exact import Stages
+
+Parameters = dict[str, Any]
+
+
+@dataclass
+class Seen:
+    """What a kernel gave for a call, and what it should have given."""
+
+    call: Call
+    right: Truth
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One fault. A predicted one changes stages of the exact computation, so that its numbers can be foretold; a behavioural one
+    (`change` is None) shows only in how a kernel behaves: when it is run twice, with other poison, between other calls."""
+
+    name: str
+    group: str
+    looks: str
+    """What one sees."""
+    arises: str
+    """How kernels come to have it."""
+    change: Callable[..., Stages] | None = None
+    """The stages with the fault in them; takes the parameters by name."""
+    applies: Callable[[Call], bool] = lambda call: True
+    """Whether a call has what the fault is about."""
+    tries: Sequence[Parameters] = field(default=({},))
+    """Parameters to try; the first is what is planted."""
+    solve: Callable[[Seen], Sequence[Parameters]] | None = None
+    """Parameters read off what a kernel gave."""
+    plant: Callable[[Call], Parameters] | None = None
+    """Parameters to plant where they depend on the call."""
+    issues: tuple[str, ...] = ()
+    """Where it was met in the field."""
+
+    @property
+    def predicted(self) -> bool:
+        return self.change is not None
+
+    def planted(self, call: Call) -> Parameters:
+        """The parameters with which it is planted in a call."""
+        return self.plant(call) if self.plant is not None else dict(self.tries[0])

@@ -1,0 +1,381 @@
+"""Parameters of a fault, read off what a kernel gave: which token is missing, which page was read, which head, which factor.
+
+Each solver looks at one or a few wrong elements and proposes; whether a proposal explains everything is found out by predicting the
+whole call with it. So a solver may guess, and must not be slow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from quire.conformance import exact as x
+from quire.conformance.budget import ratios
+from quire.conformance.call import Call
+from quire.conformance.exact import PLAIN, Indices, Row, Work
+
+if TYPE_CHECKING:
+    from quire.conformance.faults.fault import Seen
+
+Proposals = Sequence[dict[str, Any]]
+MOST_KEYS = 4096
+"""Rows with more keys than this are not searched through."""
+TILES = (16, 32, 64, 128, 256, 512)
+
+
+class Inside:
+    """The weights of one sequence, as they should be."""
+
+    def __init__(self, call: Call, row: Row, at: Indices, w: Work):
+        self.row = row
+        k, self.v = x.gather(w, PLAIN, at, row)
+        self.heads = x.kv_head(w)
+        keys = k.shape[0]
+        visible = x.see(w, row, keys)
+        seen = visible.any(0)[:, None, None]
+        k, self.v = torch.where(seen, k, 0.0), torch.where(seen, self.v, 0.0)
+        self.q = w.call.q[row.first : row.first + row.q_len].cpu().double() * (w.call.q_scale or 1.0)
+        logits = x.score(w, self.q, k, self.heads) + x.bias(w, row, keys)
+        self.logits = logits.masked_fill(~visible, -torch.inf)
+        self.visible = visible
+        self.sinks = None if call.sinks is None else call.sinks.cpu().double()
+
+    def weights(self, query: int, head: int, factor: float = 1.0) -> tuple[torch.Tensor, float]:
+        """Unnormalised weights of the keys for one query and head, and the sink's."""
+        logits = self.logits[head, query] * factor
+        top = logits.max()
+        if self.sinks is not None:
+            top = torch.maximum(top, self.sinks[head])
+        return torch.exp(logits - top), 0.0 if self.sinks is None else float(torch.exp(self.sinks[head] - top))
+
+    def values(self, head: int) -> torch.Tensor:
+        return self.v[:, int(self.heads[head])]
+
+
+def wrong_rows(seen: Seen) -> torch.Tensor:
+    """Rows with an element beyond its budget, the worst first."""
+    live = seen.call.live
+    if not live:
+        return torch.zeros(0, dtype=torch.long)
+    worst = ratios(seen.call.out.cpu(), seen.call.unwritten().cpu(), seen.right, live).amax((1, 2))
+    order = worst.argsort(descending=True)
+    return order[worst[order] > 1]
+
+
+def wrong_heads(seen: Seen, row: int) -> torch.Tensor:
+    worst = ratios(seen.call.out.cpu(), seen.call.unwritten().cpu(), seen.right, seen.call.live)[row].amax(-1)
+    return worst.argsort(descending=True)
+
+
+def sequences(call: Call) -> tuple[list[Row], Indices, Work]:
+    w = Work(call)
+    at = x.read(w)
+    return x.rows(w, at), at, w
+
+
+@lru_cache(maxsize=1)
+def _insides(call_id: int) -> dict[int, Inside]:
+    return {}
+
+
+def inside(seen: Seen, row: int) -> tuple[Inside, int] | None:
+    """The sequence that a row of q belongs to, and the query's number in it."""
+    known = _insides(id(seen.call))
+    for r in sequences(seen.call)[0]:
+        if r.first <= row < r.first + r.q_len:
+            if r.kv_len > MOST_KEYS:
+                return None
+            if r.seq not in known:
+                _, at, w = sequences(seen.call)
+                known[r.seq] = Inside(seen.call, r, at, w)
+            return known[r.seq], row - r.first
+    return None
+
+
+def _got(seen: Seen, row: int, head: int) -> torch.Tensor:
+    return seen.call.out[row, head].cpu().double()
+
+
+def _budget(seen: Seen, row: int, head: int) -> torch.Tensor:
+    return seen.right.budget[row, head]
+
+
+def _single(seen: Seen, row: int, head: int) -> list[int]:
+    """Keys without which one element row would be what the kernel gave, the best first."""
+    found = inside(seen, row)
+    if found is None:
+        return []
+    mine, query = found
+    e, extra = mine.weights(query, head)
+    v = mine.values(head)
+    total = e.sum() + extra
+    whole = e @ v
+    without = (whole[None, :] - e[:, None] * v) / (total - e)[:, None]
+    off = ((without - _got(seen, row, head)) / _budget(seen, row, head)).abs().amax(-1).nan_to_num(torch.inf, torch.inf)
+    off = off.masked_fill(e == 0, torch.inf)
+    order = off.argsort()[:3]
+    return [int(j) for j in order if float(off[j]) <= 4]
+
+
+def _missing(seen: Seen) -> list[tuple[Row, int, int]]:
+    """(sequence, query, key) for a few wrong rows whose output lacks one key."""
+    found = []
+    for row in wrong_rows(seen)[:6].tolist():
+        for head in wrong_heads(seen, row)[:2].tolist():
+            place = inside(seen, row)
+            for key in _single(seen, row, head)[:2]:
+                assert place is not None
+                found.append((place[0].row, place[1], key))
+    return found
+
+
+def missing_token(seen: Seen) -> Proposals:
+    return [{"position": j} for j in dict.fromkeys(key for _, _, key in _missing(seen))]
+
+
+def missing_from_end(seen: Seen) -> Proposals:
+    return [{"back": n} for n in dict.fromkeys(row.kv_len - key for row, _, key in _missing(seen)) if n > 1]
+
+
+def missing_at_distance(seen: Seen) -> Proposals:
+    return [{"distance": n} for n in dict.fromkeys(row.context + query - key for row, query, key in _missing(seen)) if n > 0]
+
+
+def _runs(seen: Seen, sign: float) -> Proposals:
+    """Runs of keys that weigh too little (sign -1) or too much (+1), by the worst wrong element rows."""
+    found: dict[tuple[int, int], None] = {}
+    for row in wrong_rows(seen)[:4].tolist():
+        place = inside(seen, row)
+        if place is None:
+            continue
+        mine, query = place
+        head = int(wrong_heads(seen, row)[0])
+        e, extra = mine.weights(query, head)
+        v = mine.values(head)
+        n, size = e.numel(), seen.call.page_size
+        sums = torch.cat((torch.zeros(1, v.shape[1], dtype=v.dtype), (e[:, None] * v).cumsum(0)))
+        mass = torch.cat((torch.zeros(1, dtype=e.dtype), e.cumsum(0)))
+        edges = sorted({*range(0, n, size), *(range(0, n, 16) if n <= 1024 else ()), n, *(range(n + 1) if n <= 160 else ())})
+        at = torch.tensor(edges)
+        if at.numel() > 400:
+            at = torch.tensor([edge for edge in edges if edge % max(size, 64) == 0 or edge == n])
+        first, last = torch.triu_indices(at.numel(), at.numel(), 1)
+        lo, hi = at[first], at[last]
+        out = (sums[-1] + sign * (sums[hi] - sums[lo])) / (mass[-1] + extra + sign * (mass[hi] - mass[lo]))[:, None]
+        off = ((out - _got(seen, row, head)) / _budget(seen, row, head)).abs().amax(-1).nan_to_num(torch.inf, torch.inf)
+        order = off.argsort()[:200]
+        good = [int(i) for i in order if float(off[i]) <= 2]
+        if not good:
+            continue
+        # Keys that weigh nothing leave the edges open: whole pages and tiles first, then the shortest and the longest run.
+        pairs = [(int(lo[i]), int(hi[i])) for i in good]
+        # A run that ends at this sequence's end may go on in longer ones.
+        pairs += [(a, 1 << 40) for a, b in pairs if b == n]
+        pairs.sort(key=lambda p: (p[0] % size != 0, p[1] % size != 0 and p[1] < 1 << 40, p[1] - p[0]))
+        for pair in [*pairs[:4], min(pairs, key=lambda p: p[1] - p[0]), max(pairs, key=lambda p: p[1] - p[0])]:
+            found[pair] = None
+    return [{"first": a, "last": b} for a, b in found]
+
+
+def missing_keys(seen: Seen) -> Proposals:
+    return _runs(seen, -1.0)
+
+
+def doubled_keys(seen: Seen) -> Proposals:
+    return _runs(seen, 1.0)
+
+
+def score_factor(seen: Seen) -> Proposals:
+    """One factor on all logits, fitted to one wrong element row."""
+    if seen.call.softcap is not None or seen.call.alibi is not None or seen.call.sinks is not None:
+        return []
+    found = []
+    for row in wrong_rows(seen)[:3].tolist():
+        place = inside(seen, row)
+        if place is None:
+            continue
+        mine, query = place
+        head = int(wrong_heads(seen, row)[0])
+        v, got = mine.values(head), _got(seen, row, head)
+
+        def off(factor: float, mine: Inside = mine, query: int = query, head: int = head, v: Any = v, got: Any = got) -> float:
+            e, _ = mine.weights(query, head, factor)
+            return float(((e @ v) / e.sum() - got).abs().sum().nan_to_num(torch.inf))
+
+        tries = [2.0 ** (n / 4) for n in range(-24, 25)]
+        best = min(tries, key=off)
+        low, high = best / 1.25, best * 1.25
+        for _ in range(60):
+            a, b = low + (high - low) * 0.382, low + (high - low) * 0.618
+            low, high = (low, b) if off(a) < off(b) else (a, high)
+        found.append({"factor": round((low + high) / 2, 5)})
+    return found[:2]
+
+
+def head_map(seen: Seen) -> Proposals:
+    """The kv head that each query head seems to read."""
+    call = seen.call
+    if call.kv_heads > 16:
+        return []
+    from quire.conformance.budget import truth
+
+    off = []
+    live = call.live
+    for g in range(call.kv_heads):
+        stages = PLAIN.replace(kv_head=lambda w, g=g: torch.full((call.q_heads,), g))
+        off.append(ratios(call.out.cpu(), call.unwritten().cpu(), truth(call, stages, (1e-9, 0.0)), live).amax((0, 2)))
+    # Relative distances are enough to choose; the whole call is predicted afterwards.
+    return [{"heads": torch.stack(off).argmin(0).tolist()}] if live else []
+
+
+def pool(call: Call) -> list[int]:
+    """Pages that hold something."""
+    if call.pages <= 4096:
+        return list(range(call.pages))
+    return sorted({int(page) for page in call.page_table.flatten() if 0 <= int(page) < call.pages})
+
+
+def cells(owned: bool) -> Callable[[Seen], Proposals]:
+    """Cells of the table whose page seems to have been another: one that some sequence owns, or one that nobody does."""
+
+    def solve(seen: Seen) -> Proposals:
+        call = seen.call
+        rows, at, w = sequences(call)
+        used: set[int] = set()
+        for r in rows:
+            used |= {int(p) for p in at.table[r.seq, : -(-r.kv_len // call.page_size)]}
+        pages = [p for p in pool(call) if (p in used) == owned]
+        if not pages or len(pages) > 512:
+            return []
+        found: dict[tuple[int, int], int] = {}
+        wrong = wrong_rows(seen)
+        for r in rows:
+            mine_rows = [row for row in wrong.tolist() if r.first <= row < r.first + r.q_len]
+            if not mine_rows:
+                continue
+            best = _cell(seen, mine_rows[0], pages, w)
+            if best is None:
+                return []
+            found[(r.seq, best[0])] = best[1]
+        return [{"cells": found}] if found else []
+
+    return solve
+
+
+def _cell(seen: Seen, row: int, pages: list[int], w: Work) -> tuple[int, int] | None:
+    """The column and the page that explain one wrong element row."""
+    place = inside(seen, row)
+    if place is None or seen.call.alibi is not None or seen.call.mask is not None:
+        return None
+    mine, query = place
+    head = int(wrong_heads(seen, row)[0])
+    size, n = seen.call.page_size, mine.logits.shape[-1]
+    cached = n if seen.call.new is None else max(mine.row.context, 0)
+    page = torch.tensor(pages).repeat_interleave(size)
+    slot = torch.arange(size).repeat(len(pages))
+    k = x.decode(w, "k", x.load(w, "k", x.address(w, "k", page, slot)), page, slot)
+    v = x.decode(w, "v", x.load(w, "v", x.address(w, "v", page, slot)), page, slot)[:, int(mine.heads[head])]
+    logit = x.score(w, mine.q[query : query + 1], k, mine.heads)[head, 0].view(len(pages), size)
+    logits = mine.logits[head, query]
+    top = max(float(logits.max()), float(logit.nan_to_num(-1e30).max()))
+    extra = 0.0 if mine.sinks is None else float(torch.exp(mine.sinks[head] - top))
+    e, other = torch.exp(logits - top), torch.exp(logit - top)
+    values = mine.values(head)
+    got, budget = _got(seen, row, head), _budget(seen, row, head)
+    best: tuple[float, int, int] | None = None
+    for column in range(-(-cached // size)):
+        keys = slice(column * size, min((column + 1) * size, cached))
+        visible = mine.visible[query, keys]
+        count = visible.numel()
+        if not bool(visible.any()):
+            continue
+        weight = torch.where(visible, other[:, :count], 0.0)
+        out = (e @ values - e[keys] @ values[keys]) + torch.einsum("ps,psd->pd", weight, v.view(len(pages), size, -1)[:, :count])
+        out = out / (e.sum() - e[keys].sum() + weight.sum(1) + extra)[:, None]
+        off = ((out - got) / budget).abs().amax(-1).nan_to_num(torch.inf, torch.inf)
+        i = int(off.argmin())
+        if best is None or float(off[i]) < best[0]:
+            best = float(off[i]), column, pages[i]
+    return None if best is None or best[0] > 4 else best[1:]
+
+
+def unwritten_rows(seen: Seen) -> Proposals:
+    bare = seen.call.unwritten()[: seen.call.live].all(-1).all(-1)
+    return [{"rows": bare.nonzero().flatten().tolist()}] if bool(bare.any()) else []
+
+
+def unwritten_elements(seen: Seen) -> Proposals:
+    """Heads or dims that were not written, the same in every row where any was not."""
+    bare = seen.call.unwritten()[: seen.call.live].cpu()
+    found: list[dict[str, Any]] = []
+    for name, axes in (("heads", (0, 2)), ("dims", (0, 1))):
+        some = bare.any(axes[1]).any(axes[0]).nonzero().flatten().tolist()
+        if 0 < len(some) < bare.shape[1 if name == "heads" else 2]:
+            found.append({"heads": some, "dims": None} if name == "heads" else {"heads": None, "dims": some})
+    return found
+
+
+def zero_rows(seen: Seen) -> Proposals:
+    out = seen.call.out[: seen.call.live].cpu().double()
+    wrong = wrong_rows(seen)
+    rows = [row for row in sorted(wrong.tolist()) if bool((out[row] == 0).all())]
+    return [{"rows": rows}] if rows else []
+
+
+def row_map(seen: Seen) -> Proposals:
+    """For each wrong row the row whose output it has."""
+    out, right = seen.call.out[: seen.call.live].cpu().double(), seen.right
+    if out.shape[0] > 512:
+        return []
+    rows = list(range(out.shape[0]))
+    for row in wrong_rows(seen).tolist():
+        off = ((right.outcome.out[: out.shape[0]] - out[row]) / right.budget[: out.shape[0]]).abs().amax((1, 2))
+        best = int(off.nan_to_num(torch.inf).argmin())
+        if not float(off[best]) <= 2:
+            return []
+        rows[row] = best
+    return [{"rows": rows}] if rows != list(range(len(rows))) else []
+
+
+def head_order(seen: Seen) -> Proposals:
+    """For each head the head whose output it has."""
+    live = seen.call.live
+    out, right = seen.call.out[:live].cpu().double(), seen.right
+    heads = []
+    for h in range(out.shape[1]):
+        off = ((right.outcome.out[:live] - out[:, h : h + 1]) / right.budget[:live]).abs().amax((0, 2)).nan_to_num(torch.inf)
+        heads.append(int(off.argmin()))
+    return [{"heads": heads}] if heads != list(range(len(heads))) else []
+
+
+def dim_order(seen: Seen) -> Proposals:
+    live = seen.call.live
+    out, right = seen.call.out[:live].cpu().double(), seen.right.outcome.out[:live]
+    if not live or out.shape[2] > 256:
+        return []
+    spread = [(right - out[..., d : d + 1]).abs().nan_to_num(1e30).mean((0, 1)) for d in range(out.shape[2])]
+    dims = [int(s.argmin()) for s in spread]
+    return [{"dims": dims}] if dims != list(range(len(dims))) else []
+
+
+def out_factor(seen: Seen) -> Proposals:
+    live = seen.call.live
+    out, right = seen.call.out[:live].cpu().double(), seen.right.outcome.out[:live]
+    keep = seen.right.outcome.written[:live]
+    fits = float((out * right)[keep].nan_to_num(0.0, 0.0, 0.0).sum() / (right * right)[keep].sum().clamp(min=1e-30))
+    found = [{"factor": round(fits, 6)}]
+    # Where a number overflowed, only those that did not can tell.
+    plain = (out / right)[keep & (right.abs() > seen.right.budget[:live] * 8)]
+    if plain.numel():
+        found.append({"factor": float(f"{float(plain.nan_to_num(0.0).median()):.4g}")})
+    return [p for p in found if p["factor"] not in (0.0, 1.0)]
+
+
+def head_factors(seen: Seen) -> Proposals:
+    live = seen.call.live
+    out, right = seen.call.out[:live].cpu().double(), seen.right.outcome.out[:live]
+    fits = (out * right).nan_to_num(0.0, 0.0, 0.0).sum((0, 2)) / (right * right).sum((0, 2)).clamp(min=1e-30)
+    return [{"factors": [round(float(f), 6) for f in fits]}]

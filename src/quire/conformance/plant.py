@@ -1,0 +1,124 @@
+"""Faults planted in an honest kernel: what a target with that fault would do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from quire.conformance.budget import factor_type
+from quire.conformance.call import Call, bytes_of, whole_of
+from quire.conformance.exact import PLAIN, Outcome, Stages, exact
+from quire.conformance.faults import BY_NAME
+from quire.conformance.faults.results import nan_leak
+from quire.conformance.target import Target
+
+
+def put(call: Call, outcome: Outcome) -> None:
+    """Writes an outcome as a kernel would: rounded to the output's type, and only where something is written."""
+    live = call.live
+    keep = outcome.written[:live].to(call.device)
+    new = outcome.out[:live].to(call.out.dtype).to(call.device)
+    call.out[:live] = torch.where(keep, new, call.out[:live])
+    if call.lse is not None:
+        rows = keep.any(-1)
+        call.lse[:live] = torch.where(rows, outcome.lse[:live].to(torch.float32).to(call.device), call.lse[:live])
+
+
+def compute(call: Call, stages: Stages = PLAIN) -> None:
+    """An honest kernel: fp32, with factors rounded as matrix units do it."""
+    put(call, exact(call, stages, torch.float32, factor_type(call)))
+
+
+def planted(name: str, parameters: dict[str, Any] | None = None) -> Target:
+    """A target that is right but for one fault."""
+    fault = BY_NAME[name]
+    if name in BEHAVIOUR:
+        return Target(f"planted {name}", BEHAVIOUR[name]())
+
+    def run(call: Call) -> None:
+        stages = PLAIN
+        if fault.applies(call):
+            assert fault.change is not None
+            stages = fault.change(**(fault.planted(call) if parameters is None else parameters))
+        compute(call, stages)
+
+    return Target(f"planted {name}", run)
+
+
+def _leaks() -> Callable[[Call], None]:
+    return lambda call: compute(call, nan_leak())
+
+
+def _differs() -> Callable[[Call], None]:
+    count = 0
+
+    def run(call: Call) -> None:
+        nonlocal count
+        compute(call)
+        count += 1
+        if call.live:
+            # The last bit of one number: within every budget.
+            bits = bytes_of(call.out[:1])
+            bits[0] ^= count & 1
+            call.out[:1] = bits.view(call.out.dtype).view(call.out[:1].shape)
+
+    return run
+
+
+def _remembers() -> Callable[[Call], None]:
+    last: list[int] = []
+
+    def run(call: Call) -> None:
+        lengths = call.kv_lens.tolist()
+        compute(call)
+        if call.live and last and last != lengths:
+            call.out[:1] *= 1.25
+        last[:] = lengths
+
+    return run
+
+
+def _writes_outside() -> Callable[[Call], None]:
+    def run(call: Call) -> None:
+        compute(call)
+        whole = whole_of(call.out)
+        whole[-3:] = 0
+
+    return run
+
+
+def _writes_padding() -> Callable[[Call], None]:
+    def run(call: Call) -> None:
+        compute(call)
+        call.out[call.live :] = 0
+
+    return run
+
+
+def _changes_inputs() -> Callable[[Call], None]:
+    def run(call: Call) -> None:
+        compute(call)
+        if call.live and call.q.dtype.itemsize > 1:
+            call.q[:1] *= 2
+
+    return run
+
+
+def _raises() -> Callable[[Call], None]:
+    def run(call: Call) -> None:
+        raise RuntimeError("unsupported head size")
+
+    return run
+
+
+BEHAVIOUR: dict[str, Callable[[], Callable[[Call], None]]] = {
+    "nan-leak": _leaks,
+    "two-runs-differ": _differs,
+    "state-leaks": _remembers,
+    "writes-outside-output": _writes_outside,
+    "writes-padding-rows": _writes_padding,
+    "changes-inputs": _changes_inputs,
+    "raises": _raises,
+}

@@ -1,0 +1,159 @@
+"""Runs a target through cases: asks, checks, and has every failure diagnosed."""
+
+from __future__ import annotations
+
+import platform
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+
+import torch
+
+import quire
+from quire.conformance.budget import ratios
+from quire.conformance.build import build
+from quire.conformance.call import Call
+from quire.conformance.case import Case
+from quire.conformance.diagnose import OTHER, Attempt, attempt, cell, diagnose, same, where
+from quire.conformance.faults import BY_NAME
+from quire.conformance.report import Finding, Picture, Report, Result
+from quire.conformance.target import Target
+
+ROWS_DRAWN = 512
+
+
+def examine(case: Case, target: Target, *, diagnoses: bool = True, probes: bool = True) -> Result:
+    """One case: right, wrong and why, refused, or not asked."""
+    start = time.perf_counter()
+    call = build(case, target.device)
+    lacks = target.missing(call)
+    if lacks is not None:
+        return Result(case, "unsupported", lacks)
+    beyond = target.limits(call)
+    if beyond is not None and not target.refuses:
+        return Result(case, "unsupported", beyond)
+    first = attempt(case, target, call)
+    result = _judge(case, target, first, beyond, diagnoses, probes)
+    return replace(result, seconds=round(time.perf_counter() - start, 4))
+
+
+def _judge(case: Case, target: Target, first: Attempt, beyond: str | None, diagnoses: bool, probes: bool) -> Result:
+    if first.error:
+        if beyond is not None:
+            return Result(case, "refused", f"{beyond}: {first.error}")
+        finding = Finding("raises", ("raises",), where=where(first), summary=first.error, reproduce=str(case))
+        return Result(case, "raised", first.error, findings=(finding,))
+    findings = list(_broken(case, first.call))
+    error, wrong = _count(first)
+    if error > 1 and diagnoses:
+        findings.insert(0, diagnose(case, target, first, probes=probes))
+    elif error <= 1 and beyond is None:
+        moody = _moody(case, target, first)
+        if moody:
+            findings.append(Finding(moody, (moody,), summary=BY_NAME[moody].looks, reproduce=str(case)))
+    status = "right" if error <= 1 and not findings else "wrong"
+    reason = "" if beyond is None else f"answered although {beyond} is beyond its limits"
+    picture = _picture(first, findings) if status == "wrong" else None
+    return Result(case, status, reason, error, wrong, tuple(findings), picture=picture)
+
+
+def _count(done: Attempt) -> tuple[float, int]:
+    """The largest error in budgets, and how many elements of the output are beyond theirs."""
+    live = done.call.live
+    off = ratios(done.call.out.cpu(), done.call.unwritten().cpu(), done.right, live)
+    return done.off, int((off > 1).sum())
+
+
+def _broken(case: Case, call: Call) -> Iterable[Finding]:
+    seals = call.broken_seals()
+    groups = {
+        "writes-padding-rows": [s for s in seals if s.startswith("padding")],
+        "writes-outside-output": [s for s in seals if s.startswith(("before", "behind"))],
+        "changes-inputs": [s for s in seals if " " not in s],
+    }
+    for name, parts in groups.items():
+        if parts:
+            yield Finding(name, (name,), summary=f"{BY_NAME[name].looks}: {', '.join(parts)}", reproduce=str(case))
+
+
+def _moody(case: Case, target: Target, first: Attempt) -> str | None:
+    """Whether a right answer comes again: at once, and after another call."""
+    again = attempt(case, target)
+    if again.error or not same(first.call, again.call):
+        third = attempt(case, target)
+        return "state-leaks" if not again.error and not third.error and same(again.call, third.call) else "two-runs-differ"
+    other = build(_other(case), target.device)
+    if target.missing(other) is None and target.limits(other) is None:
+        try:
+            target.run(other)
+        except Exception:
+            return None
+        after = attempt(case, target)
+        if after.error or not same(first.call, after.call):
+            return "state-leaks"
+    return None
+
+
+def _other(case: Case) -> Case:
+    """A call that a target which can do the case can do too."""
+    keep = ("kv_heads", "group", "head_dim", "v_head_dim", "page_size", "layout", "x", "format", "scales", "storage", "q_dtype", "index")
+    return OTHER.replace(**{name: getattr(case, name) for name in keep}, q_lens=(1,) * case.seqs, kv_lens=tuple(5 + n for n in range(case.seqs)))
+
+
+def _picture(done: Attempt, findings: Sequence[Finding]) -> Picture:
+    call = done.call
+    live = call.live
+    off = ratios(call.out.cpu(), call.unwritten().cpu(), done.right, live)[:ROWS_DRAWN].amax(-1).clamp(max=1e9)
+    bare = call.unwritten()[:live].cpu()[:ROWS_DRAWN].all(-1)
+    bad = next((found for finding in findings if (found := cell(finding, call)) is not None), None)
+    return Picture(
+        [[round(float(n), 3) for n in row] for row in torch.where(bare, -1.0, off)],
+        call.q_starts.tolist(),
+        call.kv_lens.tolist(),
+        call.page_table[:, :64].tolist(),
+        call.page_size,
+        bad,
+    )
+
+
+def conform(
+    target: Target,
+    cases: Sequence[Case],
+    level: str = "",
+    *,
+    known: dict[str, str] | None = None,
+    each: Callable[[Result], None] = lambda result: None,
+    most: int = 8,
+) -> Report:
+    """Every case in turn. After `most` failures with the same name, further ones with other numbers only are not probed."""
+    start = time.perf_counter()
+    results: list[Result] = []
+    counts: dict[str, int] = {}
+    for case in cases:
+        result = examine(case, target, probes=max(counts.values(), default=0) < most)
+        result = replace(result, known=(known or {}).get(case.name, ""))
+        for finding in result.findings[:1]:
+            counts[finding.fault] = counts.get(finding.fault, 0) + 1
+        results.append(result)
+        each(result)
+    versions = {"quire": quire.__version__, "torch": torch.__version__, "python": platform.python_version()}
+    if target.version:
+        versions["target"] = target.version
+    return Report(target.name, level, target.device, settle(results), time.perf_counter() - start, versions)
+
+
+def settle(results: list[Result]) -> list[Result]:
+    """Lets cases speak for each other: where one cannot tell faults apart and the others name one of them, that is the name."""
+    votes: dict[str, int] = {}
+    for result in results:
+        for finding in result.findings[:1]:
+            for name in finding.alike:
+                votes[name] = votes.get(name, 0) + 1
+    settled = []
+    for result in results:
+        findings = []
+        for finding in result.findings:
+            best = max(finding.alike, key=lambda name: (votes.get(name, 0), name == finding.fault), default=finding.fault)
+            findings.append(finding if votes.get(best, 0) <= votes.get(finding.fault, 0) else replace(finding, fault=best))
+        settled.append(replace(result, findings=tuple(findings)))
+    return settled
