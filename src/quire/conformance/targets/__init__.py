@@ -1,15 +1,35 @@
-"""Peers under test, each in a file of its own."""
+"""Peers under test. Each file translates a call into a peer's own words, and says what that peer declares not to support."""
 
 from __future__ import annotations
 
-from quire.conformance.target import Target
+from importlib import import_module
 
-TARGETS: dict[str, str] = {}
-"""Name -> module; the module has `target(device) -> Target`."""
+from quire.conformance.target import Target
+from quire.errors import ArgumentError
+
+_OPERATORS = ("chunked_prefill_paged_decode", "context_attention_fwd", "unified_attention")
+
+TARGETS: dict[str, str] = {
+    **{f"vllm.{name}": "vllm" for name in _OPERATORS},
+    **{f"quire.compat.vllm.{name}": "vllm" for name in _OPERATORS},
+    "flash_attn": "flash_attn",
+    "flash_attn.fa2": "flash_attn",
+    "flash_attn.fa3": "flash_attn",
+    "flashinfer.prefill": "flashinfer",
+    "flashinfer.decode": "flashinfer",
+    "torch.varlen": "torch_varlen",
+    "torch.flex": "torch_flex",
+    "transformers.eager": "transformers",
+    "transformers.sdpa": "transformers",
+}
+"""Name -> the file here whose `target(name, device)` makes it."""
 
 
 def load(name: str, device: str | None = None) -> Target:
-    from importlib import import_module
-
-    found: Target = import_module(TARGETS[name]).target(device)
+    """The peer of this name, which must be installed."""
+    module = import_module(f"quire.conformance.targets.{TARGETS[name]}")
+    try:
+        found: Target = module.target(name, device)
+    except ImportError as error:
+        raise ArgumentError("target", f"{name}, which cannot be imported ({error})", "a peer that is installed here") from error
     return found

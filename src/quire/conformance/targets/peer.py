@@ -1,0 +1,161 @@
+"""What the adapters share: limits as data, and a call's cache in the shapes that peers take."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from quire.cache.format import FORMATS
+from quire.cache.layout import layout_named
+from quire.conformance.call import Call
+from quire.conformance.target import Target, _features, facts
+from quire.problem import Problem
+
+Rules = dict[str, Callable[[Problem], bool]]
+"""What a peer asks of a call, in words, and whether a call is so."""
+
+LARGEST_COPY = 2**32
+"""Bytes of a cache that an adapter is ready to lay out anew."""
+
+
+def peer(
+    name: str,
+    run: Callable[[View], None],
+    device: str,
+    *,
+    takes: str,
+    rules: Rules,
+    cannot: Callable[[Call], str | None] = lambda call: None,
+    refuses: bool = False,
+    version: str = "",
+) -> Target:
+    """A target from what a peer `takes` (the names of options it has arguments for), the rules it declares, and what of a call
+    `cannot` be said to it at all. Unless it `refuses` by itself, it is not called beyond its rules."""
+    known = set(takes.split())
+
+    def limits(call: Call) -> str | None:
+        problem = facts(call)
+        broken = [words for words, holds in rules.items() if not holds(problem)]
+        return f"it takes {'; '.join(broken)}" if broken else None
+
+    def missing(call: Call) -> str | None:
+        lacks = [feature for feature, present in _features(call).items() if present and feature not in known]
+        if call.lse is not None and "lse" not in known:
+            lacks.append("lse")
+        return f"no argument for {', '.join(lacks)}" if lacks else cannot(call)
+
+    return Target(name, lambda call: run(View(call)), device, limits, missing, refuses, version)
+
+
+class View:
+    """A call as peers want to see it. Nothing is copied that needs not be."""
+
+    def __init__(self, call: Call):
+        self.call = call
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.call, name)
+
+    @cached_property
+    def q_lens(self) -> torch.Tensor:
+        return self.call.q_starts.diff()
+
+    @property
+    def max_q(self) -> int:
+        """The longest query, as it is: for the peers this is no hint."""
+        return int(self.q_lens.max()) if self.q_lens.numel() else 0
+
+    @property
+    def max_kv(self) -> int:
+        return int(self.call.kv_lens.max()) if self.call.kv_lens.numel() else 0
+
+    @property
+    def sides(self) -> tuple[int, int]:
+        """The window in FlashAttention's words: -1 is unbounded, and a causal row looks right at nobody."""
+        left, right = self.call.window
+        return -1 if left is None else left, 0 if self.call.causal is True else -1 if right is None else right
+
+    @cached_property
+    def token_major(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V as [pages, page_size, kv_heads, dim], views."""
+        found = token_major(self.call)
+        assert found is not None
+        return found
+
+    @cached_property
+    def new_tokens(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The new tokens' keys and values, [tokens, kv_heads, dim] in q's type: those beside the cache, or those in it."""
+        if self.call.new is not None:
+            return self.call.new
+        call, (k, v) = self.call, loose(self.call)
+        slots = call.batch().slots_of_tokens(call.tokens, call.page_size)
+        page, offset = slots.clamp(min=0) // call.page_size, slots.clamp(min=0) % call.page_size
+        live = (slots >= 0)[:, None, None]
+        return tuple(  # type: ignore[return-value]
+            torch.where(live, plain(pages[page, offset], scale, page, offset), 0.0).to(call.q.dtype)
+            for pages, scale in ((k, call.k_scale), (v, call.v_scale))
+        )
+
+    @cached_property
+    def x_packed(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """vLLM's pair: K [pages, kv_heads, head_dim/x, page_size, x], x of 16 bytes, and V [pages, kv_heads, dim, page_size]."""
+        call = self.call
+        x = 16 // call.k_pages.element_size()
+        if call.layout == "vllm_x" and call.k_pages.shape[-1] == x:
+            return movable(call.k_pages), movable(call.v_pages)
+        k, v = (movable(pages) for pages in loose(call))
+        return k.unflatten(3, (-1, x)).permute(0, 2, 3, 1, 4).contiguous(), v.permute(0, 2, 3, 1).contiguous()
+
+
+def token_major(call: Call) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """K and V as [pages, page_size, kv_heads, dim] without a copy; None if the layout splits an axis of theirs."""
+    layout, found = layout_named(call.layout), []
+    for order, pages in ((layout.k, call.k_pages), (layout.v, call.v_pages)):
+        view = order.view(pages)
+        if view.shape[2] != 1 or view.shape[4] != 1:
+            return None
+        found.append(typed(call, view[:, :, 0, :, 0].transpose(1, 2)))
+    return found[0], found[1]
+
+
+def loose(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
+    """K and V as [pages, page_size, kv_heads, dim], copied where they must be."""
+    layout = layout_named(call.layout)
+    return token_major(call) or (
+        typed(call, layout.k.unpack(movable(call.k_pages)).view(call.k_pages.dtype)),
+        typed(call, layout.v.unpack(movable(call.v_pages)).view(call.v_pages.dtype)),
+    )
+
+
+def cannot_repack(call: Call) -> str | None:
+    """Whether laying a cache out anew would take too much memory: pages may be spread over more than there is."""
+    size = call.k_pages.numel() * call.k_pages.element_size()
+    return f"a cache of {size >> 30} GiB, to be laid out anew" if size > LARGEST_COPY else None
+
+
+def cannot_view(call: Call) -> str | None:
+    return None if token_major(call) is not None else f"layout {call.layout}: it takes pages of whole slots and dims"
+
+
+def plain(x: torch.Tensor, scale: torch.Tensor | None, page: torch.Tensor, offset: torch.Tensor) -> torch.Tensor:
+    """Stored elements [n, kv_heads, dim] as numbers."""
+    if scale is None:
+        return x.float()
+    return x.float() * (scale[page, offset, :, None] if scale.dim() == 3 else scale if scale.dim() == 0 else scale[:, None])
+
+
+def typed(call: Call, pages: torch.Tensor) -> torch.Tensor:
+    """Bytes under the type of their format."""
+    return pages.view(FORMATS[call.format].dtype) if pages.dtype is torch.uint8 else pages
+
+
+def movable(pages: torch.Tensor) -> torch.Tensor:
+    """One-byte floats as bytes, which every operator can move."""
+    return pages.view(torch.uint8) if pages.element_size() == 1 else pages
+
+
+def scale_of(scale: torch.Tensor | None, device: torch.device) -> torch.Tensor:
+    return torch.ones((), device=device) if scale is None else scale

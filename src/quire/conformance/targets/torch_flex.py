@@ -1,0 +1,104 @@
+"""torch's FlexAttention with its `PagedAttention`: masks and biases as functions of positions, mapped to pages."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from quire.conformance.call import Call
+from quire.conformance.target import Target
+from quire.conformance.targets.peer import Rules, View, cannot_view, peer
+
+MOST = 2**27
+"""Scores that a call may make where it is not compiled: they are all there at once."""
+RULES: Rules = {
+    "queries in fp32, fp16 or bf16, and a cache of the same": lambda p: (
+        p.q_dtype in ("fp32", "fp16", "bf16") and p.format == p.q_dtype
+    ),
+}
+
+
+def target(name: str, device: str | None) -> Target:
+    from torch.nn.attention.experimental._paged_attention import PagedAttention
+    from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
+
+    where = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    compiled = torch.device(where).type != "cpu"
+    attention: Any = torch.compile(flex_attention) if compiled else flex_attention
+
+    def run(call: View) -> None:
+        """Every sequence is a row of a rectangle, its new tokens first: what is behind them sees nothing and is thrown away."""
+        k, v = call.token_major
+        longest, width = call.max_q, max(call.max_kv, 1)
+        if not longest:
+            return
+        pages = paged(PagedAttention, call)
+        lens, q_lens, starts = call.kv_lens.long(), call.q_lens.long(), call.q_starts.long()
+        context, (left, right), alibi, cap = lens - q_lens, call.window, call.alibi, call.softcap
+        causal = call.causal if isinstance(call.causal, torch.Tensor) else torch.full_like(lens, call.causal, dtype=torch.bool)
+
+        def sees(b: Any, h: Any, q: Any, key: Any) -> Any:
+            distance = context[b] + q - key
+            seen = (q < q_lens[b]) & (key < lens[b]) & ((distance >= 0) | ~causal[b])
+            if left is not None:
+                seen = seen & (distance <= left)
+            return seen if right is None else seen & (distance >= -right)
+
+        def bias(score: Any, b: Any, h: Any, q: Any, key: Any) -> Any:
+            if cap is not None:
+                score = cap * torch.tanh(score / cap)
+            return score if alibi is None else score - alibi[h] * (context[b] + q - key).abs()
+
+        mask = create_block_mask(sees, call.seqs, None, longest, width, device=where, BLOCK_SIZE=(128, call.page_size))
+        padded = call.q.new_zeros(call.seqs, longest, *call.q.shape[1:])
+        rows = [slice(int(starts[i]), int(starts[i + 1])) for i in range(call.seqs)]
+        for i, row in enumerate(rows):
+            padded[i, : row.stop - row.start] = call.q[row]
+        out, aux = attention(
+            padded.transpose(1, 2),
+            k.flatten(0, 1).transpose(0, 1)[None],
+            v.flatten(0, 1).transpose(0, 1)[None],
+            score_mod=pages.get_score_mod(bias, lens),
+            block_mask=pages.convert_logical_block_mask(mask, kv_len=lens),
+            scale=call.scale,
+            enable_gqa=True,
+            return_aux=AuxRequest(lse=True),
+        )
+        for i, row in enumerate(rows):
+            call.out[row] = out[i, :, : row.stop - row.start].transpose(0, 1)
+            if call.lse is not None:
+                call.lse[row] = aux.lse[i, :, : row.stop - row.start].T
+
+    def cannot(call: Call) -> str | None:
+        for seq, columns in enumerate(needed(call)):
+            ids = call.page_table[seq, columns]
+            if len(ids.unique()) < len(ids):
+                return "a page that is twice in one sequence"
+        longest = int(call.q_starts.diff().max()) if call.seqs else 0
+        scores = call.seqs * call.q_heads * longest * call.pages * call.page_size
+        return f"{scores} scores at once" if scores > MOST and not compiled else cannot_view(call)
+
+    takes = "window softcap alibi causal lse"
+    version = torch.__version__ if compiled else f"{torch.__version__}, not compiled"
+    return peer(name, run, where, takes=takes, rules=RULES, cannot=cannot, version=version)
+
+
+def paged(kind: Any, call: View) -> Any:
+    """Its page table, filled with ours: it keeps the way back too, from a page to its place in each sequence."""
+    pages = kind(call.pages, call.page_size, call.seqs, device=str(call.device))
+    for seq, columns in enumerate(needed(call.call)):
+        ids = call.page_table[seq, columns].long()
+        pages.page_table[seq, columns] = ids
+        pages.physical_to_logical[seq, ids] = torch.arange(columns.start, columns.stop, device=call.device)
+        pages.capacity[seq] = columns.stop * call.page_size
+    return pages
+
+
+def needed(call: Call) -> list[slice]:
+    """The columns of the table that each sequence needs: pages left of a window may be anybody's by now."""
+    left, found = call.window[0], []
+    for kv_len, q_len in zip(call.kv_lens.tolist(), call.q_starts.diff().tolist()):
+        first = 0 if left is None else max(0, kv_len - q_len - left) // call.page_size
+        found.append(slice(first, max(first, -(-kv_len // call.page_size)) if q_len else first))
+    return found
