@@ -63,7 +63,27 @@ CATALOGUE: tuple[Kernel, ...] = (
         arches=_TRITON,
         needs=("triton",),
     ),
-    # A native CPU kernel goes here.
+    Kernel(
+        "native",
+        "attend",
+        "C++ for this CPU's instruction set, straight from the pages: every feature, format and layout",
+        "quire.kernels.native.attend:launch",
+        vendors=("cpu",),
+        library="kernels/native/libquire.so",
+        q_dtypes=_QUERIES,
+        head_dim=_ANY_HEAD,
+        v_head_dim=_ANY_HEAD,
+    ),
+    Kernel(
+        "native",
+        "write",
+        "C++ for this CPU's instruction set: quantises and stores, every format and layout",
+        "quire.kernels.native.write:launch",
+        vendors=("cpu",),
+        library="kernels/native/libquire.so",
+        head_dim=_ANY_HEAD,
+        v_head_dim=_ANY_HEAD,
+    ),
     # Last come the kernels that are always there. They read lengths on the host, so a CUDA graph cannot record them.
     Kernel(
         "torch",

@@ -8,11 +8,16 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from importlib.util import find_spec
 from operator import attrgetter
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from quire.dispatch.platform import Platform
 from quire.errors import KernelError
 from quire.problem import Problem
+
+
+PACKAGE = Path(__file__).parents[1]
+BUILD = "install a C++17 compiler (g++ or clang++), then Quire once more: its build makes the native kernels"
 
 
 class Allowed(Protocol):
@@ -162,6 +167,8 @@ class Kernel:
     """Those a CPU must have, all of them."""
     needs: tuple[str, ...] = ()
     """Modules that must be installed, all of them."""
+    library: str | None = None
+    """A file of the package that its build makes where there is a compiler."""
     q_dtypes: tuple[str, ...] | None = None
     formats: tuple[str, ...] | None = None
     scales: tuple[str, ...] | None = None
@@ -226,6 +233,7 @@ def _limits(kernel: Kernel) -> Iterator[Limit]:
         ("arch", attrgetter("platform.arch"), one_of(kernel.arches), None),
         ("cpu_features", attrgetter("platform.cpu_features"), all_of(kernel.cpu_features), None),
         ("installed", lambda _: tuple(filter(find_spec, kernel.needs)), all_of(kernel.needs), "install {}"),
+        ("built", lambda _: (PACKAGE / str(kernel.library)).exists(), OneOf((True,)) if kernel.library else None, BUILD),
         ("q_dtype", attrgetter("problem.q_dtype"), one_of(kernel.q_dtypes), "give q as {}"),
         ("format", attrgetter("problem.format"), one_of(kernel.formats), "store the cache as {}"),
         ("scales", attrgetter("problem.scales"), one_of(kernel.scales), "set scales to {}"),

@@ -1,0 +1,119 @@
+// What a call is, in the words of the library: pointers, strides and numbers, nothing of Python or torch. `call.py` has the same.
+#pragma once
+#include <cstddef>
+#include <cstdint>
+
+// Never a function of its own: the linker would keep one compilation's for all, with instructions that not every CPU has.
+#define INLINE inline __attribute__((always_inline))
+
+namespace quire {
+
+constexpr int64_t UNBOUNDED = INT64_MAX;
+
+enum Type : int64_t { FP32, FP16, BF16, E4M3FN, E4M3FNUZ, E5M2, INT8, TYPES };
+
+INLINE int64_t size_of(int64_t type) { return type == FP32 ? 4 : type < E4M3FN ? 2 : 1; }
+
+struct Array {  // [tokens, heads, dim]; strides in elements
+    uint8_t* data;
+    int64_t token, head, dim, type;
+};
+
+struct Index {  // integers, each read in its own type
+    const void* data;
+    int64_t row, column, wide;
+
+    INLINE int64_t at(int64_t i, int64_t j = 0) const {
+        int64_t offset = i * row + j * column;
+        return wide ? static_cast<const int64_t*>(data)[offset] : static_cast<const int32_t*>(data)[offset];
+    }
+};
+
+struct Pages {  // [pages, heads, slot/, slot%, dim/, dim%]; strides in elements
+    uint8_t* data;
+    int64_t page, head, slot_high, slot_low, dim_high, dim_low;
+    int64_t slot_part, dim_part;  // lengths of slot% and dim%
+    int64_t dim, type;
+    float* scale;  // null if there is none; strides of 0 where one scale serves many
+    int64_t scale_page, scale_slot, scale_head;
+
+    INLINE int64_t slot(int64_t offset) const { return offset / slot_part * slot_high + offset % slot_part * slot_low; }
+    INLINE int64_t element(int64_t d) const { return d / dim_part * dim_high + d % dim_part * dim_low; }
+    INLINE bool whole_rows() const { return dim_low == 1 && (dim_part == dim || dim_high == dim_part); }
+    INLINE float scale_of(int64_t p, int64_t offset, int64_t h) const {
+        return scale[p * scale_page + offset * scale_slot + h * scale_head];
+    }
+};
+
+struct Cache {
+    Pages k, v;
+    int64_t pages, page_size, heads;
+};
+
+struct Batch {
+    Index table, kv_lens, q_starts;
+    int64_t seqs, width;
+
+    INLINE int64_t begin(int64_t seq) const { return q_starts.at(seq); }
+    INLINE int64_t q_len(int64_t seq) const { return q_starts.at(seq + 1) - q_starts.at(seq); }
+};
+
+struct Attend {
+    Array q, out, new_k, new_v;  // new_k.data is null in full form
+    float* lse;
+    int64_t lse_token, lse_head;
+    int64_t tokens, group;
+    Cache cache;
+    Batch batch;
+    double scale, softcap, out_scale;  // softcap and out_scale are 0 where there is none
+    int64_t left, right;               // keys to each side, or UNBOUNDED
+    const float* alibi;
+    const float* sinks;
+    const uint8_t* causal_of;  // of each sequence; null where `causal` holds for all
+    int64_t causal_stride, causal;
+    const uint8_t* mask;
+    int64_t mask_token, mask_column;
+    Index positions;  // data is null where they follow from the lengths
+    int64_t context_from, only_low, only_high, zero_padding, invariant;
+    int64_t threads, level;
+
+    INLINE bool takes_new(int64_t seq) const { return new_k.data && batch.q_len(seq) >= context_from; }
+    INLINE bool is_causal(int64_t seq) const { return causal_of ? causal_of[seq * causal_stride] : causal; }
+};
+
+struct Write {
+    Array k, v;
+    Cache cache;
+    Batch batch;
+    Index slots;  // data is null where they follow from the table
+    int64_t tokens, threads, level;
+};
+
+// A piece of work: some rows of one sequence, over some of its keys. A row is a new token and a query head of the group.
+struct Unit {
+    int64_t seq, head, heads, row, rows, low, high;
+    float* part;  // where to leave a part of the result; null if it is all of it
+    double cost;
+};
+
+// Sums over parts of the keys. `part` holds for each row its largest logit, its sum and its weighted values.
+struct Join {
+    int64_t seq, head, heads, row, rows, parts, stride;
+    const float* part;
+};
+
+// What one instruction set offers.
+struct Level {
+    size_t (*room)(const Attend&);
+    int64_t (*most_rows)(const Attend&);
+    bool (*few)(const Attend&, int64_t rows);
+    void (*attend)(const Attend&, const Unit&, bool few, char* room);
+    void (*join)(const Attend&, const Join&);
+    size_t (*write_room)(const Write&);
+    void (*write)(const Write&, int64_t token, int64_t slot, char* room);
+    int64_t keys;  // of a tile
+};
+
+INLINE int64_t part_stride(const Attend& call) { return (call.cache.v.dim + 2 + 15) / 16 * 16; }
+
+}  // namespace quire

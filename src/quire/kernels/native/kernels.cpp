@@ -1,0 +1,51 @@
+// All kernels, for one instruction set. This file is compiled once for each of them, with its own flags and its own QUIRE_LEVEL.
+// Nothing here may be shared with another compilation: no inline function of the standard library, no object that is made at start.
+#include "few.h"
+#include "many.h"
+#include "write.h"
+
+namespace quire {
+namespace QUIRE_LEVEL {
+
+// Calls f with the kind of factors that a call's products take. Weights are rounded to bf16 only where the output is no finer, and
+// only what bf16 holds exactly is multiplied in it.
+template <class Do>
+static INLINE auto with_factors(const Attend& call, Do f) {
+    auto fits = [](int64_t type) { return type != FP32 && type != FP16; };
+    bool fit = fits(call.q.type) && fits(call.out.type) && fits(call.cache.k.type) &&
+               (!call.new_k.data || (fits(call.new_k.type) && fits(call.new_v.type)));
+#if QUIRE_BF16
+    if (fit) return f(Bf16Factors());
+#endif
+    (void)fit;
+    return f(Fp32Factors());
+}
+
+static size_t room(const Attend& call) {
+    return with_factors(call, [&](auto factors) {
+        Room many{0, 0}, few{0, 0};
+        Many<decltype(factors)> a(call, many);
+        Few<decltype(factors)> b(call, few);
+        return most(many.used, few.used);
+    });
+}
+
+static int64_t most_rows(const Attend& call) {
+    return with_factors(call, [&](auto factors) { return Many<decltype(factors)>::most_rows(call); });
+}
+
+static bool few(const Attend& call, int64_t rows) { return rows <= FEW && !call.mask && !call.invariant; }
+
+static void attend(const Attend& call, const Unit& unit, bool few, char* base) {
+    with_factors(call, [&](auto factors) {
+        Room room{reinterpret_cast<uintptr_t>(base), 0};
+        if (few) Few<decltype(factors)>(call, room).run(unit);
+        else Many<decltype(factors)>(call, room).run(unit);
+    });
+}
+
+extern const Level LEVEL;
+const Level LEVEL = {room, most_rows, few, attend, join, write_room, write, KEYS};
+
+}  // namespace QUIRE_LEVEL
+}  // namespace quire

@@ -1,0 +1,266 @@
+// The C interface: cuts a call into pieces of work, and lets threads take them, the longest first.
+#include <dlfcn.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstdlib>
+#include <memory>
+#include <new>
+#include <thread>
+#include <vector>
+
+#include "call.h"
+#include "probe.h"
+
+namespace quire {
+
+#define DECLARE(level) namespace level { extern const Level LEVEL; }
+#if defined(__x86_64__)
+DECLARE(portable) DECLARE(avx2) DECLARE(avx512) DECLARE(avx512_bf16)
+#if defined(QUIRE_HAS_AMX)
+DECLARE(amx)
+#endif
+#elif defined(__ARM_NEON)
+DECLARE(neon)
+#else
+DECLARE(portable)
+#endif
+
+static const Level& level_of(int64_t level) {
+    switch (level) {
+#if defined(__x86_64__)
+        case AVX2: return avx2::LEVEL;
+        case AVX512: return avx512::LEVEL;
+        case AVX512_BF16: return avx512_bf16::LEVEL;
+#if defined(QUIRE_HAS_AMX)
+        case AMX: return amx::LEVEL;
+#endif
+        default: return portable::LEVEL;
+#elif defined(__ARM_NEON)
+        default: return neon::LEVEL;
+#else
+        default: return portable::LEVEL;
+#endif
+    }
+}
+
+namespace {
+
+// Memory of a thread: it is asked for the same again and again, and finds it warm.
+char* own_room(size_t bytes) {
+    struct Owner {
+        char* memory = nullptr;
+        size_t size = 0;
+        ~Owner() { std::free(memory); }
+    };
+    static thread_local Owner owner;
+    if (owner.size < bytes) {
+        std::free(owner.memory);
+        owner.size = 0;
+        owner.memory = static_cast<char*>(std::aligned_alloc(64, (bytes + 4095) / 4096 * 4096));
+        if (!owner.memory) throw std::bad_alloc();
+        owner.size = bytes;
+    }
+    return owner.memory;
+}
+
+// Runs f on so many threads at once, the caller's among them. torch's own team of threads is asked first, through the OpenMP runtime
+// that torch has loaded: threads of our own would fight with those for the cores, which spin for a while after each of torch's
+// operators. Where there is no such runtime, threads are started for the call.
+template <class F>
+void together(int64_t threads, F& f) {
+    using Parallel = void (*)(void (*)(void*), void*, unsigned, unsigned);
+    static const Parallel parallel = reinterpret_cast<Parallel>(dlsym(RTLD_DEFAULT, "GOMP_parallel"));
+    if (threads <= 1) {
+        f();
+    } else if (parallel) {
+        parallel([](void* x) { (*static_cast<F*>(x))(); }, &f, static_cast<unsigned>(threads), 0);
+    } else {
+        std::vector<std::thread> others;
+        for (int64_t i = 1; i < threads; i++) others.emplace_back([&f] { f(); });
+        f();
+        for (auto& other : others) other.join();
+    }
+}
+
+// Lets threads take the pieces of work one by one.
+template <class Each>
+void share(int64_t threads, int64_t count, size_t room, Each each) {
+    std::atomic<int64_t> next{0};
+    std::atomic<bool> failed{false};
+    auto work = [&] {
+        try {
+            char* mine = room ? own_room(room) : nullptr;
+            for (int64_t i; (i = next.fetch_add(1)) < count;) each(i, mine);
+        } catch (const std::bad_alloc&) {
+            failed = true;
+        }
+    };
+    together(std::min(threads, count), work);
+    if (failed) throw std::bad_alloc();
+}
+
+struct Range {
+    int64_t low, high;
+};
+
+// The keys that some of the new tokens [first, first + count) of a sequence can see.
+Range sees(const Attend& call, int64_t seq, int64_t first, int64_t count) {
+    int64_t kv_len = call.batch.kv_lens.at(seq), context = kv_len - call.batch.q_len(seq);
+    if (call.mask) {
+        int64_t low = 0;
+        if (call.left != UNBOUNDED && call.positions.data) {
+            int64_t least = INT64_MAX, token = call.batch.begin(seq);
+            for (int64_t t = first; t < first + count; t++) least = std::min(least, call.positions.at(token + t));
+            low = std::max<int64_t>(0, std::min(context, least - call.left));
+        }
+        return {low, kv_len};
+    }
+    int64_t right = call.is_causal(seq) ? 0 : call.right;
+    int64_t low = call.left == UNBOUNDED ? 0 : std::max<int64_t>(0, context + first - call.left);
+    int64_t high = right == UNBOUNDED ? kv_len : std::max<int64_t>(0, std::min(kv_len, context + first + count + right));
+    return {low, std::max(low, high)};
+}
+
+void zero_rows(const Attend& call, int64_t first) {
+    int64_t heads = call.cache.heads * call.group, size = size_of(call.out.type);
+    for (int64_t token = first; token < call.tokens; token++) {
+        for (int64_t head = 0; head < heads; head++) {
+            if (call.lse) call.lse[token * call.lse_token + head * call.lse_head] = 0;
+            if (!call.zero_padding) continue;
+            for (int64_t d = 0; d < call.cache.v.dim; d++) {
+                uint8_t* to = call.out.data + (token * call.out.token + head * call.out.head + d * call.out.dim) * size;
+                std::fill(to, to + size, 0);
+            }
+        }
+    }
+}
+
+void run(const Attend& call) {
+    const Level& level = level_of(call.level);
+    zero_rows(call, call.batch.q_starts.at(call.batch.seqs));
+    std::vector<Unit> units;
+    double total = 0;
+    int64_t heads = call.cache.heads, tallest = level.most_rows(call), work_rows = 0;
+    for (int64_t seq = 0; seq < call.batch.seqs; seq++) {
+        int64_t q_len = call.batch.q_len(seq), rows = q_len * call.group;
+        if (q_len > 0 && !level.few(call, rows)) work_rows += rows * heads;
+    }
+    // Rows are cut into enough pieces for all threads, but not into slivers: each packs the keys anew.
+    int64_t height = std::max<int64_t>(32, std::min(tallest, work_rows / (4 * call.threads)));
+    for (int64_t seq = 0; seq < call.batch.seqs; seq++) {
+        int64_t q_len = call.batch.q_len(seq), rows = q_len * call.group;
+        if (q_len <= 0 || q_len < call.only_low || q_len > call.only_high) continue;
+        if (level.few(call, rows)) {
+            Range keys = sees(call, seq, 0, q_len);
+            double cost = double(keys.high - keys.low + 16) * heads * (rows + 8);
+            units.push_back({seq, 0, heads, 0, rows, keys.low, keys.high, nullptr, cost});
+            total += cost;
+            continue;
+        }
+        int64_t pieces = (rows + height - 1) / height, step = (rows + pieces - 1) / pieces;
+        for (int64_t head = 0; head < heads; head++) {
+            for (int64_t row = 0; row < rows; row += step) {
+                int64_t count = std::min(step, rows - row), first = row / call.group, last = (row + count - 1) / call.group;
+                Range keys = sees(call, seq, first, last - first + 1);
+                double cost = double(keys.high - keys.low + 16) * (count + 16);
+                units.push_back({seq, head, 1, row, count, keys.low, keys.high, nullptr, cost});
+                total += cost;
+            }
+        }
+    }
+
+    // A piece that is larger than a thread's share of everything is cut over its keys, and its parts are joined in the end.
+    std::vector<Unit> cut;
+    std::vector<Join> joins;
+    std::vector<size_t> places;  // of each join's first part, while memory moves
+    size_t room = 0;
+    double part_cost = total / (4.0 * call.threads);
+    for (const Unit& unit : units) {
+        int64_t tiles = (unit.high + level.keys - 1) / level.keys - unit.low / level.keys;
+        int64_t parts = 1;
+        if (call.threads > 1 && !call.invariant && unit.cost > part_cost) {
+            parts = std::min<int64_t>(static_cast<int64_t>(unit.cost / part_cost + 0.999), tiles / 4);
+        }
+        if (parts < 2) {
+            cut.push_back(unit);
+            continue;
+        }
+        int64_t stride = unit.heads * unit.rows * part_stride(call);
+        joins.push_back({unit.seq, unit.head, unit.heads, unit.row, unit.rows, parts, stride, nullptr});
+        places.push_back(cut.size());
+        for (int64_t p = 0; p < parts; p++) {
+            Unit part = unit;
+            int64_t base = unit.low / level.keys;
+            part.low = p == 0 ? unit.low : (base + tiles * p / parts) * level.keys;
+            part.high = p == parts - 1 ? unit.high : (base + tiles * (p + 1) / parts) * level.keys;
+            part.cost = unit.cost / parts;
+            part.part = reinterpret_cast<float*>(room + 64);  // an offset until memory is there; never null
+            room += stride * sizeof(float);
+            cut.push_back(part);
+        }
+    }
+    std::unique_ptr<float[]> memory(room ? new float[room / sizeof(float)] : nullptr);
+    for (Unit& unit : cut) {
+        if (unit.part) unit.part = memory.get() + (reinterpret_cast<uintptr_t>(unit.part) - 64) / sizeof(float);
+    }
+    for (size_t i = 0; i < joins.size(); i++) joins[i].part = cut[places[i]].part;
+
+    std::vector<int64_t> order(cut.size());
+    for (size_t i = 0; i < order.size(); i++) order[i] = static_cast<int64_t>(i);
+    std::stable_sort(order.begin(), order.end(), [&](int64_t a, int64_t b) { return cut[a].cost > cut[b].cost; });
+    // Starting a team takes microseconds: what is done sooner than that is done alone.
+    int64_t threads = total * (call.cache.k.dim + call.cache.v.dim) < 2e5 ? 1 : call.threads;
+    share(threads, static_cast<int64_t>(cut.size()), level.room(call), [&](int64_t i, char* mine) {
+        const Unit& unit = cut[order[i]];
+        level.attend(call, unit, level.few(call, call.batch.q_len(unit.seq) * call.group), mine);
+    });
+    share(threads, static_cast<int64_t>(joins.size()), 0, [&](int64_t i, char*) { level.join(call, joins[i]); });
+}
+
+// Where a token is to be stored, -1 for nowhere.
+int64_t slot_of(const Write& call, int64_t token, int64_t seq) {
+    if (call.slots.data) return call.slots.at(token);
+    int64_t at = token - call.batch.q_starts.at(seq + 1) + call.batch.kv_lens.at(seq);
+    if (at < 0 || at / call.cache.page_size >= call.batch.width) return -1;
+    int64_t page = call.batch.table.at(seq, at / call.cache.page_size);
+    return page < 0 ? -1 : page * call.cache.page_size + at % call.cache.page_size;
+}
+
+void run(const Write& call) {
+    const Level& level = level_of(call.level);
+    int64_t live = std::min(call.tokens, call.batch.q_starts.at(call.batch.seqs));
+    std::vector<int64_t> slots(std::max<int64_t>(0, live), -1);
+    for (int64_t seq = 0, token = 0; seq < call.batch.seqs; seq++) {
+        for (; token < std::min(live, call.batch.q_starts.at(seq + 1)); token++) slots[token] = slot_of(call, token, seq);
+    }
+    const int64_t room = call.cache.pages * call.cache.page_size, some = 16;
+    int64_t pieces = (live + some - 1) / some;
+    share(pieces < 4 ? 1 : call.threads, pieces, level.write_room(call), [&](int64_t i, char* mine) {
+        for (int64_t token = i * some; token < std::min(live, (i + 1) * some); token++) {
+            if (slots[token] >= 0 && slots[token] < room) level.write(call, token, slots[token], mine);
+        }
+    });
+}
+
+template <class Call>
+int guarded(const Call* call) {
+    try {
+        run(*call);
+        return 0;
+    } catch (const std::bad_alloc&) {
+        return 1;
+    }
+}
+
+}  // namespace
+}  // namespace quire
+
+#define EXPORT extern "C" __attribute__((visibility("default")))
+
+EXPORT unsigned quire_levels() { return quire::levels_here(); }
+EXPORT const char* quire_level_name(int level) { return level >= 0 && level < quire::LEVELS ? quire::LEVEL_NAMES[level] : nullptr; }
+EXPORT size_t quire_size_of_attend() { return sizeof(quire::Attend); }
+EXPORT size_t quire_size_of_write() { return sizeof(quire::Write); }
+EXPORT int quire_attend(const quire::Attend* call) { return quire::guarded(call); }
+EXPORT int quire_write(const quire::Write* call) { return quire::guarded(call); }

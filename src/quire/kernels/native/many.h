@@ -1,0 +1,198 @@
+// Many rows of queries: prompts. Keys and values of a tile are packed once, then block after block of rows meets them:
+//
+//     for each tile of keys:   pack K as panels of keys, V as panels of values
+//         for each block of rows:   scores = q K;   weights = 2^(logits - largest);   values = values * keep + weights V
+//
+// Tiles start at multiples of KEYS, and every sum is made in the order of its keys: a row's bits depend on its own position alone.
+#pragma once
+#include "tile.h"
+
+namespace quire {
+namespace QUIRE_LEVEL {
+
+constexpr int64_t BLOCK = ROUND_ROWS > 1 ? 32 : 24;  // rows that meet a tile at a time
+
+template <class F>
+struct Many {
+    const Attend& call;
+    int64_t k_units, v_lanes;
+    int32_t *q, *k_panels, *v_panels, *weights, *line;
+    float *values, *scores, *keep, *bias, *k_scale, *v_scale;
+    Gathered* have;
+    Sight* sights;
+    Tile* tile;
+    Rows* rows;
+    uint8_t* gathered;
+
+    static int64_t most_rows(const Attend& call) {
+        int64_t widest = most(call.cache.k.dim, call.cache.v.dim);
+        return most<int64_t>(BLOCK, 256 * 128 / most<int64_t>(widest, 128) / BLOCK * BLOCK);
+    }
+
+    Many(const Attend& call, Room& room) : call(call) {
+        int64_t count = round_up(most_rows(call), BLOCK);
+        k_units = round_up((call.cache.k.dim + F::PER_UNIT - 1) / F::PER_UNIT, W);
+        v_lanes = round_up(call.cache.v.dim, LANES_OF_PANEL);
+        q = room.take<int32_t>(count * k_units);
+        values = room.take<float>(count * v_lanes);
+        scores = room.take<float>(BLOCK * KEYS);
+        weights = F::PER_UNIT == 1 ? (int32_t*)scores : room.take<int32_t>(BLOCK * KEYS / 2);
+        k_panels = room.take<int32_t>(KEYS * k_units);
+        v_panels = room.take<int32_t>(KEYS * v_lanes);
+        line = room.take<int32_t>(W * most(k_units, v_lanes));
+        keep = room.take<float>(BLOCK);
+        bias = room.take<float>(KEYS);
+        k_scale = room.take<float>(KEYS);
+        v_scale = room.take<float>(KEYS);
+        have = room.take<Gathered>(count);
+        sights = room.take<Sight>(count);
+        tile = room.take<Tile>(1);
+        rows = room.take<Rows>(1);
+        gathered = room.take<uint8_t>(KEYS * 512 * 4);
+    }
+
+    // A row as units: where it lies, if it can be taken as it is, or a copy in `to`.
+    const int32_t* as_factor(const Rows& from, int64_t j, int64_t dim, int32_t* to, int64_t padded) {
+        if (j >= from.count) return (const int32_t*)ZEROS;
+        int64_t type = from.type_of(j);
+        if (type == F::TYPE && dim == padded * F::PER_UNIT) return (const int32_t*)from.at[j];
+        as_units<F>(from.at[j], type, dim, to, padded);
+        return to;
+    }
+
+    void pack_keys(int64_t head) {
+        rows_of(call.cache.k, call.new_k, tile->k, *tile, head, gathered, *rows);
+        for (int64_t first = 0; first < round_up(tile->count, LANES_OF_PANEL); first += W) {
+            const int32_t* from[W];
+            for (int64_t i = 0; i < W; i++) from[i] = as_factor(*rows, first + i, call.cache.k.dim, line + i * k_units, k_units);
+            int32_t* to = k_panels + first / LANES_OF_PANEL * LANES_OF_PANEL * k_units + first % LANES_OF_PANEL;
+            for (int64_t u = 0; u < k_units; u += W) {
+                vi block[W];
+                UNROLL for (int i = 0; i < W; i++) block[i] = load<vi>(from[i] + u);
+                transpose(block);
+                UNROLL for (int i = 0; i < W; i++) store(to + (u + i) * LANES_OF_PANEL, block[i]);
+            }
+        }
+    }
+
+    void pack_values(int64_t head, int64_t units) {
+        constexpr int64_t PER = F::PER_UNIT;
+        rows_of(call.cache.v, call.new_v, tile->v, *tile, head, gathered, *rows);
+        int64_t row_units = v_lanes / PER, panel = units * LANES_OF_PANEL;
+        for (int64_t u = 0; u < units; u++) {
+            const int32_t* a = as_factor(*rows, u * PER, call.cache.v.dim, line, row_units);
+            const int32_t* b = PER == 1 ? a : as_factor(*rows, u * PER + 1, call.cache.v.dim, line + v_lanes, row_units);
+            for (int64_t d = 0; d < v_lanes; d += PER * W) {
+                int32_t* to = v_panels + d / LANES_OF_PANEL * panel + u * LANES_OF_PANEL + d % LANES_OF_PANEL;
+                vi low = load<vi>(a + d / PER), high = PER == 1 ? vi{} : load<vi>(b + d / PER);
+                F::mingle(low, high);
+                store(to, low);
+                if (PER == 2) store(to + W, high);
+            }
+        }
+    }
+
+    void run(const Unit& unit) {
+        Tiles tiles;
+        const Sequence s(call, unit.seq);
+        int64_t head = unit.head, group = call.group, k_dim = call.cache.k.dim, padded_rows = round_up(unit.rows, ROUND_ROWS);
+        for (int64_t i = 0; i < unit.rows; i++) {
+            int64_t token = (unit.row + i) / group, q_head = head * group + (unit.row + i) % group, size = size_of(call.q.type);
+            const uint8_t* from = call.q.data + ((s.token + token) * call.q.token + q_head * call.q.head) * size;
+            if (call.q.dim != 1) {
+                from = quire::QUIRE_LEVEL::gathered(from, size, k_dim, gathered, [&](int64_t d) { return d * call.q.dim; });
+            }
+            as_units<F>(from, call.q.type, k_dim, q + i * k_units, k_units);
+            sights[i] = sight_of(call, s, token, q_head);
+            have[i] = Gathered{-__builtin_inff(), 0.0f};
+        }
+        for (int64_t i = unit.rows; i < padded_rows; i++) memset(q + i * k_units, 0, k_units * 4);
+        memset(values, 0, padded_rows * v_lanes * 4);
+        const Logits logits(call);
+        bool bad = false;
+        for (int64_t first = unit.low / KEYS * KEYS; first < unit.high; first += KEYS) {
+            int64_t low = most(first, unit.low), high = least(first + KEYS, unit.high);
+            bool seen[KEYS], some = true, plain = !s.tree || (high <= s.context && call.left == UNBOUNDED && call.right == UNBOUNDED);
+            if (!plain) some = look(s, unit, first, low, high, seen);
+            if (!some) continue;
+            find(call, s, first, low, high, plain ? nullptr : seen, *tile);
+            bad |= tile->bad;
+            meet(s, unit, head, logits, plain && !(s.tree && call.alibi));
+        }
+        for (int64_t i = 0; i < unit.rows; i++) {
+            if (bad) have[i].total = __builtin_nanf("");
+            leave(call, s, unit, head, unit.row + i, have[i], values + i * v_lanes);
+        }
+    }
+
+    // Which keys of a tile some row of a tree sees.
+    bool look(const Sequence& s, const Unit& unit, int64_t first, int64_t low, int64_t high, bool* seen) {
+        bool some = false;
+        for (int64_t key = first; key < high; key++) {
+            bool one = false;
+            for (int64_t i = 0; i < unit.rows && !one && key >= low; i++) {
+                if (i && sights[i].token == sights[i - 1].token) continue;
+                one = tree_sees(call, s, sights[i], key);
+            }
+            seen[key - first] = one;
+            some |= one;
+        }
+        return some;
+    }
+
+    // All rows over the tile that was found. Where lengths do not say who sees whom, a bias does.
+    void meet(const Sequence& s, const Unit& unit, int64_t head, const Logits& logits, bool plain) {
+        int64_t first = tile->first, count = tile->count;
+        int64_t units = round_up((count + F::PER_UNIT - 1) / F::PER_UNIT, ROUND_UNITS), padded = round_up(count, 2 * W);
+        int64_t k_used = ROUND_UNITS > 1 ? k_units : (call.cache.k.dim + F::PER_UNIT - 1) / F::PER_UNIT;
+        bool packed = false, scaled = call.cache.k.scale != nullptr;
+        for (int64_t from = 0; from < unit.rows; from += BLOCK) {
+            int64_t rows = least(BLOCK, unit.rows - from), run_rows = round_up(rows, ROUND_ROWS);
+            int64_t lowest = INT64_MAX, highest = 0;
+            for (int64_t i = from; i < from + rows; i++) {
+                lowest = least(lowest, sights[i].low), highest = most(highest, sights[i].high);
+            }
+            if (highest <= first || lowest >= first + count) continue;
+            if (!packed) {
+                pack_keys(head);
+                pack_values(head, units);
+                if (scaled) {
+                    scales_of(call.cache.k, tile->k, *tile, head, k_scale);
+                    scales_of(call.cache.v, tile->v, *tile, head, v_scale);
+                }
+                packed = true;
+            }
+            Panels keys{k_panels, round_up(count, LANES_OF_PANEL) / LANES_OF_PANEL, LANES_OF_PANEL * k_units, k_used};
+            product<F>(Factor{q + from * k_units, k_units}, run_rows, keys, Sums{scores, KEYS, nullptr});
+            for (int64_t i = 0; i < rows; i++) {
+                const Sight& sight = sights[from + i];
+                int32_t* weight = weights + i * (KEYS / F::PER_UNIT);
+                if (!plain) fill_bias(s, sight, padded);
+                keep[i] = weigh<F>(scores + i * KEYS, weight, padded, most<int64_t>(0, sight.low - first),
+                                   least(count, sight.high - first), logits, scaled ? k_scale : nullptr,
+                                   scaled ? v_scale : nullptr, plain ? nullptr : bias, plain ? sight.slope : 0.0f,
+                                   (float)(sight.at - first), have[from + i]);
+                for (int64_t u = padded / F::PER_UNIT; u < units; u++) weight[u] = 0;
+            }
+            for (int64_t i = rows; i < run_rows; i++) {
+                memset(weights + i * (KEYS / F::PER_UNIT), 0, units * 4);
+                keep[i] = 1.0f;
+            }
+            product<F>(Factor{weights, KEYS / F::PER_UNIT}, run_rows,
+                       Panels{v_panels, v_lanes / LANES_OF_PANEL, units * LANES_OF_PANEL, units},
+                       Sums{values + from * v_lanes, v_lanes, keep});
+        }
+    }
+
+    void fill_bias(const Sequence& s, const Sight& sight, int64_t padded) {
+        for (int64_t j = 0; j < padded; j++) {
+            int64_t key = tile->first + j;
+            bool sees = j < tile->count && tile->k[j] && tree_sees(call, s, sight, key);
+            int64_t distance = sees && sight.slope ? sight.at - key_at(call, s, key) : 0;
+            bias[j] = sees ? -sight.slope * (float)(distance < 0 ? -distance : distance) : -__builtin_inff();
+        }
+    }
+};
+
+}  // namespace QUIRE_LEVEL
+}  // namespace quire

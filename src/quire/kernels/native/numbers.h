@@ -1,0 +1,179 @@
+// Stored elements as fp32 and back, and the functions that attention needs.
+#pragma once
+#include "vector.h"
+
+namespace quire {
+namespace QUIRE_LEVEL {
+
+INLINE vf infinity() { return as_float(splat(0x7F800000)); }
+INLINE vf magnitude(vf x) { return as_float(as_int(x) & 0x7FFFFFFF); }
+INLINE vf not_below(vf x, float low) { return larger(splat(low), x); }  // NaN stays NaN
+INLINE vf not_above(vf x, float high) { return -larger(splat(-high), -x); }
+
+template <class Narrow>
+INLINE vi widened(const uint8_t* p) {
+    typedef Narrow vn __attribute__((vector_size(W * sizeof(Narrow))));
+    return __builtin_convertvector(load<vn>(p), vi);
+}
+
+// Floats of 8 or 16 bits: E bits of exponent with a bias, M of mantissa.
+enum Specials { IEEE, NAN_ONLY, ONE_NAN };  // infinities and NaNs; NaN in the largest code; NaN where -0 would be
+
+template <int E, int M, int BIAS, Specials KIND>
+struct Small {
+    static constexpr int SIGN = 1 << (E + M), INFINITE = ((1 << E) - 1) << M;
+
+    static INLINE vf decode(vi code) {
+        vi size = code & (SIGN - 1);
+        vi normal = (size << (23 - M)) + ((127 - BIAS) << 23);
+        vi tiny = as_int(__builtin_convertvector(size, vf) * as_float(splat((127 + 1 - BIAS - M) << 23)));
+        vi bits = select(size < (1 << M), tiny, normal);
+        if (KIND == IEEE) bits = select(size >= INFINITE, 0x7F800000 | (size << (23 - M)), bits);
+        if (KIND == NAN_ONLY) bits = select(size == SIGN - 1, splat(0x7FC00000), bits);
+        bits |= (code & SIGN) << (31 - E - M);
+        if (KIND == ONE_NAN) bits = select(code == SIGN, splat(0x7FC00000), bits);
+        return as_float(bits);
+    }
+
+    // To the nearest, ties to even. Formats without infinities are given what they can hold.
+    static INLINE vi encode(vf x) {
+        vi size = as_int(magnitude(x)), sign = (as_int(x) >> (31 - E - M)) & SIGN;
+        vi normal = ((size + ((1 << (22 - M)) - 1) + ((size >> (23 - M)) & 1)) >> (23 - M)) - ((127 - BIAS) << M);
+        vi unit = splat((127 + 24 - BIAS - M) << 23);  // where the last place is that of the smallest number
+        vi tiny = as_int(as_float(size) + as_float(unit)) - unit;
+        vi code = select(size < ((128 - BIAS) << 23), tiny, normal);
+        if (KIND == IEEE) code = select(code > INFINITE, splat(INFINITE), code);
+        vi nan = KIND == IEEE && E == 5 && M == 10 ? splat(0x7E00) : splat(SIGN - 1);
+        code = select(size > 0x7F800000, nan, code);
+        if (KIND == ONE_NAN) return select(size > 0x7F800000, splat(SIGN), select(code == 0, code, code | sign));
+        return code | sign;
+    }
+};
+
+template <int TYPE>
+struct Number;
+
+template <>
+struct Number<FP32> {
+    static INLINE vf decode(const uint8_t* p) { return load(p); }
+    static INLINE vi encode(vf x) { return as_int(x); }
+};
+
+template <>
+struct Number<BF16> {
+    static INLINE vf decode(const uint8_t* p) { return as_float(widened<uint16_t>(p) << 16); }
+    static INLINE vi encode(vf x) {
+        vi bits = as_int(x);
+        vi rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16) & 0xFFFF;
+        return select((bits & 0x7FFFFFFF) > 0x7F800000, splat(0x7FC0), rounded);
+    }
+};
+
+template <>
+struct Number<FP16> : Small<5, 10, 15, IEEE> {
+#if defined(__AVX512F__)
+    static INLINE vf decode(const uint8_t* p) { return (vf)_mm512_cvtph_ps(load<__m256i>(p)); }
+#elif defined(__AVX2__)
+    static INLINE vf decode(const uint8_t* p) { return (vf)_mm256_cvtph_ps(load<__m128i>(p)); }
+#else
+    static INLINE vf decode(const uint8_t* p) { return Small::decode(widened<uint16_t>(p)); }
+#endif
+};
+
+template <class S>
+struct Byte : S {
+    static INLINE vf decode(const uint8_t* p) { return S::decode(widened<uint8_t>(p)); }
+};
+template <>
+struct Number<E4M3FN> : Byte<Small<4, 3, 7, NAN_ONLY>> {};
+template <>
+struct Number<E4M3FNUZ> : Byte<Small<4, 3, 8, ONE_NAN>> {};
+template <>
+struct Number<E5M2> : Byte<Small<5, 2, 15, IEEE>> {};
+template <>
+struct Number<INT8> {
+    static INLINE vf decode(const uint8_t* p) { return __builtin_convertvector(widened<int8_t>(p), vf); }
+    static INLINE vi encode(vf x) { return __builtin_convertvector(select(x == x, nearest(x), vf{}), vi); }
+};
+
+constexpr float LARGEST[TYPES] = {0, 0, 0, 448, 240, 57344, 127};  // of the formats that saturate
+
+template <int TYPE>
+constexpr int SIZE = TYPE == FP32 ? 4 : TYPE < E4M3FN ? 2 : 1;
+
+// Calls f with the type as a constant.
+template <class F>
+INLINE auto with_type(int64_t type, F f) {
+    switch (type) {
+        case FP32: return f(std::integral_constant<int, FP32>());
+        case FP16: return f(std::integral_constant<int, FP16>());
+        case BF16: return f(std::integral_constant<int, BF16>());
+        case E4M3FN: return f(std::integral_constant<int, E4M3FN>());
+        case E4M3FNUZ: return f(std::integral_constant<int, E4M3FNUZ>());
+        case E5M2: return f(std::integral_constant<int, E5M2>());
+        default: return f(std::integral_constant<int, INT8>());
+    }
+}
+
+// W elements, or the first few of them and zeros.
+template <int TYPE>
+INLINE vf decode(const uint8_t* p, int64_t count = W) {
+    if (count >= W) return Number<TYPE>::decode(p);
+    uint8_t some[W * 4] = {};
+    memcpy(some, p, count * SIZE<TYPE>);
+    return Number<TYPE>::decode(some);
+}
+
+template <int TYPE>
+INLINE void encode(vf x, uint8_t* p, int64_t count = W) {
+    if (TYPE >= E4M3FN) x = not_above(not_below(x, -LARGEST[TYPE]), LARGEST[TYPE]);
+    vi code = Number<TYPE>::encode(x);
+    if constexpr (SIZE<TYPE> == 4) {
+        memcpy(p, &code, least<int64_t>(count, W) * 4);
+    } else if constexpr (SIZE<TYPE> == 2) {
+        typedef uint16_t vn __attribute__((vector_size(W * 2)));
+        vn narrow = __builtin_convertvector(code, vn);
+        memcpy(p, &narrow, least<int64_t>(count, W) * 2);
+    } else {
+        typedef uint8_t vn __attribute__((vector_size(W)));
+        vn narrow = __builtin_convertvector(code, vn);
+        memcpy(p, &narrow, least<int64_t>(count, W));
+    }
+}
+
+// 2^x for x <= 128, within an ulp; zero below 2^-126.
+INLINE vf exp2(vf x) {
+    vf n = nearest(not_below(x, -127.0f));
+    vf f = x - n;
+    vf p = splat(1.5461447463e-4f);
+    p = fma(p, f, splat(1.3390867351e-3f));
+    p = fma(p, f, splat(9.6180566699e-3f));
+    p = fma(p, f, splat(5.5503571043e-2f));
+    p = fma(p, f, splat(2.4022650922e-1f));
+    p = fma(p, f, splat(6.9314718803e-1f));
+    p = fma(p, f, splat(1.0f));
+#if defined(__AVX512F__)
+    vf y = (vf)_mm512_scalef_ps((__m512)p, (__m512)n);
+#else
+    vf y = as_float(as_int(p) + (__builtin_convertvector(n, vi) << 23));
+#endif
+    return select(x < splat(-126.0f), vf{}, y);
+}
+
+// tanh by Cephes' split: an odd polynomial near zero, where the other form would cancel.
+INLINE vf tanh(vf x) {
+    vf size = magnitude(x), square = x * x;
+    vf p = splat(-5.70498872745e-3f);
+    p = fma(p, square, splat(2.06390887954e-2f));
+    p = fma(p, square, splat(-5.37397155531e-2f));
+    p = fma(p, square, splat(1.33314422036e-1f));
+    p = fma(p, square, splat(-3.33332819422e-1f));
+    vf small = fma(p * square, x, x);
+    vf e = exp2(not_above(size, 20.0f) * 2.88539008f);  // e^(2|x|)
+    vf large = 1.0f - 2.0f / (e + 1.0f);
+    large = as_float(as_int(large) | (as_int(x) & splat((int32_t)0x80000000)));
+    return select(size < splat(0.625f), small, large);
+}
+
+}  // namespace QUIRE_LEVEL
+}  // namespace quire

@@ -1,0 +1,281 @@
+// Tiles of keys: where their rows lie, what scales them, and what a row of queries makes of its scores.
+#pragma once
+#include "product.h"
+
+namespace quire {
+namespace QUIRE_LEVEL {
+
+constexpr int64_t KEYS = 128;  // of a tile
+constexpr float LOG2E = 1.44269504088896341f;
+constexpr double LN2 = 0.693147180559945309;
+
+struct Sequence {
+    int64_t seq, token, q_len, kv_len, context;
+    bool fresh;  // takes its new tokens from beside the cache
+    bool causal, tree;
+
+    Sequence(const Attend& call, int64_t seq)
+        : seq(seq),
+          token(call.batch.begin(seq)),
+          q_len(call.batch.q_len(seq)),
+          kv_len(call.batch.kv_lens.at(seq)),
+          context(kv_len - q_len),
+          fresh(call.takes_new(seq)),
+          causal(call.is_causal(seq)),
+          tree(call.mask) {}
+};
+
+// What a row of queries sees: keys [low, high) without a tree.
+struct Sight {
+    int64_t token, at, low, high;  // its token among the sequence's new ones, its position
+    float slope;                   // ALiBi's, for logits of base 2
+};
+
+static INLINE Sight sight_of(const Attend& call, const Sequence& s, int64_t token, int64_t q_head) {
+    Sight sight{token, s.context + token, 0, s.kv_len, call.alibi ? call.alibi[q_head] * LOG2E : 0.0f};
+    if (s.tree) {
+        if (call.positions.data) sight.at = call.positions.at(s.token + token);
+        return sight;
+    }
+    int64_t right = s.causal ? 0 : call.right;
+    if (call.left != UNBOUNDED) sight.low = most<int64_t>(0, sight.at - call.left);
+    if (right != UNBOUNDED) sight.high = most<int64_t>(0, least(s.kv_len, sight.at + right + 1));
+    return sight;
+}
+
+// The position of a key, and whether a query sees it, where a tree decides.
+static INLINE int64_t key_at(const Attend& call, const Sequence& s, int64_t key) {
+    return key >= s.context && call.positions.data ? call.positions.at(s.token + key - s.context) : key;
+}
+static INLINE bool tree_sees(const Attend& call, const Sequence& s, const Sight& sight, int64_t key) {
+    if (key >= s.context &&
+        !call.mask[(s.token + sight.token) * call.mask_token + (key - s.context) * call.mask_column]) {
+        return false;
+    }
+    if (call.left == UNBOUNDED && call.right == UNBOUNDED) return true;
+    int64_t distance = sight.at - key_at(call, s, key);
+    return (call.left == UNBOUNDED || distance <= call.left) && (call.right == UNBOUNDED || -distance <= call.right);
+}
+
+// The keys of a tile: the first `cut` lie in the cache, the others among the new tokens. A row that nobody sees is null.
+struct Tile {
+    int64_t first, count, cut;
+    const uint8_t* k[KEYS];
+    const uint8_t* v[KEYS];
+    int64_t page[KEYS], slot[KEYS];
+    bool bad;  // a page that somebody needs does not exist
+};
+
+// Keys [low, high), of which columns start at `first`; `seen` leaves out what no query of a tree sees.
+static void find(const Attend& call, const Sequence& s, int64_t first, int64_t low, int64_t high, const bool* seen, Tile& tile) {
+    const Cache& cache = call.cache;
+    tile.first = first, tile.count = high - first, tile.bad = false;
+    int64_t end = s.fresh ? most(low, least(high, s.context)) : high;
+    tile.cut = end - first;
+    int64_t k_size = size_of(cache.k.type), v_size = size_of(cache.v.type);
+    for (int64_t j = 0; j < low - first; j++) tile.k[j] = tile.v[j] = nullptr;
+    for (int64_t key = low; key < end;) {
+        int64_t column = key / cache.page_size, slot = key - column * cache.page_size;
+        int64_t stop = least(end, key - slot + cache.page_size);
+        bool needed = !seen;
+        for (int64_t x = key; seen && x < stop; x++) needed |= seen[x - first];
+        int64_t page = needed && column < call.batch.width ? call.batch.table.at(s.seq, column) : -1;
+        bool exists = page >= 0 && page < cache.pages;
+        tile.bad |= needed && !exists;
+        const uint8_t* k = cache.k.data + (exists ? page * cache.k.page * k_size : 0);
+        const uint8_t* v = cache.v.data + (exists ? page * cache.v.page * v_size : 0);
+        for (; key < stop; key++, slot++) {
+            int64_t j = key - first;
+            tile.page[j] = page, tile.slot[j] = slot;
+            bool read = exists && (!seen || seen[j]);
+            tile.k[j] = read ? k + cache.k.slot(slot) * k_size : nullptr;
+            tile.v[j] = read ? v + cache.v.slot(slot) * v_size : nullptr;
+        }
+    }
+    for (int64_t key = end; key < high; key++) {
+        int64_t j = key - first, row = s.token + key - s.context;
+        bool read = !seen || seen[j];
+        tile.k[j] = read ? call.new_k.data + row * call.new_k.token * size_of(call.new_k.type) : nullptr;
+        tile.v[j] = read ? call.new_v.data + row * call.new_v.token * size_of(call.new_v.type) : nullptr;
+    }
+}
+
+// Elements that lie apart, side by side.
+template <class Place>
+static INLINE const uint8_t* gathered(const uint8_t* row, int64_t size, int64_t dim, uint8_t* to, Place place) {
+    for (int64_t d = 0; d < dim; d++) memcpy(to + d * size, row + place(d) * size, size);
+    return to;
+}
+
+// The rows of one head, K's or V's: pointers to whole rows. Rows whose elements lie apart are gathered into `room`, [KEYS, 512].
+struct Rows {
+    const uint8_t* at[KEYS + 2];
+    int64_t cut, count;
+    int64_t type, new_type;
+
+    int64_t type_of(int64_t j) const { return j < cut ? type : new_type; }
+};
+
+static void rows_of(const Pages& pages, const Array& fresh, const uint8_t* const* found, const Tile& tile, int64_t head,
+                    uint8_t* room, Rows& rows) {
+    int64_t size = size_of(pages.type), new_size = size_of(fresh.type), step = 512 * 4;
+    rows.cut = tile.cut, rows.count = tile.count, rows.type = pages.type, rows.new_type = fresh.type;
+    bool whole = pages.whole_rows();
+    for (int64_t j = 0; j < tile.cut; j++) {
+        const uint8_t* row = found[j] ? found[j] + head * pages.head * size : ZEROS;
+        if (!whole && found[j]) {
+            row = gathered(row, size, pages.dim, room + j * step, [&](int64_t d) { return pages.element(d); });
+        }
+        rows.at[j] = row;
+    }
+    for (int64_t j = tile.cut; j < tile.count; j++) {
+        const uint8_t* row = found[j] ? found[j] + head * fresh.head * new_size : ZEROS;
+        if (fresh.dim != 1 && found[j]) {
+            row = gathered(row, new_size, pages.dim, room + j * step, [&](int64_t d) { return d * fresh.dim; });
+        }
+        rows.at[j] = row;
+    }
+    for (int64_t j = tile.count; j < round_up(tile.count, 2); j++) rows.at[j] = ZEROS;
+}
+
+// The scales of a tile's keys or values of one head, 1 for new tokens, 0 where there is no key; false if there are none.
+static bool scales_of(const Pages& pages, const uint8_t* const* found, const Tile& tile, int64_t head, float* to) {
+    if (!pages.scale) return false;
+    if (pages.scale_page == 0 && pages.scale_slot == 0) {
+        float scale = pages.scale_of(0, 0, head);
+        for (int64_t j = 0; j < tile.cut; j++) to[j] = scale;
+    } else {
+        for (int64_t j = 0; j < tile.cut; j++) to[j] = found[j] ? pages.scale_of(tile.page[j], tile.slot[j], head) : 0.0f;
+    }
+    for (int64_t j = tile.cut; j < tile.count; j++) to[j] = 1.0f;
+    for (int64_t j = tile.count; j < KEYS; j++) to[j] = 0.0f;
+    return true;
+}
+
+// How scores become logits of base 2.
+struct Logits {
+    float factor, cap, capped;  // s * factor; with a softcap, capped * tanh(s * factor)
+
+    explicit Logits(const Attend& call) {
+        cap = call.softcap;
+        factor = cap ? call.scale / call.softcap : call.scale * (double)1.4426950408889634;
+        capped = call.softcap * 1.4426950408889634;
+    }
+};
+
+struct Gathered {  // what a row has so far: its largest logit, and the sum of the weights relative to it
+    float top, total;
+};
+
+// Scores of one row over a tile become weights; returns what earlier sums are to be multiplied by. `bias`, if given, is added to the
+// logits. Only keys [first, last) of the tile are seen.
+template <class F>
+static INLINE float weigh(float* score, int32_t* weight, int64_t padded, int64_t first, int64_t last, const Logits& logits,
+                          const float* key_scale, const float* value_scale, const float* bias, float slope, float distance,
+                          Gathered& row) {
+    const float none = -__builtin_inff();
+    bool cut = first > 0 || last < padded;
+    vf best = splat(none), factor = splat(logits.factor);
+    for (int64_t j = 0; j < padded; j += W) {
+        vf x = load(score + j) * (key_scale ? load(key_scale + j) * factor : factor);
+        if (logits.cap) x = tanh(x) * logits.capped;
+        if (bias) x += load(bias + j);
+        if (slope) x -= magnitude(distance - __builtin_convertvector(lanes() + (int32_t)j, vf)) * slope;
+        if (cut) {
+            vi lane = lanes() + (int32_t)j;
+            x = select((lane >= (int32_t)first) & (lane < (int32_t)last), x, splat(none));
+        }
+        store(score + j, x);
+        best = larger(best, x);
+    }
+    float here = largest(best), top = here > row.top ? here : row.top;
+    if (top == none) {
+        if (here == here) {
+            for (int64_t j = 0; j < padded; j += 2 * W) F::put(weight, j, vf{}, vf{});
+            return 1.0f;
+        }
+        top = 0.0f;  // there is a NaN among them, and it is to show
+    }
+    vf total{};
+    for (int64_t j = 0; j < padded; j += 2 * W) {
+        vf low = exp2(load(score + j) - top), high = exp2(load(score + j + W) - top);
+        total += low;
+        total += high;
+        if (value_scale) low *= load(value_scale + j), high *= load(value_scale + j + W);
+        F::put(weight, j, low, high);
+    }
+    float keep = row.top == top ? 1.0f : row.top == none ? 0.0f : exp2(splat(row.top - top))[0];
+    row.total = row.total * keep + sum(total);
+    row.top = top;
+    return keep;
+}
+
+// Adds the sink, divides, and stores one row of the output and of the LSE. Memory for `values` is a multiple of W long.
+static void finish(const Attend& call, const Sequence& s, int64_t head, int64_t row, Gathered have, const float* values) {
+    int64_t token = s.token + row / call.group, q_head = head * call.group + row % call.group;
+    const float none = -__builtin_inff();
+    float share = 1.0f;
+    if (call.sinks && call.sinks[q_head] != none) {
+        float sink = call.sinks[q_head] * LOG2E, top = sink > have.top ? sink : have.top;
+        share = exp2(splat(have.top - top))[0];
+        have.total = have.total * share + exp2(splat(sink - top))[0];
+        have.top = top;
+    }
+    if (call.lse) {
+        double lse = have.total == 0 ? (double)none : have.top * LN2 + __builtin_log((double)have.total);
+        call.lse[token * call.lse_token + q_head * call.lse_head] = lse;
+    }
+    share = have.total == 0 ? 0.0f : share / have.total;
+    with_type(call.out.type, [&](auto t) {
+        uint8_t* out = call.out.data + (token * call.out.token + q_head * call.out.head) * SIZE<t.value>;
+        for (int64_t d = 0; d < call.cache.v.dim; d += W) {
+            int64_t count = least<int64_t>(W, call.cache.v.dim - d);
+            vf x = load(values + d) * share;
+            if (call.out_scale) x /= (float)call.out_scale;
+            uint8_t some[W * 4];
+            encode<t.value>(x, some);
+            if (call.out.dim == 1) {
+                memcpy(out + d * SIZE<t.value>, some, count * SIZE<t.value>);
+            } else {
+                for (int64_t i = 0; i < count; i++) {
+                    memcpy(out + (d + i) * call.out.dim * SIZE<t.value>, some + i * SIZE<t.value>, SIZE<t.value>);
+                }
+            }
+        }
+    });
+}
+
+// Leaves a part of a row's result, or finishes it.
+static INLINE void leave(const Attend& call, const Sequence& s, const Unit& unit, int64_t head, int64_t row, Gathered have,
+                         const float* values) {
+    if (!unit.part) return finish(call, s, head, row, have, values);
+    float* part = unit.part + ((head - unit.head) * unit.rows + row - unit.row) * part_stride(call);
+    part[0] = have.top, part[1] = have.total;
+    memcpy(part + 2, values, call.cache.v.dim * 4);
+}
+
+static void join(const Attend& call, const Join& work) {
+    const Sequence s(call, work.seq);
+    const float none = -__builtin_inff();
+    const int64_t v_dim = call.cache.v.dim;
+    float values[512];
+    for (int64_t i = 0; i < work.heads * work.rows; i++) {
+        const float* first = work.part + i * part_stride(call);
+        Gathered have{none, 0.0f};
+        for (int64_t p = 0; p < work.parts; p++) have.top = most(have.top, first[p * work.stride]);
+        memset(values, 0, sizeof values);
+        for (int64_t p = 0; p < work.parts; p++) {
+            const float* part = first + p * work.stride;
+            if (part[1] == 0) continue;
+            float share = part[0] == have.top ? 1.0f : exp2(splat(part[0] - have.top))[0];
+            have.total += part[1] * share;
+            for (int64_t d = 0; d < v_dim; d += W) {
+                store(values + d, fma(load_some(part + 2 + d, v_dim - d), splat(share), load(values + d)));
+            }
+        }
+        finish(call, s, work.head + i / work.rows, work.row + i % work.rows, have, values);
+    }
+}
+
+}  // namespace QUIRE_LEVEL
+}  // namespace quire

@@ -1,0 +1,67 @@
+// Cache writes: a token's keys and values, quantised, into their slot.
+#pragma once
+#include "factors.h"
+
+namespace quire {
+namespace QUIRE_LEVEL {
+
+// One head of one token. `number` holds it as fp32, `code` as it will be stored; both are rooms for 512 elements.
+static void store_row(const Array& from, const Pages& pages, int64_t token, int64_t head, int64_t page, int64_t slot, float* number,
+                      uint8_t* code) {
+    int64_t dim = pages.dim, size = size_of(pages.type), from_size = size_of(from.type);
+    const uint8_t* row = from.data + (token * from.token + head * from.head) * from_size;
+    uint8_t* to = pages.data + (page * pages.page + head * pages.head + pages.slot(slot)) * size;
+    bool whole = pages.whole_rows();
+    if (whole && from.type == pages.type && from.dim == 1 && !pages.scale) {
+        memcpy(to, row, dim * size);
+        return;
+    }
+    if (from.dim != 1) {
+        for (int64_t d = 0; d < dim; d++) memcpy(code + d * from_size, row + d * from.dim * from_size, from_size);
+        row = code;
+    }
+    if (from.type == pages.type && !pages.scale) {
+        if (row != code) memcpy(code, row, dim * size);
+    } else {
+        with_type(from.type, [&](auto t) {
+            for (int64_t d = 0; d < dim; d += W) store(number + d, decode<t.value>(row + d * SIZE<t.value>, dim - d));
+        });
+        if (pages.scale) {
+            float* scale = pages.scale + page * pages.scale_page + slot * pages.scale_slot + head * pages.scale_head;
+            if (pages.scale_slot || pages.scale_page) {  // a scale for each token: the largest element becomes the format's
+                float top = 0;
+                for (int64_t d = 0; d < dim; d++) {
+                    float x = __builtin_fabsf(number[d]);
+                    if (x > top || x != x) top = x;
+                    if (top != top) break;
+                }
+                top /= LARGEST[pages.type];
+                *scale = top == 0 ? 1.0f : top;
+            }
+            for (int64_t d = 0; d < dim; d += W) store(number + d, load(number + d) / *scale);
+        }
+        with_type(pages.type, [&](auto t) {
+            for (int64_t d = 0; d < dim; d += W) encode<t.value>(load(number + d), code + d * SIZE<t.value>);
+        });
+    }
+    if (whole) {
+        memcpy(to, code, dim * size);
+    } else {
+        for (int64_t d = 0; d < dim; d++) memcpy(to + pages.element(d) * size, code + d * size, size);
+    }
+}
+
+static size_t write_room(const Write&) { return (512 + W) * 8; }
+
+static void write(const Write& call, int64_t token, int64_t slot, char* room) {
+    int64_t page = slot / call.cache.page_size, offset = slot % call.cache.page_size;
+    float* number = reinterpret_cast<float*>(room);
+    uint8_t* code = reinterpret_cast<uint8_t*>(room + (512 + W) * 4);
+    for (int64_t head = 0; head < call.cache.heads; head++) {
+        store_row(call.k, call.cache.k, token, head, page, offset, number, code);
+        store_row(call.v, call.cache.v, token, head, page, offset, number, code);
+    }
+}
+
+}  // namespace QUIRE_LEVEL
+}  // namespace quire
