@@ -24,11 +24,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    answers = [answer(call) for call in load(args.file)]
+    calls = load(args.file)
+    answers = [answer(call) for call in calls]
     if args.json:
         print(json.dumps({"file": args.file, "calls": answers}, indent=2))
     else:
-        print("\n\n".join(_words(number, call, found) for number, (call, found) in enumerate(zip(load(args.file), answers))))
+        print("\n\n".join(_words(number, call, found) for number, (call, found) in enumerate(zip(calls, answers))))
     return 0 if all(found["holds"] for found in answers) else 1
 
 

@@ -1,0 +1,134 @@
+"""A recorded call before the judge: what the program got, and what a kernel gives here, each against the exact computation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+
+from quire.attend import attend
+from quire.conformance.budget import honest_losses, ratios, truth
+from quire.conformance.call import Call, guarded
+from quire.conformance.diagnose import Attempt, matches, spread, where
+from quire.conformance.record import Recorded
+from quire.conformance.report import UNKNOWN, Finding
+from quire.errors import ArgumentError
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """One answer to a recorded call."""
+
+    of: str
+    """Whose answer it is."""
+    status: str
+    """right, wrong, or raised."""
+    error: float = 0.0
+    """The largest error in budgets."""
+    wrong: int = 0
+    """Elements beyond their budget."""
+    finding: Finding | None = None
+    reason: str = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def then(recorded: Recorded) -> Verdict:
+    """What the program got, where it ran."""
+    said = recorded.notes["decision"]
+    name = f"recorded on {recorded.notes['device']}" + (f" by {said['chosen']}" if said else "")
+    if recorded.out is None:
+        return Verdict(name, "raised", reason=str(recorded.notes["error"]))
+    out, lse = recorded.out, recorded.lse
+
+    def give(call: Call) -> None:
+        call.out[: call.live] = out[: call.live]
+        if call.lse is not None and lse is not None:
+            call.lse[: call.live] = lse[: call.live]
+
+    return judge(recorded, name, give, with_lse=lse is not None)
+
+
+def here(recorded: Recorded, kernel: str | None = None) -> Verdict:
+    """What a kernel gives on this machine."""
+    device = recorded.q.device
+
+    def run(call: Call) -> None:
+        arguments = call.q, call.cache(), call.batch(), call.options()
+        _, lse = attend(*arguments, new=call.new, out=call.out, lse=True, kernel=kernel)
+        assert call.lse is not None
+        call.lse[: call.live] = lse[: call.live]
+
+    return judge(recorded, f"{kernel or 'what fits'} on {device}", run, with_lse=True)
+
+
+def judge(recorded: Recorded, name: str, run: Callable[[Call], None], with_lse: bool) -> Verdict:
+    """Runs it, compares, and has the fault named. One answer is all there is: nothing can be asked again of the program."""
+    call = call_of(recorded, with_lse)
+    losses = honest_losses(call)
+    done = Attempt(call, truth(call, losses=losses), losses)
+    try:
+        run(call)
+    except Exception as error:
+        return Verdict(name, "raised", reason=f"{type(error).__name__}: {error}")
+    off = done.off
+    if off <= 1:
+        return Verdict(name, "right", off)
+    found, far = matches(done)
+    wrong = int((ratios(call.out.cpu(), call.unwritten().cpu(), done.right, call.live) > 1).sum())
+    ranking = tuple(far[:8])
+    if found:
+        best, alike = found[0], tuple(match.fault.name for match in found)
+        assert best.fault.change is not None
+        place = where(done, best.fault.change(**best.parameters))
+        margin = min((off for other, off in far if other not in alike), default=torch.inf)
+        finding = Finding(
+            best.fault.name, alike, {}, best.distance, margin, place, best.fault.looks, evidence=(spread(done),), ranking=ranking
+        )
+    else:
+        nearest = ", ".join(f"{other} ({away:.3g} budgets away)" for other, away in far[:2])
+        summary = f"no fault of the catalogue explains it; nearest: {nearest or 'none'}; {spread(done)}"
+        finding = Finding(UNKNOWN, (UNKNOWN,), where=where(done), summary=summary, ranking=ranking)
+    page = finding.where.page
+    if page is not None and 0 <= page < len(recorded.page_ids):  # as the program numbered it
+        finding = replace(finding, where=replace(finding.where, page=int(recorded.page_ids[page])))
+    return Verdict(name, "wrong", off, wrong, finding)
+
+
+def call_of(recorded: Recorded, with_lse: bool) -> Call:
+    """The call in the kit's words, its outputs stamped and guarded."""
+    options, cache, q = recorded.options, recorded.cache, recorded.q
+    if options.out_scale is not None:
+        raise ArgumentError("FILE", "a call with out_scale", "an output that is not fp8: what fp8 rounds away, no comparison sees")
+    dtype = recorded.out.dtype if recorded.out is not None else q.dtype if q.element_size() > 1 else torch.bfloat16
+    new_k, new_v = recorded.new or (None, None)
+    return Call(
+        q=q,
+        k_pages=cache.k,
+        v_pages=cache.v,
+        page_table=recorded.batch.page_table,
+        kv_lens=recorded.batch.kv_lens,
+        q_starts=recorded.batch.q_starts,
+        out=guarded((*q.shape[:2], cache.v_head_dim), dtype, q.device),
+        scale=options.scale if options.scale is not None else q.shape[2] ** -0.5,
+        layout=cache.layout.name,
+        format=cache.format.name,
+        k_scale=cache.k_scale,
+        v_scale=cache.v_scale,
+        lse=guarded(tuple(q.shape[:2]), torch.float32, q.device) if with_lse else None,
+        new_k=new_k,
+        new_v=new_v,
+        causal=options.causal,
+        window=options.sides,
+        softcap=options.softcap,
+        alibi=options.alibi,
+        sinks=options.sinks,
+        mask=options.mask,
+        positions=options.positions,
+        q_scale=None if options.q_scale is None else float(options.q_scale),
+        max_q_len=recorded.batch.max_q_len,
+        max_kv_len=recorded.batch.max_kv_len,
+    ).seal()
