@@ -30,10 +30,10 @@ class Truth:
     """[tokens, q_heads]"""
 
 
-def truth(call: Call, stages: Stages = PLAIN, losses: tuple[float, float] | None = None) -> Truth:
+def truth(call: Call, stages: Stages = PLAIN, losses: tuple[float, float] | None = None, only: int | None = None) -> Truth:
     """The pipeline's outcome with its budget. `losses` are those of the plain call, if they are known: a fault does not make
     arithmetic coarser."""
-    outcome = exact(call, stages)
+    outcome = exact(call, stages, only=only)
     lost, lost_lse = honest_losses(call) if losses is None else losses
     rounding = torch.finfo(call.out.dtype).eps / 2
     smallest = torch.finfo(call.out.dtype).smallest_normal * rounding
@@ -82,9 +82,11 @@ def ratios(out: torch.Tensor, unwritten: torch.Tensor, want: Truth, live: int) -
 
 
 def lse_distance(lse: torch.Tensor | None, want: Truth, live: int) -> float:
-    if lse is None or not live:
-        return 0.0
+    return 0.0 if lse is None or not live else float(lse_ratios(lse, want, live).max())
+
+
+def lse_ratios(lse: torch.Tensor, want: Truth, live: int) -> torch.Tensor:
+    """Error over budget of every live LSE."""
     got, right = lse[:live].double(), want.outcome.lse[:live]
     off = (got - right).abs() / want.lse_budget[:live]
-    off = torch.where((got == right) | ~want.outcome.written[:live, :, 0], 0.0, off).nan_to_num(torch.inf, torch.inf, torch.inf)
-    return float(off.max())
+    return torch.where((got == right) | ~want.outcome.written[:live, :, 0], 0.0, off).nan_to_num(torch.inf, torch.inf, torch.inf)

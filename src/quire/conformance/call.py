@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -57,6 +58,8 @@ class Call:
     case: Case | None = None
     seals: dict[str, tuple[torch.Tensor, int]] = field(default_factory=dict)
     """What must stay as it is: a view, and the checksum it had."""
+    memo: dict[Any, Any] = field(default_factory=dict, repr=False)
+    """What was already worked out about its inputs."""
 
     @property
     def live(self) -> int:

@@ -30,6 +30,9 @@ from quire.conformance.build import TYPES, WHERE, flat_of
 from quire.conformance.call import Call
 
 
+LOG2E = 1.4426950408889634
+
+
 class Indices(NamedTuple):
     starts: torch.Tensor
     lens: torch.Tensor
@@ -172,14 +175,19 @@ def kv_head(w: Work) -> torch.Tensor:
 
 def score(w: Work, q: torch.Tensor, k: torch.Tensor, heads: torch.Tensor) -> torch.Tensor:
     """Logits [q_heads, queries, keys]."""
-    return capped(w, products(w.rounded(q * w.call.scale), w.rounded(k), heads))
+    return capped(w, products(factor(w, q, w.call.scale), w.rounded(k), heads))
+
+
+def factor(w: Work, q: torch.Tensor, scale: float) -> torch.Tensor:
+    """Queries times the scale. Kernels that round them have log2(e) in them too, for exp2: never a power of two."""
+    return q * scale if w.factors is None else w.rounded(q * (scale * LOG2E)) / LOG2E
 
 
 def products(q: torch.Tensor, k: torch.Tensor, heads: torch.Tensor) -> torch.Tensor:
     logits = q.new_empty(q.shape[1], q.shape[0], k.shape[0])
     for g in heads.unique().tolist():
         mine = (heads == g).nonzero().flatten()
-        logits[mine] = (q[:, mine].transpose(0, 1).reshape(-1, q.shape[2]) @ k[:, g].T).view(mine.numel(), q.shape[0], -1)
+        logits[mine] = (q[:, mine].transpose(0, 1).reshape(-1, q.shape[2]) @ k[:, g].T).view(mine.numel(), *logits.shape[1:])
     return logits
 
 
@@ -262,7 +270,7 @@ def mix(e: torch.Tensor, v: torch.Tensor, heads: torch.Tensor) -> tuple[torch.Te
     out = e.new_empty(e.shape[1], e.shape[0], both.shape[-1])
     for g in heads.unique().tolist():
         mine = (heads == g).nonzero().flatten()
-        out[:, mine] = (e[mine].reshape(-1, e.shape[2]) @ both[:, g]).view(mine.numel(), e.shape[1], -1).transpose(0, 1)
+        out[:, mine] = (e[mine].reshape(mine.numel() * e.shape[1], e.shape[2]) @ both[:, g]).view(mine.numel(), e.shape[1], -1).transpose(0, 1)
     return out[..., : v.shape[-1]], out[..., v.shape[-1] :]
 
 
@@ -300,8 +308,24 @@ class Stages:
 PLAIN = Stages()
 
 
-def exact(call: Call, stages: Stages = PLAIN, number: torch.dtype = torch.float64, factors: torch.dtype | None = None) -> Outcome:
-    """Runs the pipeline. Always on the host: the arithmetic of one machine judges all others."""
+def _values(w: Work, s: Stages, at: Indices, row: Row) -> Values:
+    """Keys and values of a sequence. Where nothing in the reading is at fault they are read once for all faults."""
+    if any(getattr(s, name) is not getattr(PLAIN, name) for name in ("read", "rows", "locate", "address", "decode", "gather")):
+        return s.gather(w, s, at, row)
+    key = (row.seq, w.number)
+    if key not in w.call.memo:
+        w.call.memo[key] = s.gather(w, s, at, row)
+    return w.call.memo[key]  # type: ignore[no-any-return]
+
+
+def exact(
+    call: Call,
+    stages: Stages = PLAIN,
+    number: torch.dtype = torch.float64,
+    factors: torch.dtype | None = None,
+    only: int | None = None,
+) -> Outcome:
+    """Runs the pipeline, for all sequences or for one. Always on the host: the arithmetic of one machine judges all others."""
     w, s = Work(call, number, factors), stages
     shape = tuple(call.out.shape)
     into = Outcome(
@@ -316,11 +340,13 @@ def exact(call: Call, stages: Stages = PLAIN, number: torch.dtype = torch.float6
     for row in s.rows(w, at):
         if row.q_len < 1 or row.first < 0 or row.first + row.q_len > shape[0]:
             continue
+        if only is not None and row.seq != only:
+            continue
         row = row._replace(kv_len=max(row.kv_len, 0))
-        k, v = s.gather(w, s, at, row)
+        k, v = _values(w, s, at, row)
         keys = k.shape[0]
         visible = s.see(w, row, keys)
-        if not s.keep_unseen:
+        if not s.keep_unseen and not bool(visible.any(0).all()):
             seen = visible.any(0)[:, None, None]
             k, v = torch.where(seen, k, 0.0), torch.where(seen, v, 0.0)
         logits = s.score(w, q[row.first : row.first + row.q_len], k, heads) + s.bias(w, row, keys)

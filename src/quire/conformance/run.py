@@ -18,12 +18,18 @@ from quire.conformance.diagnose import OTHER, Attempt, attempt, cell, diagnose, 
 from quire.conformance.faults import BY_NAME
 from quire.conformance.report import Finding, Picture, Report, Result
 from quire.conformance.target import Target
+from quire.conformance.threads import all_threads, one_thread
 
 ROWS_DRAWN = 512
 
 
 def examine(case: Case, target: Target, *, diagnoses: bool = True, probes: bool = True) -> Result:
     """One case: right, wrong and why, refused, or not asked."""
+    with one_thread():
+        return _examine(case, target, diagnoses, probes)
+
+
+def _examine(case: Case, target: Target, diagnoses: bool, probes: bool) -> Result:
     start = time.perf_counter()
     call = build(case, target.device)
     lacks = target.missing(call)
@@ -85,7 +91,8 @@ def _moody(case: Case, target: Target, first: Attempt) -> str | None:
     other = build(_other(case), target.device)
     if target.missing(other) is None and target.limits(other) is None:
         try:
-            target.run(other)
+            with all_threads():
+                target.run(other)
         except Exception:
             return None
         after = attempt(case, target)

@@ -21,7 +21,7 @@ def _scaled(scale: Any) -> Stages:
     """Another softmax scale: `scale(w)`."""
 
     def score(w: Work, q: torch.Tensor, k: torch.Tensor, heads: torch.Tensor) -> torch.Tensor:
-        return x.capped(w, x.products(w.rounded(q * scale(w)), w.rounded(k), heads))
+        return x.capped(w, x.products(x.factor(w, q, scale(w)), w.rounded(k), heads))
 
     return PLAIN.replace(score=score)
 

@@ -189,30 +189,28 @@ def doubled_keys(seen: Seen) -> Proposals:
 
 
 def score_factor(seen: Seen) -> Proposals:
-    """One factor on all logits, fitted to one wrong element row."""
-    if seen.call.softcap is not None or seen.call.alibi is not None or seen.call.sinks is not None:
+    """One factor on all scores, fitted to one wrong element row."""
+    rows = wrong_rows(seen)
+    place = inside(seen, int(rows[0])) if rows.numel() else None
+    if place is None:
         return []
-    found = []
-    for row in wrong_rows(seen)[:3].tolist():
-        place = inside(seen, row)
-        if place is None:
-            continue
-        mine, query = place
-        head = int(wrong_heads(seen, row)[0])
-        v, got = mine.values(head), _got(seen, row, head)
+    row, (mine, _) = int(rows[0]), place
+    got = seen.call.out[row].cpu().double()
 
-        def off(factor: float, mine: Inside = mine, query: int = query, head: int = head, v: Any = v, got: Any = got) -> float:
-            e, _ = mine.weights(query, head, factor)
-            return float(((e @ v) / e.sum() - got).abs().sum().nan_to_num(torch.inf))
+    def off(factor: float) -> float:
+        out = x.exact(seen.call, PLAIN.replace(score=_times(factor)), only=mine.row.seq).out[row]
+        return float((out - got).abs().sum().nan_to_num(torch.inf))
 
-        tries = [2.0 ** (n / 4) for n in range(-24, 25)]
-        best = min(tries, key=off)
-        low, high = best / 1.25, best * 1.25
-        for _ in range(60):
-            a, b = low + (high - low) * 0.382, low + (high - low) * 0.618
-            low, high = (low, b) if off(a) < off(b) else (a, high)
-        found.append({"factor": round((low + high) / 2, 5)})
-    return found[:2]
+    best = min((2.0 ** (n / 4) for n in range(-24, 25)), key=off)
+    low, high = best / 1.25, best * 1.25
+    for _ in range(36):
+        a, b = low + (high - low) * 0.382, low + (high - low) * 0.618
+        low, high = (low, b) if off(a) < off(b) else (a, high)
+    return [{"factor": round((low + high) / 2, 5)}]
+
+
+def _times(factor: float) -> Any:
+    return lambda w, q, k, heads: x.score(w, q * factor, k, heads)
 
 
 def head_map(seen: Seen) -> Proposals:
