@@ -1,0 +1,31 @@
+"""Failures that are known: a plain file, a line each, of a target, a case, and why. A known failure that passes is reported.
+
+# target                 case          why
+vllm.unified_attention   far-pages     offsets in 32 bits, upstream issue 50427
+*                        tree-window   not promised by anybody
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from quire.errors import ArgumentError
+
+
+def read(path: str | os.PathLike[str], target: str) -> dict[str, str]:
+    """The cases that are known to fail for a target, and why."""
+    try:
+        lines = Path(path).read_text().splitlines()
+    except OSError as error:
+        raise ArgumentError("known", f"{path} ({error.strerror})", "a file that exists") from None
+    found = {}
+    for number, line in enumerate(lines, 1):
+        words = line.split(None, 2)
+        if not words or words[0].startswith("#"):
+            continue
+        if len(words) < 3:
+            raise ArgumentError("known", f"{path}:{number}: {line.strip()}", "a target or *, a case, and why")
+        if words[0] in ("*", target):
+            found[words[1]] = words[2].strip()
+    return found

@@ -1,0 +1,124 @@
+"""The pytest plugin, in an empty folder: every case a test, failures named, known ones expected."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import quire
+from quire.conformance.case import Case
+from quire.conformance.known import read
+from quire.conformance.plugin import tell
+from quire.conformance.report import Finding, Picture, Result, Where
+from quire.errors import ArgumentError
+
+KERNEL = """
+from quire.conformance.plant import planted
+from quire.conformance.call import Call
+
+def attention(*, q, k_pages, v_pages, page_table, kv_lens, q_starts, out, scale, causal=True, window=(None, None), lse=None):
+    call = Call(q, k_pages, v_pages, page_table, kv_lens, q_starts, out, scale, window=window, causal=causal, lse=lse)
+    call.format = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}[str(q.dtype).removeprefix("torch.")]
+    planted("FAULT").run(call)
+
+SUPPORTS = {"format": ("fp16",), "q_dtype": ("fp16",), "max_kv_len": range(0, 200)}
+REFUSES = False
+"""
+
+Run = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    """pytest in a folder that holds a kernel and nothing else."""
+
+    def run(*args: str, fault: str = "window-left-off") -> subprocess.CompletedProcess[str]:
+        (tmp_path / "kernel.py").write_text(KERNEL.replace("FAULT", fault))
+        command = [sys.executable, "-m", "pytest", "-p", "quire.conformance.plugin", "-p", "no:cacheprovider", *args]
+        paths = os.pathsep.join((str(Path(quire.__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])))
+        environment = {**os.environ, "PYTHONPATH": paths}
+        return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+
+    return run
+
+
+def counts(done: subprocess.CompletedProcess[str]) -> dict[str, int]:
+    """How many tests ended how."""
+    found = re.findall(r"(\d+) (\w+)", done.stdout.strip().splitlines()[-1])
+    return {word: int(count) for count, word in found if word in ("passed", "failed", "skipped", "xfailed", "error", "errors")}
+
+
+def test_a_fault_is_named(run: Run) -> None:
+    done = run("--quire-target", "kernel.py:attention", "-rA", "-k", "window-needle or decode-needle or tree")
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert counts(done) == {"failed": 1, "passed": 1, "skipped": 1}
+    assert "window-left-off: one key too many or too few at the left edge" in done.stdout
+    assert "quire conform kernel.py:attention --case 'window-needle" in done.stdout
+    assert "page_table[" in done.stdout and "^^^" in done.stdout  # the cell at fault is drawn
+    assert "no argument for alibi, mask, positions" in done.stdout
+    assert re.search(r"collected \d+ items / \d+ deselected / 3 selected", done.stdout)
+
+
+def test_a_known_fault_is_expected_and_a_mended_one_reported(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "known.txt").write_text("# target case why\n* window-needle it is narrow\nother decode-needle not ours\n")
+    chosen = ("--quire-target", "kernel.py:attention", "--quire-known", "known.txt", "-k", "window-needle or decode-needle", "-rA")
+    done = run(*chosen)
+    assert done.returncode == 0 and counts(done) == {"passed": 1, "xfailed": 1}, done.stdout
+    assert "it is narrow (window-left-off" in done.stdout
+    (tmp_path / "known.txt").write_text("kernel.py:attention decode-needle it was short\n")
+    done = run(*chosen[:4], "-k", "decode-needle")
+    assert done.returncode == 1
+    assert "known to fail (it was short), and it is right" in done.stdout
+
+
+@pytest.mark.parametrize(
+    "args, says",
+    [
+        (("--quire-target", "nothing"), "target: given nothing; allowed: cpu"),
+        (("--quire-target", "kernel.py:missing"), "a function that kernel.py has: attention"),
+    ],
+)
+def test_a_wrong_question_is_a_usage_error(args: tuple[str, ...], says: str, run: Run) -> None:
+    done = run(*args)
+    assert done.returncode == 4
+    assert says in done.stderr + done.stdout
+
+
+def test_without_a_target_nothing_is_added(run: Run) -> None:
+    done = run()
+    assert done.returncode == 5 and "no tests ran" in done.stdout
+
+
+def test_a_teams_own_tests_run_beside_it(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "test_own.py").write_text("def test_own(): pass\n")
+    done = run("--quire-target", "kernel:attention", "-k", "own or decode-needle", "-p", "kernel")
+    assert done.returncode == 0 and counts(done) == {"passed": 2}, done.stdout + done.stderr
+
+
+def test_the_known_are_read_line_by_line(tmp_path: Path) -> None:
+    file = tmp_path / "known.txt"
+    file.write_text("# a comment\n\nmine  far   wraps at 2^31\n*     tree  not promised\nother far nobody asked\n")
+    assert read(file, "mine") == {"far": "wraps at 2^31", "tree": "not promised"}
+    file.write_text("mine far\n")
+    with pytest.raises(ArgumentError, match=r"known.txt:1: mine far; allowed: a target or \*, a case, and why"):
+        read(file, "mine")
+
+
+def test_a_failure_is_told_whole() -> None:
+    finding = Finding(
+        "stale-page", ("stale-page", "neighbour-page"), {"page": 3}, 0.4, 90.0, Where(1, 2, 30, 0, 5, 17, 9, 1), "old tokens",
+        "mixed q_lens=1", ("wrong too with decoys",), (("stale-page", 0.4), ("row-zero", 90.0)),
+    )  # fmt: skip
+    picture = Picture([[2.0]], [0, 1], [20], [[4, 9]], 16, (0, 1))
+    text = tell(Result(Case("mixed"), "wrong", error=7.0, wrong=3, findings=(finding,), picture=picture), "my.py:kernel")
+    for words in (
+        "stale-page: old tokens", "sequence 1, row 2", "page=3", "here alike neighbour-page", "wrong too with decoys", "[9]",
+        "row-zero (90)", "quire conform my.py:kernel --case 'mixed q_lens=1'", "3 elements are off, the worst by 7 budgets",
+    ):  # fmt: skip
+        assert words in text, words
