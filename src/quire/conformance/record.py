@@ -76,7 +76,7 @@ class Recorder:
 
         def write(k: torch.Tensor, v: torch.Tensor, cache: KVCache, batch: Batch, slots: torch.Tensor | None) -> None:
             if not self.closed:
-                _refuse_capture(k)
+                refuse_capture(k)
                 given = batch.slots if slots is None else slots
                 tensors = {"k": k, "v": v} | ({} if given is None else {"slots": given})
                 self._written = cache, batch, {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}
@@ -86,13 +86,13 @@ class Recorder:
 
     def attending(self, launch: Callable[..., Any], decision: Decision, how: dict[str, Any]) -> Callable[..., Any]:
         """An attention kernel whose calls are saved."""
-        if how.get("context_from", 1) > 1 or how.get("only", (0, 2**31))[0] > 1:
-            return launch  # rows of two forms in one call, as others' operators mix them, are no call of ours
+        if is_mixture(how):
+            return launch
 
         def run(q: torch.Tensor, cache: KVCache, batch: Batch, options: Options, new: Any, out: torch.Tensor, lse: Any) -> None:
             if self.closed:
                 return launch(q, cache, batch, options, new, out, lse)
-            _refuse_capture(q)
+            refuse_capture(q)
             call = Call(cache, batch, q, options, new)
             try:
                 launch(q, cache, batch, options, new, out, lse)
@@ -270,9 +270,15 @@ def _load(number: int, notes: dict[str, Any], tensors: dict[str, torch.Tensor], 
     )  # fmt: skip
 
 
-def _refuse_capture(tensor: torch.Tensor) -> None:
+def refuse_capture(tensor: torch.Tensor) -> None:
+    """Raises while a graph is captured: what looks at values copies them to the host."""
     if capturing(tensor):
-        raise QuireError("quire.record: a CUDA graph is being captured, and a recording copies to the host. Record outside of it.")
+        raise QuireError("a CUDA graph is being captured, and quire.record and quire.checked(results=True) copy to the host")
+
+
+def is_mixture(how: dict[str, Any]) -> bool:
+    """Whether a launcher takes rows of two forms in one call, or leaves rows out, as others' operators do: that is no call of ours."""
+    return bool(how.get("context_from", 1) > 1 or how.get("only", (0, 0))[0] > 0)
 
 
 def _pages(call: Call, found: Sequence[Violation], which: str) -> tuple[torch.Tensor, torch.Tensor]:

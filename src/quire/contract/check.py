@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from importlib import import_module
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -55,10 +56,19 @@ def check(
 
 
 @contextmanager
-def checked() -> Iterator[None]:
+def checked(*, results: bool = False) -> Iterator[None]:
     """Within it every operation of this thread or task checks its whole call first, on any device, and raises at the first bad one.
-    A hint that is too low counts as bad here."""
-    with _watched(Watch(True, recording())):
+    A hint that is too low counts as bad here.
+
+    With `results` what each `attend` and `step` gave is compared with the exact computation too, and a wrong result raises, with
+    the fault's name: slow, and for debugging."""
+    if not isinstance(results, bool):
+        raise ArgumentError("results", repr(results), "True or False")
+    recorder = recording()
+    if results:
+        # The kit stands above the contract, and is loaded only for whoever asks.
+        recorder = import_module("quire.conformance.watch").Judge(recorder)
+    with _watched(Watch(True, recorder)):
         yield
 
 
