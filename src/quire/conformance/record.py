@@ -277,7 +277,7 @@ def refuse_capture(tensor: torch.Tensor) -> None:
 
 
 def is_mixture(how: dict[str, Any]) -> bool:
-    """Whether a launcher takes rows of two forms in one call, or leaves rows out, as others' operators do: that is no call of ours."""
+    """Whether a launcher takes rows of two forms in one call, or leaves rows out, as others do: that is no call of ours."""
     return bool(how.get("context_from", 1) > 1 or how.get("only", (0, 0))[0] > 0)
 
 
