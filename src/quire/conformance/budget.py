@@ -1,8 +1,8 @@
 """How far from exact a kernel may be: twice what an honest computation in the same precision loses on the same call.
 
 The honest computations are the exact pipeline, run in fp32, and, where a kernel gets 16-bit queries, run in fp32 with queries,
-keys, weights and values each rounded once to that type before they are multiplied: what matrix units do. Their error, relative to the
-weighted magnitudes of the values, is taken at its worst over the call, so that luck in one row buys nothing; on top comes one
+keys, weights and values each rounded once to that type before they are multiplied: what matrix units do. Their error, relative to
+the weighted magnitudes of the values, is taken at its worst over the call, so that luck in one row buys nothing; on top comes one
 rounding of the output itself.
 """
 

@@ -2,8 +2,8 @@
 
 Every fault of the catalogue predicts what a kernel that has it would give for the same inputs. The one whose prediction is within
 the budget at every element is the finding. Poison is replaced by plain numbers first, so that whatever a kernel reads, the
-prediction is a number. Where several faults predict the same, cases that separate them are made and run. Where none does, the answer
-is `unknown`, with the place of the error and the smallest case that shows it.
+prediction is a number. Where several faults predict the same, cases that separate them are made and run. Where none does, the
+answer is `unknown`, with the place of the error and the smallest case that shows it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from quire.conformance.budget import Truth, distance, honest_losses, lse_ratios,
 from quire.conformance.build import build
 from quire.conformance.call import Call, bytes_of
 from quire.conformance.case import Case
-from quire.conformance.exact import PLAIN, Stages
+from quire.conformance.exact import Stages
 from quire.conformance.faults import BY_NAME, CATALOGUE, Fault, Parameters, Seen
 from quire.conformance.report import UNKNOWN, Finding, Where
 from quire.conformance.target import Target
@@ -55,15 +55,28 @@ class Attempt:
     def distances(self) -> tuple[float, float]:
         return distance(self.out, self.lse, self.bare, self.right, self.call.live)
 
-    def to(self, stages: Stages) -> float:
-        """How far the answer is from what these stages predict."""
+    def to(self, stages: Stages, name: str = "") -> float:
+        """How far the answer is from what these stages predict. Where many answers to one call are looked at, predictions with a
+        name are kept."""
+        kept: dict[str, Truth] | None = self.call.memo.get("predictions") if name else None
+        if kept is not None:
+            if name not in kept:
+                kept[name] = truth(self.call, stages, self.losses)
+            near = max(distance(self.out, self.lse, self.bare, kept[name], self.call.live))
+            return near if not 1 < near <= NEAR else self._coarse(stages)
         if self.worst is not None and stages.finish is x.finish and (near := self._to(stages, self.losses, self.worst)) > NEAR:
             return near
         near = self._to(stages, self.losses)
-        if not 1 < near <= NEAR:
-            return near
+        return near if not 1 < near <= NEAR else self._coarse(stages)
+
+    def _coarse(self, stages: Stages) -> float:
+        """The distance with a budget of the prediction's own: a fault may make a computation coarser."""
         own = honest_losses(self.call, stages)
         return self._to(stages, (max(own[0], self.losses[0]), max(own[1], self.losses[1])))
+
+    @cached_property
+    def seen(self) -> Seen:
+        return Seen(self.call, self.right)
 
     @cached_property
     def worst(self) -> int | None:
@@ -146,12 +159,12 @@ def _tries(fault: Fault, done: Attempt) -> Iterator[Match]:
     proposals: list[Parameters] = list(fault.tries)
     if fault.solve is not None:
         try:
-            proposals += fault.solve(Seen(done.call, done.right))
+            proposals += fault.solve(done.seen)
         except (RuntimeError, IndexError, ValueError):
             # A solver looks at numbers that may be anything: what it cannot make sense of, it does not explain.
             proposals = list(fault.tries)
-    for parameters in proposals:
-        off = done.to(fault.change(**parameters))
+    for n, parameters in enumerate(proposals):
+        off = done.to(fault.change(**parameters), f"{fault.name} {n}" if n < len(fault.tries) else "")
         yield Match(fault, parameters, off)
         if off <= 1:
             return
@@ -204,7 +217,8 @@ def variants(case: Case) -> Iterator[tuple[str, Case]]:
     if case.kv_heads * case.group < 16 and case.table not in ("far", "very-far"):
         yield "more heads", case.replace(kv_heads=case.kv_heads * 2, poison="decoy", tail="page")
     if case.form == "full" and case.table == "shuffled":
-        yield "one sequence more", case.replace(q_lens=(*case.q_lens, 2), kv_lens=(*case.kv_lens, 3 * size - 1), poison="decoy", tail="page")  # fmt: skip
+        longer, more = (*case.kv_lens, 3 * size - 1), (*case.q_lens, 2)
+        yield "one sequence more", case.replace(q_lens=more, kv_lens=longer, poison="decoy", tail="page")
 
 
 # The whole way.
@@ -245,7 +259,8 @@ def diagnose(case: Case, target: Target, first: Attempt, *, probes: bool = True,
         again = attempt(here.replace(stamp=0x35), target)
         if not again.error:
             same = bool((again.call.unwritten()[: done.call.live] == bare).all())
-            said.append(f"{int(bare.sum())} elements keep either of two stamps" if same else "other elements are unwritten with another stamp")  # fmt: skip
+            kept = f"{int(bare.sum())} elements keep either of two stamps"
+            said.append(kept if same else "other elements are unwritten with another stamp")
     found, far = matches(done)
     alike = tuple(match.fault.name for match in found)
     if len(found) > 1 and probes:
@@ -288,7 +303,14 @@ def same(a: Call, b: Call) -> bool:
 
 
 def _unknown(
-    case: Case, here: Case, target: Target, first: Attempt, done: Attempt, far: list[tuple[str, float]], said: list[str], shrinks: bool
+    case: Case,
+    here: Case,
+    target: Target,
+    first: Attempt,
+    done: Attempt,
+    far: list[tuple[str, float]],
+    said: list[str],
+    shrinks: bool,
 ) -> Finding:
     small = shrink(here, target) if shrinks else here
     nearest = ", ".join(f"{name} ({off:.3g} budgets away)" for name, off in far[:2])
@@ -443,5 +465,3 @@ def cell(finding: Finding, call: Call) -> tuple[int, int] | None:
     if place.sequence is None or place.key is None:
         return None
     return place.sequence, place.key // call.page_size
-
-

@@ -29,7 +29,6 @@ import torch
 from quire.conformance.build import TYPES, WHERE, flat_of
 from quire.conformance.call import Call
 
-
 LOG2E = 1.4426950408889634
 
 
@@ -185,7 +184,7 @@ def factor(w: Work, q: torch.Tensor, scale: float) -> torch.Tensor:
 
 def products(q: torch.Tensor, k: torch.Tensor, heads: torch.Tensor) -> torch.Tensor:
     logits = q.new_empty(q.shape[1], q.shape[0], k.shape[0])
-    for g in heads.unique().tolist():
+    for g in sorted(set(heads.tolist())):
         mine = (heads == g).nonzero().flatten()
         logits[mine] = (q[:, mine].transpose(0, 1).reshape(-1, q.shape[2]) @ k[:, g].T).view(mine.numel(), *logits.shape[1:])
     return logits
@@ -268,9 +267,11 @@ def mix(e: torch.Tensor, v: torch.Tensor, heads: torch.Tensor) -> tuple[torch.Te
     """Weights [q_heads, queries, keys] times values and their magnitudes: [queries, q_heads, dim] twice."""
     both = torch.cat((v, v.abs()), -1)
     out = e.new_empty(e.shape[1], e.shape[0], both.shape[-1])
-    for g in heads.unique().tolist():
+    for g in sorted(set(heads.tolist())):
         mine = (heads == g).nonzero().flatten()
-        out[:, mine] = (e[mine].reshape(mine.numel() * e.shape[1], e.shape[2]) @ both[:, g]).view(mine.numel(), e.shape[1], -1).transpose(0, 1)
+        out[:, mine] = (
+            (e[mine].reshape(mine.numel() * e.shape[1], e.shape[2]) @ both[:, g]).view(mine.numel(), e.shape[1], -1).transpose(0, 1)
+        )
     return out[..., : v.shape[-1]], out[..., v.shape[-1] :]
 
 
@@ -315,7 +316,7 @@ def _values(w: Work, s: Stages, at: Indices, row: Row) -> Values:
     key = (row.seq, w.number)
     if key not in w.call.memo:
         w.call.memo[key] = s.gather(w, s, at, row)
-    return w.call.memo[key]  # type: ignore[no-any-return]
+    return w.call.memo[key]
 
 
 def exact(

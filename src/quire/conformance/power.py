@@ -50,6 +50,7 @@ def power_of(case: Case, *, names: bool = False, faults: Sequence[Fault] = CATAL
         compute(call)
         found.alarm = Attempt(call, right, losses).off > 1
         decoy = build(case.replace(poison="decoy", tail="page")) if names else call
+        decoy.memo["predictions"] = {}
         for fault in faults:
             if not fault.predicted or not fault.applies(call):
                 continue
@@ -95,9 +96,7 @@ def _name(fault: Fault, call: Call) -> str:
     return alike[0] if alike else "unknown"
 
 
-def power(
-    cases: Sequence[Case], *, names: bool = False, each: Callable[[Power], None] = lambda found: None
-) -> list[Power]:
+def power(cases: Sequence[Case], *, names: bool = False, each: Callable[[Power], None] = lambda found: None) -> list[Power]:
     """The matrix of faults and cases."""
     found = []
     for case in cases:
@@ -110,5 +109,3 @@ def never_exposed(found: Sequence[Power]) -> list[str]:
     """Faults that no case exposes."""
     seen = {name for one in found for name in one.exposed}
     return [fault.name for fault in CATALOGUE if fault.name not in seen]
-
-

@@ -103,8 +103,23 @@ def _moody(case: Case, target: Target, first: Attempt) -> str | None:
 
 def _other(case: Case) -> Case:
     """A call that a target which can do the case can do too."""
-    keep = ("kv_heads", "group", "head_dim", "v_head_dim", "page_size", "layout", "x", "format", "scales", "storage", "q_dtype", "index")
-    return OTHER.replace(**{name: getattr(case, name) for name in keep}, q_lens=(1,) * case.seqs, kv_lens=tuple(5 + n for n in range(case.seqs)))
+    keep = (
+        "kv_heads",
+        "group",
+        "head_dim",
+        "v_head_dim",
+        "page_size",
+        "layout",
+        "x",
+        "format",
+        "scales",
+        "storage",
+        "q_dtype",
+        "index",
+    )
+    return OTHER.replace(
+        **{name: getattr(case, name) for name in keep}, q_lens=(1,) * case.seqs, kv_lens=tuple(5 + n for n in range(case.seqs))
+    )
 
 
 def _picture(done: Attempt, findings: Sequence[Finding]) -> Picture:

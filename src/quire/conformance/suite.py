@@ -1,18 +1,20 @@
-"""The cases, edges first. Each level holds those before it: `smoke` in seconds, `standard` in a minute or two, `full` for a night."""
+"""The cases, edges first. Each level holds those before it: `smoke` in seconds, `standard` in minutes, `full` for a night."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import product
+from typing import Any
 
 from quire.conformance.case import ALLOWED, Case
+from quire.errors import ArgumentError
 
 LEVELS = ("smoke", "standard", "full")
 
-_DECODE = {"q_lens": (1, 1, 1, 1), "kv_lens": (37, 1, 64, 100)}
-_EDGES = {"q_lens": (1, 15, 16, 17, 0, 1, 1, 2), "kv_lens": (1, 15, 16, 17, 9, 16, 33, 34)}
-_LONG = {"q_lens": (1, 3, 1), "kv_lens": (1025, 600, 2000), "data": "needle"}
-_INT64 = {"index": ("int64", "int64", "int64")}
+_DECODE: dict[str, Any] = {"q_lens": (1, 1, 1, 1), "kv_lens": (37, 1, 64, 100)}
+_EDGES: dict[str, Any] = {"q_lens": (1, 15, 16, 17, 0, 1, 1, 2), "kv_lens": (1, 15, 16, 17, 9, 16, 33, 34)}
+_LONG: dict[str, Any] = {"q_lens": (1, 3, 1), "kv_lens": (1025, 600, 2000), "data": "needle"}
+_INT64: dict[str, Any] = {"index": ("int64", "int64", "int64")}
 
 SMOKE = (
     Case("mixed", lse=True),
@@ -134,6 +136,8 @@ def _full() -> Iterator[Case]:
 
 def cases(level: str) -> list[Case]:
     """The cases of a level."""
+    if level not in LEVELS:
+        raise ArgumentError("level", level, ", ".join(LEVELS))
     found = list(SMOKE)
     if level in ("standard", "full"):
         found += STANDARD

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
-from quire.conformance.budget import Truth
+import torch
+
+from quire.conformance.budget import Truth, ratios
 from quire.conformance.call import Call
 from quire.conformance.exact import Stages
 
@@ -19,6 +22,11 @@ class Seen:
 
     call: Call
     right: Truth
+
+    @cached_property
+    def off(self) -> torch.Tensor:
+        """Error over budget of every live element."""
+        return ratios(self.call.out.cpu(), self.call.unwritten().cpu(), self.right, self.call.live)
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,6 @@ whole call with it. So a solver may guess, and must not be slow.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -38,14 +37,19 @@ class Inside:
         seen = visible.any(0)[:, None, None]
         k, self.v = torch.where(seen, k, 0.0), torch.where(seen, self.v, 0.0)
         self.q = w.call.q[row.first : row.first + row.q_len].cpu().double() * (w.call.q_scale or 1.0)
-        logits = x.score(w, self.q, k, self.heads) + x.bias(w, row, keys)
-        self.logits = logits.masked_fill(~visible, -torch.inf)
+        self.raw, self.cap = x.products(self.q * call.scale, k, self.heads), call.softcap
+        self.added = torch.zeros(()).masked_fill(~visible, -torch.inf) + x.bias(w, row, keys)
+        self.logits = x.capped(w, self.raw) + self.added
         self.visible = visible
         self.sinks = None if call.sinks is None else call.sinks.cpu().double()
 
     def weights(self, query: int, head: int, factor: float = 1.0) -> tuple[torch.Tensor, float]:
-        """Unnormalised weights of the keys for one query and head, and the sink's."""
-        logits = self.logits[head, query] * factor
+        """Unnormalised weights of the keys for one query and head, and the sink's; scores multiplied by a factor."""
+        logits = self.logits[head, query]
+        if factor != 1.0:
+            raw = self.raw[head, query] * factor
+            capped = raw if self.cap is None else self.cap * torch.tanh(raw / self.cap)
+            logits = capped + (self.added[head, query] if self.added.dim() == 3 else self.added[query])
         top = logits.max()
         if self.sinks is not None:
             top = torch.maximum(top, self.sinks[head])
@@ -60,13 +64,13 @@ def wrong_rows(seen: Seen) -> torch.Tensor:
     live = seen.call.live
     if not live:
         return torch.zeros(0, dtype=torch.long)
-    worst = ratios(seen.call.out.cpu(), seen.call.unwritten().cpu(), seen.right, live).amax((1, 2))
+    worst = seen.off.amax((1, 2))
     order = worst.argsort(descending=True)
     return order[worst[order] > 1]
 
 
 def wrong_heads(seen: Seen, row: int) -> torch.Tensor:
-    worst = ratios(seen.call.out.cpu(), seen.call.unwritten().cpu(), seen.right, seen.call.live)[row].amax(-1)
+    worst = seen.off[row].amax(-1)
     return worst.argsort(descending=True)
 
 
@@ -76,14 +80,9 @@ def sequences(call: Call) -> tuple[list[Row], Indices, Work]:
     return x.rows(w, at), at, w
 
 
-@lru_cache(maxsize=1)
-def _insides(call_id: int) -> dict[int, Inside]:
-    return {}
-
-
 def inside(seen: Seen, row: int) -> tuple[Inside, int] | None:
     """The sequence that a row of q belongs to, and the query's number in it."""
-    known = _insides(id(seen.call))
+    known: dict[int, Inside] = seen.call.memo.setdefault("inside", {})
     for r in sequences(seen.call)[0]:
         if r.first <= row < r.first + r.q_len:
             if r.kv_len > MOST_KEYS:
@@ -194,23 +193,20 @@ def score_factor(seen: Seen) -> Proposals:
     place = inside(seen, int(rows[0])) if rows.numel() else None
     if place is None:
         return []
-    row, (mine, _) = int(rows[0]), place
-    got = seen.call.out[row].cpu().double()
+    row, (mine, query) = int(rows[0]), place
+    head = int(wrong_heads(seen, row)[0])
+    v, got = mine.values(head), _got(seen, row, head)
 
     def off(factor: float) -> float:
-        out = x.exact(seen.call, PLAIN.replace(score=_times(factor)), only=mine.row.seq).out[row]
-        return float((out - got).abs().sum().nan_to_num(torch.inf))
+        e, extra = mine.weights(query, head, factor)
+        return float(((e @ v) / (e.sum() + extra) - got).abs().sum().nan_to_num(torch.inf))
 
     best = min((2.0 ** (n / 4) for n in range(-24, 25)), key=off)
     low, high = best / 1.25, best * 1.25
-    for _ in range(36):
+    for _ in range(40):
         a, b = low + (high - low) * 0.382, low + (high - low) * 0.618
         low, high = (low, b) if off(a) < off(b) else (a, high)
     return [{"factor": round((low + high) / 2, 5)}]
-
-
-def _times(factor: float) -> Any:
-    return lambda w, q, k, heads: x.score(w, q * factor, k, heads)
 
 
 def head_map(seen: Seen) -> Proposals:

@@ -1,0 +1,8 @@
+"""`python -m quire.conformance`: prints the catalogue of faults as Markdown."""
+
+from __future__ import annotations
+
+from quire.conformance.document import render
+
+if __name__ == "__main__":
+    print(render(), end="")
