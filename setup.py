@@ -54,8 +54,11 @@ class Build(build_ext):
         more = os.environ.get("QUIRE_CXXFLAGS", "").split()
         has_amx = "amx" in levels() and self._compiles(compiler, LEVELS["x86-64"]["amx"])
         common = (*COMMON, *QUIET, *(("-DQUIRE_HAS_AMX",) if has_amx else ()))
-        parts = {name: ("kernels.cpp", (*flags, f"-DQUIRE_LEVEL={name}", "-fno-exceptions", "-fno-rtti"))
-                 for name, flags in levels().items() if name != "amx" or has_amx}
+        parts = {
+            name: ("kernels.cpp", (*flags, f"-DQUIRE_LEVEL={name}", "-fno-exceptions", "-fno-rtti"))
+            for name, flags in levels().items()
+            if name != "amx" or has_amx
+        }
         parts |= {"library": ("library.cpp", ()), "probe": ("probe.cpp", ())}
         folder = Path(self.build_temp) / "native"
         folder.mkdir(parents=True, exist_ok=True)

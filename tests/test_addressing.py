@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 import quire
+from support.kernels import each_kernel  # noqa: F401
+
+pytestmark = pytest.mark.usefixtures("each_kernel")
 
 
 def test_offsets_beyond_2_to_the_31_elements() -> None:

@@ -10,18 +10,25 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import quire
+from support.kernels import each_kernel, on_every_kernel  # noqa: F401
 from support.scenario import LARGEST, Scenario, build
 
 MIXED = {"q_lens": [1, 9, 0, 1, 33, 4], "kv_lens": [1, 40, 7, 130, 33, 20]}
 
 
-def attend(s: Scenario, **options: Any) -> None:
-    """Runs a scenario into a poisoned output and checks every live row, the LSE, and that padding rows stay as they were."""
-    out = torch.full((s.q.shape[0], s.q.shape[1], s.cache.v_head_dim), torch.nan, dtype=torch.float32, device=s.q.device)
-    got, lse = quire.attend(s.q, s.cache, s.batch, s.options, new=s.new, out=out, lse=True, **options)
-    assert got is out
-    s.check(got, lse)
-    assert got[s.live :].isnan().all()
+def attend(s: Scenario) -> None:
+    """Runs a scenario on every kernel, into a poisoned output, and checks every live row, the LSE, and that padding rows stay as
+    they were. A 16-bit output may come of 16-bit factors, an fp32 one never."""
+
+    def run() -> None:
+        for dtype, factors in ((torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16)):
+            out = torch.full((s.q.shape[0], s.q.shape[1], s.cache.v_head_dim), torch.nan, dtype=dtype, device=s.q.device)
+            got, lse = quire.attend(s.q, s.cache, s.batch, s.options, new=s.new, out=out, lse=True)
+            assert got is out
+            s.check(got, lse, factors=factors)
+            assert got[s.live :].isnan().all()
+
+    on_every_kernel(run)
 
 
 FEATURES: dict[str, dict[str, Any]] = {
@@ -73,6 +80,7 @@ def test_fp8_queries(q_dtype: str) -> None:
     attend(build(4, **MIXED, q_dtype=q_dtype, q_scale=0.03, format="e4m3fn"))
 
 
+@pytest.mark.usefixtures("each_kernel")
 @pytest.mark.parametrize("out_type", [torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2])
 def test_fp8_output_saturates(out_type: torch.dtype) -> None:
     scale = 0.004
@@ -134,6 +142,7 @@ def test_non_causal_rows_may_have_fewer_keys_than_queries_or_none() -> None:
     attend(build(15, [5, 3, 4], [2, 0, 9], causal=False, sinks=True))
 
 
+@pytest.mark.usefixtures("each_kernel")
 def test_a_row_without_keys_is_zero_and_its_lse_is_the_sink() -> None:
     s = build(16, [2], [0], causal=False)
     out, lse = quire.attend(s.q, s.cache, s.batch, s.options, lse=True)
@@ -145,6 +154,7 @@ def test_a_row_without_keys_is_zero_and_its_lse_is_the_sink() -> None:
     assert torch.allclose(lse, sinks.expand(2, 4))
 
 
+@pytest.mark.usefixtures("each_kernel")
 def test_empty_batch() -> None:
     s = build(17, [], [], padding=3)
     out = quire.attend(s.q, s.cache, s.batch)
@@ -153,6 +163,7 @@ def test_empty_batch() -> None:
     assert quire.attend(s.q[:0], s.cache, s.batch).shape == (0, 4, 16)
 
 
+@pytest.mark.usefixtures("each_kernel")
 def test_q_and_out_may_be_strided() -> None:
     s = build(18, **MIXED)
     fused = torch.full((s.q.shape[0], 9, 40), torch.nan)

@@ -9,7 +9,10 @@ import pytest
 import torch
 
 import quire
+from support.kernels import each_kernel  # noqa: F401
 from support.scenario import Scenario, build
+
+pytestmark = pytest.mark.usefixtures("each_kernel")
 
 CASES: dict[str, dict[str, Any]] = {
     "full": {},

@@ -7,7 +7,10 @@ import torch
 
 import quire
 from quire import Batch, KVCache, Options, PagePool
+from support.kernels import each_kernel  # noqa: F401
 from support.scenario import build
+
+pytestmark = pytest.mark.usefixtures("each_kernel")
 
 
 def test_same_inputs_same_bits() -> None:

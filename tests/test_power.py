@@ -12,6 +12,7 @@ import quire
 from quire.cache.format import Format
 from quire.kernels.torch import read, sight, strip
 from quire.kernels.torch import write as writer
+from support.kernels import kernel
 from support.scenario import build
 
 Patch = Callable[[pytest.MonkeyPatch], None]
@@ -80,10 +81,10 @@ FAULTS: dict[str, tuple[Patch, dict[str, Any]]] = {
 def test_planted_fault_is_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     plant, spec = FAULTS[name]
     s = build(40, **(LENS | spec))
-    s.check(quire.attend(s.q, s.cache, s.batch, s.options, out=torch.full_like(s.q, torch.nan)))
+    s.check(quire.attend(s.q, s.cache, s.batch, s.options, out=torch.full_like(s.q, torch.nan), kernel="torch"))
     plant(monkeypatch)
     with pytest.raises(AssertionError, match="wrong, first at"):
-        s.check(quire.attend(s.q, s.cache, s.batch, s.options, out=torch.full_like(s.q, torch.nan)))
+        s.check(quire.attend(s.q, s.cache, s.batch, s.options, out=torch.full_like(s.q, torch.nan), kernel="torch"))
 
 
 def test_planted_faults_of_the_writer_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,5 +97,5 @@ def test_planted_faults_of_the_writer_are_seen(monkeypatch: pytest.MonkeyPatch) 
     ):
         with monkeypatch.context() as patch:
             patch.setattr(owner, name, fault)
-            with pytest.raises((AssertionError, quire.ContractError)):
+            with pytest.raises((AssertionError, quire.ContractError)), kernel("torch"):
                 tests.test_what_is_written_is_read_back("aiter", "int8", "token")

@@ -8,7 +8,10 @@ import pytest
 import torch
 
 import quire
+from support.kernels import each_kernel  # noqa: F401
 from support.scenario import LARGEST, TYPES, place
+
+pytestmark = pytest.mark.usefixtures("each_kernel")
 
 
 def written(

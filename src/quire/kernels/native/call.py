@@ -15,7 +15,6 @@ TYPES = {name: number for number, name in enumerate(("fp32", "fp16", "bf16", "e4
 UNBOUNDED = 2**63 - 1
 
 
-
 def _integers(names: str) -> list[tuple[str, type]]:
     return [(name, ctypes.c_int64) for name in names.split()]
 
@@ -74,7 +73,14 @@ class Attend(ctypes.Structure):
 
 
 class Write(ctypes.Structure):
-    _fields_ = [("k", Array), ("v", Array), ("cache", Cache), ("batch", Batch), ("slots", Index), *_integers("tokens threads level")]
+    _fields_ = [
+        ("k", Array),
+        ("v", Array),
+        ("cache", Cache),
+        ("batch", Batch),
+        ("slots", Index),
+        *_integers("tokens threads level"),
+    ]
 
 
 def array(tensor: torch.Tensor) -> Array:
@@ -92,9 +98,7 @@ def pages(view: torch.Tensor, format: str, scale: torch.Tensor | None) -> Pages:
     if scale is not None:
         strides = {0: (0, 0, 0), 1: (0, 0, *scale.stride()), 3: scale.stride()}[scale.dim()]
     pointer = None if scale is None else scale.data_ptr()
-    return Pages(
-        view.data_ptr(), *view.stride(), slot_part, dim_part, dim_high * dim_part, TYPES[format], pointer, *strides
-    )
+    return Pages(view.data_ptr(), *view.stride(), slot_part, dim_part, dim_high * dim_part, TYPES[format], pointer, *strides)
 
 
 def cache_of(cache: KVCache) -> Cache:
