@@ -13,6 +13,8 @@ _TRITON = (
 )
 """The GPUs that Triton compiles for: the least common ones by the rows of their families in `kernels/triton/tuning.py`."""
 
+_NATIVE = "kernels/native/libquire.so"
+
 CATALOGUE: tuple[Kernel, ...] = (
     Kernel(
         "triton-decode",
@@ -69,10 +71,11 @@ CATALOGUE: tuple[Kernel, ...] = (
         "C++ for this CPU's instruction set, straight from the pages: every feature, format and layout",
         "quire.kernels.native.attend:launch",
         vendors=("cpu",),
-        library="kernels/native/libquire.so",
+        library=_NATIVE,
         q_dtypes=_QUERIES,
         head_dim=_ANY_HEAD,
         v_head_dim=_ANY_HEAD,
+        capturable=False,
     ),
     Kernel(
         "native",
@@ -80,9 +83,10 @@ CATALOGUE: tuple[Kernel, ...] = (
         "C++ for this CPU's instruction set: quantises and stores, every format and layout",
         "quire.kernels.native.write:launch",
         vendors=("cpu",),
-        library="kernels/native/libquire.so",
+        library=_NATIVE,
         head_dim=_ANY_HEAD,
         v_head_dim=_ANY_HEAD,
+        capturable=False,
     ),
     # Last come the kernels that are always there. They read lengths on the host, so a CUDA graph cannot record them.
     Kernel(
