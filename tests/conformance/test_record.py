@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import quire
+from quire.attend import is_quick
 from quire.cache.format import FORMATS
 from quire.cli import main
 from quire.conformance import record as recording
@@ -154,6 +155,9 @@ def test_a_capture_is_refused_before_anything_is_written(file: Path, monkeypatch
     with pytest.raises(quire.QuireError, match="CUDA graph is being captured"), quire.record(file):
         program.step()
     assert torch.equal(program.cache.k, before)
+    with pytest.raises(quire.QuireError, match="CUDA graph is being captured"), quire.record(file):
+        quire.attend(program.q[:4], program.cache, program.batch)
+    assert not file.exists()
 
 
 @pytest.mark.parametrize("how, argument", [({"calls": 0}, "calls"), ({"pages": "some"}, "pages")])
@@ -170,6 +174,23 @@ def test_outside_of_it_nobody_is_told(file: Path) -> None:
     # An operator that keeps its launchers may keep one that was made during a recording.
     recorder.attending(lambda *call: told.append(call), None, {})(*"qcbonx", None)
     assert len(told) == 1 and not file.exists()
+
+
+class OnGpu(torch.Tensor):
+    """A tensor that says so."""
+
+    is_cuda = True
+
+
+def test_within_it_no_call_takes_the_quick_way(file: Path) -> None:
+    """A call of a kind seen before goes straight to its launcher on a GPU, past whoever wants to be told."""
+    program = Program()
+    rows = program.q.as_subclass(OnGpu)
+    assert is_quick(rows, program.cache, program.batch)
+    with quire.record(file):
+        assert not is_quick(rows, program.cache, program.batch)
+        quire.attend(program.q[:4], program.cache, program.batch)
+    assert is_quick(rows, program.cache, program.batch)
 
 
 def test_checked_calls_are_recorded_and_recorded_calls_checked(file: Path) -> None:
@@ -209,6 +230,7 @@ def test_tensors_come_back_bit_by_bit(tmp_path: Path) -> None:
     tensorfile.save(tmp_path / "t", tensors, {"words": "ä"})
     back, notes = tensorfile.load(tmp_path / "t")
     assert notes["words"] == "ä" and set(back) == set(tensors)
+    assert int.from_bytes((tmp_path / "t").read_bytes()[:8], "little") % 8 == 0  # readers that map the file want it aligned
     for name, tensor in tensors.items():
         assert back[name].dtype is tensor.dtype and back[name].shape == tensor.shape
         assert torch.equal(back[name].float(), tensor.float()) and back[name].is_contiguous()

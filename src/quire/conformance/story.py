@@ -201,7 +201,8 @@ def _failures(batch: Seeds, held: torch.Tensor) -> list[Failure]:
         Failure(
             "everything dtype=torch.int, cache as q",
             _message(lambda: _assert_close(operator(batch, Call(), held), batch.expected)),
-            f"1 token x {HEADS} heads x {HEAD_DIM} = {HEADS * HEAD_DIM} elements: the row that decodes, all of it, and no other.",
+            f"1 token x {HEADS} heads x {HEAD_DIM} = {HEADS * HEAD_DIM} elements: the row that decodes, all of it, and no other. "
+            "Which they are is computed; how wrong they are is what the memory held, and ours is made to hold what theirs did.",
         ),
     ]
 

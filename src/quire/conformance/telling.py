@@ -15,7 +15,7 @@ def tell(story: Story, paper: Paper) -> None:
         f"A team ports a test to another GPU. Ten sequences, {batch['tokens']} new tokens over {batch['keys']} keys, "
         f"{batch['heads']} heads of {batch['head_dim']}: {elements:,} numbers of output. Nine sequences prefill, the last decodes "
         f"one token, in row {row}. The test fails three times, each time otherwise. Five documents are written about it; they "
-        "contradict each other."
+        "contradict each other. Lengths, sizes and tolerance are the test's; its numbers are drawn anew within the same bounds."
     )
     paper.grid(
         ("sequence", *map(str, range(len(batch["q_lens"])))),

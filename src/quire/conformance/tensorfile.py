@@ -56,7 +56,7 @@ def save(path: str | os.PathLike[str], tensors: Mapping[str, torch.Tensor], note
         file.write(len(text).to_bytes(8, "little"))
         file.write(text)
         for tensor in kept:
-            data = tensor.detach().cpu().contiguous().flatten()
+            data = tensor.detach().cpu().flatten()
             file.write(data.view(torch.uint8).numpy().tobytes() if data.numel() else b"")
     part.replace(path)
 
