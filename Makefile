@@ -5,10 +5,12 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+NATIVE := src/quire/kernels/native
+BUILT := $(VENV)/.built
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -qq --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test gpu-test lint format bench docs clean
+.PHONY: help demo test gpu-test sanitize emulate lint format bench docs clean
 
 help: ## this list
 	@echo "Quire: paged attention that explains itself."
@@ -17,15 +19,35 @@ help: ## this list
 	@echo
 	@echo "  The first of them makes $(VENV) from constraints.txt. Another Python: make demo PYTHON=python3.12"
 
-demo: $(READY) ## a small continuous-batching decoder on this machine, then the proof that it was right
+demo: $(BUILT) ## a small continuous-batching decoder on this machine, then the proof that it was right
 	@$(BIN)/quire demo
 
-test: $(READY) ## the whole test suite, on the CPU
+test: $(BUILT) ## the whole test suite, on the CPU
 	@$(BIN)/python -m pytest -q --numprocesses auto --maxprocesses 4 --dist worksteal
 
 # On a GPU machine torch is there already: no environment is made, $(PYTHON) is used as it is.
 gpu-test: ## the operator on this machine's GPU, against the reference; needs torch, triton, numpy and pytest
 	@PYTHONPATH=src $(PYTHON) tests/gpu/run.py $(if $(REPORTS),--reports $(REPORTS))
+
+# The whole package again, with the native kernels watched; torch itself is not, so leaks at exit are not looked for.
+SANITIZED := build/sanitized
+sanitize: $(READY) ## the native CPU kernels under AddressSanitizer and UndefinedBehaviorSanitizer: some minutes
+	@QUIRE_CXXFLAGS="-O1 -g -fsanitize=address,undefined -fno-sanitize-recover=all" \
+	  $(BIN)/python setup.py -q build --build-base $(SANITIZED) --build-lib $(SANITIZED)/lib
+	@LD_PRELOAD="$$(c++ -print-file-name=libasan.so) $$(c++ -print-file-name=libubsan.so)" ASAN_OPTIONS=detect_leaks=0 \
+	  PYTHONPATH=$(SANITIZED)/lib $(BIN)/python -m pytest -q -p no:cacheprovider tests/kernels/native/test_native.py \
+	  tests/test_attend.py tests/test_dont_care.py tests/test_invariance.py tests/test_write.py -k "not openmp and not torch"
+
+emulate: $(BUILT) ## the native CPU kernels on CPUs without AVX-512, and on ARM, under qemu-user
+	@$(BIN)/python -m pytest -q tests/kernels/native/test_emulated.py
+	@command -v aarch64-linux-gnu-g++ qemu-aarch64 >/dev/null || { \
+	  echo "make: ARM needs Debian's packages g++-aarch64-linux-gnu and qemu-user" >&2; exit 1; }
+	@mkdir -p build/arm
+	@for part in kernels library probe; do \
+	  aarch64-linux-gnu-g++ -std=c++17 -O3 -fPIC -DQUIRE_LEVEL=neon -c $(NATIVE)/$$part.cpp -o build/arm/$$part.o || exit 1; done
+	@aarch64-linux-gnu-g++ -shared build/arm/*.o -o build/arm/libquire.so -ldl -lpthread
+	@aarch64-linux-gnu-g++ -std=c++17 -O1 -I$(NATIVE) tests/kernels/native/driver.cpp -o build/arm/driver -ldl
+	@qemu-aarch64 -L /usr/aarch64-linux-gnu build/arm/driver build/arm/libquire.so
 
 lint: $(READY) ## ruff and mypy
 	@$(BIN)/ruff check .
@@ -36,7 +58,7 @@ format: $(READY) ## let ruff write what `make lint` asks for
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
 
-bench: $(READY) ## measure the CPU kernels against their baselines
+bench: $(BUILT) ## measure the CPU kernels against their baselines
 	@$(BIN)/quire bench --device cpu
 
 docs: $(READY) ## print docs/contract.md from the rules, docs/kernels.md from the kernels: these are compiled for every card, minutes
@@ -45,6 +67,7 @@ docs: $(READY) ## print docs/contract.md from the rules, docs/kernels.md from th
 
 clean: ## remove the environment and everything that was generated
 	rm -rf $(VENV) build dist src/*.egg-info .hypothesis .pytest_cache .mypy_cache .ruff_cache docs/*.md.new
+	rm -f $(NATIVE)/*.so
 	find src tests examples -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # setuptools comes first and builds Quire itself: an isolated build would fetch one that constraints.txt does not pin.
@@ -59,4 +82,9 @@ $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -m venv --clear $(VENV)
 	@$(PIP) setuptools
 	@$(PIP) --no-build-isolation --editable '.[test,lint]'
+	@touch $@ $(BUILT)
+
+# The native kernels are built with the package where there is a compiler, and again when their sources change.
+$(BUILT): $(READY) setup.py $(wildcard $(NATIVE)/*.cpp $(NATIVE)/*.h)
+	@$(BIN)/python setup.py -q build_ext --inplace
 	@touch $@

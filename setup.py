@@ -3,14 +3,15 @@
     pip install .                             builds them by the way
     python setup.py build_ext --inplace       builds them in the source tree
 
-One source, src/quire/kernels/native/kernels.cpp, is compiled once for each instruction set, with flags of its own, into one library.
-Which of them runs is decided when the library is loaded. pyproject.toml has all the rest.
+One source, src/quire/kernels/native/kernels.cpp, is compiled once for each instruction set, with flags of its own, into one
+library. Which of them runs is decided when the library is loaded. pyproject.toml has all the rest.
 """
 
 from __future__ import annotations
 
 import os
 import platform
+import shutil
 import subprocess
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
@@ -43,15 +44,22 @@ def levels() -> dict[str, tuple[str, ...]]:
 
 
 class Build(build_ext):
-    """Compiles every level side by side. QUIRE_CXXFLAGS adds flags: `make sanitize` does."""
+    """Compiles every level side by side, unless the source tree has a library that is newer than all sources. QUIRE_CXXFLAGS adds
+    flags: `make sanitize` does."""
 
     def get_ext_filename(self, fullname: str) -> str:
         return str(Path(*fullname.split(".")).with_suffix(".so"))  # loaded with ctypes: of no Python in particular
 
     def build_extension(self, ext: Extension) -> None:
+        target = Path(self.get_ext_fullpath(ext.name))
+        target.parent.mkdir(parents=True, exist_ok=True)
+        more = os.environ.get("QUIRE_CXXFLAGS", "").split()
+        made, sources = FOLDER / "libquire.so", [*FOLDER.glob("*.cpp"), *FOLDER.glob("*.h"), Path(__file__)]
+        if not more and made.exists() and made.stat().st_mtime > max(path.stat().st_mtime for path in sources):
+            shutil.copy2(made, target)
+            return
         # setuptools guesses compilers from how Python was built; here only a C++ one will do.
         compiler = os.environ.get("CXX", "c++").split()
-        more = os.environ.get("QUIRE_CXXFLAGS", "").split()
         has_amx = "amx" in levels() and self._compiles(compiler, LEVELS["x86-64"]["amx"])
         common = (*COMMON, *QUIET, *(("-DQUIRE_HAS_AMX",) if has_amx else ()))
         parts = {
@@ -71,8 +79,6 @@ class Build(build_ext):
 
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             objects = list(pool.map(compile, parts))
-        target = Path(self.get_ext_fullpath(ext.name))
-        target.parent.mkdir(parents=True, exist_ok=True)
         self._run([*compiler, *more, "-shared", *map(str, objects), "-o", str(target), "-ldl", "-lpthread"])
 
     def _run(self, command: list[str]) -> None:

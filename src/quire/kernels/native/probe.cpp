@@ -86,7 +86,7 @@ unsigned levels_here() {
     return found;
 }
 #elif defined(__ARM_NEON)
-unsigned levels_here() { return 1u << PORTABLE | 1u << NEON; }
+unsigned levels_here() { return 1u << NEON; }
 #else
 unsigned levels_here() { return 1u << PORTABLE; }
 #endif
