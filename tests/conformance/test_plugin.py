@@ -40,7 +40,9 @@ def run(tmp_path: Path) -> Run:
 
     def run(*args: str, fault: str = "window-left-off") -> subprocess.CompletedProcess[str]:
         (tmp_path / "kernel.py").write_text(KERNEL.replace("FAULT", fault))
-        command = [sys.executable, "-m", "pytest", "-p", "quire.conformance.plugin", "-p", "no:cacheprovider", *args]
+        # Not `-m pytest`, which would put the folder on the path by itself.
+        pytest_itself = "import sys, pytest; sys.path.remove(''); sys.exit(pytest.main())"
+        command = [sys.executable, "-c", pytest_itself, "-p", "quire.conformance.plugin", "-p", "no:cacheprovider", *args]
         paths = os.pathsep.join((str(Path(quire.__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])))
         environment = {**os.environ, "PYTHONPATH": paths}
         return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
@@ -82,6 +84,7 @@ def test_a_known_fault_is_expected_and_a_mended_one_reported(run: Run, tmp_path:
     [
         (("--quire-target", "nothing"), "target: given nothing; allowed: cpu"),
         (("--quire-target", "kernel.py:missing"), "a function that kernel.py has: attention"),
+        (("--quire-target", "cpu", "--quire-level", "hard"), "smoke"),
     ],
 )
 def test_a_wrong_question_is_a_usage_error(args: tuple[str, ...], says: str, run: Run) -> None:
@@ -97,7 +100,7 @@ def test_without_a_target_nothing_is_added(run: Run) -> None:
 
 def test_a_teams_own_tests_run_beside_it(run: Run, tmp_path: Path) -> None:
     (tmp_path / "test_own.py").write_text("def test_own(): pass\n")
-    done = run("--quire-target", "kernel:attention", "-k", "own or decode-needle", "-p", "kernel")
+    done = run("--quire-target", "kernel:attention", "-k", "own or decode-needle")
     assert done.returncode == 0 and counts(done) == {"passed": 2}, done.stdout + done.stderr
 
 

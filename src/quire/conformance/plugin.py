@@ -6,6 +6,7 @@ it again. `--quire-known FILE` names failures that are known: they are expected,
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Generator, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -50,6 +51,9 @@ class Suite(pytest.Collector):
 
         made: Suite = cls.from_parent(session, name=asked, nodeid=f"quire {asked}")
         option = session.config.getoption
+        here = str(session.config.invocation_params.dir)
+        if here not in sys.path:  # as `python -m pytest` would
+            sys.path.insert(0, here)
         try:
             made.target = find(asked, option("--quire-device"))
             made.cases = suite.cases(option("--quire-level"))
