@@ -7,6 +7,7 @@ import shutil
 import struct
 import subprocess
 import zlib
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -82,6 +83,16 @@ def test_the_best_prediction_comes_first_and_is_marked(html: str) -> None:
         ("", "not-normalised"),
         ("", "never"),
     ]
+
+
+def test_the_most_telling_case_is_drawn() -> None:
+    """Right beside wrong says more than all wrong, and thirty tokens more than one."""
+    whole = report()
+    (case,) = (result for result in whole.results if result.picture)
+    one = replace(case, case=case.case.replace(name="one"), picture=replace(case.picture, ratio=[[9.0, 9.0]], q_starts=[0, 1, 1]))
+    many = replace(case, case=case.case.replace(name="many"), picture=replace(case.picture, ratio=case.picture.ratio * 5))
+    drawn = page(replace(whole, results=[one, case, many]))
+    assert re.findall(r"Error map of (\S+)", drawn) == ["many:"]
 
 
 def test_nothing_is_fetched(html: str) -> None:

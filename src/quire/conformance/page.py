@@ -64,7 +64,7 @@ code { font: 13px/1.45 ui-monospace, "SF Mono", Menlo, Consolas, monospace; }
 button { font: 12px system-ui, sans-serif; border: 1px solid var(--line); border-radius: 5px; background: var(--paper); color: var(--ink); padding: .15rem .6rem; cursor: pointer; }
 table.cases { border-collapse: collapse; width: 100%; font-size: 13px; font-variant-numeric: tabular-nums; }
 .cases th { text-align: left; color: var(--soft); font-weight: 600; border-bottom: 1px solid var(--line); padding: .35rem .5rem; white-space: nowrap; }
-.cases td { padding: .2rem .5rem; border-bottom: 1px solid var(--line); vertical-align: top; } .cases td.number { text-align: right; white-space: nowrap; }
+.cases td { padding: .2rem .5rem; border-bottom: 1px solid var(--line); vertical-align: top; } .cases td.number { text-align: right; } .cases td.number, .cases td.name { white-space: nowrap; }
 .status { font-weight: 650; } .right .status, .refused .status { color: var(--good); } .wrong .status, .raised .status { color: var(--bad); } .unsupported .status { color: var(--quiet); }
 ul { margin: .25rem 0 0; padding-left: 1.1rem; color: var(--soft); } li { margin: .1rem 0; }
 """  # noqa: E501
@@ -137,10 +137,17 @@ def _chip(name: str, count: int) -> str:
 
 
 def _pictured(results: Sequence[Result], finding: Finding) -> Result | None:
-    """The case to draw: one whose first finding this is, the smallest first."""
+    """The case to draw: one whose first finding this is, with right and wrong side by side, of a size that the eye takes in."""
     with_picture = [result for result in results if result.picture is not None and result.picture.ratio]
     mine = [result for result in with_picture if result.findings and result.findings[0].fault == finding.fault]
-    return min(mine or with_picture, key=lambda result: len(result.picture.ratio) if result.picture else 0, default=None)
+    return min(mine or with_picture, key=_plainness, default=None)
+
+
+def _plainness(result: Result) -> tuple[bool, float]:
+    """How little a picture shows: less is better."""
+    assert result.picture is not None
+    right = {0 <= off <= 1 for row in result.picture.ratio for off in row}
+    return len(right) < 2, abs(math.log(len(result.picture.ratio) / 32))
 
 
 def _card(report: Report, finding: Finding, cases: Sequence[str], shown: Result | None) -> str:
@@ -273,7 +280,7 @@ def _cases(results: Sequence[Result]) -> str:
             said += f" (known: {result.known})"
         off = f"{result.error:.3g}" if result.status in ("right", "wrong") else ""
         rows.append(
-            f'<tr class="{result.status}"><td class="status">{escape(result.status)}</td><td>{escape(result.case.name)}</td>'
+            f'<tr class="{result.status}"><td class="status">{escape(result.status)}</td><td class="name">{escape(result.case.name)}</td>'
             f'<td>{escape(said)}</td><td class="number">{off}</td><td class="number">{result.wrong or ""}</td>'
             f"<td><code>{escape(str(result.case))}</code></td></tr>"
         )
