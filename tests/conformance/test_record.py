@@ -16,6 +16,7 @@ from quire.cli import main
 from quire.conformance import record as recording
 from quire.conformance import tensorfile
 from quire.conformance.record import Recorder, load
+from quire.conformance.replay import here, then
 from quire.contract.check import is_watched
 
 CACHES: dict[str, dict[str, Any]] = {
@@ -31,12 +32,12 @@ CACHES: dict[str, dict[str, Any]] = {
 class Program:
     """Two sequences in a pool of many pages, and a step of theirs to record."""
 
-    def __init__(self, **how: Any):
+    def __init__(self, device: str = "cpu", **how: Any):
         torch.manual_seed(0)
-        self.pool = quire.PagePool(pages=32, page_size=4)
+        self.pool = quire.PagePool(pages=32, page_size=4, device=device)
         self.cache = quire.KVCache.allocate(self.pool, kv_heads=2, head_dim=16, **({"dtype": torch.bfloat16} | how))
         a, b = self.pool.sequence(), self.pool.sequence()
-        self.q, self.k, self.v = torch.randn(17, 8, 16).bfloat16().split((4, 2, 2), 1)
+        self.q, self.k, self.v = torch.randn(17, 8, 16).bfloat16().to(device).split((4, 2, 2), 1)
         quire.step(self.q, self.k, self.v, self.cache, self.pool.step({a: 10, b: 7}))
         self.batch = self.pool.step({a: 1, b: 3})
 
@@ -286,8 +287,8 @@ def test_diagnose_names_what_another_kernel_did(file: Path, capsys: pytest.Captu
     wrong = quire.attend(narrow.q, narrow.cache, narrow.batch, quire.Options(window=4))
     altered(file, lambda tensors: tensors["0.out"].copy_(wrong))
     assert main(["diagnose", str(file), "--json"]) == 1
-    there, here = json.loads(capsys.readouterr().out)["verdicts"]
-    assert (there["status"], here["status"]) == ("wrong", "right")
+    there, replayed = json.loads(capsys.readouterr().out)["verdicts"]
+    assert (there["status"], replayed["status"]) == ("wrong", "right")
     assert "window" in there["finding"]["fault"] and there["finding"]["distance"] <= 1
     assert main(["diagnose", str(file)]) == 1
     assert there["finding"]["fault"] in capsys.readouterr().out
@@ -313,3 +314,30 @@ def test_diagnose_asks_back(argv: list[str], says: str, file: Path, capsys: pyte
     with pytest.raises(SystemExit):
         main(["diagnose", *(str(file) if word == "FILE" else word for word in argv)])
     assert says in capsys.readouterr().err
+
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+@needs_gpu
+@pytest.mark.parametrize("cache", CACHES.values(), ids=CACHES)
+def test_a_call_of_a_gpu_is_replayed_on_the_cpu(cache: dict[str, Any], file: Path) -> None:
+    program = Program(**cache, device="cuda")
+    with quire.record(file):
+        program.step(quire.Options(softcap=30.0, window=(8, 0)), lse=True)
+    (call,) = load(file)
+    assert call.notes["device"].startswith("cuda") and call.q.device.type == "cpu" and call.violations() == []
+    assert call.lost_tokens() == []
+    assert [verdict.status for verdict in (then(call), here(call), here(load(file, "cuda")[0]))] == ["right"] * 3
+
+
+@needs_gpu
+def test_a_real_capture_is_refused(file: Path) -> None:
+    program = Program(device="cuda")
+    program.step()
+    with (
+        pytest.raises(quire.QuireError, match="CUDA graph is being captured"),
+        quire.record(file),
+        torch.cuda.graph(torch.cuda.CUDAGraph()),
+    ):
+        program.step()

@@ -280,7 +280,8 @@ def _cases(results: Sequence[Result]) -> str:
             said += f" (known: {result.known})"
         off = f"{result.error:.3g}" if result.status in ("right", "wrong") else ""
         rows.append(
-            f'<tr class="{result.status}"><td class="status">{escape(result.status)}</td><td class="name">{escape(result.case.name)}</td>'
+            f'<tr class="{result.status}"><td class="status">{escape(result.status)}</td>'
+            f'<td class="name">{escape(result.case.name)}</td>'
             f'<td>{escape(said)}</td><td class="number">{off}</td><td class="number">{result.wrong or ""}</td>'
             f"<td><code>{escape(str(result.case))}</code></td></tr>"
         )

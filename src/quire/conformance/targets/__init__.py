@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from importlib import import_module
 
+import torch
+
 from quire.conformance.target import Target
 from quire.errors import ArgumentError
 
@@ -32,4 +34,6 @@ def load(name: str, device: str | None = None) -> Target:
         found: Target = module.target(name, device)
     except ImportError as error:
         raise ArgumentError("target", f"{name}, which cannot be imported ({error})", "a peer that is installed here") from error
+    if found.device.startswith("cuda") and not torch.cuda.is_available():
+        raise ArgumentError("target", f"{name} on {found.device}", "a peer that runs here: torch sees no GPU")
     return found
