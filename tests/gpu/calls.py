@@ -24,11 +24,14 @@ from support.scenario import TYPES, Scenario
 
 if interpreter.ON:
     interpreter.install()
-    Platform.detect = classmethod(lambda cls, device=None: cls.named("sm90"))  # type: ignore[assignment, method-assign]
+    # Not sm90: there Gluon's kernels are preferred, and these have no interpreter.
+    Platform.detect = classmethod(lambda cls, device=None: cls.named("sm100"))  # type: ignore[assignment, method-assign]
 
 DEVICE = "cpu" if interpreter.ON else "cuda"
-KERNELS = ("triton-decode", "triton-mixed")
-both = pytest.mark.parametrize("kernel", KERNELS)
+HOPPER = not interpreter.ON and torch.cuda.get_device_capability() == (9, 0)
+KERNELS = ("triton-decode", "triton-mixed", *(("gluon-mixed",) if HOPPER else ()))
+every = pytest.mark.parametrize("kernel", KERNELS)
+needs_hopper = pytest.mark.skipif(not HOPPER, reason="only Hopper has this")
 needs_gpu = pytest.mark.skipif(interpreter.ON, reason="only a GPU has this")
 
 GUARD = 40.0
@@ -41,6 +44,20 @@ def hint(s: Scenario, kernel: str | None) -> None:
     """Lets the dispatcher take the kernel, whatever the lengths are."""
     if kernel == "triton-decode":
         s.batch.max_q_len = min(MOST_DECODED, s.q.shape[0])
+
+
+def named(s: Scenario, kernel: str | None) -> str | None:
+    """Gluon's kernel for the scenario's cache. What is beyond its limits must be refused; then there is nothing to test."""
+    if kernel != "gluon-mixed":
+        return kernel
+    name = "gluon-mixed-bytes" if s.cache.format.itemsize == 1 else "gluon-mixed"
+    decision = quire.explain(s.q, s.cache, s.batch, s.options, new=s.new, lse=True)
+    refusals = next(candidate for candidate in decision.candidates if candidate.kernel.name == name).refusals
+    if refusals:
+        with pytest.raises(quire.KernelError):
+            quire.attend(s.q, s.cache, s.batch, s.options, new=s.new, kernel=name)
+        pytest.skip(f"refused, as it must be: {refusals[0]}")
+    return name
 
 
 def fresh_out(s: Scenario, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -56,6 +73,7 @@ def attend(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The output and LSE of one call."""
     hint(s, kernel)
+    kernel = named(s, kernel)
     out = fresh_out(s, out_dtype) if out is None else out
     return quire.attend(s.q, s.cache, s.batch, s.options, new=s.new, out=out, lse=True, kernel=kernel)
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 
 import quire
-from gpu.calls import GUARD, both, needs_gpu
+from gpu.calls import GUARD, every, needs_gpu
 from gpu.sequences import DIM, GROUP, KV_HEADS, Sequences, Step, is_right
 
 pytestmark = needs_gpu
@@ -57,7 +57,7 @@ def capture(call: Callable[[], object]) -> torch.cuda.CUDAGraph:
     return graph
 
 
-@both
+@every
 def test_attend(kernel: str) -> None:
     mine = Buffers(kernel, 1)
     graph = capture(lambda: quire.attend(mine.q, mine.sequences.cache, mine.batch, out=mine.out, kernel=kernel))
@@ -70,7 +70,7 @@ def test_attend(kernel: str) -> None:
         assert (mine.out[step.expected.shape[0] :] == GUARD).all(), "a padding row was written"
 
 
-@both
+@every
 def test_step(kernel: str) -> None:
     mine = Buffers(kernel, 2)
     graph = capture(lambda: quire.step(mine.q, mine.k, mine.v, mine.sequences.cache, mine.batch, out=mine.out, kernel=kernel))

@@ -10,15 +10,16 @@ import pytest
 import torch
 
 import quire
-from gpu.calls import DEVICE, attend, attend_and_check, both, check, check_but, needs_gpu
+from gpu.calls import DEVICE, attend, attend_and_check, check, check_but, every, needs_gpu
 from support.scenario import build
 
 LENS: dict[str, Any] = {"q_lens": [1, 40, 0, 3, 1], "kv_lens": [150, 57, 60, 75, 700], "padding": 2}
-BF16: dict[str, Any] = {"format": "bf16", "q_dtype": "bf16"}
+BF16: dict[str, Any] = {"format": "bf16", "q_dtype": "bf16", "head_dim": 64}
 CASES: dict[str, dict[str, Any]] = {
     "full": {**BF16},
     "context": {**BF16, "form": "context"},
     "window": {**BF16, "window": 60},
+    "bytes": {"format": "e4m3fn", "q_dtype": "bf16", "head_dim": 64},
     "token-scales": {"format": "int8", "scales": "token", "q_dtype": "bf16"},
 }
 IDS = {
@@ -32,7 +33,7 @@ IDS = {
 
 
 @needs_gpu
-@both
+@every
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("which", IDS)
 def test_a_page_that_does_not_exist_makes_its_row_nan(which: str, name: str, kernel: str) -> None:
@@ -52,7 +53,7 @@ def test_a_page_that_does_not_exist_makes_its_row_nan(which: str, name: str, ker
 
 
 @needs_gpu
-@both
+@every
 @pytest.mark.parametrize("row", [0, 4])
 def test_a_table_that_is_too_short_makes_its_row_nan(row: int, kernel: str) -> None:
     kv_lens = [20, 20, 30, 9, 32]
@@ -65,7 +66,7 @@ def test_a_table_that_is_too_short_makes_its_row_nan(row: int, kernel: str) -> N
     check_but(s, row, *attend(s, kernel))
 
 
-@both
+@every
 @pytest.mark.parametrize("hints", [(1, 1), (1, None), (None, 1), (4, 64)], ids=str)
 def test_low_hints_do_not_truncate(hints: tuple[int | None, int | None], kernel: str) -> None:
     if kernel == "triton-decode" and hints[0] is None:
@@ -97,7 +98,7 @@ def test_waiting_is_noticed() -> None:
 
 
 @needs_gpu
-@both
+@every
 @pytest.mark.parametrize("name", CASES)
 def test_attend_does_not_wait(name: str, kernel: str) -> None:
     """Neither the first call of a kind nor a bound one."""
@@ -131,7 +132,7 @@ def test_writes_do_not_wait(operation: str, slots: str) -> None:
     assert cache.k_scale is not None and (cache.k_scale != 1).any()
 
 
-@both
+@every
 def test_rules_read_values_on_request(kernel: str) -> None:
     """`check="full"` names the cell; without it the same call only gives NaN."""
     s = build(35, **LENS, **BF16, device=DEVICE)

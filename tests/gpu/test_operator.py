@@ -8,13 +8,14 @@ import pytest
 import torch
 
 import quire
-from gpu.calls import DEVICE, attend, attend_and_check, both, check, fresh_out
+from gpu.calls import DEVICE, attend, attend_and_check, check, every, fresh_out, needs_hopper
 from gpu.pairs import Case, cover, name_of
 from support.scenario import LARGEST, TYPES, Scenario, build
 
 I32, I64 = torch.int32, torch.int64
 
 KERNELS = ["triton-decode", "triton-mixed"]
+"""Those without limits."""
 FEATURES: dict[str, dict[str, Any]] = {
     "plain": {},
     "window": {"window": 20},
@@ -51,6 +52,7 @@ LENS: dict[str, dict[str, Any]] = {
     "drafts": {"q_lens": [4, 4, 5, 0, 4], "kv_lens": [60, 4, 333, 9, 128], "padding": 1},
     "prompts": {"q_lens": [130, 70], "kv_lens": [130, 200]},
 }
+LONG_PROMPTS: dict[str, Any] = {"q_lens": [300, 1, 150, 2], "kv_lens": [900, 1500, 150, 40], "padding": 3}
 GAPS = ["dense", "padded"]
 
 
@@ -87,7 +89,7 @@ def build_case(case: Case, **more: Any) -> Scenario:
     splits = (int(head_dim), page_size if case["layout"] == "aiter" else 0)
     values: dict[str, Any] = {
         "group": int(case["group"].removeprefix("group")),
-        "kv_heads": 1 if case["group"] == "group40" else 2,
+        "kv_heads": 1 if case["group"] in ("group40", "group160") else 2,
         "head_dim": int(head_dim),
         "v_head_dim": int(v_head_dim or head_dim),
         "page_size": page_size,
@@ -98,13 +100,42 @@ def build_case(case: Case, **more: Any) -> Scenario:
         "storage": {"dense": "native", "padded": "padded"}[case["gap"]],
         "device": DEVICE,
     }
-    values |= FEATURES[case["feature"]] | NUMBERS[case["numbers"]] | LENS[case["lens"]] | more
+    values |= FEATURES[case["feature"]] | NUMBERS[case["numbers"]] | LENS.get(case["lens"], LONG_PROMPTS) | more
     return build(1, **values)
 
 
 @pytest.mark.parametrize("case", CASES, ids=name_of)
 def test_pairs(case: Case) -> None:
     attend_and_check(build_case(case), case["kernel"])
+
+
+def on_hopper(case: Case) -> bool:
+    """Whether Gluon's kernels take it."""
+    return allowed(case) and not (case.get("form") == "context" and "over" in case.get("numbers", ""))
+
+
+@needs_hopper
+@pytest.mark.parametrize(
+    "case",
+    cover(
+        {
+            "feature": [name for name in FEATURES if not name.startswith(("tree", "invariant"))],
+            "form": FORMS,
+            "numbers": ["fp16", "bf16", "bf16_over_e4m3fn", "fp16_over_e4m3fn_bytes_by_head", "bf16_over_e5m2_by_head"],
+            "layout": ["nhd", "hnd", "vllm_joint"],
+            "page": ["page5", "page16", "page544"],
+            "head": ["34x40", "96x64", "128"],
+            "group": ["group1", "group3", "group8", "group160"],
+            "index": list(INDEX),
+            "lens": ["rows_of_all_kinds", "decodes", "long_prompts"],
+            "gap": GAPS,
+        },
+        on_hopper,
+    ),
+    ids=name_of,
+)
+def test_pairs_on_hopper(case: Case) -> None:
+    attend_and_check(build_case(case), "gluon-mixed")
 
 
 MIXED = LENS["rows_of_all_kinds"]
@@ -145,24 +176,24 @@ def test_extreme(name: str, kernel: str) -> None:
     attend_and_check(build(2, **EXTREMES[name], device=DEVICE), kernel)
 
 
-@both
+@every
 @pytest.mark.parametrize("form", FORMS)
 def test_more_rows_than_are_scanned_at_once(form: str, kernel: str) -> None:
     q_lens = [(1, 0, 2, 1, 0)[i % 5] for i in range(1500)]
     kv_lens = [q_len + i % 23 for i, q_len in enumerate(q_lens)]
     q_lens[1200], kv_lens[1200] = 70, 90
-    s = build(3, q_lens, kv_lens, kv_heads=1, format="bf16", q_dtype="bf16", form=form, padding=9, device=DEVICE)
+    s = build(3, q_lens, kv_lens, kv_heads=1, head_dim=64, format="bf16", q_dtype="bf16", form=form, padding=9, device=DEVICE)
     attend_and_check(s, kernel)
 
 
-@both
+@every
 @pytest.mark.parametrize(
     ("out_type", "given"), [("e4m3fn", "number"), ("e4m3fn", "tensor"), ("e4m3fnuz", "tensor"), ("e5m2", "number")]
 )
 def test_fp8_output_saturates(out_type: str, given: str, kernel: str) -> None:
     scale = 0.004
     out_scale = scale if given == "number" else torch.tensor(scale, device=DEVICE)
-    s = build(5, **MIXED, format="bf16", q_dtype="bf16", out_scale=scale, device=DEVICE)
+    s = build(5, **MIXED, format="bf16", q_dtype="bf16", head_dim=64, out_scale=scale, device=DEVICE)
     s.options = quire.Options(out_scale=out_scale)
     out, lse = attend(s, kernel, out_dtype=TYPES[out_type])
     got, largest = out[: s.live].double(), torch.finfo(out.dtype).max
@@ -174,7 +205,7 @@ def test_fp8_output_saturates(out_type: str, given: str, kernel: str) -> None:
     s.check(s.expected.to(torch.float32), lse)
 
 
-@both
+@every
 @pytest.mark.parametrize("q_dtype", ["e4m3fn", "e4m3fnuz", "e5m2"])
 def test_fp8_queries_and_outputs(q_dtype: str, kernel: str) -> None:
     s = build(6, **MIXED, q_dtype=q_dtype, format="e4m3fn", q_scale=torch.tensor(0.03), out_scale=0.02, device=DEVICE)
@@ -183,10 +214,10 @@ def test_fp8_queries_and_outputs(q_dtype: str, kernel: str) -> None:
     check(s, out, lse, 0.02)
 
 
-@both
+@every
 def test_an_output_nobody_gave(kernel: str) -> None:
     """Zeros in padding rows, of the output and of the LSE."""
-    s = build(7, **MIXED, format="bf16", q_dtype="bf16", device=DEVICE)
+    s = build(7, **MIXED, format="bf16", q_dtype="bf16", head_dim=64, device=DEVICE)
     s.batch.max_q_len = 16
     for _ in range(2):
         out, lse = quire.attend(s.q, s.cache, s.batch, s.options, lse=True, kernel=kernel)
@@ -196,12 +227,12 @@ def test_an_output_nobody_gave(kernel: str) -> None:
         assert torch.equal(alone, out)
 
 
-@both
+@every
 def test_no_sequences(kernel: str) -> None:
-    s = build(8, [], [], padding=3, device=DEVICE)
+    s = build(8, [], [], padding=3, format="bf16", q_dtype="bf16", head_dim=64, device=DEVICE)
     out, lse = quire.attend(s.q, s.cache, s.batch, lse=True, kernel=kernel)
     assert (out == 0).all() and (lse == 0).all()
-    assert quire.attend(s.q[:0], s.cache, s.batch, kernel=kernel).shape == (0, 4, 16)
+    assert quire.attend(s.q[:0], s.cache, s.batch, kernel=kernel).shape == (0, 4, 64)
 
 
 def test_every_pair_is_there() -> None:

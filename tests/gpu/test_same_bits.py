@@ -8,17 +8,17 @@ import pytest
 import torch
 
 import quire
-from gpu.calls import DEVICE, attend, bits, both, check
+from gpu.calls import DEVICE, attend, bits, check, every
 from support.scenario import TYPES, build
 
 REPEATED: dict[str, dict[str, Any]] = {
     "shared-out": {"q_lens": [1, 1, 2], "kv_lens": [3000, 700, 17], "head_dim": 64},
-    "mixed": {"q_lens": [1, 9, 70, 1, 0], "kv_lens": [300, 40, 200, 17, 3], "alibi": True, "window": 150},
-    "quantised": {"q_lens": [1, 30, 1], "kv_lens": [900, 60, 17], "format": "e4m3fn", "sinks": True},
+    "mixed": {"q_lens": [1, 9, 70, 1, 0], "kv_lens": [300, 40, 200, 17, 3], "alibi": True, "window": 150, "head_dim": 64},
+    "quantised": {"q_lens": [1, 30, 1], "kv_lens": [900, 60, 17], "format": "e4m3fn", "sinks": True, "head_dim": 64},
 }
 
 
-@both
+@every
 @pytest.mark.parametrize("name", REPEATED)
 def test_same_inputs_same_bits(name: str, kernel: str) -> None:
     s = build(70, **{"format": "bf16", "q_dtype": "bf16"} | REPEATED[name], device=DEVICE)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import quire
-from gpu.calls import attend, both, check, fresh_out, hint, needs_gpu
+from gpu.calls import attend, check, every, fresh_out, hint, needs_gpu
 from support.scenario import build
 
 pytestmark = needs_gpu
@@ -18,7 +18,7 @@ SLEEP = 100_000_000
 """Cycles: some 50 ms, longer than the host takes to launch what follows."""
 
 
-@both
+@every
 def test_two_streams_at_once(kernel: str) -> None:
     """Different calls whose work is shared out, on two streams, again and again: every result is right."""
     scenarios = [
@@ -43,7 +43,7 @@ def test_two_streams_at_once(kernel: str) -> None:
             check(s, out)
 
 
-@both
+@every
 def test_launches_follow_the_current_stream(kernel: str) -> None:
     """The queries arrive late, on the stream: whoever does not wait there reads NaN."""
     s = build(82, [1, 1, 40], [500, 60, 50], **BF16, device="cuda")
@@ -80,7 +80,7 @@ def test_writes_follow_the_current_stream() -> None:
 
 
 @pytest.mark.skipif("torch.cuda.device_count() < 2", reason="one GPU")
-@both
+@every
 def test_tensors_on_a_device_that_is_not_current(kernel: str) -> None:
     s = build(83, [1, 1, 40], [500, 60, 50], **BF16, device="cuda:1")
     assert torch.cuda.current_device() == 0

@@ -13,6 +13,10 @@ _TRITON = (
 )
 """The GPUs that Triton compiles for: the least common ones by the rows of their families in `kernels/triton/tuning.py`."""
 
+_WHOLE_ROWS = ("nhd", "hnd", "vllm_joint")
+"""Layouts in which a head of a token lies in one piece, in K and in V."""
+_HOPPER_HEAD = Span(33, 128)
+
 _NATIVE = "kernels/native/libquire.so"
 
 CATALOGUE: tuple[Kernel, ...] = (
@@ -29,6 +33,35 @@ CATALOGUE: tuple[Kernel, ...] = (
         head_dim=_ANY_HEAD,
         v_head_dim=_ANY_HEAD,
         max_q_len=16,
+    ),
+    Kernel(
+        "gluon-mixed",
+        "attend",
+        "long rows by warps that only load and warps that only compute, short rows by shares of keys, side by side",
+        "quire.kernels.gluon.launch:launch",
+        binder="quire.kernels.gluon.launch:bind",
+        arches=("sm90",),
+        needs=("triton",),
+        pairs=("fp16 over fp16", "bf16 over bf16"),
+        layouts=_WHOLE_ROWS,
+        head_dim=_HOPPER_HEAD,
+        v_head_dim=_HOPPER_HEAD,
+        without=("mask", "batch_invariant"),
+    ),
+    Kernel(
+        "gluon-mixed-bytes",
+        "attend",
+        "the same over caches of bytes, which become numbers on their way into shared memory",
+        "quire.kernels.gluon.launch:launch",
+        binder="quire.kernels.gluon.launch:bind",
+        arches=("sm90",),
+        needs=("triton",),
+        pairs=tuple(f"{q} over {stored}" for q in ("fp16", "bf16") for stored in ("e4m3fn", "e4m3fnuz", "e5m2", "int8")),
+        scales=("tensor", "head"),
+        layouts=_WHOLE_ROWS,
+        head_dim=_HOPPER_HEAD,
+        v_head_dim=_HOPPER_HEAD,
+        without=("mask", "batch_invariant", "context-form"),
     ),
     Kernel(
         "triton-mixed",

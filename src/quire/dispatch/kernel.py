@@ -15,7 +15,6 @@ from quire.dispatch.platform import Platform
 from quire.errors import KernelError
 from quire.problem import Problem
 
-
 PACKAGE = Path(__file__).parents[1]
 BUILD = "install a C++17 compiler (g++ or clang++), then Quire once more: its build makes the native kernels"
 
@@ -170,6 +169,8 @@ class Kernel:
     library: str | None = None
     """A file of the package that its build makes where there is a compiler."""
     q_dtypes: tuple[str, ...] | None = None
+    pairs: tuple[str, ...] | None = None
+    """Types of queries over formats of caches, such as 'bf16 over e4m3fn'."""
     formats: tuple[str, ...] | None = None
     scales: tuple[str, ...] | None = None
     layouts: tuple[str, ...] | None = None
@@ -235,6 +236,7 @@ def _limits(kernel: Kernel) -> Iterator[Limit]:
         ("installed", lambda _: tuple(filter(find_spec, kernel.needs)), all_of(kernel.needs), "install {}"),
         ("built", lambda _: (PACKAGE / str(kernel.library)).exists(), OneOf((True,)) if kernel.library else None, BUILD),
         ("q_dtype", attrgetter("problem.q_dtype"), one_of(kernel.q_dtypes), "give q as {}"),
+        ("types", lambda call: f"{call.problem.q_dtype} over {call.problem.format}", one_of(kernel.pairs), "give {}"),
         ("format", attrgetter("problem.format"), one_of(kernel.formats), "store the cache as {}"),
         ("scales", attrgetter("problem.scales"), one_of(kernel.scales), "set scales to {}"),
         ("layout", attrgetter("problem.layout"), one_of(kernel.layouts), "set layout to {}"),

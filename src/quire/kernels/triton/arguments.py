@@ -92,6 +92,8 @@ class Room(NamedTuple):
 
     at: Any
     programs: Any
+    units: Any
+    """Where long rows that are cut into units wait to be taken, or None."""
 
 
 class Tile(NamedTuple):
@@ -196,3 +198,5 @@ class Constants(NamedTuple):
     """Whether the compiler must be told what all threads agree on."""
     EARLY: bool
     """Whether `combine` may be launched before `attend` has ended: it waits for it on the card."""
+    BESIDE: bool
+    """Whether what is launched next may run beside this from the start."""

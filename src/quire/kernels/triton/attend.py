@@ -30,12 +30,17 @@ from quire.kernels.triton.units import finish, load_queries, locate, nothing_yet
 @triton.jit
 def attend_kernel(out, room, query, cache, rows, new, features, SHORT: tl.constexpr, LONG: tl.constexpr, C: tl.constexpr):
     program = tl.program_id(0)
+    if C.BESIDE:
+        tl.extra.cuda.gdc_launch_dependents()
     if program < room.programs:
         if C.ZERO_PADDING or out.lse is not None:
             zero_padding(out, rows, program, room.programs, C)
         short_rows(out, room, query, cache, rows, new, features, program, SHORT, C)
-        if C.EARLY:
+        if C.EARLY and not C.BESIDE:
             tl.extra.cuda.gdc_launch_dependents()
+        elif C.BESIDE:
+            if program == 0:
+                tl.extra.cuda.gdc_wait()
     elif LONG is not None:
         long_row(out, query, cache, rows, new, features, program - room.programs, LONG, C)
 
@@ -86,7 +91,7 @@ def short_rows(out, room, query, cache, rows, new, features, program, T: tl.cons
             broken |= tl.max(missing.to(tl.int32)) > 0
             if count == pieces:
                 result, lse = finish(weighted, top, weights, unit.head, unit.live, features, cache, unit.kv_head, C)
-                store(out, unit.token, unit.head, unit.live, result, lse, broken, C)
+                store(out, unit.token, unit.head, unit.live, result, lse, broken, tl.arange(0, C.V_WIDTH), C)
             else:
                 leave(room, program, at != begin, weighted, top, weights, broken, T, C)
                 if piece == 0:
@@ -143,7 +148,7 @@ def long_row(out, query, cache, rows, new, features, program, T: tl.constexpr, C
         if C.TREE:
             broken |= tl.max(missing.to(tl.int32)) > 0
         result, lse = finish(weighted, top, weights, unit.head, unit.live, features, cache, unit.kv_head, C)
-        store(out, unit.token, unit.head, unit.live, result, lse, broken, C)
+        store(out, unit.token, unit.head, unit.live, result, lse, broken, tl.arange(0, C.V_WIDTH), C)
 
 
 @triton.jit

@@ -72,4 +72,4 @@ def add_up(
     here = q_head >= 0
     result, lse = finish(weighted, top, total, q_head, here, features, cache, kv_head, C)
     broken = tl.max((total != total).to(tl.int32)) > 0
-    store(out, token + tl.zeros([1], tl.int32), q_head, here, result, lse, broken, C)
+    store(out, token + tl.zeros([1], tl.int32), q_head, here, result, lse, broken, tl.arange(0, C.V_WIDTH), C)

@@ -61,7 +61,7 @@ def _float_to_byte(x, MANTISSA: tl.constexpr, BIAS: tl.constexpr, LARGEST: tl.co
     # Round to nearest even by adding just under half of the last place that stays, and its own last bit.
     normal = ((bits + ((1 << (CUT - 1)) - 1) + ((bits >> CUT) & 1)) >> CUT) - ((127 - BIAS) << MANTISSA)
     # A denormal is what is left of it beside a number whose last place is the smallest denormal.
-    beside = tl.full(x.shape, (127 + CUT + 1 - BIAS) << 23, tl.uint32)
+    beside = (bits & 0) + ((127 + CUT + 1 - BIAS) << 23)
     denormal = (magnitude + beside.to(tl.float32, bitcast=True)).to(tl.uint32, bitcast=True) - beside
     code = tl.where(bits < ((128 - BIAS) << 23), denormal, normal)
     return tl.where(x == x, sign | code, NAN).to(tl.uint8)

@@ -85,7 +85,7 @@ class Plan:
         rows = 64 if options.batch_invariant else max(row.rows, min(64, power_of_two(self.few * group)))
         self.short = short = Tile.of(rows, row.keys, row.stages, True, group, cache.kv_heads)
         self.long = None
-        if kernel == "mixed":
+        if kernel != "decode":
             self.long = Tile.of(row.long_rows, row.long_keys, row.long_stages, False, group, cache.kv_heads)
         self.scale, negate = _scale(q, options)
         left, right = options.sides
@@ -141,8 +141,11 @@ class Plan:
             WIDE=self._pieces(q, cache, batch) >= 2**31,
             UNIFORM=target.arch.startswith("sm"),
             EARLY=target.launches_early and not options.batch_invariant,
+            BESIDE=kernel == "gluon",
         )
+        self.multiprocessors = target.multiprocessors
         self.programs = max(1, int(target.multiprocessors * row.per_multiprocessor))
+        self.units = 0
         self.grid = self.programs
         if self.long is not None:
             longest = min(batch.seqs, q.shape[0] // (short.TOKENS + 1))
@@ -171,7 +174,7 @@ class Plan:
     def _few(self, kernel: str, q: torch.Tensor, batch: Batch) -> int:
         """New tokens that a tile of a short row should hold."""
         hint = q.shape[0] if batch.max_q_len is None else min(batch.max_q_len, q.shape[0])
-        return 1 if kernel == "mixed" else max(1, min(hint, 16))
+        return 1 if kernel != "decode" else max(1, min(hint, 16))
 
     def _pieces(self, q: torch.Tensor, cache: KVCache, batch: Batch) -> int:
         """More work than the batch can hold."""
@@ -191,7 +194,10 @@ class Plan:
         """The tensors of one call in the order of `arguments`. Workspace comes from torch's allocator: it belongs to this call and
         its stream."""
         room = torch.empty(self.room, dtype=torch.float32, device=q.device)
-        found = [out, room, q] if lse is None else [out, lse, room, q]
+        found = [out, room] if lse is None else [out, lse, room]
+        if self.units:
+            found.append(torch.empty(self.units, dtype=torch.int32, device=q.device))
+        found.append(q)
         if self.constants.BALANCE == "before":
             found.append(torch.empty(q.shape, dtype=torch.float16, device=q.device))
             found.append(torch.empty(q.shape[:2], dtype=torch.float32, device=q.device))
@@ -224,7 +230,7 @@ class Plan:
             return take() if _on_device(value, q.device) else None
 
         where = Out(take(), out.stride(0), out.stride(1), None if lse is None else take())
-        room = Room(take(), self.programs)
+        room = Room(take(), self.programs, take() if self.units else None)
         query: Any = take()
         exponents = None
         if self.constants.BALANCE == "before":
@@ -260,33 +266,39 @@ class Plan:
 
     def launches(self, arguments: tuple[Any, ...]) -> Iterator[Launch]:
         """The launches of one call, in order."""
-        constants, row = self.constants, self.row
-        stages = max(row.stages, row.long_stages)
+        before, arguments, constants = self.balanced(arguments)
+        yield from before
+        yield self.shared_out(arguments, constants)
+        yield from self.combined(arguments, constants)
+
+    def balanced(self, arguments: tuple[Any, ...]) -> tuple[list[Launch], tuple[Any, ...], Constants]:
+        """The launch that balances queries, if they are balanced beforehand, and what the others are then given."""
         out, room, query, cache, rows, new, features = arguments
-        if constants.BALANCE == "before":
-            count = rows.tokens * constants.KV_HEADS * constants.GROUP
-            ready = Query(
-                query.at[1], constants.KV_HEADS * constants.GROUP * constants.HEAD_DIM, constants.HEAD_DIM, query.exponents
-            )
-            yield Launch(
-                balance_kernel,
-                (ready.at, ready.exponents, query._replace(at=query.at[0], exponents=None), count),
-                (BALANCED, constants),
-                (-(-count // BALANCED), 1, 1),
-                4,
-                1,
-            )
-            query, constants = ready, constants._replace(Q_DIM=1)
-        arguments = (out, room, query, cache, rows, new, features)
-        yield Launch(
-            attend_kernel,
-            arguments,
-            (self.short, self.long, constants),
-            (self.grid, 1, 1),
-            row.warps,
-            stages,
-            registers=row.registers,
+        constants = self.constants
+        if constants.BALANCE != "before":
+            return [], arguments, constants
+        heads = constants.KV_HEADS * constants.GROUP
+        ready = Query(query.at[1], heads * constants.HEAD_DIM, constants.HEAD_DIM, query.exponents)
+        launch = Launch(
+            balance_kernel,
+            (ready.at, ready.exponents, query._replace(at=query.at[0], exponents=None), rows.tokens * heads),
+            (BALANCED, constants),
+            (-(-rows.tokens * heads // BALANCED), 1, 1),
+            4,
+            1,
         )
+        return [launch], (out, room, ready, cache, rows, new, features), constants._replace(Q_DIM=1)
+
+    def shared_out(self, arguments: tuple[Any, ...], constants: Constants) -> Launch:
+        """The launch that computes."""
+        row = self.row
+        stages = max(row.stages, row.long_stages)
+        tiles = (self.short, self.long, constants)
+        return Launch(attend_kernel, arguments, tiles, (self.grid, 1, 1), row.warps, stages, registers=row.registers)
+
+    def combined(self, arguments: tuple[Any, ...], constants: Constants) -> Iterator[Launch]:
+        """The launch that combines what was shared, if anything is."""
+        out, room, _, cache, _, _, features = arguments
         if not constants.INVARIANT:
             grid = (self.programs, min(self.short.ROWS, self.few * constants.GROUP), 1)
             yield Launch(combine_kernel, (out, room, cache, features), (self.short, constants), grid, 1, 1, constants.EARLY)
@@ -309,10 +321,12 @@ def launches(
     **how: Any,
 ) -> list[Launch]:
     """The launches of a call. No tensor is read: those of torch's meta device will do."""
-    plan = Plan(kernel, q, cache, batch, options, new, out, **how)
-    if plan.settles(q, cache, batch, options, new, out, lse):
-        return []
-    return list(plan.launches(plan.arguments(q, cache, batch, options, new, out, lse, at=as_bytes)))
+    return launches_of(Plan(kernel, q, cache, batch, options, new, out, **how), q, cache, batch, options, new, out, lse)
+
+
+def launches_of(plan: Plan, *call: Any) -> list[Launch]:
+    """The launches of a call that is planned."""
+    return [] if plan.settles(*call) else list(plan.launches(plan.arguments(*call, at=as_bytes)))
 
 
 def dot_type(q: torch.Tensor, cache: KVCache, new: Pair) -> tuple[str, bool]:

@@ -34,8 +34,10 @@ class Recipe(NamedTuple):
         import triton
         from triton.backends.compiler import GPUTarget
         from triton.compiler import ASTSource
+        from triton.experimental.gluon._runtime import GluonASTSource
 
-        source = ASTSource(fn=self.kernel, signature=self.signature, constexprs=self.constants, attrs=self.attributes)
+        language = GluonASTSource if self.kernel.is_gluon() else ASTSource
+        source = language(fn=self.kernel, signature=self.signature, constexprs=self.constants, attrs=self.attributes)
         return triton.compile(source, target=GPUTarget(backend, arch, warp), options=self.options)
 
 

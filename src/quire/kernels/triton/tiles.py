@@ -81,15 +81,17 @@ def meet(
     pages exist; those that do not are noted in the state, and nothing is read from them."""
     weighted, top, total, missing = state
     KEYS: tl.constexpr = T.KEYS
-    # New tokens lie where they lie, with no page to wait for: one step less of the pipeline. From both takes twice the memory.
-    STAGES: tl.constexpr = T.STAGES if SOURCE == "pages" else max(T.STAGES - 1, 1)
+    # New tokens lie where they lie, with no page to wait for: one step less of the pipeline. From both takes twice the memory. And
+    # from bytes and new tokens at once there is no pipeline: Triton 3.6 made one that gave NaN on an H200, with a tree, where the
+    # same kernel without it is right.
+    STAGES: tl.constexpr = T.STAGES if SOURCE == "pages" else 1 if SOURCE == "both" and C.BYTES else max(T.STAGES - 1, 1)
     EAGER: tl.constexpr = C.BYTES and not T.FEW
     k_dim = tl.arange(0, C.K_WIDTH)
     for first in tl.range(begin, end, KEYS, num_stages=STAGES):
         first = tl.multiple_of(first, KEYS)
         key = first + tl.arange(0, KEYS)
         inside = (key >= unit.low) & (key < unit.high) if HIDE else key >= 0
-        seen = _seen(unit, features, key, inside, C) if HIDE else inside[None, :]
+        seen = sees(unit, features, key, inside, C) if HIDE else inside[None, :]
         if C.TREE and HIDE:
             # A tree may hide a key from everybody: then it is nobody's business what it holds.
             inside = tl.max(seen.to(tl.int32), 0) > 0
@@ -137,7 +139,7 @@ def meet(
         if EAGER:
             # Bytes take a while to become numbers: that runs while the matrix unit scores.
             v = _values(cache, new, unit, page, token, key, from_pages, fresh, v_scale, HIDE, SOURCE, C)
-        score, factor = _logits(score, scale, unit, features, key, C)
+        score, factor = logits(score, scale, unit, features, key, C)
         if HIDE:
             score = tl.where(seen, score, float("-inf"))
 
@@ -200,7 +202,7 @@ def _scales(cache, page, head, key, inside, C: tl.constexpr):
 
 
 @triton.jit
-def _seen(unit, features, key, inside, C: tl.constexpr):
+def sees(unit, features, key, inside, C: tl.constexpr):
     """Which query row sees which key, `[ROWS, KEYS]`. Rows that hold no query see what they like: nobody looks at them."""
     if C.TREE:
         column = key - unit.context
@@ -235,7 +237,7 @@ def _distance(unit, features, key, C: tl.constexpr):
 
 
 @triton.jit
-def _logits(score, scale, unit, features, key, C: tl.constexpr):
+def logits(score, scale, unit, features, key, C: tl.constexpr):
     """Products as logits: scale, cap, ALiBi. What is left of the scale comes back beside them, in units of log 2: it is applied
     where the largest logit is subtracted, in one instruction."""
     if features.softcap is not None or features.alibi is not None:

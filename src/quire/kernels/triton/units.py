@@ -45,8 +45,13 @@ class Unit(NamedTuple):
 def locate(rows, features, row, q_tile, head, T: tl.constexpr, C: tl.constexpr):
     """Works out where a unit's queries are and what they see."""
     start, q_len, kv_len = lengths(rows, row, True)
+    return place(rows, features, row, start, q_len, kv_len, q_tile, head, tl.arange(0, T.ROWS), T, C)
+
+
+@triton.jit
+def place(rows, features, row, start, q_len, kv_len, q_tile, head, index, T: tl.constexpr, C: tl.constexpr):
+    """The same for those of a unit's queries that `index` names."""
     context = kv_len - q_len
-    index = tl.arange(0, T.ROWS)
     if C.GROUP < T.ROWS:
         kv_head = head
         local = index // C.GROUP
@@ -66,13 +71,13 @@ def locate(rows, features, row, q_tile, head, T: tl.constexpr, C: tl.constexpr):
     position = context + nth
     if features.positions is not None:
         position = tl.load(features.positions + token.to(tl.int64) * features.positions_step, mask=live, other=0).to(tl.int32)
-    right = tl.full([], 0, tl.int32)
+    right = kv_len * 0
     if C.CAUSAL is None:
         one_way = tl.load(rows.causal + row) != 0
         right = tl.where(one_way, 0, kv_len + q_len if C.RIGHT is None else C.RIGHT)
     elif not C.CAUSAL:
         right = right + (kv_len + q_len if C.RIGHT is None else C.RIGHT)
-    low = tl.full([], 0, tl.int32)
+    low = kv_len * 0
     high = kv_len
     all_from = low
     all_to = low
@@ -170,10 +175,9 @@ def finish(weighted, top, total, head, live, features, cache, kv_head, C: tl.con
 
 
 @triton.jit
-def store(out, token, head, live, result, lse, broken, C: tl.constexpr):
+def store(out, token, head, live, result, lse, broken, dim, C: tl.constexpr):
     """Stores a unit's output and LSE; NaN if one of its pages did not exist."""
     result = tl.where(broken, float("nan"), result)
-    dim = tl.arange(0, C.V_WIDTH)
     at = token.to(tl.int64)[:, None] * out.token + head[:, None] * out.head + dim[None, :] * C.OUT_DIM
     mask = live[:, None] & (dim < C.V_DIM)[None, :]
     tl.store(out.at + at, encode(result, tl.constexpr(C.OUT)).to(out.at.dtype.element_ty), mask=mask)
