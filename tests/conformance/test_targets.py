@@ -227,7 +227,7 @@ def test_a_peer_that_is_not_here_is_named() -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
 def test_a_peer_that_needs_a_gpu_says_so(stand_ins: None) -> None:
-    with pytest.raises(ArgumentError, match="flash_attn.fa3 on cuda; allowed: a peer that runs here"):
+    with pytest.raises(ArgumentError, match=r"flash_attn\.fa3 on cuda; allowed: a peer that runs here"):
         targets.load("flash_attn.fa3")
 
 
