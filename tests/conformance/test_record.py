@@ -144,7 +144,7 @@ def test_what_a_ledger_knew_comes_along(file: Path) -> None:
 
 
 def test_nothing_to_record_is_said(file: Path) -> None:
-    with pytest.raises(quire.QuireError, match="no call of attend or step"), quire.record(file):
+    with pytest.raises(quire.QuireError, match="this thread made no call of attend or step"), quire.record(file):
         pass
     assert not file.exists()
 

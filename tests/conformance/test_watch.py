@@ -12,6 +12,7 @@ import quire
 from quire.attend import choose_kernel
 from quire.conformance.record import load
 from quire.conformance.watch import Judge, WrongResult
+from quire.contract.check import recorded_by
 
 
 @pytest.fixture
@@ -40,9 +41,11 @@ def test_a_wrong_result_is_named(call: dict[str, Any]) -> None:
     def narrow(q: Any, cache: Any, batch: Any, options: Any, new: Any, out: Any, lse: Any) -> None:
         honest(q, cache, batch, taken, new, out, lse)
 
-    run = Judge().attending(narrow, quire.explain(q, cache, batch), {})
-    with pytest.raises(WrongResult, match="window-left-off") as caught:
+    judge = Judge()
+    run = judge.attending(narrow, quire.explain(q, cache, batch), {})
+    with pytest.raises(WrongResult, match="window-left-off") as caught, recorded_by(judge):
         run(q, cache, batch, asked, None, torch.zeros_like(q), None)
+    run(q, cache, batch, asked, None, torch.zeros_like(q), None)  # nobody watches now
     assert caught.value.finding.fault == "window-left-off" and caught.value.verdict.wrong > 0
     assert isinstance(caught.value, quire.QuireError)
 

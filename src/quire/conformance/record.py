@@ -58,7 +58,7 @@ def record(path: str | os.PathLike[str], *, calls: int = 1, pages: str = "needed
     finally:
         recorder.closed = True
     if not recorder.calls:
-        raise QuireError(f"quire.record: no call of attend or step was made, so {os.fspath(path)} was not written")
+        raise QuireError(f"quire.record: this thread made no call of attend or step, so {os.fspath(path)} was not written")
 
 
 class Recorder:

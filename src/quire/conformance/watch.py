@@ -13,6 +13,7 @@ from quire.cache.kv_cache import KVCache
 from quire.conformance.record import Recorded, is_mixture, refuse_capture
 from quire.conformance.replay import Verdict, judge
 from quire.contract.call import Call
+from quire.contract.check import recording
 from quire.contract.rule import Violation
 from quire.dispatch.decision import Decision
 from quire.errors import QuireError
@@ -49,8 +50,13 @@ class Judge:
         name = decision.chosen.name if decision.chosen is not None else "no kernel"
 
         def run(q: torch.Tensor, cache: KVCache, batch: Batch, options: Options, new: Any, out: torch.Tensor, lse: Any) -> None:
-            refuse_capture(q)
+            # An operator that keeps its launchers may call one that was made under watch when nobody watches any more.
+            watched = recording() is self
+            if watched:
+                refuse_capture(q)
             launch(q, cache, batch, options, new, out, lse)
+            if not watched:
+                return
             seen = Recorded(cache, batch, q, options, new, out, lse, {}, torch.arange(cache.pages), {"lse": lse is not None})
 
             def give(call: Any) -> None:
