@@ -147,6 +147,8 @@ def wrap(
 
     def run(call: Call) -> None:
         result = function(**{n: getattr(call, n) for n in takes})
+        if call.lse is not None and "lse" not in takes and not (isinstance(result, (tuple, list)) and len(result) > 1):
+            call.lse = None  # it gives none: the output alone is judged
         if result is not None:
             parts = result if isinstance(result, (tuple, list)) else (result,)
             for buffer, part in zip((call.out, call.lse), parts):
