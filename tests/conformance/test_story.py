@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -15,12 +14,24 @@ from quire.conformance.paper import Plain
 from quire.conformance.seeds import DECODE, Call, rocm_decode
 from quire.conformance.story import REPORTED, Story
 from quire.conformance.telling import tell
+from support.once import once
 
 
 @pytest.fixture(scope="module")
-def story() -> Iterator[Story]:
-    """Once for all: some seconds, and some gigabytes that are let go at the end."""
-    yield told.seeds()
+def story(tmp_path_factory: pytest.TempPathFactory) -> Story:
+    """Once for all workers: many seconds, and some gigabytes."""
+    raw = once(tmp_path_factory, "story", lambda: told.seeds().to_dict())
+    return Story(
+        batch=raw["batch"],
+        failures=[told.Failure(**failure) for failure in raw["failures"]],
+        hypotheses=[told.Hypothesis(**hypothesis) for hypothesis in raw["hypotheses"]],
+        read_as=raw["read_as"],
+        poisons=raw["poisons"],
+        configs=[told.Config(**config) for config in raw["configs"]],
+        fixes=[told.Fix(**{name: value for name, value in fix.items() if name != "cures"}) for fix in raw["fixes"]],
+        after=raw["after"],
+        lookalikes=[told.Lookalike(**{**like, "at": tuple(like["at"])}) for like in raw["lookalikes"]],
+    )
 
 
 def test_the_batch_is_theirs(story: Story) -> None:
