@@ -2,8 +2,7 @@
 
 Lengths, sizes, types, numbers and tolerance are theirs. Where a batch is large, some of its sequences and heads stand for all:
 faults are not shy. A row that is never written counts as seen, although fresh memory may well hold zeros. None of the three
-poisons unused
-slots, guards its outputs or runs a call twice.
+poisons unused slots, guards its outputs or runs a call twice.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from quire.conformance.budget import Truth, distance, honest_losses, lse_ratios,
 from quire.conformance.build import build
 from quire.conformance.call import Call, bytes_of
 from quire.conformance.case import Case
-from quire.conformance.exact import Stages
+from quire.conformance.exact import PLAIN, Stages
 from quire.conformance.faults import BY_NAME, CATALOGUE, Fault, Parameters, Seen
 from quire.conformance.report import UNKNOWN, Finding, Where
 from quire.conformance.target import Target
@@ -28,6 +28,10 @@ from quire.conformance.threads import all_threads
 
 NEAR = 64.0
 """A prediction this many budgets away gets a budget of its own: a fault may make a computation coarser."""
+COARSEST = 16.0
+"""How much coarser, at most."""
+CONFIRMING = 3
+"""How many other cases must bear a finding out."""
 OTHER = Case("other", q_lens=(3, 1), kv_lens=(9, 70), seed=7)
 """A call to run between two others."""
 
@@ -70,9 +74,12 @@ class Attempt:
         return near if not 1 < near <= NEAR else self._coarse(stages)
 
     def _coarse(self, stages: Stages) -> float:
-        """The distance with a budget of the prediction's own: a fault may make a computation coarser."""
+        """The distance with a budget of the prediction's own: a fault may make a computation coarser. If what is right is as near
+        by that budget, the answer does not speak for the fault."""
         own = honest_losses(self.call, stages)
-        return self._to(stages, (max(own[0], self.losses[0]), max(own[1], self.losses[1])))
+        losses = tuple(min(max(a, b), COARSEST * b + 1e-12) for a, b in zip(own, self.losses))
+        near = self._to(stages, (losses[0], losses[1]))
+        return near if near > 1 or self._to(PLAIN, (losses[0], losses[1])) > 2 else torch.inf
 
     @cached_property
     def seen(self) -> Seen:
@@ -170,19 +177,20 @@ def _tries(fault: Fault, done: Attempt) -> Iterator[Match]:
             return
 
 
-def separate(found: list[Match], case: Case, target: Target) -> tuple[list[Match], list[str]]:
-    """Runs other cases, on which the faults that were found differ, until one is left."""
+def confirm(found: list[Match], case: Case, target: Target) -> tuple[list[Match], list[str]]:
+    """Runs other cases. A fault that was found must explain the first few of them too, or it was chance; where several explain
+    everything so far, more cases are run until one is left."""
     said: list[str] = []
-    for what, other in variants(case):
-        if len(found) < 2:
+    for n, (what, other) in enumerate(variants(case)):
+        if not found or (len(found) < 2 and n >= CONFIRMING):
             break
         if not can_run(other, target):
             continue
         done = attempt(other, target)
-        if done.error:
+        if done.error or done.off <= 1:
             continue
         kept = [match for match in found if _holds(match, done)]
-        if kept and len(kept) < len(found):
+        if len(kept) < len(found) and (kept or n < CONFIRMING):
             gone = [match.fault.name for match in found if match not in kept]
             said.append(f"{what}: not {', '.join(gone)}")
             found = kept
@@ -190,35 +198,35 @@ def separate(found: list[Match], case: Case, target: Target) -> tuple[list[Match
 
 
 def _holds(match: Match, done: Attempt) -> bool:
-    """Whether a fault explains another answer too."""
+    """Whether a fault explains another wrong answer too."""
     fault = match.fault
-    assert fault.change is not None
     if not fault.applies(done.call):
-        return done.off <= 1
+        return False
+    assert fault.change is not None
     if fault.solve is None and done.to(fault.change(**match.parameters)) <= 1:
         return True
-    return any(one.distance <= 1 for one in _tries(fault, done)) or done.off <= 1
+    return any(one.distance <= 1 for one in _tries(fault, done))
 
 
 def variants(case: Case) -> Iterator[tuple[str, Case]]:
-    """Cases on which faults that look alike come apart."""
+    """Cases on which faults that look alike come apart, and chance does not strike twice."""
     size = case.page_size
-    yield "other numbers", case.replace(seed=case.seed + 1, poison="decoy2", tail="page")
+    plain = case.replace(poison="decoy", tail="page")
+    short = tuple(max(min(n, 150 + 7 * i) + 3 + i, q) for i, (q, n) in enumerate(zip(case.q_lens, case.kv_lens)))
     if "int64" in case.index:
-        yield "indices in int32", case.replace(index=("int32",) * 3, poison="decoy", tail="page")
-    if case.data != "random":
-        yield "ordinary numbers", case.replace(data="random", poison="decoy", tail="page")
+        yield "indices in int32", plain.replace(index=("int32",) * 3, seed=case.seed + 2)
+    yield "other numbers and lengths", plain.replace(seed=case.seed + 1, poison="decoy2", kv_lens=short, data="random")
+    yield "other numbers", plain.replace(seed=case.seed + 2, poison="decoy2")
     longer = tuple(n + size + 3 + i for i, n in enumerate(case.kv_lens))
-    yield "longer sequences", case.replace(kv_lens=longer, poison="decoy", tail="page")
+    yield "longer sequences", plain.replace(kv_lens=longer)
     shorter = tuple(max(n - size // 2 - 1, q, 1) for q, n in zip(case.q_lens, case.kv_lens))
-    yield "shorter sequences", case.replace(kv_lens=shorter, poison="decoy", tail="page")
+    yield "shorter sequences", plain.replace(kv_lens=shorter)
     queries = tuple(min(q + 1, n) for q, n in zip(case.q_lens, case.kv_lens))
-    yield "one more query each", case.replace(q_lens=queries, poison="decoy", tail="page")
+    yield "one more query each", plain.replace(q_lens=queries)
     if case.kv_heads * case.group < 16 and case.table not in ("far", "very-far"):
-        yield "more heads", case.replace(kv_heads=case.kv_heads * 2, poison="decoy", tail="page")
+        yield "more heads", plain.replace(kv_heads=case.kv_heads * 2)
     if case.form == "full" and case.table == "shuffled":
-        longer, more = (*case.kv_lens, 3 * size - 1), (*case.q_lens, 2)
-        yield "one sequence more", case.replace(q_lens=more, kv_lens=longer, poison="decoy", tail="page")
+        yield "one sequence more", plain.replace(q_lens=(*case.q_lens, 2), kv_lens=(*case.kv_lens, 3 * size - 1))
 
 
 # The whole way.
@@ -230,8 +238,11 @@ class Diagnosis:
     matches: list[Match] = field(default_factory=list)
 
 
-def diagnose(case: Case, target: Target, first: Attempt, *, probes: bool = True, shrinks: bool = True) -> Finding:
-    """What is wrong with a target, given an answer of its own that is wrong."""
+def diagnose(
+    case: Case, target: Target, first: Attempt, *, trusted: frozenset[str] = frozenset(), probes: bool = True, shrinks: bool = True
+) -> Finding:
+    """What is wrong with a target, given an answer of its own that is wrong. Faults that were found and borne out before are
+    `trusted`: where one of them explains the answer, it is not asked about again."""
     said: list[str] = []
     if first.error:
         return _finding("raises", first, case, summary=first.error)
@@ -262,10 +273,12 @@ def diagnose(case: Case, target: Target, first: Attempt, *, probes: bool = True,
             kept = f"{int(bare.sum())} elements keep either of two stamps"
             said.append(kept if same else "other elements are unwritten with another stamp")
     found, far = matches(done)
-    alike = tuple(match.fault.name for match in found)
-    if len(found) > 1 and probes:
-        found, more = separate(found, here, target)
+    if any(match.fault.name in trusted for match in found):
+        found = [match for match in found if match.fault.name in trusted]
+    elif probes:
+        found, more = confirm(found, here, target)
         said += more
+    alike = tuple(match.fault.name for match in found)
     if not found:
         return _unknown(case, here, target, first, done, far, said, shrinks)
     best = found[0]

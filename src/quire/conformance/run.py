@@ -23,13 +23,13 @@ from quire.conformance.threads import all_threads, one_thread
 ROWS_DRAWN = 512
 
 
-def examine(case: Case, target: Target, *, diagnoses: bool = True, probes: bool = True) -> Result:
-    """One case: right, wrong and why, refused, or not asked."""
+def examine(case: Case, target: Target, trusted: frozenset[str] = frozenset()) -> Result:
+    """One case: right, wrong and why, refused, or not asked. Faults in `trusted` were borne out before."""
     with one_thread():
-        return _examine(case, target, diagnoses, probes)
+        return _examine(case, target, trusted)
 
 
-def _examine(case: Case, target: Target, diagnoses: bool, probes: bool) -> Result:
+def _examine(case: Case, target: Target, trusted: frozenset[str]) -> Result:
     start = time.perf_counter()
     call = build(case, target.device)
     lacks = target.missing(call)
@@ -39,11 +39,11 @@ def _examine(case: Case, target: Target, diagnoses: bool, probes: bool) -> Resul
     if beyond is not None and not target.refuses:
         return Result(case, "unsupported", beyond)
     first = attempt(case, target, call)
-    result = _judge(case, target, first, beyond, diagnoses, probes)
+    result = _judge(case, target, first, beyond, trusted)
     return replace(result, seconds=round(time.perf_counter() - start, 4))
 
 
-def _judge(case: Case, target: Target, first: Attempt, beyond: str | None, diagnoses: bool, probes: bool) -> Result:
+def _judge(case: Case, target: Target, first: Attempt, beyond: str | None, trusted: frozenset[str]) -> Result:
     if first.error:
         if beyond is not None:
             return Result(case, "refused", f"{beyond}: {first.error}")
@@ -51,9 +51,9 @@ def _judge(case: Case, target: Target, first: Attempt, beyond: str | None, diagn
         return Result(case, "raised", first.error, findings=(finding,))
     findings = list(_broken(case, first.call))
     error, wrong = _count(first)
-    if error > 1 and diagnoses:
-        findings.insert(0, diagnose(case, target, first, probes=probes))
-    elif error <= 1 and beyond is None:
+    if error > 1:
+        findings.insert(0, diagnose(case, target, first, trusted=trusted))
+    elif beyond is None:
         moody = _moody(case, target, first)
         if moody:
             findings.append(Finding(moody, (moody,), summary=BY_NAME[moody].looks, reproduce=str(case)))
@@ -145,17 +145,18 @@ def conform(
     *,
     known: dict[str, str] | None = None,
     each: Callable[[Result], None] = lambda result: None,
-    most: int = 8,
+    enough: int = 3,
 ) -> Report:
-    """Every case in turn. After `most` failures with the same name, further ones with other numbers only are not probed."""
+    """Every case in turn. A fault that was borne out `enough` times is trusted from then on."""
     start = time.perf_counter()
     results: list[Result] = []
     counts: dict[str, int] = {}
     for case in cases:
-        result = examine(case, target, probes=max(counts.values(), default=0) < most)
+        result = examine(case, target, frozenset(name for name, count in counts.items() if count >= enough))
         result = replace(result, known=(known or {}).get(case.name, ""))
         for finding in result.findings[:1]:
-            counts[finding.fault] = counts.get(finding.fault, 0) + 1
+            if finding.fault in BY_NAME:
+                counts[finding.fault] = counts.get(finding.fault, 0) + 1
         results.append(result)
         each(result)
     versions = {"quire": quire.__version__, "torch": torch.__version__, "python": platform.python_version()}

@@ -163,7 +163,9 @@ def _runs(seen: Seen, sign: float) -> Proposals:
             at = torch.tensor([edge for edge in edges if edge % max(size, 64) == 0 or edge == n])
         first, last = torch.triu_indices(at.numel(), at.numel(), 1)
         lo, hi = at[first], at[last]
-        out = (sums[-1] + sign * (sums[hi] - sums[lo])) / (mass[-1] + extra + sign * (mass[hi] - mass[lo]))[:, None]
+        left = (mass[-1] + extra + sign * (mass[hi] - mass[lo]))[:, None]
+        # Without any key a row is zero.
+        out = torch.where(left > 1e-12 * mass[-1], (sums[-1] + sign * (sums[hi] - sums[lo])) / left, 0.0)
         off = ((out - _got(seen, row, head)) / _budget(seen, row, head)).abs().amax(-1).nan_to_num(torch.inf, torch.inf)
         order = off.argsort()[:200]
         good = [int(i) for i in order if float(off[i]) <= 2]
