@@ -220,6 +220,12 @@ def test_decode_rows_in_context_form_are_not_asked_of_vllm(stand_ins: None) -> N
     assert "read the cache alone" in str(why_not(target, Case("context", form="context")))
 
 
+@pytest.mark.parametrize("name", ["chunked_prefill_paged_decode", "context_attention_fwd"])
+def test_cross_attention_is_not_asked_of_vllm(name: str) -> None:
+    case = Case("cross", q_lens=(20, 3), kv_lens=(7, 40), causal="no")
+    assert "more new tokens than tokens" in str(why_not(targets.load(f"quire.compat.vllm.{name}", "cpu"), case))
+
+
 def test_a_peer_that_is_not_here_is_named() -> None:
     with pytest.raises(ArgumentError, match=r"vllm\.unified_attention, which cannot be imported \(No module named 'vllm"):
         targets.load("vllm.unified_attention", "cpu")

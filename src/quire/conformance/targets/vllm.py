@@ -87,6 +87,8 @@ def _pair(name: str, function: Callable[..., Any], device: str, version: str) ->
     def cannot(call: Call) -> str | None:
         if mixed and call.new is not None and bool((call.q_starts.diff() == 1).any()):
             return "rows of one new token read the cache alone: their token must be there"
+        if bool((call.q_starts.diff() > call.kv_lens).any()):
+            return "rows of more new tokens than tokens: new ones are among them there"
         head_dim = call.q.shape[2]
         if head_dim % (16 // call.k_pages.element_size()):
             return f"head_dim {head_dim} has no x-packed layout"
