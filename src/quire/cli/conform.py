@@ -56,7 +56,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="no target: plant every fault in every case, and prove that each case sees what it must",
     )
-    add("--names", action="store_true", help="with --power: also have each planted fault named (minutes)")
+    add(
+        "--names",
+        metavar="N",
+        type=int,
+        default=0,
+        help="with --power: also have every N-th planted fault diagnosed (1: all; an hour)",
+    )
     add("--compare", action="store_true", help="no target: plant the same faults under other suites' inputs and tolerances")
     add("--json", action="store_true", help="for programs")
     add("--junit", metavar="FILE", help="also write JUnit XML")

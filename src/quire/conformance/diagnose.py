@@ -59,15 +59,8 @@ class Attempt:
     def distances(self) -> tuple[float, float]:
         return distance(self.out, self.lse, self.bare, self.right, self.call.live)
 
-    def to(self, stages: Stages, name: str = "") -> float:
-        """How far the answer is from what these stages predict. Where many answers to one call are looked at, predictions with a
-        name are kept."""
-        kept: dict[str, Truth] | None = self.call.memo.get("predictions") if name else None
-        if kept is not None:
-            if name not in kept:
-                kept[name] = truth(self.call, stages, self.losses)
-            near = max(distance(self.out, self.lse, self.bare, kept[name], self.call.live))
-            return near if not 1 < near <= NEAR else self._coarse(stages)
+    def to(self, stages: Stages) -> float:
+        """How far the answer is from what these stages predict."""
         if self.worst is not None and stages.finish is x.finish and (near := self._to(stages, self.losses, self.worst)) > NEAR:
             return near
         near = self._to(stages, self.losses)
@@ -170,8 +163,8 @@ def _tries(fault: Fault, done: Attempt) -> Iterator[Match]:
         except (RuntimeError, IndexError, ValueError):
             # A solver looks at numbers that may be anything: what it cannot make sense of, it does not explain.
             proposals = list(fault.tries)
-    for n, parameters in enumerate(proposals):
-        off = done.to(fault.change(**parameters), f"{fault.name} {n}" if n < len(fault.tries) else "")
+    for parameters in proposals:
+        off = done.to(fault.change(**parameters))
         yield Match(fault, parameters, off)
         if off <= 1:
             return

@@ -8,9 +8,8 @@ from typing import Any
 
 from quire.conformance.budget import honest_losses, truth
 from quire.conformance.build import build
-from quire.conformance.call import Call
 from quire.conformance.case import Case
-from quire.conformance.diagnose import Attempt, matches
+from quire.conformance.diagnose import Attempt
 from quire.conformance.faults import CATALOGUE, Fault
 from quire.conformance.plant import BEHAVIOUR, compute, planted
 from quire.conformance.run import examine
@@ -40,8 +39,8 @@ class Power:
         }
 
 
-def power_of(case: Case, *, names: bool = False, faults: Sequence[Fault] = CATALOGUE) -> Power:
-    """Plants every fault in a case."""
+def power_of(case: Case, *, names: int = 0, faults: Sequence[Fault] = CATALOGUE) -> Power:
+    """Plants every fault in a case, and has every `names`-th of those that show diagnosed."""
     with one_thread():
         found = Power(case)
         call = build(case)
@@ -49,8 +48,6 @@ def power_of(case: Case, *, names: bool = False, faults: Sequence[Fault] = CATAL
         right = truth(call, losses=losses)
         compute(call)
         found.alarm = Attempt(call, right, losses).off > 1
-        decoy = build(case.replace(poison="decoy", tail="page")) if names else call
-        decoy.memo["predictions"] = {}
         for fault in faults:
             if not fault.predicted or not fault.applies(call):
                 continue
@@ -61,16 +58,16 @@ def power_of(case: Case, *, names: bool = False, faults: Sequence[Fault] = CATAL
                 found.passed.append(fault.name)
                 continue
             found.exposed.append(fault.name)
-            if names:
-                found.named[fault.name] = _name(fault, decoy)
     for name in BEHAVIOUR:
-        if name in ("writes-padding-rows", "raises", "nan-leak") and not _can_show(name, case):
+        if name not in {fault.name for fault in faults} or not _can_show(name, case):
             continue
-        result = examine(case, planted(name))
-        said = [finding.fault for finding in result.findings]
+        said = examine(case, planted(name)).findings
         (found.exposed if said else found.passed).append(name)
-        if said and names:
-            found.named[name] = said[0]
+    if names:
+        # Another start in every case, so that all faults get their turn.
+        for name in found.exposed[case.code % names :: names]:
+            first = next(iter(examine(case, planted(name)).findings))
+            found.named[name] = name if name in (first.fault, *first.alike) else first.fault
     return found
 
 
@@ -82,21 +79,7 @@ def _can_show(name: str, case: Case) -> bool:
     return True
 
 
-def _name(fault: Fault, call: Call) -> str:
-    """What diagnosis makes of a fault: its own name if it is in the class that is found."""
-    assert fault.change is not None
-    call.seal()
-    compute(call, fault.change(**fault.planted(call)))
-    losses = call.memo.setdefault("losses", honest_losses(call))
-    right = call.memo.setdefault("right", truth(call, losses=losses))
-    found, _ = matches(Attempt(call, right, losses))
-    alike = [match.fault.name for match in found]
-    if fault.name in alike:
-        return fault.name
-    return alike[0] if alike else "unknown"
-
-
-def power(cases: Sequence[Case], *, names: bool = False, each: Callable[[Power], None] = lambda found: None) -> list[Power]:
+def power(cases: Sequence[Case], *, names: int = 0, each: Callable[[Power], None] = lambda found: None) -> list[Power]:
     """The matrix of faults and cases."""
     found = []
     for case in cases:
