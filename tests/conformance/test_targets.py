@@ -20,6 +20,7 @@ from quire.conformance.budget import Truth, distance, truth
 from quire.conformance.build import build
 from quire.conformance.case import Case
 from quire.conformance.target import Target
+from quire.conformance.targets.peer import View
 from quire.errors import ArgumentError
 from quire.reference import attention
 
@@ -189,6 +190,17 @@ def test_a_peer_gets_the_same_call(name: str, case: str, stand_ins: None) -> Non
         target.run(call)
     assert max(distance(call.out, call.lse, call.unwritten(), right(call.case), call.live)) <= 1
     assert call.broken_seals() == []
+
+
+@pytest.mark.parametrize("name", ["flash_attn.fa3", "flashinfer.prefill", "quire.compat.vllm.unified_attention"])
+def test_cells_that_nobody_needs_name_a_page(name: str, stand_ins: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    tables: list[torch.Tensor] = []
+    seen = View.page_table.func
+    monkeypatch.setattr(View, "page_table", property(lambda view: tables.append(seen(view)) or tables[-1]))
+    call = build(Case("tail", tail="-1", window=(7, 0)))
+    assert (call.page_table == -1).any()
+    targets.load(name, "cpu").run(call)
+    assert tables and all((table >= 0).all() for table in tables)
 
 
 def test_a_wrong_translation_is_seen(stand_ins: None) -> None:

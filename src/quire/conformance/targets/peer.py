@@ -60,6 +60,12 @@ class View:
         return getattr(self.call, name)
 
     @cached_property
+    def page_table(self) -> torch.Tensor:
+        """The table as engines keep it for these peers: a cell that nobody needs may be -1 here; there it names page 0. Following
+        -1 would be no finding, and on a GPU the end of the run."""
+        return self.call.page_table.clamp(min=0)
+
+    @cached_property
     def q_lens(self) -> torch.Tensor:
         return self.call.q_starts.diff()
 
