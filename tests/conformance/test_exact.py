@@ -1,0 +1,59 @@
+"""The pipeline is the definition: it gives what `quire.reference` gives, and reads caches as `quire.cache` says they lie."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from quire import reference
+from quire.conformance.build import build
+from quire.conformance.case import Case
+from quire.conformance.exact import exact
+from quire.conformance.suite import SMOKE, STANDARD
+from quire.conformance.threads import one_thread
+
+SMALL = [case for case in (*SMOKE, *STANDARD) if case.table not in ("far", "very-far", "high") and max(case.kv_lens) < 500]
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    with one_thread():
+        yield
+
+
+@pytest.mark.parametrize("case", SMALL, ids=lambda case: case.name)
+def test_pipeline_is_the_reference(case: Case) -> None:
+    call = build(case)
+    cache, got = call.cache(), exact(call)
+    dense = []
+    for order, tensor, scale in ((cache.layout.k, cache.k, cache.k_scale), (cache.layout.v, cache.v, cache.v_scale)):
+        numbers = order.unpack(tensor).view(cache.format.dtype).double()
+        if scale is not None:
+            numbers = numbers * (scale.double()[..., None] if scale.dim() == 3 else scale.double().reshape(-1, 1))
+        dense.append(numbers)
+    starts = call.q_starts.tolist()
+    for i, (q_len, kv_len) in enumerate(zip(case.q_lens, case.kv_lens)):
+        rows = slice(starts[i], starts[i + 1])
+        at = torch.arange(kv_len if call.new is None else kv_len - q_len)
+        page = call.page_table[i].long()[at // case.page_size].clamp(min=0)
+        k, v = (pages[page, at % case.page_size] for pages in dense)
+        if call.new is not None:
+            k, v = (torch.cat((x, fresh[rows].double())) for x, fresh in zip((k, v), call.new))
+        want, lse = reference.attention(
+            call.q[rows].double() * (call.q_scale or 1.0),
+            k,
+            v,
+            scale=call.scale,
+            causal=bool(call.causal[i]) if isinstance(call.causal, torch.Tensor) else call.causal,
+            window=call.window,
+            softcap=call.softcap,
+            alibi=call.alibi,
+            sinks=call.sinks,
+            mask=None if call.mask is None else call.mask[rows],
+            positions=None if call.positions is None else call.positions[rows],
+        )
+        torch.testing.assert_close(got.out[rows], want, rtol=1e-10, atol=1e-12)
+        torch.testing.assert_close(got.lse[rows], lse, rtol=1e-10, atol=1e-12)
+    assert not got.written[call.live :].any()

@@ -1,0 +1,111 @@
+"""A planted fault is named; one that nobody thought of is not given a wrong name; a right kernel is not given any."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from quire.conformance import exact as x
+from quire.conformance.build import build
+from quire.conformance.call import Call
+from quire.conformance.case import Case
+from quire.conformance.exact import PLAIN, Part, Stages
+from quire.conformance.faults import CATALOGUE
+from quire.conformance.plant import BEHAVIOUR, compute, planted
+from quire.conformance.run import examine
+from quire.conformance.suite import SMOKE, STANDARD
+from quire.conformance.target import Target, ours
+
+BY_NAME = {case.name: case for case in (*SMOKE, *STANDARD)}
+PLACES = (
+    *("mixed", "fp8-head-scales", "window-needle", "context-form", "int64", "softcap-alibi", "sinks-window-lse", "tree", "edges"),
+    *("window-both-sides", "x-packed-int8-tokens", "high-pages", "far", "very-far", "hints-low", "everything", "e5m2-tensor"),
+    *("e4m3fnuz-tensor", "x-packed", "fp8-queries", "scale", "causal-mixed", "tree-window", "fp8-context", "long-random"),
+    "alibi-sinks",
+)
+CHAOTIC = ("fp16-read-as-bf16", "lse-without-log")
+"""Numbers that overflow or explode: a rounding decides them, and no prediction is within a budget."""
+
+
+def place_of(name: str) -> Case | None:
+    """The first case in which a fault can occur."""
+    fault = next(fault for fault in CATALOGUE if fault.name == name)
+    return next((BY_NAME[place] for place in PLACES if fault.applies(build(BY_NAME[place]))), None)
+
+
+FAULTS = [fault.name for fault in CATALOGUE if fault.predicted and fault.name not in CHAOTIC]
+
+
+@pytest.mark.parametrize("name", FAULTS[::3])
+def test_planted_fault_is_named(name: str) -> None:
+    case = place_of(name)
+    assert case is not None
+    result = examine(case, planted(name))
+    assert result.status == "wrong"
+    first = result.findings[0]
+    assert name in (first.fault, *first.alike), f"{first.fault}: {first.summary} {first.ranking[:3]}"
+    assert Case.parse(first.reproduce)
+
+
+@pytest.mark.parametrize("name", BEHAVIOUR)
+def test_behaviour_is_named(name: str) -> None:
+    result = examine(BY_NAME["edges"], planted(name))
+    assert result.failed
+    assert result.findings[0].fault == name
+
+
+def _weigh(change: Any) -> Stages:
+    def weigh(w: Any, logits: torch.Tensor, v: torch.Tensor, heads: torch.Tensor) -> Part:
+        return change(w, logits, v, heads)
+
+    return PLAIN.replace(weigh=weigh)
+
+
+INVENTED = {
+    "outputs shifted": PLAIN.replace(finish=lambda w, into: _with(into, into.out + 0.05)),
+    "outputs clipped": PLAIN.replace(finish=lambda w, into: _with(into, into.out.clamp(-0.3, 0.3))),
+    "negative logits dropped": _weigh(lambda w, s, v, h: x.weigh(w, torch.where(s > -torch.inf, s.clamp(min=0), s), v, h)),
+    "values squared": _weigh(lambda w, s, v, h: x.weigh(w, s, v * v, h)),
+    "values of the next key": _weigh(lambda w, s, v, h: x.weigh(w, s, v.roll(1, 0), h)),
+    "two faults at once": _weigh(lambda w, s, v, h: x.weigh(w, torch.cat((s[..., :-1] * 2, s[..., -1:] - torch.inf), -1), v, h)),
+}
+
+
+def _with(into: Any, out: torch.Tensor) -> Any:
+    into.out = out
+    return into
+
+
+@pytest.mark.parametrize("name", INVENTED)
+@pytest.mark.parametrize("place", ["mixed", "window-needle"])
+def test_what_is_not_in_the_catalogue_is_unknown(name: str, place: str) -> None:
+    def run(call: Call) -> None:
+        compute(call, INVENTED[name])
+
+    result = examine(BY_NAME[place], Target(name, run))
+    assert result.status == "wrong"
+    first = result.findings[0]
+    assert first.fault == "unknown", first
+    smaller = Case.parse(first.reproduce)
+    assert smaller.live <= BY_NAME[place].live
+    assert "sequences" in first.summary
+
+
+@pytest.mark.parametrize("case", [*SMOKE, *STANDARD[::2]], ids=lambda case: case.name)
+def test_our_kernel_raises_no_alarm(case: Case) -> None:
+    result = examine(case, ours("torch"))
+    assert result.status == "right", result.findings
+
+
+def test_where_it_is() -> None:
+    """The place of a finding is the key at fault: its page and its slot."""
+    case = Case("one-decode", q_lens=(1, 1), kv_lens=(20, 40))
+    result = examine(case, planted("last-token-missing"))
+    where = result.findings[0].where
+    call = build(case)
+    assert (where.key, where.slot) in ((19, 3), (39, 7))
+    assert where.sequence is not None and where.key is not None
+    assert where.page == int(call.page_table[where.sequence, where.key // 16])
+    assert result.picture is not None and result.picture.bad_cell == (where.sequence, where.key // 16)
