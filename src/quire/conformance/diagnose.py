@@ -260,7 +260,7 @@ def diagnose(
         return _finding("raises", first, case, summary=done.error, evidence=said)
     bare = done.call.unwritten()[: done.call.live]
     if bool(bare.any()):
-        again = attempt(here.replace(stamp=0x35), target)
+        again = attempt(here.replace(stamp=0x7A), target)
         if not again.error:
             same = bool((again.call.unwritten()[: done.call.live] == bare).all())
             kept = f"{int(bare.sum())} elements keep either of two stamps"

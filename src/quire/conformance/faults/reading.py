@@ -30,6 +30,22 @@ def _read(name: str) -> Stages:
     return PLAIN.replace(read=read)
 
 
+def _starts(rows: str = "all") -> Stages:
+    """q_starts reinterpreted, by everybody, or by one of two kernels that share the rows out: the one for rows of one new token
+    ('decode'), or the one for longer rows ('prefill'). That one takes the rows that look like its own."""
+    if rows == "all":
+        return _read("starts")
+
+    def shared(w: Work, at: Indices) -> list[Row]:
+        theirs = x.rows(w, at._replace(starts=_reinterpreted(w.call.q_starts)))
+        return [
+            *(row for row in x.rows(w, at) if (row.q_len == 1) != (rows == "decode")),
+            *(row for row in theirs if (row.q_len == 1) == (rows == "decode")),
+        ]
+
+    return PLAIN.replace(rows=shared)
+
+
 def _is_long(name: str) -> Any:
     return lambda call: getattr(call, name).dtype is torch.int64 and call.seqs > 1
 
@@ -383,8 +399,9 @@ READING = (
         "indices",
         "every other sequence looks empty or negatively long, and its rows are never written",
         "torch.cumsum of int32 gives int64; a kernel casts the pointer without looking at the type",
-        lambda: _read("starts"),
+        _starts,
         _is_long("q_starts"),
+        tries=({}, {"rows": "decode"}, {"rows": "prefill"}),
         issues=ISSUE_INT64,
     ),
     Fault(
