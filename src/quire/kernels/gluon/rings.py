@@ -14,6 +14,8 @@ from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrie
 
 from quire.kernels.gluon.units import FIELDS, HEADER
 
+threads_meet: Any = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier
+"""All threads of a group. Triton 3.7 calls it otherwise than 3.6."""
 COMPUTERS = gl.constexpr(2)
 THREADS = gl.constexpr(128)
 """Of a group of four warps: what the matrix unit takes at once."""
@@ -74,13 +76,13 @@ def landing(ring, turn, PLACES: gl.constexpr):
 @gluon.jit
 def say_full(ring, turn, PLACES: gl.constexpr):
     """One thread says so for all of its group."""
-    gl.thread_barrier()
+    threads_meet()
     mbarrier.arrive(ring.full.index(turn % PLACES), count=1)
 
 
 @gluon.jit
 def say_free(ring, turn, PLACES: gl.constexpr):
-    gl.thread_barrier()
+    threads_meet()
     mbarrier.arrive(ring.free.index(turn % PLACES), count=1)
 
 

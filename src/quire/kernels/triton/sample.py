@@ -11,7 +11,7 @@ from quire.batch import Batch
 from quire.cache.format import FORMATS
 from quire.cache.kv_cache import KVCache
 from quire.kernels.triton import ledger, write
-from quire.kernels.triton.launch import Launch
+from quire.kernels.triton.launch import Launch, launches_of
 from quire.kernels.triton.launch import launches as attend
 from quire.kernels.triton.target import Target
 from quire.kernels.triton.tuning import SMALL
@@ -27,7 +27,7 @@ class Sample:
     """
 
     kernel: str
-    """decode, mixed, write, or ledger."""
+    """decode, mixed, gluon, write, or ledger."""
     head_dim: int = 128
     format: str = "bf16"
     """The cache's."""
@@ -88,14 +88,13 @@ class Sample:
         beside = (new, new) if self.new else None
         if self.kernel == "ledger":
             return ledger.launches(q, cache, batch, options, beside, **self.how)
-        return attend(
-            *(self.kernel, q, cache, batch, options, beside),
-            _nothing(*q.shape, dtype=FORMATS[self.out_dtype].dtype),
-            _nothing(*q.shape[:2]) if self.lse else None,
-            target=Target(arch, 100),
-            tuning=SMALL if self.small else None,
-            **self.how,
-        )
+        out, lse = _nothing(*q.shape, dtype=FORMATS[self.out_dtype].dtype), _nothing(*q.shape[:2]) if self.lse else None
+        call = (q, cache, batch, options, beside, out)
+        if self.kernel == "gluon":
+            from quire.kernels.gluon.launch import Hopper
+
+            return launches_of(Hopper(*call, target=Target(arch, 100), **self.how), *call, lse)
+        return attend(self.kernel, *call, lse, target=Target(arch, 100), tuning=SMALL if self.small else None, **self.how)
 
     def __str__(self) -> str:
         facts = [f"head_dim {self.head_dim}", self.format]
