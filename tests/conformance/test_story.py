@@ -30,6 +30,7 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Story:
         configs=[told.Config(**config) for config in raw["configs"]],
         fixes=[told.Fix(**{name: value for name, value in fix.items() if name != "cures"}) for fix in raw["fixes"]],
         after=raw["after"],
+        kit=[told.Named(**{**one, "evidence": tuple(one["evidence"])}) for one in raw["kit"]],
         lookalikes=[told.Lookalike(**{**like, "at": tuple(like["at"])}) for like in raw["lookalikes"]],
     )
 
@@ -113,10 +114,16 @@ def test_three_faults_of_one_count_are_told_apart(story: Story) -> None:
     assert len({like.named for like in story.lookalikes}) == 3
 
 
+def test_the_kit_tells_them_apart_by_itself(story: Story) -> None:
+    assert [one.named for one in story.kit] == ["q-starts-int64-as-int32", "row-unwritten", "nothing"]
+    assert any("indices in int32: not q-starts-int64-as-int32" in line for line in story.kit[1].evidence)
+
+
 def test_it_holds_and_says_when_it_does_not(story: Story) -> None:
     assert story.holds
     assert not replace(story, lookalikes=[replace(story.lookalikes[0], named="unknown")]).holds
     assert not replace(story, hypotheses=[replace(h, explains=True) for h in story.hypotheses]).holds
+    assert not replace(story, kit=[replace(story.kit[0], named="row-unwritten")]).holds
     assert not replace(story, poisons=[{**story.poisons[0], "row_holds_it": False}]).holds
 
 

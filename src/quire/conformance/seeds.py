@@ -16,6 +16,10 @@ import torch
 from quire.attend import attend
 from quire.batch import Batch
 from quire.cache.kv_cache import KVCache
+from quire.conformance.call import Call as KitCall
+from quire.conformance.case import Case
+from quire.conformance.plant import compute
+from quire.conformance.target import Target
 
 SEQS, PAGES, PAGE_SIZE, PAGES_PER_SEQ = 10, 640, 32, 64
 HEADS, HEAD_DIM = 64, 128
@@ -220,3 +224,32 @@ def leftover(batch: Seeds) -> torch.Tensor:
     held[batch.row] += held[batch.row].sign().where(held[batch.row] != 0, 1) * 0.01  # and nowhere zero, which would look right
     held[batch.row, 0, 0] = 1.685546875
     return held
+
+
+SMALLER = Case(
+    "seeds-smaller",
+    q_lens=(55, 26, 50, 58, 28, 4, 18, 63, 34, 1),
+    kv_lens=(82, 86, 101, 112, 48, 67, 49, 87, 72, 58),
+    kv_heads=2,
+    group=1,
+    page_size=PAGE_SIZE,
+    index=("int32", "int32", "int64"),
+)
+"""The batch, a sixteenth as long, with numbers of the kit's own: enough to have its kernel diagnosed by it."""
+
+
+def suspect(name: str, *, reads_own_type: bool = False, leaves_out: int = 0) -> Target:
+    """The operator as a target of the kit: rows of more than one new token are right, the others come from a kernel that may read
+    q_starts as the one of the story does, or may be launched for too few rows."""
+
+    def run(call: KitCall) -> None:
+        scratch = replace(call, out=call.out.clone(), seals={}, memo={})
+        compute(scratch)
+        starts = call.q_starts
+        read = starts if reads_own_type or starts.dtype is torch.int32 else starts.view(torch.int32)
+        rows = [(int(starts[i]), int(starts[i + 1])) for i in range(call.seqs) if starts[i + 1] - starts[i] > 1]
+        rows += [(int(read[i]), int(read[i]) + 1) for i in range(call.seqs - leaves_out) if read[i + 1] - read[i] == 1]
+        for first, end in rows:
+            call.out[first:end] = scratch.out[first:end]
+
+    return Target(name, run)

@@ -13,7 +13,22 @@ import torch
 from quire.attend import attend
 from quire.batch import Batch
 from quire.cache.kv_cache import KVCache
-from quire.conformance.seeds import DECODE, HEAD_DIM, HEADS, PAGE_SIZE, SMALL, TOLERANCE, Call, Seeds, leftover, operator
+from quire.conformance.report import Finding
+from quire.conformance.run import examine
+from quire.conformance.seeds import (
+    DECODE,
+    HEAD_DIM,
+    HEADS,
+    PAGE_SIZE,
+    SMALL,
+    SMALLER,
+    TOLERANCE,
+    Call,
+    Seeds,
+    leftover,
+    operator,
+    suspect,
+)
 from quire.dispatch.platform import Platform
 from quire.dispatch.vllm import VllmCall, explain_vllm
 
@@ -84,6 +99,17 @@ class Lookalike:
 
 
 @dataclass(frozen=True)
+class Named:
+    """What the kit finds if it is given a kernel, and told nothing."""
+
+    planted: str
+    named: str
+    where: str
+    evidence: tuple[str, ...]
+    expected: str
+
+
+@dataclass(frozen=True)
 class Config:
     """A row of the second document's matrix, by vLLM's own rule of that time."""
 
@@ -115,6 +141,7 @@ class Story:
     fixes: list[Fix] = field(default_factory=list)
     after: dict[str, Any] = field(default_factory=dict)
     lookalikes: list[Lookalike] = field(default_factory=list)
+    kit: list[Named] = field(default_factory=list)
 
     @property
     def cause(self) -> str:
@@ -130,6 +157,7 @@ class Story:
             and all(poison["row_holds_it"] and poison["rest_unchanged"] for poison in self.poisons)
             and all(like.named == like.fault for like in self.lookalikes)
             and len({like.named for like in self.lookalikes}) == len(self.lookalikes)
+            and all(one.named == one.expected for one in self.kit)
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -181,6 +209,8 @@ def seeds(progress: Progress = lambda text: None) -> Story:
         _lookalike(NAMES[False, False, True], ordinary, Call(starts=batch.q_starts(torch.int32).int()), held),
         _lookalike(NAMES[True, False, False], batch, Call(starts=batch.q_starts(torch.int32).int(), rows=DECODE), held),
     ]
+    progress("the kit, which is told nothing")
+    story.kit = _kit()
     return story
 
 
@@ -465,6 +495,20 @@ def _lookalike(fault: str, batch: Seeds, call: Call, held: torch.Tensor) -> Look
         with_token,
         NAMES.get((follows, as_int32, with_token), "unknown"),
     )
+
+
+def _kit() -> list[Named]:
+    """The kit's own diagnosis of such kernels, on a smaller batch."""
+    found = []
+    for planted, kernel, expected in (
+        ("reads q_starts as int32", suspect("reads int32"), "q-starts-int64-as-int32"),
+        ("is launched for a row too few", suspect("leaves out", reads_own_type=True, leaves_out=1), "row-unwritten"),
+        ("does neither", suspect("right", reads_own_type=True), "nothing"),
+    ):
+        result = examine(SMALLER, kernel)
+        finding = result.findings[0] if result.findings else Finding("nothing")
+        found.append(Named(planted, finding.fault, str(finding.where) if result.findings else "", finding.evidence, expected))
+    return found
 
 
 def _message(run: Callable[[], object]) -> str:
