@@ -117,14 +117,13 @@ struct Few {
     const Attend& call;
     int64_t k_units, v_lanes;
     int32_t *q, *weights;
-    float *values, *scores, *keep, *bias, *k_scale, *v_scale;
+    float *values, *scores, *keep, *k_scale, *v_scale;
     Gathered* have;
     Sight* sights;
     Tile* tiles;
     Rows* rows;
     uint8_t* gathered;
     int32_t* decoded;
-    const uint8_t** fetch;
     int64_t block;
 
     Few(const Attend& call, Room& room) : call(call) {
@@ -135,16 +134,14 @@ struct Few {
         values = room.take<float>(count * v_lanes);
         scores = room.take<float>(FEW * FEW_KEYS);
         weights = F::PER_UNIT == 1 ? (int32_t*)scores : room.take<int32_t>(FEW * FEW_KEYS / 2);
-        keep = room.take<float>(FEW);
-        bias = room.take<float>(KEYS);
+        keep = room.take<float>(MOST_ROWS);
         k_scale = room.take<float>(KEYS);
         v_scale = room.take<float>(KEYS);
         have = room.take<Gathered>(count);
         sights = room.take<Sight>(count);
         tiles = room.take<Tile>(2);
-        rows = room.take<Rows>(2);
-        fetch = room.take<const uint8_t*>(FEW_KEYS);
-        gathered = room.take<uint8_t>(2 * FEW_KEYS * 512 * 4);
+        rows = room.take<Rows>(4);
+        gathered = room.take<uint8_t>(4 * FEW_KEYS * 512 * 4);
         decoded = room.take<int32_t>(FEW_KEYS * 512);
     }
 
@@ -199,46 +196,53 @@ struct Few {
     void found(const Sequence& s, int64_t low, int64_t high, Tile& tile) { find(call, s, low, low, high, nullptr, tile); }
 
     void visit(const Unit& unit, const Tile& tile, const Tile* after, const Logits& logits, int64_t padded_rows) {
-        int64_t count = tile.count, padded = round_up(count, 2 * W), part = FEW_KEYS * 512 * 4;
+        int64_t count = tile.count, padded = round_up(count, 2 * W);
+        Rows *k = rows, *v = rows + 1, *next_k = rows + 2, *next_v = rows + 3;
+        int64_t part = FEW_KEYS * 512 * 4;
+        rows_of(call.cache.k, call.new_k, tile.k, tile, unit.head, gathered, *k);
+        rows_of(call.cache.v, call.new_v, tile.v, tile, unit.head, gathered + part, *v);
+        bool whole = call.cache.k.whole_rows() && call.cache.v.whole_rows();
+        if (call.new_k.data) whole = whole && call.new_k.dim == 1 && call.new_v.dim == 1;
         bool scaled = call.cache.k.scale != nullptr;
         for (int64_t h = 0; h < unit.heads; h++) {
-            rows_of(call.cache.k, call.new_k, tile.k, tile, unit.head + h, gathered, rows[0]);
-            rows_of(call.cache.v, call.new_v, tile.v, tile, unit.head + h, gathered + part, rows[1]);
+            // What comes next is on its way while this is worked on: another head of the tile, or the first of the next one.
+            const Tile* coming = h + 1 < unit.heads ? &tile : whole ? after : nullptr;
+            if (coming) {
+                int64_t head = coming == &tile ? unit.head + h + 1 : unit.head;
+                uint8_t* room = gathered + (h % 2 ? 0 : 2 * part);
+                rows_of(call.cache.k, call.new_k, coming->k, *coming, head, room, *next_k);
+                rows_of(call.cache.v, call.new_v, coming->v, *coming, head, room + part, *next_v);
+            }
+            bool ahead = coming && whole && coming->count >= count;
+            Ahead k_ahead{ahead ? next_k->at : nullptr, ahead ? call.cache.k.dim * size_of(next_k->type_of(0)) : 0};
+            Ahead v_ahead{ahead ? next_v->at : nullptr, ahead ? call.cache.v.dim * size_of(next_v->type_of(0)) : 0};
             if (scaled) {
                 scales_of(call.cache.k, tile.k, tile, unit.head + h, k_scale);
                 scales_of(call.cache.v, tile.v, tile, unit.head + h, v_scale);
             }
             int64_t base = h * padded_rows;
-            score(rows[0], ahead(call.cache.k, call.new_k, after ? after->k : nullptr, after, unit, h), base, padded_rows);
+            score(*k, k_ahead, base, padded_rows);
+            Scores seen{scores, FEW_KEYS, padded, scaled ? k_scale : nullptr, scaled ? v_scale : nullptr, nullptr,
+                        call.alibi != nullptr, {}, {}, {}, {}};
             for (int64_t i = 0; i < unit.rows; i++) {
                 const Sight& sight = sights[base + i];
-                keep[i] = weigh<F>(scores + i * FEW_KEYS, weights + i * (FEW_KEYS / F::PER_UNIT), padded,
-                                   most<int64_t>(0, sight.low - tile.first), least(count, sight.high - tile.first), logits,
-                                   scaled ? k_scale : nullptr, scaled ? v_scale : nullptr, nullptr, sight.slope,
-                                   (float)(sight.at - tile.first), have[base + i]);
+                seen.first[i] = most<int64_t>(0, sight.low - tile.first);
+                seen.last[i] = most<int64_t>(0, least(count, sight.high - tile.first));
+                seen.slope[i] = sight.slope, seen.distance[i] = (float)(sight.at - tile.first);
             }
+            weigh<F>(seen, unit.rows, weights, FEW_KEYS / F::PER_UNIT, logits, have + base, keep);
             for (int64_t i = unit.rows; i < padded_rows; i++) {
                 memset(weights + i * (FEW_KEYS / F::PER_UNIT), 0, FEW_KEYS / F::PER_UNIT * 4);
                 keep[i] = 1.0f;
             }
-            gather(rows[1], ahead(call.cache.v, call.new_v, after ? after->v : nullptr, after, unit, h), base, padded_rows);
+            gather(*v, v_ahead, base, padded_rows);
+            if (coming == &tile) {
+                Rows* swap = k;
+                k = next_k, next_k = swap;
+                swap = v;
+                v = next_v, next_v = swap;
+            }
         }
-    }
-
-    // What the next tile will want, fetched while this one is worked on: as many rows with each head, in the order of memory.
-    Ahead ahead(const Pages& pages, const Array& fresh, const uint8_t* const* found, const Tile* after, const Unit& unit, int64_t head) {
-        if (!after) return {};
-        bool old = after->cut > 0;
-        int64_t size = size_of(old ? pages.type : fresh.type), step = (old ? pages.head : fresh.head) * size, count = after->count;
-        bool heads_first = (old ? pages.head : fresh.head) < (old ? pages.slot_low : fresh.token);
-        int64_t first = head * count, j = heads_first ? first / unit.heads : 0, h = heads_first ? first % unit.heads : head;
-        for (int64_t i = 0; i < FEW_KEYS; i++) {
-            fetch[i] = found[j] ? found[j] + (unit.head + h) * step : ZEROS;
-            if (heads_first ? ++h == unit.heads : false) h = 0, j++;
-            if (!heads_first) j++;
-            if (j == count) j = count - 1;
-        }
-        return {fetch, pages.dim * size};
     }
 
     // Rows as the products take them, and their type. Where several blocks of rows meet the same keys, these are decoded once.

@@ -40,8 +40,8 @@ struct Many {
         k_panels = room.take<int32_t>(KEYS * k_units);
         v_panels = room.take<int32_t>(KEYS * v_lanes);
         line = room.take<int32_t>(W * most(k_units, v_lanes));
-        keep = room.take<float>(BLOCK);
-        bias = room.take<float>(KEYS);
+        keep = room.take<float>(MOST_ROWS);
+        bias = room.take<float>(call.mask ? BLOCK * KEYS : 0);
         k_scale = room.take<float>(KEYS);
         v_scale = room.take<float>(KEYS);
         have = room.take<Gathered>(count);
@@ -140,11 +140,12 @@ struct Many {
         return some;
     }
 
-    // All rows over the tile that was found. Where lengths do not say who sees whom, a bias does.
+    // All rows over the tile that was found. Where lengths do not say who sees whom, a bias does. A block of rows meets the panels
+    // of keys that one of them sees, and no others.
     void meet(const Sequence& s, const Unit& unit, int64_t head, const Logits& logits, bool plain) {
-        int64_t first = tile->first, count = tile->count;
-        int64_t units = round_up((count + F::PER_UNIT - 1) / F::PER_UNIT, ROUND_UNITS), padded = round_up(count, 2 * W);
-        int64_t k_used = ROUND_UNITS > 1 ? k_units : (call.cache.k.dim + F::PER_UNIT - 1) / F::PER_UNIT;
+        constexpr int64_t PER = F::PER_UNIT, PANEL = LANES_OF_PANEL, WEIGHTS = KEYS / PER;
+        int64_t first = tile->first, count = tile->count, all_units = round_up((count + PER - 1) / PER, ROUND_UNITS);
+        int64_t k_used = ROUND_UNITS > 1 ? k_units : (call.cache.k.dim + PER - 1) / PER;
         bool packed = false, scaled = call.cache.k.scale != nullptr;
         for (int64_t from = 0; from < unit.rows; from += BLOCK) {
             int64_t rows = least(BLOCK, unit.rows - from), run_rows = round_up(rows, ROUND_ROWS);
@@ -152,44 +153,49 @@ struct Many {
             for (int64_t i = from; i < from + rows; i++) {
                 lowest = least(lowest, sights[i].low), highest = most(highest, sights[i].high);
             }
-            if (highest <= first || lowest >= first + count) continue;
+            int64_t begin = most<int64_t>(0, lowest - first) / PANEL * PANEL, end = least(count, highest - first);
+            if (end <= begin) continue;
             if (!packed) {
                 pack_keys(head);
-                pack_values(head, units);
+                pack_values(head, all_units);
                 if (scaled) {
                     scales_of(call.cache.k, tile->k, *tile, head, k_scale);
                     scales_of(call.cache.v, tile->v, *tile, head, v_scale);
                 }
                 packed = true;
             }
-            Panels keys{k_panels, round_up(count, LANES_OF_PANEL) / LANES_OF_PANEL, LANES_OF_PANEL * k_units, k_used};
+            int64_t padded = round_up(end, 2 * W) - begin, units = round_up((end + PER - 1) / PER, ROUND_UNITS) - begin / PER;
+            Panels keys{k_panels + begin * k_units, (round_up(end, PANEL) - begin) / PANEL, PANEL * k_units, k_used};
             product<F>(Factor{q + from * k_units, k_units}, run_rows, keys, Sums{scores, KEYS, nullptr});
+            Scores seen{scores, KEYS, padded, scaled ? k_scale + begin : nullptr, scaled ? v_scale + begin : nullptr,
+                        plain ? nullptr : bias, plain && call.alibi, {}, {}, {}, {}};
             for (int64_t i = 0; i < rows; i++) {
                 const Sight& sight = sights[from + i];
-                int32_t* weight = weights + i * (KEYS / F::PER_UNIT);
-                if (!plain) fill_bias(s, sight, padded);
-                keep[i] = weigh<F>(scores + i * KEYS, weight, padded, most<int64_t>(0, sight.low - first),
-                                   least(count, sight.high - first), logits, scaled ? k_scale : nullptr,
-                                   scaled ? v_scale : nullptr, plain ? nullptr : bias, plain ? sight.slope : 0.0f,
-                                   (float)(sight.at - first), have[from + i]);
-                for (int64_t u = padded / F::PER_UNIT; u < units; u++) weight[u] = 0;
+                if (!plain) fill_bias(s, sight, begin, padded, bias + i * KEYS);
+                seen.first[i] = most<int64_t>(0, sight.low - first - begin);
+                seen.last[i] = most<int64_t>(0, least(end, sight.high - first) - begin);
+                seen.slope[i] = sight.slope, seen.distance[i] = (float)(sight.at - first - begin);
+            }
+            weigh<F>(seen, rows, weights, WEIGHTS, logits, have + from, keep);
+            for (int64_t i = 0; i < rows; i++) {
+                for (int64_t u = padded / PER; u < units; u++) weights[i * WEIGHTS + u] = 0;
             }
             for (int64_t i = rows; i < run_rows; i++) {
-                memset(weights + i * (KEYS / F::PER_UNIT), 0, units * 4);
+                memset(weights + i * WEIGHTS, 0, units * 4);
                 keep[i] = 1.0f;
             }
-            product<F>(Factor{weights, KEYS / F::PER_UNIT}, run_rows,
-                       Panels{v_panels, v_lanes / LANES_OF_PANEL, units * LANES_OF_PANEL, units},
+            product<F>(Factor{weights, WEIGHTS}, run_rows,
+                       Panels{v_panels + begin / PER * PANEL, v_lanes / PANEL, all_units * PANEL, units},
                        Sums{values + from * v_lanes, v_lanes, keep});
         }
     }
 
-    void fill_bias(const Sequence& s, const Sight& sight, int64_t padded) {
-        for (int64_t j = 0; j < padded; j++) {
-            int64_t key = tile->first + j;
+    void fill_bias(const Sequence& s, const Sight& sight, int64_t begin, int64_t padded, float* bias) {
+        for (int64_t i = 0; i < padded; i++) {
+            int64_t j = begin + i, key = tile->first + j;
             bool sees = j < tile->count && tile->k[j] && tree_sees(call, s, sight, key);
             int64_t distance = sees && sight.slope ? sight.at - key_at(call, s, key) : 0;
-            bias[j] = sees ? -sight.slope * (float)(distance < 0 ? -distance : distance) : -__builtin_inff();
+            bias[i] = sees ? -sight.slope * (float)(distance < 0 ? -distance : distance) : -__builtin_inff();
         }
     }
 };

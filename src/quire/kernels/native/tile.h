@@ -167,47 +167,86 @@ struct Gathered {  // what a row has so far: its largest logit, and the sum of t
     float top, total;
 };
 
-// Scores of one row over a tile become weights; returns what earlier sums are to be multiplied by. `bias`, if given, is added to the
-// logits. Only keys [first, last) of the tile are seen.
+// What a few rows, up to MOST_ROWS, see of a tile, and where their scores lie.
+constexpr int64_t MOST_ROWS = 32;
+struct Scores {
+    float* data;
+    int64_t stride, padded;      // keys of a row in memory, and as many as are looked at: a multiple of 2 W
+    const float* key_scale;      // of each key, or null
+    const float* value_scale;    // of each value, or null
+    const float* bias;           // added to the logits, row by row like the scores, or null
+    bool alibi;
+    int32_t first[MOST_ROWS], last[MOST_ROWS];      // the keys that each row sees
+    float slope[MOST_ROWS], distance[MOST_ROWS];    // ALiBi's slope, and how far the row is from the first key
+};
+
+// Scores of rows over a tile become weights, and `keep` what earlier sums are to be multiplied by. One thing after the other for all
+// rows, so that what waits in one row is work in the next. Whether a row is cut by a mask changes no rounding.
 template <class F>
-static INLINE float weigh(float* score, int32_t* weight, int64_t padded, int64_t first, int64_t last, const Logits& logits,
-                          const float* key_scale, const float* value_scale, const float* bias, float slope, float distance,
-                          Gathered& row) {
+static void weigh(const Scores& s, int64_t rows, int32_t* weights, int64_t weights_stride, const Logits& logits, Gathered* have,
+                  float* keep) {
     const float none = -__builtin_inff();
-    bool cut = first > 0 || last < padded;
-    vf best = splat(none), factor = splat(logits.factor);
-    for (int64_t j = 0; j < padded; j += W) {
-        vf x = load(score + j) * (key_scale ? load(key_scale + j) * factor : factor);
-        if (logits.cap) x = tanh(x) * logits.capped;
-        if (bias) x += load(bias + j);
-        if (slope) x -= magnitude(distance - __builtin_convertvector(lanes() + (int32_t)j, vf)) * slope;
-        if (cut) {
-            vi lane = lanes() + (int32_t)j;
-            x = select((lane >= (int32_t)first) & (lane < (int32_t)last), x, splat(none));
+    const vf factor = splat(logits.factor), never = splat(none);
+    const bool plain = !s.key_scale && !s.bias && !s.alibi && !logits.cap;  // then logits are made twice, and stored never
+    auto cut_off = [&](int64_t r) { return s.first[r] > 0 || s.last[r] < s.padded; };
+    auto shown = [&](vf x, int64_t r, int64_t j) {
+        vi lane = lanes() + (int32_t)j;
+        return select((lane >= s.first[r]) & (lane < s.last[r]), x, never);
+    };
+    float before[MOST_ROWS], here[MOST_ROWS];
+    for (int64_t r = 0; r < rows; r++) {
+        float* score = s.data + r * s.stride;
+        vf best = never;
+        if (plain && !cut_off(r)) {
+            for (int64_t j = 0; j < s.padded; j += W) best = larger(best, load(score + j) * factor);
+        } else {
+            for (int64_t j = 0; j < s.padded; j += W) {
+                vf x = load(score + j) * (s.key_scale ? load(s.key_scale + j) * factor : factor);
+                if (logits.cap) x = tanh(x) * logits.capped;
+                if (s.bias) x += load(s.bias + r * s.stride + j);
+                if (s.alibi) x -= magnitude(s.distance[r] - __builtin_convertvector(lanes() + (int32_t)j, vf)) * s.slope[r];
+                if (cut_off(r)) x = shown(x, r, j);
+                if (!plain) store(score + j, x);
+                best = larger(best, x);
+            }
         }
-        store(score + j, x);
-        best = larger(best, x);
+        here[r] = largest(best);
     }
-    float here = largest(best), top = here > row.top ? here : row.top;
-    if (top == none) {
-        if (here == here) {
-            for (int64_t j = 0; j < padded; j += 2 * W) F::put(weight, j, vf{}, vf{});
-            return 1.0f;
+    for (int64_t r = 0; r < rows; r++) {
+        before[r] = have[r].top;
+        if (here[r] > have[r].top) have[r].top = here[r];
+        if (have[r].top == none && here[r] != here[r]) have[r].top = 0.0f;  // there is a NaN, and it is to show
+        // Nothing seen so far: nothing to keep, and all logits are -inf, whatever they are relative to.
+        keep[r] = have[r].top == none ? 0.0f : before[r] - have[r].top;
+    }
+    for (int64_t r = rows; r < round_up(rows, W); r++) keep[r] = 0.0f;
+    for (int64_t r = 0; r < rows; r += W) store(keep + r, exp2(load(keep + r)));
+    for (int64_t r = 0; r < rows; r++) {
+        const float* score = s.data + r * s.stride;
+        int32_t* weight = weights + r * weights_stride;
+        const float top = have[r].top == none ? 0.0f : have[r].top;
+        auto put = [&](int64_t j, vf low, vf high, vf& total) {
+            low = exp2(low), high = exp2(high);
+            total += low;
+            total += high;
+            if (s.value_scale) low *= load(s.value_scale + j), high *= load(s.value_scale + j + W);
+            F::put(weight, j, low, high);
+        };
+        vf total{};
+        if (!plain) {
+            for (int64_t j = 0; j < s.padded; j += 2 * W) put(j, load(score + j) - top, load(score + j + W) - top, total);
+        } else if (!cut_off(r)) {
+            for (int64_t j = 0; j < s.padded; j += 2 * W) {
+                put(j, fma(load(score + j), factor, splat(-top)), fma(load(score + j + W), factor, splat(-top)), total);
+            }
+        } else {
+            for (int64_t j = 0; j < s.padded; j += 2 * W) {
+                vf low = fma(load(score + j), factor, splat(-top)), high = fma(load(score + j + W), factor, splat(-top));
+                put(j, shown(low, r, j), shown(high, r, j + W), total);
+            }
         }
-        top = 0.0f;  // there is a NaN among them, and it is to show
+        have[r].total = have[r].total * keep[r] + sum(total);
     }
-    vf total{};
-    for (int64_t j = 0; j < padded; j += 2 * W) {
-        vf low = exp2(load(score + j) - top), high = exp2(load(score + j + W) - top);
-        total += low;
-        total += high;
-        if (value_scale) low *= load(value_scale + j), high *= load(value_scale + j + W);
-        F::put(weight, j, low, high);
-    }
-    float keep = row.top == top ? 1.0f : row.top == none ? 0.0f : exp2(splat(row.top - top))[0];
-    row.total = row.total * keep + sum(total);
-    row.top = top;
-    return keep;
 }
 
 // Adds the sink, divides, and stores one row of the output and of the LSE. Memory for `values` is a multiple of W long.
