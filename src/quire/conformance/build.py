@@ -108,7 +108,7 @@ def build(case: Case, device: torch.device | str = "cpu") -> Call:
     if case.table in FAR or case.table == "high":
         # Memory that nobody touched stays so: only pages with something in them are sealed.
         for name, tensor in (("k_pages", call.k_pages), ("v_pages", call.v_pages)):
-            used = movable(tensor)[plan.touched.to(tensor.device)]
+            used = movable(tensor)[plan.touched[plan.touched >= 0].to(tensor.device)]
             call.seals[name] = used, checksum(used)
     return call.seal()
 
@@ -462,7 +462,10 @@ def _memory(shape: tuple[int, ...], dtype: torch.dtype, before: int, padded: boo
     count = math.prod(shape)
     page = count // shape[0]
     gap = page // shape[1] if padded else 0
-    memory = torch.empty(before + shape[0] * (page + gap), dtype=dtype, device=device)
+    size = before + shape[0] * (page + gap)
+    # Not filled by anybody: a cache of 2^32 elements costs only the pages that are touched.
+    storage = torch.UntypedStorage(size * dtype.itemsize, device=torch.device(device))
+    memory = torch.zeros(0, dtype=dtype, device=device).set_(storage, 0, (size,), (1,))
     if padded:
         movable(memory).fill_(
             torch.tensor(math.nan).to(dtype).view(movable(memory).dtype).item() if dtype.is_floating_point else 101

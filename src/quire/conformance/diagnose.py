@@ -28,7 +28,7 @@ from quire.conformance.threads import all_threads
 
 NEAR = 64.0
 """A prediction this many budgets away gets a budget of its own: a fault may make a computation coarser."""
-COARSEST = 16.0
+COARSEST = 256.0
 """How much coarser, at most."""
 CONFIRMING = 3
 """How many other cases must bear a finding out."""
@@ -72,7 +72,7 @@ class Attempt:
         own = honest_losses(self.call, stages)
         losses = tuple(min(max(a, b), COARSEST * b + 1e-12) for a, b in zip(own, self.losses))
         near = self._to(stages, (losses[0], losses[1]))
-        return near if near > 1 or self._to(PLAIN, (losses[0], losses[1])) > 2 else torch.inf
+        return near if near > 1 or self._to(PLAIN, (losses[0], losses[1])) > 4 else torch.inf
 
     @cached_property
     def seen(self) -> Seen:
