@@ -156,8 +156,14 @@ def conform(
     start = time.perf_counter()
     results: list[Result] = []
     counts: dict[str, int] = {}
+    lost = ""
     for case in cases:
-        result = examine(case, target, frozenset(name for name, count in counts.items() if count >= enough))
+        if lost:
+            result = Result(case, "unsupported", f"the device was lost in case {lost}")
+        else:
+            trusted = frozenset(name for name, count in counts.items() if count >= enough)
+            result = _survive(case, target, trusted)
+            lost = case.name if result.status == "raised" and is_lost(result.reason) else ""
         result = replace(result, known=(known or {}).get(case.name, ""))
         for finding in result.findings[:1]:
             if finding.fault in BY_NAME:
@@ -168,6 +174,22 @@ def conform(
     if target.version:
         versions["target"] = target.version
     return Report(target.name, level, target.device, settle(results), time.perf_counter() - start, versions)
+
+
+def _survive(case: Case, target: Target, trusted: frozenset[str]) -> Result:
+    """As `examine`; and an illegal access on a GPU, which shows wherever somebody waits next, ends in a result too."""
+    try:
+        return examine(case, target, trusted)
+    except RuntimeError as error:
+        said = f"{type(error).__name__}: {error}".split("\n")[0]
+        if not is_lost(said):
+            raise
+        return Result(case, "raised", said, findings=(Finding("raises", ("raises",), summary=said, reproduce=str(case)),))
+
+
+def is_lost(error: str) -> bool:
+    """Whether a device answers nothing any more: after an illegal access every further call fails, whoever makes it."""
+    return any(words in error for words in ("CUDA error", "HIP error", "device-side assert"))
 
 
 def settle(results: list[Result]) -> list[Result]:
