@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,18 +18,20 @@ SMALL = Workload("small", ((1, 40), (70, 10), (1, 0)), "fp32", q_heads=4, kv_hea
 def test_measure_runs_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run, "SECONDS", 0.01)
     rows = list(run.measure([SMALL], limits.Limits(1e10, 1e11), turns=2, tell=lambda name: None))
-    assert [row.contestant for row in rows] == ["quire", "gather + SDPA"]
+    # Without AMX there is nothing to measure without it.
+    names = [row.contestant for row in rows if row.contestant != "quire without AMX"]
+    assert names == ["quire", "quire torch", "gather + SDPA"]
     assert all(row.right and row.milliseconds and row.milliseconds > 0 for row in rows)
 
 
 def test_no_speed_for_a_wrong_result(monkeypatch: pytest.MonkeyPatch) -> None:
     answers: dict[str, dict[str, Any]] = {"quire": {"error": 1.0, "budget": 0.1}, "gather + SDPA": {"died": "exit status -4"}}
-    monkeypatch.setattr(worker.Worker, "__init__", lambda self, name, environment: setattr(self, "name", name))
+    monkeypatch.setattr(worker.Worker, "__init__", lambda self, name, *how: setattr(self, "name", name))
     monkeypatch.setattr(
         worker.Worker, "ask", lambda self, command: answers[self.name] if "build" in command else {"seconds": [1.0]}
     )
     monkeypatch.setattr(worker.Worker, "close", lambda self: None)
-    rows = run.measure([SMALL], limits.Limits(1e10, 1e11), tell=lambda name: None)
+    rows = run.measure([SMALL], limits.Limits(1e10, 1e11), tuple(answers), tell=lambda name: None)
     assert [(row.milliseconds, row.right, row.note) for row in rows] == [
         (None, False, "wrong result: no speed"),
         (None, False, "exit status -4"),
@@ -40,10 +45,10 @@ def test_turns_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
         asked.append((self.name, *command))
         return {"error": 0.0, "budget": 0.1, "seconds": [1e-3]}
 
-    monkeypatch.setattr(worker.Worker, "__init__", lambda self, name, environment: setattr(self, "name", name))
+    monkeypatch.setattr(worker.Worker, "__init__", lambda self, name, *how: setattr(self, "name", name))
     monkeypatch.setattr(worker.Worker, "ask", ask)
     monkeypatch.setattr(worker.Worker, "close", lambda self: None)
-    list(run.measure([SMALL], limits.Limits(1e10, 1e11), turns=3, tell=lambda name: None))
+    list(run.measure([SMALL], limits.Limits(1e10, 1e11), ("quire", "gather + SDPA"), turns=3, tell=lambda name: None))
     assert [name for name, *command in asked if command == ["time"]] == ["quire", "gather + SDPA"] * 3
 
 
@@ -53,3 +58,17 @@ def test_a_worker_that_dies_is_reported() -> None:
         assert "died" in dead.ask({"build": SMALL.to_json(), "folder": None})
     finally:
         dead.close()
+
+
+def test_a_contestant_without_an_answer_has_no_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "SECONDS", 0.01)
+    rows = run.measure([replace(SMALL, format="int8")], limits.Limits(1e10, 1e11), ("quire", "gather + SDPA"), turns=1, tell=print)
+    assert [(row.contestant, row.right) for row in rows] == [("quire", True)]
+
+
+def test_another_interpreter_runs_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It finds Quire where this one did, and a peer that cannot be imported there is a note in its rows."""
+    monkeypatch.setattr(run, "SECONDS", 0.01)
+    rows = list(run.measure([SMALL], limits.Limits(1e10, 1e11), (), turns=1, tell=print, vllm=sys.executable))
+    assert [(row.contestant, row.milliseconds) for row in rows] == [("vLLM", None), ("vLLM vec", None)]
+    assert all(row.note.startswith("exit status") for row in rows)

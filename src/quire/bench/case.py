@@ -91,7 +91,7 @@ def build(workload: Workload, device: torch.device | str = "cpu", folder: str | 
         files = [None if folder is None else Path(folder, name) for name in "kv"]
         stored = [_pages(shape, torch.float32 if format.quantised else dtype, values, file) for file in files]
         if k_scale is not None and v_scale is not None:
-            stored = [format.encode(x.div_(scale)) for x, scale in zip(stored, (k_scale, v_scale))]
+            stored = [format.encode(x / scale) for x, scale in zip(stored, (k_scale, v_scale))]
     cache = KVCache.wrap(*stored, layout="nhd", format=format.name, k_scale=k_scale, v_scale=v_scale)
     if w.operation == "write":
         # One tensor of both, so that they can be copied as one.

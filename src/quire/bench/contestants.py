@@ -82,10 +82,32 @@ def device_copy(case: Case) -> Bound | None:
     return Bound(lambda: target.copy_(source), case.workload.dtype, lambda: float((target != source).sum()))
 
 
-def gather_sdpa(case: Case) -> Bound:
+def own_in_torch(case: Case) -> Bound:
+    """`quire.attend` by the kernel that needs no compiler."""
+    return Bound(lambda: attend(case.q, case.cache, case.batch, case.options, kernel="torch"), case.workload.dtype)
+
+
+def own_without_amx(case: Case) -> Bound | None:
+    """`quire.attend` by the native kernel, with the best instruction set below AMX; where that is the best anyway, there is nothing
+    to tell."""
+    from quire.kernels.native.library import FILE, forced, library
+
+    if not FILE.exists() or "amx" not in library().levels:
+        return None
+
+    def run() -> torch.Tensor:
+        with forced("avx512-bf16"):
+            return attend(case.q, case.cache, case.batch, case.options, kernel="native")
+
+    return Bound(run, case.workload.dtype)
+
+
+def gather_sdpa(case: Case) -> Bound | None:
     """For each sequence: gather its pages with index_select, pack the group as query rows, call torch's SDPA. Masks are made
     beforehand and not timed."""
     q, cache, batch = case.q, case.cache, case.batch
+    if cache.format.quantised:
+        return None
     table, size, kv_heads, dim = batch.page_table.long(), cache.page_size, cache.kv_heads, cache.head_dim
     group = q.shape[1] // kv_heads
     rows = []
@@ -108,5 +130,24 @@ def gather_sdpa(case: Case) -> Bound:
     return Bound(run, case.workload.dtype)
 
 
-CPU_CONTESTANTS: dict[str, Contestant] = {"quire": own, "gather + SDPA": gather_sdpa}
+def _vllm(case: Case) -> Bound | None:
+    from quire.bench.peers.vllm_cpu import load
+
+    return load(amx=True)(case)
+
+
+def _vllm_without_amx(case: Case) -> Bound | None:
+    from quire.bench.peers.vllm_cpu import load
+
+    return load(amx=False)(case)
+
+
+CPU_CONTESTANTS: dict[str, Contestant] = {
+    "quire": own,
+    "quire without AMX": own_without_amx,
+    "quire torch": own_in_torch,
+    "gather + SDPA": gather_sdpa,
+    "vLLM": _vllm,
+    "vLLM vec": _vllm_without_amx,
+}
 OWN_ON_CUDA: dict[str, Contestant] = {"quire": own, "quire fp8 q": own_with_fp8_queries}

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from quire.bench.limits import Limits
@@ -16,27 +18,39 @@ from quire.bench.workloads import Workload
 TURNS = 4
 SECONDS = 0.6
 """How long a contestant runs in each of its turns."""
-ENVIRONMENT = {"quire": {}, "gather + SDPA": WITHOUT_AMX}
+ALWAYS = ("quire", "quire without AMX", "quire torch", "gather + SDPA")
+VLLM = ("vLLM", "vLLM vec")
+"""Those that need an interpreter with another package."""
+ENVIRONMENT = {"gather + SDPA": WITHOUT_AMX} | dict.fromkeys(VLLM, WITHOUT_AMX)
 
 
 def measure(
     workloads: Sequence[Workload],
     limits: Limits,
-    contestants: Sequence[str] = tuple(ENVIRONMENT),
+    contestants: Sequence[str] = ALWAYS,
     *,
     turns: int = TURNS,
     tell: Callable[[str], None] = print,
+    vllm: str | None = None,
 ) -> Iterator[Measured]:
-    """Measures every contestant on every workload."""
+    """Measures every contestant on every workload. `vllm` is an interpreter that has it."""
+    pythons = {} if vllm is None else dict.fromkeys(VLLM, vllm)
     for workload in workloads:
         tell(workload.label)
-        workers = {name: Worker(name, ENVIRONMENT[name]) for name in contestants}
+        workers = {
+            name: Worker(name, ENVIRONMENT.get(name, {}) | _PATH, pythons.get(name, sys.executable))
+            for name in (*contestants, *pythons)
+        }
         try:
             with TemporaryDirectory(dir=_memory(2 * workload.bytes)) as folder:
                 yield from _one(workload, workers, limits, folder, turns)
         finally:
             for worker in workers.values():
                 worker.close()
+
+
+_PATH = {"PYTHONPATH": os.pathsep.join(filter(None, (str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH"))))}
+"""Another interpreter finds Quire where this one did."""
 
 
 def _memory(bytes: int) -> str | None:
@@ -46,7 +60,8 @@ def _memory(bytes: int) -> str | None:
 
 
 def _one(workload: Workload, workers: dict[str, Worker], limits: Limits, folder: str, turns: int) -> list[Measured]:
-    built = {name: worker.ask({"build": workload.to_json(), "folder": folder}) for name, worker in workers.items()}
+    answers = {name: worker.ask({"build": workload.to_json(), "folder": folder}) for name, worker in workers.items()}
+    built = {name: answer for name, answer in answers.items() if not answer.get("absent")}
     fit = [name for name, answer in built.items() if answer.get("error", float("nan")) <= answer.get("budget", 0.0)]
     seconds: dict[str, list[list[float]]] = {name: [] for name in workers}
     for _ in range(turns):

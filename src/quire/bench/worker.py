@@ -1,7 +1,8 @@
 """One contestant in a process of its own, so that an environment variable it needs, or a crash, stays there.
 
 Reads commands from standard input, a line each, and answers with a line of JSON:
-    {"build": WORKLOAD, "folder": F}   makes or maps the data, checks the result   -> {"error": ..., "budget": ...}
+    {"build": WORKLOAD, "folder": F}   makes or maps the data, checks the result   -> {"error": ..., "budget": ...}, or
+                                       {"absent": true} if the contestant has no answer to this workload
     {"time": SECONDS}                  runs for about as long                      -> {"seconds": [...]}
 """
 
@@ -21,9 +22,9 @@ WITHOUT_AMX = {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_FP16"}
 class Worker:
     """The parent's end of a worker."""
 
-    def __init__(self, contestant: str, environment: dict[str, str]):
+    def __init__(self, contestant: str, environment: dict[str, str], python: str = sys.executable):
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "quire.bench.worker", contestant],
+            [python, "-m", "quire.bench.worker", contestant],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -59,9 +60,11 @@ def main(contestant: str) -> None:
         if "build" in command:
             case = build(Workload.from_json(command["build"]), folder=command["folder"])
             bound = CPU_CONTESTANTS[contestant](case)
-            assert bound is not None
-            run, truth = bound.run, Truth(case)
-            answer = {"error": truth.error(run()), "budget": truth.budget(bound.q_format)}
+            if bound is None:
+                answer = {"absent": True}
+            else:
+                run, truth = bound.run, Truth(case)
+                answer = {"error": truth.error(run()), "budget": truth.budget(bound.q_format)}
         else:
             assert run is not None
             seconds: list[float] = []

@@ -131,7 +131,16 @@ _SHAPES = (
     Workload("mixed: 256 over 1024 + 15 decodes at 2048", ((256, 1024), *((1, 2047),) * 15)),
 )
 
-CPU_WORKLOADS: tuple[Workload, ...] = tuple(replace(shape, dtype=dtype) for dtype in ("fp32", "bf16") for shape in _SHAPES)
+_CPU_DECODE, _CPU_PREFILL = _SHAPES[0], _SHAPES[3]
+
+CPU_WORKLOADS: tuple[Workload, ...] = (
+    *(replace(shape, dtype=dtype) for dtype in ("fp32", "bf16") for shape in _SHAPES),
+    *(replace(shape, dtype="fp16") for shape in (_CPU_DECODE, _CPU_PREFILL)),
+    *(replace(shape, format=format) for format in ("e4m3fn", "e5m2", "int8") for shape in (_CPU_DECODE, _CPU_PREFILL)),
+    *(replace(shape, head_dim=dim) for dim in (64, 96, 256) for shape in (_CPU_DECODE, _CPU_PREFILL)),
+    *(replace(shape, q_heads=q_heads) for q_heads in (8, 64) for shape in (_CPU_DECODE, _CPU_PREFILL)),
+)
+"""Every shape in two types; then other formats, head sizes and groups, one at a time."""
 
 _DECODE = Workload("decode 64 x 4096", ((1, 4095),) * 64)
 _PREFILL = Workload("prefill 1 x 8192", ((8192, 0),))
