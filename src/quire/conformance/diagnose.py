@@ -200,8 +200,11 @@ def _holds(match: Match, done: Attempt) -> bool:
     if not fault.applies(done.call):
         return False
     assert fault.change is not None
-    if fault.solve is None and done.to(fault.change(**match.parameters)) <= 1:
-        return True
+    try:
+        if done.to(fault.change(**match.parameters)) <= 1:
+            return True
+    except (RuntimeError, IndexError):
+        pass  # rows or pages that the other call does not have
     return any(one.distance <= 1 for one in _tries(fault, done))
 
 

@@ -264,7 +264,7 @@ def cells(owned: bool) -> Callable[[Seen], Proposals]:
 def _cell(seen: Seen, row: int, pages: list[int], w: Work) -> tuple[int, int] | None:
     """The column and the page that explain one wrong element row."""
     place = inside(seen, row)
-    if place is None or seen.call.alibi is not None or seen.call.mask is not None:
+    if place is None or seen.call.mask is not None:
         return None
     mine, query = place
     head = int(wrong_heads(seen, row)[0])
@@ -278,7 +278,8 @@ def _cell(seen: Seen, row: int, pages: list[int], w: Work) -> tuple[int, int] | 
     logits = mine.logits[head, query]
     top = max(float(logits.max()), float(logit.nan_to_num(-1e30).max()))
     extra = 0.0 if mine.sinks is None else float(torch.exp(mine.sinks[head] - top))
-    e, other = torch.exp(logits - top), torch.exp(logit - top)
+    e = torch.exp(logits - top)
+    added = mine.added[head, query] if mine.added.dim() == 3 else mine.added[query]
     values = mine.values(head)
     got, budget = _got(seen, row, head), _budget(seen, row, head)
     best: tuple[float, int, int] | None = None
@@ -288,7 +289,7 @@ def _cell(seen: Seen, row: int, pages: list[int], w: Work) -> tuple[int, int] | 
         count = visible.numel()
         if not bool(visible.any()):
             continue
-        weight = torch.where(visible, other[:, :count], 0.0)
+        weight = torch.exp(logit[:, :count] + added[keys] - top)
         out = (e @ values - e[keys] @ values[keys]) + torch.einsum("ps,psd->pd", weight, v.view(len(pages), size, -1)[:, :count])
         out = out / (e.sum() - e[keys].sum() + weight.sum(1) + extra)[:, None]
         off = ((out - got) / budget).abs().amax(-1).nan_to_num(torch.inf, torch.inf)
