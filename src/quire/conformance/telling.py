@@ -121,9 +121,7 @@ def tell(story: Story, paper: Paper) -> None:
             for like in story.lookalikes
         ],
     )
-    paper.text(
-        "The kit needs no story. Given a kernel and int64 indices, on a batch a sixteenth as long, it says of one that ..."
-    )
+    paper.text("The kit needs no story. Given a kernel and int64 indices, on a batch a sixteenth as long, it says of one that ...")
     paper.grid(
         ("... planted", "named", "at", "probes", ""),
         [(k.planted, k.named, k.where, "; ".join(k.evidence), GOOD if k.named == k.expected else BAD) for k in story.kit],
