@@ -64,6 +64,13 @@ REFUSALS: dict[str, tuple[dict[str, Any], dict[str, Any], Any, str, str | None]]
         "install a C++17 compiler (g++ or clang++), then Quire once more: its build makes the native kernels",
     ),
     "q_dtype": ({"q_dtypes": ("bf16",)}, {"q_dtypes": ("fp16",)}, "bf16", "fp16", "give q as fp16"),
+    "types": (
+        {"pairs": ("bf16 over bf16",)},
+        {"pairs": ("fp16 over fp16",)},
+        "bf16 over bf16",
+        "fp16 over fp16",
+        "give fp16 over fp16",
+    ),
     "format": ({"formats": ("bf16",)}, {"formats": ("e5m2", "int8")}, "bf16", "e5m2 or int8", "store the cache as e5m2 or int8"),
     "scales": ({"scales": ("none",)}, {"scales": ("tensor",)}, "none", "tensor", "set scales to tensor"),
     "layout": ({"layouts": ("nhd",)}, {"layouts": ("hnd",)}, "nhd", "hnd", "set layout to hnd"),

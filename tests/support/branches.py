@@ -17,7 +17,10 @@ Place = tuple[str, int, int]
 
 
 CANNOT = {
-    "attend.attend_kernel: if C.EARLY -> yes": "compiled: griddepcontrol.launch_dependents",
+    "attend.attend_kernel: if C.EARLY and (not C.BESIDE) -> yes": "compiled: griddepcontrol.launch_dependents",
+    "attend.attend_kernel: if C.BESIDE -> yes": "only beside Hopper's own kernel",
+    "attend.attend_kernel: if program == 0 -> yes": "only beside Hopper's own kernel",
+    "attend.attend_kernel: if program == 0 -> no": "only beside Hopper's own kernel",
     "combine.combine_kernel: if C.EARLY -> yes": "compiled: griddepcontrol.wait",
     "schedule.uniform: if C.UNIFORM and (not C.WIDE) -> yes": "compiled: redux.sync",
     "attend.attend_kernel: if LONG is not None -> no": "without long rows there are no further programs",

@@ -15,6 +15,7 @@ from typing import Any
 
 import triton
 
+import quire.kernels.gluon
 import quire.kernels.triton
 from quire.kernels.triton.compiled import CARDS, Compiled, compile_apart
 from quire.kernels.triton.sample import Sample
@@ -26,8 +27,9 @@ SAMPLES = [
     *(Sample("write", format=format) for format in ("bf16", "e4m3fn")),
     Sample("ledger"),
 ]
+HOPPER = [Sample("gluon", width, format) for width in (64, 128) for format in ("bf16", "e4m3fn")]
 
-_HEAD = """# The Triton kernels
+_HEAD = """# The GPU kernels
 
 Printed from the objects by `make docs`, which compiles them for every card below; a test keeps the first two parts so. No GPU is
 needed for any of this: `quire.kernels.triton.sample.Sample("decode").launches("gfx942")` makes the launches of a call without
@@ -55,7 +57,7 @@ def render() -> str:
 def kernels() -> str:
     """What one program of each kernel computes, and what it is given."""
     parts = ["## What a program computes\n"]
-    for found in pkgutil.iter_modules(quire.kernels.triton.__path__, f"{quire.kernels.triton.__name__}."):
+    for found in _modules():
         if found.name.endswith("__main__"):
             continue
         module = importlib.import_module(found.name)
@@ -64,6 +66,11 @@ def kernels() -> str:
                 given = ", ".join(f"`{argument}`" for argument in kernel.arg_names)
                 parts.append(f"### `{name}`\n\n{_prose(module.__doc__ or '')}\n\nGiven: {given}.\n")
     return "\n".join(parts)
+
+
+def _modules() -> Iterable[pkgutil.ModuleInfo]:
+    for package in (quire.kernels.triton, quire.kernels.gluon):
+        yield from pkgutil.iter_modules(package.__path__, f"{package.__name__}.")
 
 
 def tuning() -> str:
@@ -76,13 +83,17 @@ def tuning() -> str:
 def compiled() -> str:
     """Memory, registers and instructions by card. Cards are compiled for side by side, each in a process of its own."""
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        found = pool.map(lambda arch: compile_apart([(arch, sample) for sample in SAMPLES]), CARDS)
+        found = pool.map(lambda arch: compile_apart([(arch, sample) for sample in samples_for(arch)]), CARDS)
         return "\n".join(_card(arch, results) for arch, results in zip(CARDS, found))
+
+
+def samples_for(arch: str) -> list[Sample]:
+    return [*SAMPLES, *HOPPER] if arch == "sm90" else SAMPLES
 
 
 def _card(arch: str, results: list[list[Compiled] | str]) -> str:
     rows = []
-    for sample, result in zip(SAMPLES, results):
+    for sample, result in zip(samples_for(arch), results):
         if isinstance(result, str):
             raise RuntimeError(f"{sample} does not compile for {arch}: {result}")
         for kernel in result:
