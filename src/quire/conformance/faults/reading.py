@@ -116,6 +116,11 @@ def _table_column(by: int) -> Stages:
     return _locate(locate)
 
 
+def _contiguous(w: Work, at: Indices, row: Row, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    size = w.call.page_size
+    return at.table[row.seq, 0] + positions // size, positions % size
+
+
 def _slot(by: int) -> Stages:
     def locate(w: Work, at: Indices, row: Row, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         page, slot = x.locate(w, at, row, positions)
@@ -508,6 +513,15 @@ READING = (
         lambda by: _ids(lambda page: page + by),
         tries=({"by": 1}, {"by": -1}, {"by": 2}, {"by": -2}),
         issues=("vLLM reserves page 0 as NULL_BLOCK_ID",),
+    ),
+    Fault(
+        "pages-taken-as-contiguous",
+        "pages",
+        "all but the first page of a sequence come from elsewhere, unless its pages lie in order",
+        "only the first id of a row is read; most tests have tables in order and cannot see it",
+        lambda: _locate(_contiguous),
+        lambda call: bool((call.kv_lens > call.page_size).any()),
+        issues=("FlashInfer #3219",),
     ),
     Fault(
         "page-ids-wrapped-at-2^16",
