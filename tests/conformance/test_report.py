@@ -35,6 +35,13 @@ def test_a_known_failure_is_expected_and_must_fail() -> None:
     assert [result.status for result in mended.results] == ["right"] and mended.exit_code == 1
 
 
+def test_json_has_numbers_only() -> None:
+    report = conform(planted("row-unwritten"), CASES[:1])
+    assert report.results[0].error == float("inf")
+    said = json.loads(report.to_json(), parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+    assert said["results"][0]["error"] is None and said["findings"][0]["fault"] == "row-unwritten"
+
+
 def test_junit() -> None:
     root = ElementTree.fromstring(conform(planted("window-ignored"), CASES).to_junit())
     assert root.attrib["tests"] == "3" and root.attrib["failures"] == "1"

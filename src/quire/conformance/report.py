@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -150,7 +151,7 @@ class Report:
         }
 
     def to_json(self) -> str:
-        return json.dumps(self.to_dict(), indent=2)
+        return json.dumps(_finite(self.to_dict()), indent=2, allow_nan=False)
 
     def to_junit(self) -> str:
         """JUnit XML: a case is a test; an unsupported one is skipped."""
@@ -175,3 +176,12 @@ class Report:
             elif result.known and not result.failed:
                 ElementTree.SubElement(test, "failure", message=f"known to fail ({result.known}), but right")
         return ElementTree.tostring(suite, encoding="unicode")
+
+
+def _finite(value: Any) -> Any:
+    """The same with null for what JSON has no number for."""
+    if isinstance(value, dict):
+        return {key: _finite(one) for key, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
