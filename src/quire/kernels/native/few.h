@@ -73,7 +73,7 @@ static void scores_of(const int32_t* q, int64_t q_stride, const uint8_t* const* 
 template <class F, int T, int ROWS>
 static void values_of(const int32_t* weights, const uint8_t* const* value, Ahead ahead, int64_t count, int64_t dim,
                       const float* keep, float* values, int64_t stride) {
-    constexpr int PER = F::PER_UNIT, VECTORS = VECTORS_OF_PANEL;
+    constexpr int PER = F::PER_UNIT, VECTORS = VECTORS_AT_ONCE;
     constexpr int64_t DIMS = VECTORS * W;
     using R = Reader<F, T>;
     int64_t units = (count + PER - 1) / PER;
@@ -129,7 +129,7 @@ struct Few {
     Few(const Attend& call, Room& room) : call(call) {
         int64_t count = call.cache.heads * FEW;
         k_units = round_up((call.cache.k.dim + F::PER_UNIT - 1) / F::PER_UNIT, 2 * W);
-        v_lanes = round_up(call.cache.v.dim, LANES_OF_PANEL);
+        v_lanes = round_up(call.cache.v.dim, VECTORS_AT_ONCE * W);
         q = room.take<int32_t>(count * k_units);
         values = room.take<float>(count * v_lanes);
         scores = room.take<float>(FEW * FEW_KEYS);

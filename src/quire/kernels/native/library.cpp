@@ -210,7 +210,7 @@ void run(const Attend& call) {
     for (size_t i = 0; i < order.size(); i++) order[i] = static_cast<int64_t>(i);
     std::stable_sort(order.begin(), order.end(), [&](int64_t a, int64_t b) { return cut[a].cost > cut[b].cost; });
     // Starting a team takes microseconds: what is done sooner than that is done alone.
-    int64_t threads = total * (call.cache.k.dim + call.cache.v.dim) < 2e5 ? 1 : call.threads;
+    int64_t threads = total * (call.cache.k.dim + call.cache.v.dim) < 1e6 ? 1 : call.threads;
     share(threads, static_cast<int64_t>(cut.size()), level.room(call), [&](int64_t i, char* mine) {
         const Unit& unit = cut[order[i]];
         level.attend(call, unit, level.few(call, call.batch.q_len(unit.seq) * call.group), mine);

@@ -10,7 +10,7 @@
 namespace quire {
 namespace QUIRE_LEVEL {
 
-constexpr int64_t BLOCK = ROUND_ROWS > 1 ? 32 : 24;  // rows that meet a tile at a time
+constexpr int64_t BLOCK = ROUND_ROWS > 1 ? 32 : 12;  // rows that meet a tile at a time
 
 template <class F>
 struct Many {

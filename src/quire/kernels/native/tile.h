@@ -5,7 +5,7 @@
 namespace quire {
 namespace QUIRE_LEVEL {
 
-constexpr int64_t KEYS = 128;  // of a tile
+constexpr int64_t KEYS = 256;  // of a tile
 constexpr float LOG2E = 1.44269504088896341f;
 constexpr double LN2 = 0.693147180559945309;
 

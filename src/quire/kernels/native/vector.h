@@ -16,16 +16,20 @@ namespace QUIRE_LEVEL {
 
 #if defined(__AVX512F__)
 constexpr int BYTES = 64;
-constexpr int LANES_OF_PANEL = 64, ROWS_OF_PANEL = 6;  // 24 sums in 32 registers
+constexpr int LANES_OF_PANEL = 32, ROWS_OF_PANEL = 12;  // 24 sums in 32 registers; a panel of fp32 stays in the first cache
+constexpr int VECTORS_AT_ONCE = 4;                      // of values, for 4 rows
 #elif defined(__AVX2__)
 constexpr int BYTES = 32;
 constexpr int LANES_OF_PANEL = 16, ROWS_OF_PANEL = 6;  // 12 sums in 16 registers
+constexpr int VECTORS_AT_ONCE = 2;
 #elif defined(__ARM_NEON)
 constexpr int BYTES = 16;
 constexpr int LANES_OF_PANEL = 16, ROWS_OF_PANEL = 6;  // 24 sums in 32 registers
+constexpr int VECTORS_AT_ONCE = 4;
 #else
 constexpr int BYTES = 16;
 constexpr int LANES_OF_PANEL = 8, ROWS_OF_PANEL = 4;  // 8 sums in 16 registers, and no fused multiplication
+constexpr int VECTORS_AT_ONCE = 2;
 #endif
 constexpr int W = BYTES / 4;
 constexpr int VECTORS_OF_PANEL = LANES_OF_PANEL / W;
