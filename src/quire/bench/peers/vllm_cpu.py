@@ -35,8 +35,6 @@ def load(amx: bool) -> Contestant:
             row[: len(ids)] = ids
         pages = torch.zeros(sum(used), w.kv_heads, PAGE, 2 * w.head_dim, dtype=torch.uint8 if w.format else q.dtype)
         k_cache, v_cache = pages.view(sum(used), w.kv_heads, 2 * PAGE, w.head_dim).chunk(2, dim=2)
-        if w.format:
-            k_cache, v_cache = k_cache.view(case.cache.k.dtype), v_cache.view(case.cache.v.dtype)
         for row, n, ids in zip(table.long(), lens, case.page_lists()):
             k, v = (x[:n].to(q.dtype) for x in case.keys_and_values(ids))
             at = torch.arange(n)

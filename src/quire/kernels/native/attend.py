@@ -1,6 +1,6 @@
 """Attention in C++: straight from the pages, every layout, format and feature.
 
-The library cuts a call into pieces of work that torch's own threads take one by one. Sequences with few new tokens are read where
+The library cuts a call into pieces of work that torch's threads take one by one. Sequences with few new tokens are read where
 they lie, all heads of a page at once (`few.h`); those with many pack a tile of keys at a time for all of their rows (`many.h`).
 Both are one source that is compiled for several instruction sets, `kernels.cpp`.
 """

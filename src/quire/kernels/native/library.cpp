@@ -1,10 +1,13 @@
 // The C interface: cuts a call into pieces of work, and lets threads take them, the longest first.
 #include <dlfcn.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
+#include <condition_variable>
 #include <cstdlib>
 #include <memory>
+#include <mutex>
 #include <new>
 #include <thread>
 #include <vector>
@@ -64,23 +67,70 @@ char* own_room(size_t bytes) {
     return owner.memory;
 }
 
-// Runs f on so many threads at once, the caller's among them. torch's own team of threads is asked first, through the OpenMP runtime
-// that torch has loaded: threads of our own would fight with those for the cores, which spin for a while after each of torch's
-// operators. Where there is no such runtime, threads are started for the call.
+// Threads that wait for work, beside the one that has it: for processes without an OpenMP runtime.
+class Pool {
+  public:
+    // Runs f on the caller's thread and on up to so many others, until all who began it are done.
+    void run(int64_t threads, void (*f)(void*), void* of) {
+        std::unique_lock<std::mutex> lock(mutex);
+        if (job) {  // somebody else's call is under way: this one does its work itself
+            lock.unlock();
+            return f(of);
+        }
+        for (; count < threads - 1; count++) std::thread([this] { wait_for_work(); }).detach();
+        job = f, argument = of, welcome = threads - 1;
+        lock.unlock();
+        wake.notify_all();
+        f(of);
+        lock.lock();
+        welcome = 0;
+        done.wait(lock, [this] { return busy == 0; });
+        job = nullptr;
+    }
+
+    // The process's own: a child of fork has none of its parent's threads, and starts anew.
+    static Pool& own() {
+        static std::mutex guard;
+        static Pool* pool = nullptr;
+        static pid_t process = 0;
+        std::lock_guard<std::mutex> lock(guard);
+        if (!pool || process != getpid()) pool = new Pool, process = getpid();  // never deleted: its threads outlive everything
+        return *pool;
+    }
+
+  private:
+    void wait_for_work() {
+        std::unique_lock<std::mutex> lock(mutex);
+        for (;;) {
+            wake.wait(lock, [this] { return welcome > 0; });
+            welcome--, busy++;
+            auto f = job;
+            auto of = argument;
+            lock.unlock();
+            f(of);
+            lock.lock();
+            if (--busy == 0) done.notify_one();
+        }
+    }
+
+    std::mutex mutex;
+    std::condition_variable wake, done;
+    void (*job)(void*) = nullptr;
+    void* argument = nullptr;
+    int64_t count = 0, welcome = 0, busy = 0;
+};
+
+// Runs f on so many threads at once, the caller's among them: on torch's own team, through the OpenMP runtime that torch has loaded.
+// Its threads spin for a while after each of torch's operators, and others would have to fight them for the cores: after a product of
+// matrices, a decode of 0.85 ms takes 1.6 ms on threads of our own, and 1.9 ms on threads that are started for it.
 template <class F>
 void together(int64_t threads, F& f) {
     using Parallel = void (*)(void (*)(void*), void*, unsigned, unsigned);
     static const Parallel parallel = reinterpret_cast<Parallel>(dlsym(RTLD_DEFAULT, "GOMP_parallel"));
-    if (threads <= 1) {
-        f();
-    } else if (parallel) {
-        parallel([](void* x) { (*static_cast<F*>(x))(); }, &f, static_cast<unsigned>(threads), 0);
-    } else {
-        std::vector<std::thread> others;
-        for (int64_t i = 1; i < threads; i++) others.emplace_back([&f] { f(); });
-        f();
-        for (auto& other : others) other.join();
-    }
+    auto call = [](void* x) { (*static_cast<F*>(x))(); };
+    if (threads <= 1) f();
+    else if (parallel) parallel(call, &f, static_cast<unsigned>(threads), 0);
+    else Pool::own().run(threads, call, &f);
 }
 
 // Lets threads take the pieces of work one by one.
