@@ -8,6 +8,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -50,6 +51,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--device", metavar="NAME", help="where to run it (default: where the target says)")
     add("--only", metavar="REGEX", help="cases whose name matches")
     add("--case", metavar="LINE", help="one case, from the line that was printed for it")
+    add("--timeout", metavar="SECONDS", type=float, default=120.0, help="how long a call may take (default: 120)")
+    add(
+        "--in-process",
+        action="store_true",
+        help="run a function or a peer in this process (for a debugger), not in one of its own that may crash or hang",
+    )
     add("--known", metavar="FILE", help="failures that are known, a line each: target, case, why; one that passes is reported")
     add(
         "--power",
@@ -100,13 +107,20 @@ def _cases(args: argparse.Namespace) -> list[Case]:
 
 def _conform(args: argparse.Namespace) -> int:
     from quire.conformance import known
+    from quire.conformance.apart import apart
     from quire.conformance.run import conform
-    from quire.conformance.target import find
+    from quire.conformance.target import find, is_ours
 
-    target = find(args.target, args.device)
     cases = _cases(args)
-    reasons = known.read(args.known, target.name) if args.known else {}
-    with _Progress(len(cases), quiet=args.json) as tell:
+    if args.timeout <= 0:
+        raise ArgumentError("--timeout", args.timeout, "seconds above 0")
+    with ExitStack() as stack:
+        if args.in_process or is_ours(args.target):
+            target = find(args.target, args.device)
+        else:
+            target = stack.enter_context(apart(args.target, args.device, args.timeout))
+        reasons = known.read(args.known, target.name) if args.known else {}
+        tell = stack.enter_context(_Progress(len(cases), quiet=args.json))
         report = conform(target, cases, args.level, known=reasons, each=lambda result: tell(result.case.name, _line(result)))
     if args.json:
         print(report.to_json())
@@ -140,11 +154,13 @@ def _line(result: Result) -> str:
 
 def _summary(report: Report) -> str:
     """What a person can act on."""
+    from quire.conformance.report import brief
+
     counts = report.counts()
     words = {
         "right": "right",
         "wrong": "wrong",
-        "raised": "raised an error",
+        "raised": "without an answer",
         "refused": "rightly refused",
         "unsupported": "not asked",
     }
@@ -153,10 +169,11 @@ def _summary(report: Report) -> str:
         ", ".join(f"{counts[status]} {word}" for status, word in words.items() if counts[status]) + f", {report.seconds:.1f} s",
     ]
     for finding, cases in report.findings:
-        given = ", ".join(f"{name}={value}" for name, value in finding.parameters.items())
+        given = brief(finding.parameters)
         lines += ["", f"{finding.fault}{f' ({given})' if given else ''}, in {len(cases)} case{'s' if len(cases) > 1 else ''}"]
         lines.append(f"  {finding.summary}")
-        lines.append(f"  at         {finding.where}")
+        if str(finding.where):
+            lines.append(f"  at         {finding.where}")
         alike = [name for name in finding.alike if name != finding.fault]
         if alike:
             lines.append(f"  here alike {', '.join(alike)}")

@@ -58,6 +58,8 @@ class Call:
     case: Case | None = None
     seals: dict[str, tuple[torch.Tensor, int]] = field(default_factory=dict)
     """What must stay as it is: a view, and the checksum it had."""
+    broken_elsewhere: tuple[str, ...] = ()
+    """What another process, which ran the target, found broken."""
     memo: dict[Any, Any] = field(default_factory=dict, repr=False)
     """What was already worked out about its inputs."""
 
@@ -132,6 +134,7 @@ class Call:
 
     def seal(self) -> Call:
         """Stamps the outputs and takes checksums of all else."""
+        self.broken_elsewhere = ()
         for tensor in (self.out, self.lse):
             if tensor is not None:
                 whole_of(tensor).fill_(self.stamp)
@@ -150,7 +153,7 @@ class Call:
                     found.append(f"{place} {name}")
             if self.live < self.tokens and bool((bytes_of(tensor[self.live :]) != self.stamp).any()):
                 found.append(f"padding rows of {name}")
-        return found
+        return list(dict.fromkeys((*found, *self.broken_elsewhere)))
 
     def unwritten(self) -> torch.Tensor:
         """Which elements of out still bear the stamp, bool [tokens, q_heads, v_head_dim]."""

@@ -23,7 +23,7 @@ from quire.conformance.case import Case
 from quire.conformance.exact import PLAIN, Stages
 from quire.conformance.faults import BY_NAME, CATALOGUE, Fault, Parameters, Seen
 from quire.conformance.report import UNKNOWN, Finding, Where
-from quire.conformance.target import Target
+from quire.conformance.target import Failure, Target
 from quire.conformance.threads import all_threads
 
 NEAR = 64.0
@@ -49,7 +49,11 @@ class Attempt:
     call: Call
     right: Truth
     losses: tuple[float, float]
-    error: str = ""
+    failure: Failure | None = None
+
+    @property
+    def error(self) -> str:
+        return "" if self.failure is None else str(self.failure)
 
     @property
     def off(self) -> float:
@@ -121,7 +125,7 @@ def attempt(case: Case, target: Target, call: Call | None = None) -> Attempt:
         with all_threads():
             target.run(call)
     except Exception as error:
-        done.error = f"{type(error).__name__}: {error}".split("\n")[0][:300]
+        done.failure = Failure.of(error)
     return done
 
 
@@ -244,11 +248,11 @@ def diagnose(
     """What is wrong with a target, given an answer of its own that is wrong. Faults that were found and borne out before are
     `trusted`: where one of them explains the answer, it is not asked about again."""
     said: list[str] = []
-    if first.error:
-        return _finding("raises", first, case, summary=first.error)
+    if first.failure is not None:
+        return _finding(first.failure.fault, first, case, summary=first.error)
     moody = unsteady(case, target, first)
-    if moody:
-        return _finding(moody, first, case, summary=BY_NAME[moody].looks)
+    if moody is not None:
+        return _finding(moody[0], first, case, summary=moody[1])
     done, here = first, case
     if case.poison not in ("decoy", "decoy2"):
         here = case.replace(poison="decoy")
@@ -263,8 +267,8 @@ def diagnose(
         if not done.error and done.off <= 1:
             said.append("right when cells behind a sequence's end hold ids of pages, wrong when they hold -1")
             return _finding("table-tail-read", first, case, summary=BY_NAME["table-tail-read"].looks, evidence=said)
-    if done.error:
-        return _finding("raises", first, case, summary=done.error, evidence=said)
+    if done.failure is not None:
+        return _finding(done.failure.fault, first, here, summary=done.error, evidence=said)
     bare = done.call.unwritten()[: done.call.live]
     if bool(bare.any()):
         again = attempt(here.replace(stamp=0x7A), target)
@@ -299,13 +303,16 @@ def diagnose(
     )
 
 
-def unsteady(case: Case, target: Target, first: Attempt) -> str | None:
-    """The name of a fault that shows in running a call again, alone or after another."""
-    calls = [attempt(case, target).call for _ in range(2)]
-    if not same(calls[0], calls[1]):
-        return "two-runs-differ"
-    if not same(first.call, calls[0]):
-        return "state-leaks"
+def unsteady(case: Case, target: Target, first: Attempt) -> tuple[str, str] | None:
+    """The name of a fault that shows in making a call again, and what one sees."""
+    again, third = attempt(case, target), attempt(case, target)
+    for failure in (again.failure, third.failure):
+        if failure is not None:
+            return failure.fault, f"it answers, but not each time: {failure}"
+    if not same(again.call, third.call):
+        return "two-runs-differ", BY_NAME["two-runs-differ"].looks
+    if not same(first.call, again.call):
+        return "state-leaks", BY_NAME["state-leaks"].looks
     return None
 
 

@@ -8,6 +8,8 @@ from collections.abc import Iterable, Mapping
 from datetime import date
 from typing import Any
 
+from quire.conformance.report import brief
+
 
 def table(reports: Iterable[Mapping[str, Any]], today: str) -> str:
     """Markdown: a row for each target and fault, with the line that shows it."""
@@ -26,7 +28,7 @@ def table(reports: Iterable[Mapping[str, Any]], today: str) -> str:
             if finding is None:
                 lines.append(f"{head} nothing | | |")
                 continue
-            given = ", ".join(f"{name}={value}" for name, value in finding["parameters"].items())
+            given = brief(finding["parameters"])
             said = f"{finding['fault']}{f' ({given})' if given else ''}: {finding['summary']}".replace("|", "\\|")
             lines.append(f"{head} {said} | {len(finding['cases'])}: {', '.join(finding['cases'][:4])} | `{finding['reproduce']}` |")
             head = "| | | |"

@@ -16,7 +16,7 @@ from html import escape
 from itertools import pairwise
 from typing import Any
 
-from quire.conformance.report import Finding, Picture, Report, Result
+from quire.conformance.report import Finding, Picture, Report, Result, brief
 
 MOST_PICTURES = 12
 """Faults that are drawn; the rest are told in words."""
@@ -153,14 +153,14 @@ def _plainness(result: Result) -> tuple[bool, float]:
 def _card(report: Report, finding: Finding, cases: Sequence[str], shown: Result | None) -> str:
     if shown is not None:
         finding = next((one for one in shown.findings if one.fault == finding.fault), finding)
-    given = ", ".join(f"{name} = {value}" for name, value in finding.parameters.items())
+    given, place = brief(finding.parameters), str(finding.where)
     alike = [name for name in finding.alike if name != finding.fault]
     some = ", ".join(cases[:12]) + (f" and {len(cases) - 12} more" if len(cases) > 12 else "")
     out = [
         f'<section class="card {"unknown" if finding.fault == "unknown" else ""}">',
         f"<h3>{escape(finding.fault)}</h3>",
         f'<p class="ink">{escape(finding.summary)}</p>',
-        f"<p>{escape(f'With {given}. ' if given else '')}Worst at {escape(str(finding.where))}. "
+        f"<p>{escape(f'With {given}. ' if given else '')}{escape(f'Worst at {place}. ' if place else '')}"
         f"{escape(f'On this case the same as {chr(44).join(alike)}. ' if alike else '')}"
         f"Shown by {len(cases)} case{'s' if len(cases) != 1 else ''}: {escape(some)}.</p>",
     ]

@@ -119,13 +119,16 @@ def _first(result: Result) -> str:
 
 def tell(result: Result, target: str) -> str:
     """A failure for a person to act on."""
+    from quire.conformance.report import brief
     from quire.contract.picture import row_picture
 
     lines = []
     for finding in result.findings:
-        lines += [f"{finding.fault}: {finding.summary}", f"  at         {finding.where}"]
+        lines.append(f"{finding.fault}: {finding.summary}")
+        if str(finding.where):
+            lines.append(f"  at         {finding.where}")
         if finding.parameters:
-            lines.append(f"  with       {', '.join(f'{name}={value}' for name, value in finding.parameters.items())}")
+            lines.append(f"  with       {brief(finding.parameters)}")
         alike = [name for name in finding.alike if name != finding.fault]
         if alike:
             lines.append(f"  here alike {', '.join(alike)}")

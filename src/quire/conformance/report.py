@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 from xml.etree import ElementTree
@@ -12,11 +12,34 @@ from xml.etree import ElementTree
 from quire.conformance.case import Case
 
 UNKNOWN = "unknown"
+PIECES = 6
+"""How much of a long list is shown."""
+
+
+def brief(parameters: Mapping[str, Any]) -> str:
+    """The parameters of a fault in one line, runs of numbers as their ends: `rows=64..191, by=1`."""
+    return ", ".join(f"{name}={_brief(value)}" for name, value in parameters.items())
+
+
+def _brief(value: Any) -> str:
+    if isinstance(value, Mapping):
+        pieces = [f"{key}: {_brief(one)}" for key, one in value.items()]
+    elif isinstance(value, (list, tuple)) and len(value) > 3 and all(type(one) is int for one in value):
+        runs = [[value[0]]]
+        for one in value[1:]:
+            if one == runs[-1][-1] + 1:
+                runs[-1].append(one)
+            else:
+                runs.append([one])
+        pieces = [f"{run[0]}..{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs]
+    else:
+        return str(value)
+    return " ".join(pieces[:PIECES]) + (f" and {len(pieces) - PIECES} more" if len(pieces) > PIECES else "")
 
 
 @dataclass(frozen=True)
 class Where:
-    """The place of the worst error: None where it makes no sense."""
+    """The place of the worst error: None where it makes no sense, an empty text where nothing does."""
 
     sequence: int | None = None
     row: int | None = None
@@ -33,7 +56,7 @@ class Where:
 
     def __str__(self) -> str:
         said = {name: value for name, value in asdict(self).items() if value is not None}
-        return ", ".join(f"{name} {value}" for name, value in said.items()) or "everywhere"
+        return ", ".join(f"{name} {value}" for name, value in said.items())
 
 
 @dataclass(frozen=True)
@@ -59,8 +82,9 @@ class Finding:
     """The nearest predictions and their distances."""
 
     def __str__(self) -> str:
-        given = ", ".join(f"{k}={v}" for k, v in self.parameters.items())
-        return f"{self.fault}{f' ({given})' if given else ''}: {self.summary} [{self.where}]"
+        given = brief(self.parameters)
+        at = str(self.where)
+        return f"{self.fault}{f' ({given})' if given else ''}: {self.summary}{f' [{at}]' if at else ''}"
 
 
 @dataclass(frozen=True)

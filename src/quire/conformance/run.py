@@ -14,10 +14,10 @@ from quire.conformance.budget import ratios
 from quire.conformance.build import build
 from quire.conformance.call import Call
 from quire.conformance.case import Case
-from quire.conformance.diagnose import OTHER, Attempt, attempt, cell, diagnose, same, where
+from quire.conformance.diagnose import OTHER, Attempt, attempt, cell, diagnose, same, unsteady
 from quire.conformance.faults import BY_NAME
 from quire.conformance.report import Finding, Picture, Report, Result
-from quire.conformance.target import Target
+from quire.conformance.target import Failure, Target, is_lost
 from quire.conformance.threads import all_threads, one_thread
 
 ROWS_DRAWN = 512
@@ -49,23 +49,28 @@ def _examine(case: Case, target: Target, trusted: frozenset[str]) -> Result:
 
 
 def _judge(case: Case, target: Target, first: Attempt, beyond: str | None, trusted: frozenset[str]) -> Result:
-    if first.error:
-        if beyond is not None:
+    if first.failure is not None:
+        if beyond is not None and first.failure.fault == "raises":
             return Result(case, "refused", f"{beyond}: {first.error}")
-        finding = Finding("raises", ("raises",), where=where(first), summary=first.error, reproduce=str(case))
-        return Result(case, "raised", first.error, findings=(finding,))
+        return _failed(case, first.failure)
     findings = list(_broken(case, first.call))
     error, wrong = _count(first)
     if error > 1:
         findings.insert(0, diagnose(case, target, first, trusted=trusted))
     elif beyond is None:
         moody = _moody(case, target, first)
-        if moody:
-            findings.append(Finding(moody, (moody,), summary=BY_NAME[moody].looks, reproduce=str(case)))
+        if moody is not None:
+            findings.append(Finding(moody[0], moody[:1], summary=moody[1], reproduce=str(case)))
     status = "right" if error <= 1 and not findings else "wrong"
     reason = "" if beyond is None else f"answered although {beyond} is beyond its limits"
     picture = _picture(first, findings) if status == "wrong" else None
     return Result(case, status, reason, error, wrong, tuple(findings), picture=picture)
+
+
+def _failed(case: Case, failure: Failure) -> Result:
+    """No answer where one was due."""
+    said = f"{failure} (at {failure.at})" if failure.at else str(failure)
+    return Result(case, "raised", said, findings=(Finding(failure.fault, (failure.fault,), summary=said, reproduce=str(case)),))
 
 
 def _count(done: Attempt) -> tuple[float, int]:
@@ -87,12 +92,11 @@ def _broken(case: Case, call: Call) -> Iterable[Finding]:
             yield Finding(name, (name,), summary=f"{BY_NAME[name].looks}: {', '.join(parts)}", reproduce=str(case))
 
 
-def _moody(case: Case, target: Target, first: Attempt) -> str | None:
-    """Whether a right answer comes again: at once, and after another call."""
+def _moody(case: Case, target: Target, first: Attempt) -> tuple[str, str] | None:
+    """Whether a right answer comes again, at once and after another call: if not, the fault's name and what one sees."""
     again = attempt(case, target)
-    if again.error or not same(first.call, again.call):
-        third = attempt(case, target)
-        return "state-leaks" if not again.error and not third.error and same(again.call, third.call) else "two-runs-differ"
+    if again.failure is not None or not same(first.call, again.call):
+        return unsteady(case, target, first) or ("two-runs-differ", BY_NAME["two-runs-differ"].looks)
     other = build(_other(case), target.device)
     if target.missing(other) is None and target.limits(other) is None:
         try:
@@ -101,8 +105,10 @@ def _moody(case: Case, target: Target, first: Attempt) -> str | None:
         except Exception:
             return None
         after = attempt(case, target)
-        if after.error or not same(first.call, after.call):
-            return "state-leaks"
+        if after.failure is not None:
+            return after.failure.fault, f"after another call: {after.failure}"
+        if not same(first.call, after.call):
+            return "state-leaks", BY_NAME["state-leaks"].looks
     return None
 
 
@@ -163,7 +169,8 @@ def conform(
         else:
             trusted = frozenset(name for name, count in counts.items() if count >= enough)
             result = _survive(case, target, trusted)
-            lost = case.name if result.status == "raised" and is_lost(result.reason) else ""
+            if result.status == "raised" and is_lost(result.reason) and not target.runs_on:
+                lost = case.name
         result = replace(result, known=(known or {}).get(case.name, ""))
         for finding in result.findings[:1]:
             if finding.fault in BY_NAME:
@@ -173,23 +180,18 @@ def conform(
     versions = {"quire": quire.__version__, "torch": torch.__version__, "python": platform.python_version()}
     if target.version:
         versions["target"] = target.version
-    return Report(target.name, level, target.device, settle(results), time.perf_counter() - start, versions)
+    return Report(target.name, level, target.runs_on or target.device, settle(results), time.perf_counter() - start, versions)
 
 
 def _survive(case: Case, target: Target, trusted: frozenset[str]) -> Result:
     """As `examine`; and an illegal access on a GPU, which shows wherever somebody waits next, ends in a result too."""
     try:
         return examine(case, target, trusted)
-    except RuntimeError as error:
-        said = f"{type(error).__name__}: {error}".split("\n")[0]
-        if not is_lost(said):
+    except (Failure, RuntimeError) as error:
+        failure = Failure.of(error)
+        if failure is not error and not is_lost(str(failure)):
             raise
-        return Result(case, "raised", said, findings=(Finding("raises", ("raises",), summary=said, reproduce=str(case)),))
-
-
-def is_lost(error: str) -> bool:
-    """Whether a device answers nothing any more: after an illegal access every further call fails, whoever makes it."""
-    return any(words in error for words in ("CUDA error", "HIP error", "device-side assert"))
+        return _failed(case, failure)
 
 
 def settle(results: list[Result]) -> list[Result]:

@@ -22,7 +22,9 @@ import importlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable
+import sysconfig
+import traceback
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -59,12 +61,43 @@ class Target:
     refuses: bool = True
     """Whether it may be called beyond its limits: it must then raise or be right."""
     version: str = ""
+    runs_on: str = ""
+    """Its own device, where it has a process of its own (`quire.conformance.apart`)."""
+
+
+class Failure(Exception):
+    """What a target did instead of answering: `raises`, `crashes` or `hangs`, and the place in its source."""
+
+    def __init__(self, said: str, fault: str = "raises", at: str = ""):
+        self.fault, self.at = fault, at
+        super().__init__(said)
+
+    @classmethod
+    def of(cls, error: Exception) -> Failure:
+        if isinstance(error, cls):
+            return error
+        frames = [(frame.filename, frame.lineno or 0) for frame in reversed(traceback.extract_tb(error.__traceback__))]
+        return cls(f"{type(error).__name__}: {error}".split("\n")[0][:300], at=frame_at(frames))
+
+
+def frame_at(frames: Sequence[tuple[str, int]]) -> str:
+    """The innermost of these frames, innermost first, that is neither Python's, torch's nor Quire's: `file.py:12`."""
+    home = str(Path(quire.__file__).parent)
+    foreign = [(file, line) for file, line in frames if not file.startswith((home, *_LIBRARIES, "<"))]
+    return f"{Path(foreign[0][0]).name}:{foreign[0][1]}" if foreign else ""
+
+
+_LIBRARIES = tuple(dict.fromkeys(sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib")))
+
+
+def is_lost(error: str) -> bool:
+    """Whether a device answers nothing any more: after an illegal access every further call fails, whoever makes it."""
+    return any(words in error for words in ("CUDA error", "HIP error", "device-side assert"))
 
 
 def find(text: str, device: str | None = None) -> Target:
     """A target by its name: one of our kernels, a peer, or `file.py:function` or `package.module:function`."""
-    names = [kernel.name for kernel in CATALOGUE if kernel.operation == "attend"]
-    if text in ("cpu", *names):
+    if is_ours(text):
         return ours(text, device)
     from quire.conformance import targets
 
@@ -72,8 +105,16 @@ def find(text: str, device: str | None = None) -> Target:
         return targets.load(text, device)
     if ":" in text:
         return adapter(text, device)
-    known = ", ".join(("cpu", *names, *targets.TARGETS))
+    known = ", ".join((*OURS, *targets.TARGETS))
     raise ArgumentError("target", text, f"{known}, or file.py:function")
+
+
+OURS = ("cpu", *(kernel.name for kernel in CATALOGUE if kernel.operation == "attend"))
+
+
+def is_ours(text: str) -> bool:
+    """Whether a target is a kernel of Quire's."""
+    return text in OURS
 
 
 def ours(name: str, device: str | None = None) -> Target:
