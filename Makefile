@@ -61,8 +61,11 @@ format: $(READY) ## let ruff write what `make lint` asks for
 bench: $(BUILT) ## measure the CPU kernels against their baselines
 	@$(BIN)/quire bench --device cpu
 
-docs: $(READY) ## print docs/contract.md from the rules, docs/kernels.md from the kernels: these are compiled for every card, minutes
+docs: $(READY) ## print docs/contract.md, faults.md, power.md and kernels.md from the objects: minutes, for every card is compiled for
 	@$(BIN)/python -m quire.contract > docs/contract.md.new && mv docs/contract.md.new docs/contract.md
+	@$(BIN)/python -m quire.conformance > docs/faults.md.new && mv docs/faults.md.new docs/faults.md
+	@mkdir -p build && $(BIN)/quire conform --power --level standard --json > build/power.json
+	@$(BIN)/python -m quire.conformance.matrix build/power.json > docs/power.md.new && mv docs/power.md.new docs/power.md
 	@$(BIN)/python -m quire.kernels.triton > docs/kernels.md.new && mv docs/kernels.md.new docs/kernels.md
 
 clean: ## remove the environment and everything that was generated

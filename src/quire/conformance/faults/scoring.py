@@ -16,6 +16,10 @@ from quire.conformance.exact import PLAIN, Part, Row, Stages, Work
 from quire.conformance.faults import solve
 from quire.conformance.faults.fault import Fault
 
+LN2 = math.log(2)
+TILES = (16, 32, 64, 128, 8)
+"""Sizes that tiles of keys have in kernels, the usual ones first."""
+
 
 def _scaled(scale: Any) -> Stages:
     """Another softmax scale: `scale(w)`."""
@@ -181,6 +185,23 @@ def _keys_between(first: int, last: int) -> Stages:
         return ((keys >= first) & (keys < last))[None, :].expand(far.shape)
 
     return _hidden(which)
+
+
+def _without_last_tile(tile: int, spared: bool) -> Stages:
+    """Only whole tiles are seen; a sequence that is shorter than one may be spared."""
+
+    def which(w: Work, row: Row, far: torch.Tensor) -> torch.Tensor:
+        n = far.shape[1]
+        end = n if spared and n < tile else n // tile * tile
+        return (torch.arange(n) >= end)[None, :].expand(far.shape)
+
+    return _hidden(which)
+
+
+def _part_tiles(call: Call) -> list[int]:
+    """Sizes of tiles that some sequence with queries fills at least one of, and ends within another."""
+    asked = call.kv_lens[call.q_starts.diff() > 0].tolist()
+    return [tile for tile in TILES if any(n > tile and n % tile for n in asked)]
 
 
 def _by_distance(distance: int) -> Stages:
@@ -508,7 +529,7 @@ SCORING = (
         "tiles outside the window are skipped, and the first one is not masked",
         lambda tile: _left_by_tile(tile),
         _has_left,
-        tuple({"tile": n} for n in (16, 32, 64, 128, 8)),
+        tuple({"tile": n} for n in TILES),
         issues=("mistral.rs #2094",),
     ),
     Fault(
@@ -561,7 +582,7 @@ SCORING = (
         "the diagonal tile is not masked",
         lambda tile: _causal_by_tile(tile),
         _is_causal,
-        tuple({"tile": n} for n in (16, 32, 64, 128, 8)),
+        tuple({"tile": n} for n in TILES),
     ),
     Fault(
         "last-token-missing",
@@ -625,6 +646,16 @@ SCORING = (
         solve=solve.missing_keys,
         plant=lambda call: {"first": call.page_size, "last": 2 * call.page_size},
         issues=("FlashInfer #3219",),
+    ),
+    Fault(
+        "last-tile-dropped",
+        "keys",
+        "keys of a tile that a sequence does not fill are not seen",
+        "the number of tiles is rounded down; a sequence of less than one tile may be spared, or see nothing",
+        lambda tile, spared: _without_last_tile(tile, spared),
+        lambda call: bool(_part_tiles(call)),
+        tuple({"tile": n, "spared": spared} for n in TILES for spared in (True, False)),
+        plant=lambda call: {"tile": _part_tiles(call)[0], "spared": True},
     ),
     Fault(
         "keys-counted-twice",
@@ -745,10 +776,11 @@ SCORING = (
     Fault(
         "sink-scaled",
         "sinks",
-        "outputs are off by the weight of a sink that is too small",
-        "the sink is put in before the scale is applied",
-        lambda: _sink(lambda w, sinks, logits: sinks * w.call.scale),
+        "outputs are off by the weight of a sink that is too small or too large",
+        "the sink is put in before the scale is applied, or in the other base",
+        lambda by: _sink(lambda w, sinks, logits: sinks * {"scale": w.call.scale, "ln 2": LN2, "1 / ln 2": 1 / LN2}[by]),
         _has("sinks"),
+        tuple({"by": factor} for factor in ("scale", "ln 2", "1 / ln 2")),
     ),
     Fault(
         "sink-with-value",
