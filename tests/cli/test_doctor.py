@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +16,9 @@ from quire.cli import doctor, main
 from quire.dispatch.catalogue import CATALOGUE
 from quire.dispatch.choose import choose
 from quire.dispatch.kernel import Kernel
+from quire.kernels.native import library
 from quire.kernels.torch import attend
+from support.kernels import levels
 
 ATTEND, WRITE = (next(k for k in CATALOGUE if (k.name, k.operation) == ("torch", operation)) for operation in ("attend", "write"))
 
@@ -163,3 +166,10 @@ def test_amx_under_a_hypervisor(
     monkeypatch.setattr(doctor, "cpu_flags", lambda: frozenset(flags))
     main(["doctor"])
     assert ("advertises AMX under a hypervisor" in capsys.readouterr().out) == noted
+
+
+def test_the_native_kernels_say_what_they_use_or_what_they_lack(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    if levels():
+        assert doctor._native().startswith(f"the native CPU kernels use {levels()[-1]}")
+    monkeypatch.setattr(library, "FILE", tmp_path / "libquire.so")
+    assert "are not built, so torch's operators run on this CPU; to get them: install a C++17 compiler" in doctor._native()

@@ -19,7 +19,9 @@ from quire.cache.ledger import Ledger
 from quire.cli import version
 from quire.dispatch.catalogue import CATALOGUE
 from quire.dispatch.choose import OPERATIONS, choose, launcher_of
+from quire.dispatch.kernel import BUILD
 from quire.dispatch.platform import Platform, cpu_flags
+from quire.kernels.native import library
 from quire.problem import Problem
 
 HELP = "show the machine and its kernels, and check each kernel against the reference"
@@ -59,10 +61,22 @@ def examine() -> dict[str, Any]:
     return {
         "versions": {"python": host.python_version(), "quire": quire.__version__, **{name: version(name) for name in PACKAGES}},
         "machine": {device: Platform.detect(device).to_dict() for device in devices},
-        "notes": [AMX_NOTE] if {"amx_bf16", "hypervisor"} <= cpu_flags() else [],
+        "notes": [_native(), *([AMX_NOTE] if {"amx_bf16", "hypervisor"} <= cpu_flags() else [])],
         "kernels": kernels,
         "healthy": not any(row["fault"] or any(check["ok"] is False for check in row["checks"]) for row in kernels),
     }
+
+
+def _native() -> str:
+    """Which instruction set the native kernels use here, or why there are none and what would help."""
+    if not library.FILE.exists():
+        return f"the native CPU kernels are not built, so torch's operators run on this CPU; to get them: {BUILD}"
+    try:
+        found = library.library()
+    except quire.KernelError as error:
+        return str(error)
+    *others, best = found.levels
+    return f"the native CPU kernels use {best}" + (f"; this CPU also runs {', '.join(others)}" if others else "")
 
 
 def _kernels(device: str) -> Iterator[dict[str, Any]]:

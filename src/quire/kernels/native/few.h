@@ -78,10 +78,7 @@ static void values_of(const int32_t* weights, const uint8_t* const* value, Ahead
     using R = Reader<F, T>;
     int64_t units = (count + PER - 1) / PER;
     auto some_dims = [&](int64_t d, auto full) __attribute__((always_inline)) {
-        vf sum[ROWS][VECTORS];
-        UNROLL for (int r = 0; r < ROWS; r++) UNROLL for (int n = 0; n < VECTORS; n++) {
-            sum[r][n] = load(values + r * stride + d + n * W) * keep[r];
-        }
+        vf sum[ROWS][VECTORS] = {};
         for (int64_t u = 0; u < units; u++) {
             if (d == 0) UNROLL for (int p = 0; p < PER; p++) ahead.fetch(least(u * PER + p, count - 1));
             vi unit[VECTORS] = {};
@@ -104,7 +101,8 @@ static void values_of(const int32_t* weights, const uint8_t* const* value, Ahead
             }
         }
         UNROLL for (int r = 0; r < ROWS; r++) UNROLL for (int n = 0; n < VECTORS; n++) {
-            store(values + r * stride + d + n * W, sum[r][n]);
+            float* to = values + r * stride + d + n * W;
+            store(to, fma(load(to), splat(keep[r]), sum[r][n]));
         }
     };
     int64_t d = 0;

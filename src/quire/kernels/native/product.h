@@ -29,10 +29,7 @@ template <class F, int ROWS>
 static void few_rows(const int32_t* a, int64_t a_stride, const int32_t* b, int64_t units, float* c, int64_t c_stride,
                      const float* keep) {
     constexpr int V = VECTORS_OF_PANEL;
-    vf sum[ROWS][V];
-    UNROLL for (int r = 0; r < ROWS; r++) UNROLL for (int n = 0; n < V; n++) {
-        sum[r][n] = keep ? load(c + r * c_stride + n * W) * keep[r] : vf{};
-    }
+    vf sum[ROWS][V] = {};
     for (int64_t u = 0; u < units; u++, b += LANES_OF_PANEL) {
         vi line[V];
         UNROLL for (int n = 0; n < V; n++) line[n] = load<vi>(b + n * W);
@@ -41,7 +38,11 @@ static void few_rows(const int32_t* a, int64_t a_stride, const int32_t* b, int64
             UNROLL for (int n = 0; n < V; n++) sum[r][n] = F::dot(sum[r][n], unit, line[n]);
         }
     }
-    UNROLL for (int r = 0; r < ROWS; r++) UNROLL for (int n = 0; n < V; n++) store(c + r * c_stride + n * W, sum[r][n]);
+    // Earlier sums come last: what is small is added up first, and long sums lose less.
+    UNROLL for (int r = 0; r < ROWS; r++) UNROLL for (int n = 0; n < V; n++) {
+        float* to = c + r * c_stride + n * W;
+        store(to, keep ? fma(load(to), splat(keep[r]), sum[r][n]) : sum[r][n]);
+    }
 }
 
 template <class F, int ROWS = ROWS_OF_PANEL - 1>
