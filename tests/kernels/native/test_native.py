@@ -124,7 +124,7 @@ LONG: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("format", ["fp32", "bf16", "e4m3fn", "int8"])
 @pytest.mark.parametrize("name", LONG)
 def test_work_is_cut_and_joined(name: str, format: str) -> None:
-    """More keys than a thread's share, several tiles, several blocks of rows: the same result, and the same bits each time."""
+    """More keys than a thread's share, several tiles, several strips of rows: the same result, and the same bits each time."""
     s = build(3, **{"head_dim": 64, "q_dtype": "fp32" if format == "fp32" else "bf16", "format": format, **LONG[name]})
     factors = torch.float32 if format == "fp32" else torch.bfloat16
     for level in levels():

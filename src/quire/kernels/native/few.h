@@ -122,7 +122,7 @@ struct Few {
     Rows* rows;
     uint8_t* gathered;
     int32_t* decoded;
-    int64_t block;
+    int64_t strip;
 
     Few(const Attend& call, Room& room) : call(call) {
         int64_t count = call.cache.heads * FEW;
@@ -146,8 +146,8 @@ struct Few {
     void run(const Unit& unit) {
         const Sequence s(call, unit.seq);
         int64_t heads = unit.heads, group = call.group, k_dim = call.cache.k.dim, size = size_of(call.q.type);
-        block = unit.rows < 3 ? unit.rows : AT_ONCE;
-        int64_t padded_rows = round_up(unit.rows, block);
+        strip = unit.rows < 3 ? unit.rows : AT_ONCE;
+        int64_t padded_rows = round_up(unit.rows, strip);
         for (int64_t h = 0; h < heads; h++) {
             for (int64_t i = 0; i < padded_rows; i++) {
                 int64_t at = h * padded_rows + i, token = (unit.row + i) / group;
@@ -243,10 +243,10 @@ struct Few {
         }
     }
 
-    // Rows as the products take them, and their type. Where several blocks of rows meet the same keys, these are decoded once.
+    // Rows as the products take them, and their type. Where several strips of rows meet the same keys, these are decoded once.
     int64_t ready(Rows& from, int64_t dim, int64_t padded_rows) {
         int64_t type = from.type_of(0), units = round_up((dim + F::PER_UNIT - 1) / F::PER_UNIT, W);
-        if (padded_rows == block || type == F::TYPE) return type;
+        if (padded_rows == strip || type == F::TYPE) return type;
         for (int64_t j = 0; j < round_up(from.count, 2); j++) {
             int32_t* to = decoded + j * (512 / F::PER_UNIT);
             as_units<F>(from.at[j], type, dim, to, units);
@@ -255,14 +255,14 @@ struct Few {
         return F::TYPE;
     }
 
-    // Calls f with the type and the number of rows as constants, block after block.
+    // Calls f with the type and the number of rows as constants, strip after strip.
     template <class Each>
-    INLINE void by_block(int64_t type, int64_t padded_rows, Each f) {
+    INLINE void by_strip(int64_t type, int64_t padded_rows, Each f) {
         with_type(type, [&](auto t) {
             if constexpr (FITS<F, t.value>) {
-                for (int64_t r = 0; r < padded_rows; r += block) {
-                    if (block == 1) f(t, std::integral_constant<int, 1>(), r);
-                    else if (block == 2) f(t, std::integral_constant<int, 2>(), r);
+                for (int64_t r = 0; r < padded_rows; r += strip) {
+                    if (strip == 1) f(t, std::integral_constant<int, 1>(), r);
+                    else if (strip == 2) f(t, std::integral_constant<int, 2>(), r);
                     else f(t, std::integral_constant<int, 4>(), r);
                 }
             }
@@ -271,7 +271,7 @@ struct Few {
 
     void score(Rows& keys, Ahead ahead, int64_t base, int64_t padded_rows) {
         int64_t dim = call.cache.k.dim;
-        by_block(ready(keys, dim, padded_rows), padded_rows, [&](auto t, auto count, int64_t r) {
+        by_strip(ready(keys, dim, padded_rows), padded_rows, [&](auto t, auto count, int64_t r) {
             scores_of<F, t.value, count.value>(q + (base + r) * k_units, k_units, keys.at, r ? Ahead{} : ahead, keys.count, dim,
                                                scores + r * FEW_KEYS);
         });
@@ -279,7 +279,7 @@ struct Few {
 
     void gather(Rows& rows, Ahead ahead, int64_t base, int64_t padded_rows) {
         int64_t dim = call.cache.v.dim;
-        by_block(ready(rows, dim, padded_rows), padded_rows, [&](auto t, auto count, int64_t r) {
+        by_strip(ready(rows, dim, padded_rows), padded_rows, [&](auto t, auto count, int64_t r) {
             values_of<F, t.value, count.value>(weights + r * (FEW_KEYS / F::PER_UNIT), rows.at, r ? Ahead{} : ahead, rows.count, dim,
                                                keep + r, values + (base + r) * v_lanes, v_lanes);
         });

@@ -1,7 +1,7 @@
-// Many rows of queries: prompts. Keys and values of a tile are packed once, then block after block of rows meets them:
+// Many rows of queries: prompts. Keys and values of a tile are packed once, then strip after strip of rows meets them:
 //
 //     for each tile of keys:   pack K as panels of keys, V as panels of values
-//         for each block of rows:   scores = q K;   weights = 2^(logits - largest);   values = values * keep + weights V
+//         for each strip of rows:   scores = q K;   weights = 2^(logits - largest);   values = values * keep + weights V
 //
 // Tiles start at multiples of KEYS, and every sum is made in the order of its keys: a row's bits depend on its own position alone.
 #pragma once
@@ -10,7 +10,7 @@
 namespace quire {
 namespace QUIRE_LEVEL {
 
-constexpr int64_t BLOCK = ROUND_ROWS > 1 ? 32 : 12;  // rows that meet a tile at a time
+constexpr int64_t STRIP = ROUND_ROWS > 1 ? 32 : 12;  // rows that meet a tile at a time
 
 template <class F>
 struct Many {
@@ -26,22 +26,22 @@ struct Many {
 
     static int64_t most_rows(const Attend& call) {
         int64_t widest = most(call.cache.k.dim, call.cache.v.dim);
-        return most<int64_t>(BLOCK, 256 * 128 / most<int64_t>(widest, 128) / BLOCK * BLOCK);
+        return most<int64_t>(STRIP, 256 * 128 / most<int64_t>(widest, 128) / STRIP * STRIP);
     }
 
     Many(const Attend& call, Room& room) : call(call) {
-        int64_t count = round_up(most_rows(call), BLOCK);
+        int64_t count = round_up(most_rows(call), STRIP);
         k_units = round_up((call.cache.k.dim + F::PER_UNIT - 1) / F::PER_UNIT, W);
         v_lanes = round_up(call.cache.v.dim, LANES_OF_PANEL);
         q = room.take<int32_t>(count * k_units);
         values = room.take<float>(count * v_lanes);
-        scores = room.take<float>(BLOCK * KEYS);
-        weights = F::PER_UNIT == 1 ? (int32_t*)scores : room.take<int32_t>(BLOCK * KEYS / 2);
+        scores = room.take<float>(STRIP * KEYS);
+        weights = F::PER_UNIT == 1 ? (int32_t*)scores : room.take<int32_t>(STRIP * KEYS / 2);
         k_panels = room.take<int32_t>(KEYS * k_units);
         v_panels = room.take<int32_t>(KEYS * v_lanes);
         line = room.take<int32_t>(W * most(k_units, v_lanes));
         keep = room.take<float>(MOST_ROWS);
-        bias = room.take<float>(call.mask ? BLOCK * KEYS : 0);
+        bias = room.take<float>(call.mask ? STRIP * KEYS : 0);
         k_scale = room.take<float>(KEYS);
         v_scale = room.take<float>(KEYS);
         have = room.take<Gathered>(count);
@@ -67,10 +67,10 @@ struct Many {
             for (int64_t i = 0; i < W; i++) from[i] = as_factor(*rows, first + i, call.cache.k.dim, line + i * k_units, k_units);
             int32_t* to = k_panels + first / LANES_OF_PANEL * LANES_OF_PANEL * k_units + first % LANES_OF_PANEL;
             for (int64_t u = 0; u < k_units; u += W) {
-                vi block[W];
-                UNROLL for (int i = 0; i < W; i++) block[i] = load<vi>(from[i] + u);
-                transpose(block);
-                UNROLL for (int i = 0; i < W; i++) store(to + (u + i) * LANES_OF_PANEL, block[i]);
+                vi square[W];
+                UNROLL for (int i = 0; i < W; i++) square[i] = load<vi>(from[i] + u);
+                transpose(square);
+                UNROLL for (int i = 0; i < W; i++) store(to + (u + i) * LANES_OF_PANEL, square[i]);
             }
         }
     }
@@ -140,15 +140,15 @@ struct Many {
         return some;
     }
 
-    // All rows over the tile that was found. Where lengths do not say who sees whom, a bias does. A block of rows meets the panels
+    // All rows over the tile that was found. Where lengths do not say who sees whom, a bias does. A strip of rows meets the panels
     // of keys that one of them sees, and no others.
     void meet(const Sequence& s, const Unit& unit, int64_t head, const Logits& logits, bool plain) {
         constexpr int64_t PER = F::PER_UNIT, PANEL = LANES_OF_PANEL, WEIGHTS = KEYS / PER;
         int64_t first = tile->first, count = tile->count, all_units = round_up((count + PER - 1) / PER, ROUND_UNITS);
         int64_t k_used = ROUND_UNITS > 1 ? k_units : (call.cache.k.dim + PER - 1) / PER;
         bool packed = false, scaled = call.cache.k.scale != nullptr;
-        for (int64_t from = 0; from < unit.rows; from += BLOCK) {
-            int64_t rows = least(BLOCK, unit.rows - from), run_rows = round_up(rows, ROUND_ROWS);
+        for (int64_t from = 0; from < unit.rows; from += STRIP) {
+            int64_t rows = least(STRIP, unit.rows - from), run_rows = round_up(rows, ROUND_ROWS);
             int64_t lowest = INT64_MAX, highest = 0;
             for (int64_t i = from; i < from + rows; i++) {
                 lowest = least(lowest, sights[i].low), highest = most(highest, sights[i].high);
