@@ -333,13 +333,16 @@ def _unknown(
     shrinks: bool,
 ) -> Finding:
     small = shrink(here, target) if shrinks else here
-    nearest = ", ".join(f"{name} ({off:.3g} budgets away)" for name, off in far[:2])
+    nearest = ", ".join(f"{name} ({off:.3g} budgets away)" for name, off in [row for row in far if row[1] > 1][:2])
+    # What explains this answer, and not those to other cases like it, is chance, or something else that looks like it here.
+    refuted = ", ".join(name for name, off in far if off <= 1)
+    here_only = f"{refuted} would, but not other cases like it; " if refuted else ""
     return _finding(
         UNKNOWN,
         done,
         small,
         margin=far[0][1] if far else torch.inf,
-        summary=f"no fault of the catalogue explains it; nearest: {nearest or 'none'}; {spread(done)}",
+        summary=f"no fault of the catalogue explains it; {here_only}nearest: {nearest or 'none'}; {spread(done)}",
         evidence=said,
         ranking=far,
     )
