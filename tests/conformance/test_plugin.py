@@ -27,6 +27,11 @@ def attention(*, q, k_pages, v_pages, page_table, kv_lens, q_starts, out, scale,
     call.format = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}[str(q.dtype).removeprefix("torch.")]
     planted("FAULT").run(call)
 
+def dies(*, q, k_pages, v_pages, page_table, kv_lens, q_starts, out, scale, window):
+    if window[0] is not None:
+        __import__("os").abort()
+    attention(q=q, k_pages=k_pages, v_pages=v_pages, page_table=page_table, kv_lens=kv_lens, q_starts=q_starts, out=out, scale=scale)
+
 SUPPORTS = {"format": ("fp16",), "q_dtype": ("fp16",), "max_kv_len": range(0, 200)}
 REFUSES = False
 """
@@ -96,6 +101,13 @@ def test_a_wrong_question_is_a_usage_error(args: tuple[str, ...], says: str, run
 def test_without_a_target_nothing_is_added(run: Run) -> None:
     done = run()
     assert done.returncode == 5 and "no tests ran" in done.stdout
+
+
+def test_a_death_is_a_failed_test_if_the_target_runs_apart(run: Run) -> None:
+    """A window kills the process; the session goes on."""
+    done = run("--quire-target", "kernel.py:dies", "--quire-apart", "-k", "mixed or window-needle or edges")
+    assert counts(done) == {"passed": 2, "failed": 1}, done.stdout + done.stderr
+    assert "crashes: its process died with SIGABRT (at kernel.py:" in done.stdout
 
 
 def test_a_teams_own_tests_run_beside_it(run: Run, tmp_path: Path) -> None:

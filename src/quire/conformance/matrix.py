@@ -11,7 +11,7 @@ SEEN, PASSED, CANNOT = "#", ".", " "
 
 _HEAD = """# What the suite can see
 
-Every fault of [the catalogue](faults.md) is planted in an honest kernel, under every case of `standard`: {faults} faults and {cases}
+Every fault of [the catalogue](faults.md) is planted in an honest kernel, in every case of `standard`: {faults} faults and {cases}
 cases. Of the {can} pairs in which a fault can occur {seen} are exposed, and no fault goes unseen. Printed by
 
 ```console

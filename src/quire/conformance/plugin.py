@@ -1,13 +1,15 @@
 """The suite in a team's own pytest: `pytest --quire-target my_kernels.attention:paged`. Every case is a test.
 
 A case that the target declares not to support is skipped, with the reason. A failure says which fault it is, where, and how to see
-it again. `--quire-known FILE` names failures that are known: they are expected, and one that passes is a failure.
+it again. `--quire-known FILE` names failures that are known: they are expected, and one that passes is a failure. `--quire-apart`
+gives the target a process of its own: if that dies, a test fails and the session goes on.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Generator, Iterator, Sequence
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -23,6 +25,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--quire-target", metavar="TARGET", help="module:function, file.py:function, a kernel of Quire's or a peer")
     group.addoption("--quire-level", metavar="LEVEL", default="smoke", help="smoke (seconds), standard (minutes) or full (smoke)")
     group.addoption("--quire-device", metavar="NAME", help="where to run it; by default where the target says")
+    group.addoption("--quire-apart", action="store_true", help="in a process of its own, which may crash: that is a failed test")
     group.addoption("--quire-known", metavar="FILE", help="failures that are known, a line each: target, case, why")
 
 
@@ -46,6 +49,7 @@ class Suite(pytest.Collector):
     @classmethod
     def of(cls, session: pytest.Session, asked: str) -> Suite:
         from quire.conformance import known, suite
+        from quire.conformance.apart import apart
         from quire.conformance.target import find
         from quire.errors import ArgumentError
 
@@ -55,7 +59,12 @@ class Suite(pytest.Collector):
         if here not in sys.path:  # as `python -m pytest` would
             sys.path.insert(0, here)
         try:
-            made.target = find(asked, option("--quire-device"))
+            if option("--quire-apart"):
+                stack = ExitStack()
+                session.config.add_cleanup(stack.close)
+                made.target = stack.enter_context(apart(asked, option("--quire-device")))
+            else:
+                made.target = find(asked, option("--quire-device"))
             made.cases = suite.cases(option("--quire-level"))
             made.known = known.read(option("--quire-known"), made.target.name) if option("--quire-known") else {}
         except ArgumentError as error:
@@ -77,9 +86,9 @@ class CaseItem(pytest.Item):
     known: str
 
     def runtest(self) -> None:
-        from quire.conformance.run import examine
+        from quire.conformance.run import survive
 
-        result = examine(self.case, self.target)
+        result = survive(self.case, self.target)
         self.user_properties.append(("quire", result.status))
         if result.status == "unsupported":
             pytest.skip(result.reason)

@@ -168,7 +168,7 @@ def conform(
             result = Result(case, "unsupported", f"the device was lost in case {lost}")
         else:
             trusted = frozenset(name for name, count in counts.items() if count >= enough)
-            result = _survive(case, target, trusted)
+            result = survive(case, target, trusted)
             if result.status == "raised" and is_lost(result.reason) and not target.runs_on:
                 lost = case.name
         result = replace(result, known=(known or {}).get(case.name, ""))
@@ -183,8 +183,9 @@ def conform(
     return Report(target.name, level, target.runs_on or target.device, settle(results), time.perf_counter() - start, versions)
 
 
-def _survive(case: Case, target: Target, trusted: frozenset[str]) -> Result:
-    """As `examine`; and an illegal access on a GPU, which shows wherever somebody waits next, ends in a result too."""
+def survive(case: Case, target: Target, trusted: frozenset[str] = frozenset()) -> Result:
+    """As `examine`; and a death between two calls, or an illegal access on a GPU, which shows wherever somebody waits next, ends
+    in a result too."""
     try:
         return examine(case, target, trusted)
     except (Failure, RuntimeError) as error:
