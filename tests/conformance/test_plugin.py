@@ -30,7 +30,8 @@ def attention(*, q, k_pages, v_pages, page_table, kv_lens, q_starts, out, scale,
 def dies(*, q, k_pages, v_pages, page_table, kv_lens, q_starts, out, scale, window):
     if window[0] is not None:
         __import__("os").abort()
-    attention(q=q, k_pages=k_pages, v_pages=v_pages, page_table=page_table, kv_lens=kv_lens, q_starts=q_starts, out=out, scale=scale)
+    rest = {"page_table": page_table, "kv_lens": kv_lens, "q_starts": q_starts}
+    attention(q=q, k_pages=k_pages, v_pages=v_pages, out=out, scale=scale, **rest)
 
 SUPPORTS = {"format": ("fp16",), "q_dtype": ("fp16",), "max_kv_len": range(0, 200)}
 REFUSES = False
