@@ -170,6 +170,18 @@ def test_a_page_that_does_not_exist_is_not_followed(level: str) -> None:
         assert out[rows].isnan().all() and torch.equal(out[~rows], good[~rows])
 
 
+@pytest.mark.parametrize("form", ["full", "context"])
+def test_a_token_that_a_tree_hides_from_all_is_not_read(form: str, level: str) -> None:
+    """Its slot holds NaN, in a page that others are read from."""
+    mask = torch.ones(24, 20, dtype=torch.bool).tril()
+    mask[:, 2] = False
+    mask[:, 11] = False
+    s = build(8, [4, 20], [30, 60], mask=mask, form=form)
+    out, lse = torch.empty_like(s.q), torch.empty(s.q.shape[:2])
+    attend.launch(s.q, s.cache, s.batch, s.options, s.new, out, lse)
+    s.check(out, lse)
+
+
 def test_only_some_sequences() -> None:
     """Sequences of other lengths than `only` says keep the output that they had. New tokens may come from either place."""
     s = build(6, [1, 9, 3], [30, 40, 50], form="context", context_from=2)
