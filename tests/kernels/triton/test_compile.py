@@ -108,7 +108,7 @@ CHOICE = {
 
 def names_for(arch: str, full: bool) -> list[str]:
     common = [*PLAIN, *SMALL, *FEATURED] if full else EVERYWHERE + CHOICE[arch]
-    return common + [*HOPPER] if arch == "sm90" else common
+    return [*common, *HOPPER] if arch == "sm90" else common
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -162,7 +162,8 @@ SPILLS = {
 }
 """Bytes that may be spilled although heads are of 128 at most. A tile of 128 x 64 takes every register of Hopper's, and is the
 fastest there all the same: rows that spill nothing (32 keys, or 8 warps) are 13 to 30 % slower on an H200, see docs/performance.md.
-Of Hopper's own kernel it is mostly the loader that has no registers left, for addresses it needs once a unit. On gfx1100, which converts e4m3 by integer arithmetic, 264 bytes are left even with the smallest tiles."""
+Of Hopper's own kernel it is mostly the loader that has no registers left, for addresses it needs once a unit. On gfx1100, which
+converts e4m3 by integer arithmetic, 264 bytes are left even with the smallest tiles."""
 
 
 def test_registers_are_enough(arch: str, name: str, results: Callable[[str], dict[str, Any]]) -> None:

@@ -15,6 +15,8 @@ from quire.kernels.triton import compiled, report
 from quire.kernels.triton.compiled import CARDS, Compiled
 from quire.kernels.triton.tuning import TABLE
 
+KERNELS = {"write": "write_kernel", "ledger": "audit_kernel", "gluon": "prefill_kernel"}
+"""One of each call's, where it is not `attend`'s."""
 PAGE = (Path(__file__).parents[3] / "docs" / "kernels.md").read_text()
 
 
@@ -30,7 +32,7 @@ def test_the_page_has_every_card() -> None:
     sections = {part.split(":")[0]: part for part in PAGE.split("\n### ")[1:]}
     for arch in CARDS:
         for sample in report.samples_for(arch):
-            kernel = {"write": "write_kernel", "ledger": "audit_kernel", "gluon": "prefill_kernel"}.get(sample.kernel, "attend_kernel")
+            kernel = KERNELS.get(sample.kernel, "attend_kernel")
             row = [sample.kernel, kernel, str(sample.head_dim), sample.format]
             assert any([cell.strip() for cell in line.split("|")[1:5]] == row for line in sections[arch].splitlines()), (arch, row)
 

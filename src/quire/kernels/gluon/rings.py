@@ -88,8 +88,8 @@ def say_free(ring, turn, PLACES: gl.constexpr):
 
 @gluon.jit
 def unit_of(units, item, count, T: gl.constexpr):
-    """A head, a row, which of its query tiles, where it starts, its lengths, and whether it misses a page. One head after the other:
-    what runs at a time then reads the same keys, and the second level of cache holds them."""
+    """A head, a row, which of its query tiles, where it starts, its lengths, and whether it misses a page. One head after the
+    other: what runs at a time then reads the same keys, and the second level of cache holds them."""
     in_head = count // T.HEADS
     at = units + HEADER + item % in_head * FIELDS
     return item // in_head, gl.load(at), gl.load(at + 1), gl.load(at + 2), gl.load(at + 3), gl.load(at + 4), gl.load(at + 5)
