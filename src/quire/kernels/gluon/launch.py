@@ -94,8 +94,8 @@ class Hopper(Plan):
 
 
 def _is_aligned(at: Any) -> bool:
-    """Whether memory begins where sixteen bytes can be copied at a time. What stands for a tensor in calls that are bound does: other
-    calls are not bound."""
+    """Whether memory begins where sixteen bytes can be copied at a time. What stands for a tensor in calls that are bound does, or
+    they were not bound."""
     return not isinstance(at, torch.Tensor) or at.device.type == "meta" or at.data_ptr() % ALIGNED == 0
 
 

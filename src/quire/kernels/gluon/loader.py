@@ -89,8 +89,8 @@ def load_values(cache, new, ring, unit, page, key, end, tile, dim, T: gl.constex
 
 @gluon.jit
 def fill(ring, at, step, inside, dim, LENGTH: gl.constexpr, tile, T: gl.constexpr, C: gl.constexpr):
-    """Brings a tile into its place: of each row that is inside what begins at `at`, by steps, else zeros. Bytes become numbers on the
-    way, and what is not aligned for copies takes it too."""
+    """Brings a tile into its place: of each row that is inside what begins at `at`, by steps, else zeros. Bytes become numbers on
+    the way, and what is not aligned for copies takes it too."""
     mask = inside[:, None] if LENGTH == dim.shape[0] else inside[:, None] & (dim < LENGTH)[None, :]
     at = at[:, None] + dim[None, :] * step
     if T.COPIES:
