@@ -20,6 +20,7 @@ from quire.conformance.budget import Truth, distance, truth
 from quire.conformance.build import build
 from quire.conformance.case import Case
 from quire.conformance.target import Target
+from quire.conformance.targets import torch_varlen
 from quire.conformance.targets.peer import View
 from quire.errors import ArgumentError
 from quire.reference import attention
@@ -159,6 +160,8 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
     wrappers = {"BatchPrefillWithPagedKVCacheWrapper": Wrapper, "BatchDecodeWithPagedKVCacheWrapper": DecodeWrapper}
     module("flashinfer", __version__="0.0", **wrappers)
     module("torch.nn.attention.varlen", varlen_attn=varlen_attn, AuxRequest=lambda lse: lse)
+    # What stands in for it runs here.
+    monkeypatch.delitem(torch_varlen.RULES, torch_varlen.GPU)
 
 
 @cache

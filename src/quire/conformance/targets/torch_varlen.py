@@ -7,7 +7,9 @@ import torch
 from quire.conformance.target import Target
 from quire.conformance.targets.peer import Rules, View, cannot_view, peer
 
+GPU = "a GPU: torch has no kernel of it for CPUs"
 RULES: Rules = {
+    GPU: lambda p: p.device == "cuda",
     "queries in fp16 or bf16, and a cache of the same": lambda p: p.q_dtype in ("fp16", "bf16") and p.format == p.q_dtype,
     "head_dim up to 256, in multiples of 8": lambda p: p.head_dim <= 256 and p.head_dim % 8 == 0,
     "values of the keys' head_dim": lambda p: p.v_head_dim == p.head_dim,
