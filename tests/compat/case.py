@@ -46,7 +46,7 @@ class Case:
     def check(self, out: torch.Tensor | None = None, rows: list[int] | None = None, scale: float = 1.0) -> None:
         """Fails unless the rows (all of them, if none are named) are right, and all others untouched."""
         out = self.output if out is None else out
-        factors = self.arguments["query"].dtype if out.device.type == "cuda" else torch.float32
+        factors = self.arguments["query"].dtype
         error = (out[: self.scenario.live].double() * scale - self.scenario.expected).abs()
         wrong = ~(error <= self.scenario.budget(out.dtype, factors))
         right_to_be_nan = torch.ones(out.shape[0], dtype=torch.bool, device=out.device)

@@ -55,7 +55,7 @@ def test_no_product_of_16_bits_is_ever_asked_of_torch(dtype: str, form: str) -> 
     # torch's own end the process with an illegal instruction on some CPUs: one that is never called cannot.
     s = build(90, [1, 40], [30, 70], format=dtype, q_dtype=dtype, form=form, q_scale=0.1 if dtype == "e4m3fn" else None)
     with Watch() as watch:
-        quire.attend(s.q, s.cache, s.batch, s.options, new=s.new)
+        quire.attend(s.q, s.cache, s.batch, s.options, new=s.new, kernel="torch")
     assert watch.narrow == []
     assert any(name.startswith(PRODUCTS) for name in watch.asked)
 
@@ -63,10 +63,10 @@ def test_no_product_of_16_bits_is_ever_asked_of_torch(dtype: str, form: str) -> 
 @pytest.mark.parametrize("feature", [{}, {"window": 9}, {"alibi": True}, {"sinks": True}, {"mask": True}, {"causal": "mixed"}])
 def test_the_fused_operator_and_the_spelled_out_one_agree(feature: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     s = build(92, [1, 40, 3], [30, 70, 600], **feature)
-    fused = quire.attend(s.q, s.cache, s.batch, s.options, lse=True)
+    fused = quire.attend(s.q, s.cache, s.batch, s.options, lse=True, kernel="torch")
     s.check(*fused)
     monkeypatch.setattr(strip, "_fused", lambda rows, k, v, bias: strip._plain(rows, k, v, bias, None))
-    s.check(*quire.attend(s.q, s.cache, s.batch, s.options, lse=True))
+    s.check(*quire.attend(s.q, s.cache, s.batch, s.options, lse=True, kernel="torch"))
 
 
 def test_bf16_with_no_variable_set() -> None:
@@ -97,7 +97,7 @@ def test_temporaries_do_not_grow_with_the_context(q_len: int, page_size: int) ->
         cache = quire.KVCache.wrap(*torch.randn(2, pages, page_size, 2, 32).bfloat16(), layout="nhd")
         batch = quire.Batch(torch.randperm(pages).view(1, -1), torch.tensor([kv_len]), torch.tensor([0, q_len]))
         with Watch() as watch:
-            quire.attend(torch.randn(q_len, 4, 32), cache, batch)
+            quire.attend(torch.randn(q_len, 4, 32), cache, batch, kernel="torch")
         sizes.append(watch.largest)
     assert sizes[0] == sizes[1]
     assert sizes[0] <= 16 << 20
@@ -107,7 +107,7 @@ def test_a_permission_to_round_elsewhere_does_not_reach_the_kernel() -> None:
     s = build(91, [64], [900], head_dim=128, kv_heads=2)
     torch.set_float32_matmul_precision("medium")
     try:
-        s.check(quire.attend(s.q, s.cache, s.batch))
+        s.check(quire.attend(s.q, s.cache, s.batch, kernel="torch"))
         assert torch.get_float32_matmul_precision() == "medium"
     finally:
         torch.set_float32_matmul_precision("highest")
@@ -131,6 +131,6 @@ def test_a_decode_cut_over_the_threads(feature: dict[str, Any], format: str, thr
     fold = strip._fold
     monkeypatch.setattr(strip, "_fold", lambda parts: seen.append(max(p.lse.shape[0] for p in parts)) or fold(parts))
     s = build(93, [1, 1, 1], [576, 1201, 20], format=format, scales="token", **feature)
-    s.check(*quire.attend(s.q, s.cache, s.batch, s.options, new=s.new, lse=True))
+    s.check(*quire.attend(s.q, s.cache, s.batch, s.options, new=s.new, lse=True, kernel="torch"))
     if not feature.get("form"):  # whole pages that the threads divide: a window starts inside one
         assert max(seen) == (1 if feature.get("window") else threads)
