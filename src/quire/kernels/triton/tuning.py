@@ -35,7 +35,7 @@ class Tuning(NamedTuple):
     least: int = 4
     """The least work that is worth a program, in key tiles."""
     registers: int | None = None
-    """At most so many a thread, where the compiler can be told; None leaves it to the compiler."""
+    """At most so many a thread, where the compiler can be told; None leaves it to the compiler. Of gluon: a computing thread's."""
 
 
 SMALL = Tuning("", (), 512, 4, 4, 16, 16, 1, 16, 16, 1, 1, 1.0)
