@@ -90,7 +90,17 @@ def test_code_comes_early() -> None:
 def test_python(part: Part, session: dict[Part, tuple[str, str | None]]) -> None:
     printed, error = session[part]
     assert error is None, error
-    assert same(part.output, printed), f"printed:\n{printed}\nshown:\n{part.output}"
+    shown = part.output if BUILT else without_compiler(part.output)
+    assert same(shown, printed), f"printed:\n{printed}\nshown:\n{shown}"
+
+
+BUILT = (README.parent / "src/quire/kernels/native/libquire.so").exists()
+
+
+def without_compiler(shown: str) -> str:
+    """What the page would show where nobody could compile the native kernels: it shows them."""
+    shown = re.sub(r"^chosen: native .*$", "chosen: torch ...", shown, flags=re.MULTILINE)
+    return re.sub(r"^(refused: native .*\n.*)$", r"\1\n...", shown, flags=re.MULTILINE)
 
 
 @pytest.mark.parametrize("command, output", COMMANDS, ids=[command for command, _ in COMMANDS])
