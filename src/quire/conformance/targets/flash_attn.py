@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from quire.conformance.target import Target
-from quire.conformance.targets.peer import Rules, View, cannot_view, peer
+from quire.conformance.targets.peer import Rules, View, cannot_view, peer, release
 
 _RULES: Rules = {
     "head_dim up to 256, in multiples of 8": lambda p: p.head_dim <= 256 and p.head_dim % 8 == 0,
@@ -37,7 +37,6 @@ TAKES = {2: "window softcap alibi causal lse", 3: "window softcap causal lse k_s
 def target(name: str, device: str | None) -> Target:
     wanted = {"flash_attn": None, "flash_attn.fa2": 2, "flash_attn.fa3": 3}[name]
     try:
-        import vllm
         from vllm.vllm_flash_attn import flash_attn_interface as interface
     except ImportError:
         if wanted == 3:
@@ -46,11 +45,11 @@ def target(name: str, device: str | None) -> Target:
     version = wanted or (3 if interface.is_fa_version_supported(3) else 2)
     if not interface.is_fa_version_supported(version):
         raise ImportError(interface.fa_version_unsupported_reason(version))
-    release = f"FA{version} of vllm {getattr(vllm, '__version__', '')}".strip()
-    return built_by_vllm(name, interface.flash_attn_varlen_func, version, device or "cuda", release)
+    built = f"FA{version} of vllm {release('vllm', interface)}"
+    return built_by_vllm(name, interface.flash_attn_varlen_func, version, device or "cuda", built)
 
 
-def built_by_vllm(name: str, function: Callable[..., Any], version: int, device: str, release: str) -> Target:
+def built_by_vllm(name: str, function: Callable[..., Any], version: int, device: str, built: str) -> Target:
     def run(call: View) -> None:
         k, v = call.token_major
         scales = {}
@@ -81,7 +80,7 @@ def built_by_vllm(name: str, function: Callable[..., Any], version: int, device:
             call.lse[: call.live] = result[1].T  # [heads, tokens] there
 
     takes, rules = TAKES[version], RULES[version]
-    return peer(name, run, device, takes=takes, rules=rules, cannot=cannot_view, refuses=True, version=release)
+    return peer(name, run, device, takes=takes, rules=rules, cannot=cannot_view, refuses=True, version=built)
 
 
 def _upstream(name: str, device: str | None) -> Target:
@@ -111,7 +110,7 @@ def _upstream(name: str, device: str | None) -> Target:
         if call.lse is not None:
             call.lse[: call.live] = result[1].T
 
-    release = flash_attn.__version__
+    version = flash_attn.__version__
     return peer(
-        name, run, device or "cuda", takes=TAKES[2], rules=UPSTREAM_RULES, cannot=cannot_view, refuses=True, version=release
+        name, run, device or "cuda", takes=TAKES[2], rules=UPSTREAM_RULES, cannot=cannot_view, refuses=True, version=version
     )

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable
 from functools import cached_property
+from importlib import import_module, metadata
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -48,6 +52,15 @@ def peer(
         return f"no argument for {', '.join(lacks)}" if lacks else cannot(call)
 
     return Target(name, lambda call: run(View(call)), device, limits, missing, refuses, version)
+
+
+def release(package: str, module: ModuleType) -> str:
+    """The version of an installed package; where only its files are there, a checksum of the one that is put to the test."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        given = str(getattr(import_module(package), "__version__", ""))
+        return given or f"unknown release, file {zlib.crc32(Path(module.__file__ or '').read_bytes()):08x}"
 
 
 class View:

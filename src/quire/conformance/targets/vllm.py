@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 
+import quire
 from quire.conformance.call import Call
 from quire.conformance.target import Target
-from quire.conformance.targets.peer import Rules, View, cannot_repack, cannot_view, peer, scale_of
+from quire.conformance.targets.peer import Rules, View, cannot_repack, cannot_view, peer, release, scale_of
 
 MODULES = {
     "vllm.chunked_prefill_paged_decode": "vllm.v1.attention.ops.chunked_prefill_paged_decode",
@@ -31,6 +32,8 @@ _PAIR_RULES: Rules = {
     "one causality for all sequences": lambda p: p.causal != "per-sequence",
     "windows to the left": lambda p: p.causal == "yes" or p.window[1] is None,
 }
+_UPSTREAM_RULES: Rules = {**_PAIR_RULES, "ALiBi without sinks": lambda p: not (p.alibi and p.sinks)}
+_UPSTREAM_MIXED_RULES: Rules = {**_UPSTREAM_RULES, "page_size of 16 or more, its smallest tile": lambda p: p.page_size >= 16}
 _UNIFIED_RULES: Rules = {
     "queries in fp16, bf16, fp32 or e4m3": lambda p: p.q_dtype in ("fp16", "bf16", "fp32", "e4m3fn"),
     "a cache of q's type, fp8 or int8": lambda p: p.format in (p.q_dtype, "int8", *CACHE_WORDS),
@@ -48,7 +51,7 @@ def target(name: str, device: str | None) -> Target:
     ours = name.startswith("quire.")
     module = import_module("quire.compat.vllm" if ours else MODULES[name])
     where = device or ("cuda" if not ours or torch.cuda.is_available() else "cpu")
-    version = str(getattr(import_module("quire" if ours else "vllm"), "__version__", ""))
+    version = quire.__version__ if ours else release("vllm", module)
     make = _unified if operator == "unified_attention" else _pair
     return make(name, getattr(module, operator), where, version)
 
@@ -95,7 +98,8 @@ def _pair(name: str, function: Callable[..., Any], device: str, version: str) ->
         return cannot_repack(call)
 
     takes = "window alibi sinks causal k_scale v_scale new_k new_v"
-    return peer(name, run, device, takes=takes, rules=_PAIR_RULES, cannot=cannot, version=version)
+    rules = _PAIR_RULES if name.startswith("quire.") else _UPSTREAM_MIXED_RULES if mixed else _UPSTREAM_RULES
+    return peer(name, run, device, takes=takes, rules=rules, cannot=cannot, version=version)
 
 
 def _unified(name: str, function: Callable[..., Any], device: str, version: str) -> Target:
