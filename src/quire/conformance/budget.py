@@ -14,6 +14,7 @@ import torch
 
 from quire.conformance.call import Call
 from quire.conformance.exact import PLAIN, Outcome, Stages, exact
+from quire.conformance.narrow import Narrow
 
 SMALL = 2.0**-23
 LIFT = 2.0
@@ -42,14 +43,15 @@ def truth(call: Call, stages: Stages = PLAIN, losses: tuple[float, float] | None
     return Truth(outcome, budget, lse_budget)
 
 
-def honest_losses(call: Call, stages: Stages = PLAIN) -> tuple[float, float]:
-    """The worst relative error of an honest computation, and the worst error of its LSE."""
+def honest_losses(call: Call, stages: Stages = PLAIN, narrow: Narrow | None = None) -> tuple[float, float]:
+    """The worst relative error of an honest computation, and the worst error of its LSE; if its factors are as narrow as that."""
     right = exact(call, stages)
-    factors = factor_type(call)
+    factors = factor_type(call) if narrow is None else narrow
     tries = [exact(call, stages, torch.float32)]
     if factors is not None:
         tries.append(exact(call, stages, torch.float32, factors))
-    floor = max(4.0, right.top) * SMALL + (0.0 if factors is None else torch.finfo(factors).eps / 2)
+    step = 0.0 if factors is None else factors.step if isinstance(factors, Narrow) else torch.finfo(factors).eps / 2
+    floor = max(4.0, right.top) * SMALL + step
     lost, lost_lse = floor, 0.0
     live = slice(0, call.live)
     for plain in tries:

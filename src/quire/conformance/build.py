@@ -271,13 +271,17 @@ def _dense(case: Case, part: str, dim: int, made: torch.dtype, plan: Plan) -> li
         g = chance(case, part, i)
         if case.data == "weak":
             x = (torch.rand(n, case.kv_heads, dim, generator=g) * 2 - 1) * 1e-3
+        elif case.data == "even" and part == "v":
+            x = torch.randint(1, 16, (n, case.kv_heads, dim), generator=g).float()
         elif case.data == "needle" and part == "v":
             # A fingerprint of the slot: signs nobody else has, so that an output tells which slots it is made of.
             sign = torch.randint(0, 2, (n, case.kv_heads, dim), generator=g) * 2.0 - 1.0
             x = sign * (0.75 + 0.5 * torch.rand(n, case.kv_heads, dim, generator=g))
         else:
             x = torch.randn(n, case.kv_heads, dim, generator=g)
-            if part == "v":
+            if part == "v" and case.data == "wide":
+                x *= 2.0 ** torch.randint(-28, 9, x.shape, generator=g)
+            elif part == "v":
                 x += 0.5  # or long rows would average to nothing
         rows.append(x.to(made).double())
         if i and plan.shared:
@@ -367,7 +371,7 @@ def _queries(
     if case.data == "weak":
         return (torch.rand(tokens, case.q_heads, case.head_dim, generator=g) * 2 - 1) * 1e-3
     if case.data != "needle":
-        return q
+        return q * 0.0 if case.data == "even" else q
     for i, see in enumerate(visible):
         aims = audited(case, i)
         for t in range(case.q_lens[i]):

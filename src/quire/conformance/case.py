@@ -57,7 +57,8 @@ class Case:
     padding: int = 0
     """Rows of q after the last sequence."""
     data: str = "random"
-    """random; needle: each query is aimed at one key; weak: numbers of ±0.001."""
+    """random; needle: each query is aimed at one key; weak: numbers of ±0.001; even: queries are zero, so that all keys weigh the
+    same, and values whole numbers; wide: values of many sizes."""
     table: str = "shuffled"
     """shuffled; shared: sequences begin with the same pages; identity; high: page ids above 2^16; far: offsets above 2^31 elements;
     very-far: above 2^32."""
@@ -169,7 +170,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "index": ("int32", "int64"),
     "form": ("full", "context"),
     "causal": ("yes", "no", "mixed"),
-    "data": ("random", "needle", "weak"),
+    "data": ("random", "needle", "weak", "even", "wide"),
     "table": ("shuffled", "shared", "identity", "high", "far", "very-far"),
     "poison": ("nan", "inf", "zero", "decoy", "decoy2"),
     "tail": ("page", "-1"),

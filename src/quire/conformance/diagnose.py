@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from quire.conformance import exact as x
+from quire.conformance import precision
 from quire.conformance.budget import Truth, distance, honest_losses, lse_ratios, ratios, truth
 from quire.conformance.build import build
 from quire.conformance.call import Call, bytes_of
@@ -134,8 +135,16 @@ def can_run(case: Case, target: Target) -> bool:
     return target.missing(call) is None and target.limits(call) is None
 
 
-def bits(call: Call) -> torch.Tensor:
-    return bytes_of(call.out).clone()
+def asking(target: Target) -> precision.Answer:
+    """Puts cases to a target."""
+
+    def ask(case: Case) -> tuple[Call, Truth] | None:
+        if not can_run(case, target):
+            return None
+        done = attempt(case, target)
+        return None if done.error else (done.call, done.right)
+
+    return ask
 
 
 # Predictions.
@@ -276,6 +285,9 @@ def diagnose(
             same = bool((again.call.unwritten()[: done.call.live] == bare).all())
             kept = f"{int(bare.sum())} elements keep either of two stamps"
             said.append(kept if same else "other elements are unwritten with another stamp")
+    bits = precision.products(here, done.call, asking(target)) if probes else None
+    if bits is not None:
+        return _of_bits(bits, done, here, said)
     found, far = matches(done)
     if any(match.fault.name in trusted for match in found):
         found = [match for match in found if match.fault.name in trusted]
@@ -283,6 +295,9 @@ def diagnose(
         found, more = confirm(found, here, target)
         said += more
     alike = tuple(match.fault.name for match in found)
+    bits = precision.sums(here, done.call, asking(target)) if probes and not found else None
+    if bits is not None:
+        return _of_bits(bits, done, here, said)
     if not found:
         return _unknown(case, here, target, first, done, far, said, shrinks)
     best = found[0]
@@ -301,6 +316,11 @@ def diagnose(
         ranking=far,
         stages=best.fault.change(**best.parameters),
     )
+
+
+def _of_bits(bits: precision.Found, done: Attempt, case: Case, said: list[str]) -> Finding:
+    looks = BY_NAME[bits.fault].looks
+    return _finding(bits.fault, done, case, parameters=bits.parameters, summary=looks, evidence=[*said, bits.said])
 
 
 def unsteady(case: Case, target: Target, first: Attempt) -> tuple[str, str] | None:

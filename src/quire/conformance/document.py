@@ -13,7 +13,8 @@ Printed from `quire.conformance.faults.CATALOGUE` by `python -m quire.conformanc
 {count} faults, each with what one sees, how kernels come to have it, and where it was met. A *predicted* fault is a change of the
 exact computation: its numbers can be foretold, so `quire conform` names it when a kernel gives them, and `quire conform --power`
 plants it to prove that the suite can see it. A *behavioural* one shows only in how a kernel behaves: run twice, between other
-calls, with other poison, with guards around its output. Parameters that are *solved* are read off what a kernel gave.
+calls, with other poison, with guards around its output, or asked for an answer that is known to the bit. Parameters that are
+*solved* are read off what a kernel gave.
 """
 
 

@@ -28,6 +28,7 @@ import torch
 
 from quire.conformance.build import TYPES, WHERE, flat_of
 from quire.conformance.call import Call
+from quire.conformance.narrow import Narrow
 
 LOG2E = 1.4426950408889634
 
@@ -54,7 +55,7 @@ class Row(NamedTuple):
 class Work:
     """A call that is being computed: in which numbers, and with factors rounded to which type."""
 
-    def __init__(self, call: Call, number: torch.dtype = torch.float64, factors: torch.dtype | None = None):
+    def __init__(self, call: Call, number: torch.dtype = torch.float64, factors: torch.dtype | Narrow | None = None):
         self.call, self.number, self.factors = call, number, factors
         self.flat = {"k": flat_of(call.k_pages), "v": flat_of(call.v_pages)}
         self.pages = {"k": call.k_pages, "v": call.v_pages}
@@ -67,6 +68,8 @@ class Work:
         """The largest logit that was seen: what rounding errors of logits are relative to."""
 
     def rounded(self, x: torch.Tensor) -> torch.Tensor:
+        if isinstance(self.factors, Narrow):
+            return self.factors(x)
         return x if self.factors is None else x.to(self.factors).to(self.number)
 
 
@@ -323,7 +326,7 @@ def exact(
     call: Call,
     stages: Stages = PLAIN,
     number: torch.dtype = torch.float64,
-    factors: torch.dtype | None = None,
+    factors: torch.dtype | Narrow | None = None,
     only: int | None = None,
 ) -> Outcome:
     """Runs the pipeline, for all sequences or for one. Always on the host: the arithmetic of one machine judges all others."""

@@ -12,6 +12,7 @@ from quire.conformance.call import Call, bytes_of, whole_of
 from quire.conformance.exact import PLAIN, Outcome, Stages, exact
 from quire.conformance.faults import BY_NAME
 from quire.conformance.faults.results import nan_leak
+from quire.conformance.narrow import Narrow
 from quire.conformance.target import Target
 from quire.conformance.threads import one_thread
 
@@ -115,6 +116,14 @@ def _raises() -> Callable[[Call], None]:
     return run
 
 
+def _products(type: str) -> Callable[[], Callable[[Call], None]]:
+    def run(call: Call) -> None:
+        with one_thread():
+            put(call, exact(call, PLAIN, torch.float32, Narrow(type, "truncated" if type == "tf32" else "nearest")))
+
+    return lambda: run
+
+
 BEHAVIOUR: dict[str, Callable[[], Callable[[Call], None]]] = {
     "nan-leak": _leaks,
     "two-runs-differ": _differs,
@@ -123,4 +132,5 @@ BEHAVIOUR: dict[str, Callable[[], Callable[[Call], None]]] = {
     "writes-padding-rows": _writes_padding,
     "changes-inputs": _changes_inputs,
     "raises": _raises,
+    **{f"products-in-{type}": _products(type) for type in ("tf32", "bf16", "fp16")},
 }

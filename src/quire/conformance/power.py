@@ -74,6 +74,8 @@ def power_of(case: Case, *, names: int = 0, faults: Sequence[Fault] = CATALOGUE)
 def _can_show(name: str, case: Case) -> bool:
     if name == "writes-padding-rows":
         return case.padding > 0
+    if name.startswith("products-in-"):
+        return case.q_dtype == "fp32" and case.format == "fp32"
     if name == "nan-leak":
         return case.poison in ("nan", "inf") and case.form == "full" and not case.mask
     return True

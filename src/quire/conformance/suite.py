@@ -117,6 +117,7 @@ STANDARD = (
     Case("alibi", alibi=True, lse=True),
     Case("alibi-decode", **_DECODE, alibi=True, group=4),
     Case("alibi-sinks", alibi=True, sinks=True),
+    Case("alibi-window", alibi=True, window=(10, 0)),
     Case("sinks", sinks=True, lse=True),
     Case("sinks-decode", **_DECODE, sinks=True, data="needle"),
     Case("scale", scale=0.3),

@@ -84,6 +84,21 @@ def _uniform(w: Work, logits: torch.Tensor, v: torch.Tensor, heads: torch.Tensor
     return x.weigh(w, torch.where(logits == -torch.inf, logits, 0.0), v, heads)
 
 
+def _nothing_seen(w: Work, logits: torch.Tensor, v: torch.Tensor, heads: torch.Tensor) -> Part:
+    """Where no key is visible the weights' sum is 0, and 0 / 0 is NaN."""
+    part = x.weigh(w, logits, v, heads)
+    empty = torch.isneginf(logits).all(-1).T.unsqueeze(-1) if x.sink(w) is None else torch.zeros(())
+    return Part(torch.where(empty > 0, torch.nan, part.out), part.lse, part.weighted)
+
+
+def _sees_nothing(call: Call) -> bool:
+    """Whether some query has no key to see, nor a sink."""
+    if call.sinks is not None:
+        return False
+    w = Work(call)
+    return any(row.q_len > 0 and not bool(x.see(w, row, max(row.kv_len, 0)).any(1).all()) for row in x.rows(w, x.read(w)))
+
+
 def _splits(count: int, keys: int) -> list[slice]:
     size = max(-(-keys // count), 1)
     return [slice(a, min(a + size, keys)) for a in range(0, max(keys, 1), size)]
@@ -158,14 +173,14 @@ def _empty_counted(count: int) -> Stages:
     return _weigh(weigh)
 
 
-def _coarse(tile: int, online: bool) -> Stages:
-    """The accumulator is rounded to 16 bits after every tile of keys."""
+def coarse(tile: int, online: bool, type: torch.dtype | None = None) -> Stages:
+    """The accumulator is rounded to 16 bits after every tile of keys: to the queries' type, or to another."""
 
     def weigh(w: Work, logits: torch.Tensor, v: torch.Tensor, heads: torch.Tensor) -> Part:
         right = x.weigh(w, logits, v, heads)
         if not logits.shape[-1]:
             return right
-        narrow = w.call.q.dtype
+        narrow = type or w.call.q.dtype
         acc = torch.zeros_like(right.out)
         total = torch.zeros(*logits.shape[:2], 1, dtype=logits.dtype)
         top = logits.amax(-1, keepdim=True).masked_fill(logits.amax(-1, keepdim=True) == -torch.inf, 0.0)
@@ -357,6 +372,15 @@ RESULTS = (
         lambda: _weigh(_uniform),
     ),
     Fault(
+        "nothing-seen-is-nan",
+        "softmax",
+        "queries that see no key give NaN, not zero",
+        "a sum of weights that is 0, and a division by it",
+        lambda: _weigh(_nothing_seen),
+        _sees_nothing,
+        issues=("vLLM unified_attention, queries without keys",),
+    ),
+    Fault(
         "split-combined-without-max",
         "softmax",
         "splits weigh wrongly against each other",
@@ -393,7 +417,7 @@ RESULTS = (
         "softmax",
         "errors that grow with the length, beyond what 16-bit factors explain",
         "the accumulator has the type of the output",
-        lambda tile, online: _coarse(tile, online),
+        lambda tile, online: coarse(tile, online),
         _sixteen,
         tuple({"tile": n, "online": o} for n in (1, 16, 32, 64, 128) for o in (False, True)),
     ),

@@ -70,6 +70,25 @@ def _softcap_over_mask() -> Stages:
     return PLAIN.replace(score=score, weigh=weigh, keep_unseen=True)
 
 
+def _shallow(fill: float, tile: int) -> Stages:
+    """Hidden keys get a finite score in place of their product, and the scale makes it small: they keep a weight. So do the slots
+    between a sequence's end and that of its tile, whose values are zero. The scale of the keys is a part of the softmax's."""
+
+    def weigh(w: Work, logits: torch.Tensor, v: torch.Tensor, heads: torch.Tensor) -> Part:
+        kept = fill * w.call.scale * float(w.call.k_scale)  # type: ignore[arg-type]
+        logits = logits.masked_fill(logits == -torch.inf, kept)
+        behind = -(-v.shape[0] // tile) * tile - v.shape[0]
+        logits = torch.cat((logits, logits.new_full((*logits.shape[:2], behind), kept)), -1)
+        return x.weigh(w, logits, torch.cat((v, v.new_zeros(behind, *v.shape[1:]))), heads)
+
+    return PLAIN.replace(weigh=weigh, keep_unseen=True)
+
+
+def _shrinks_masks(call: Call) -> bool:
+    """Whether a product of -50000 would not be hidden: its weight would show beside others."""
+    return call.k_scale is not None and call.k_scale.dim() == 0 and 5e4 * call.scale * float(call.k_scale) < 6
+
+
 def _see(change: Any) -> Stages:
     """Another sight: `change(w, row, far)` by distances [queries, keys]."""
 
@@ -585,6 +604,16 @@ SCORING = (
         tuple({"tile": n} for n in TILES),
     ),
     Fault(
+        "mask-too-shallow",
+        "keys",
+        "keys beyond the end, and hidden ones, keep a little weight",
+        "hidden scores become -50000 before the scale is applied, and a small scale of the keys is in it",
+        lambda fill, tile: _shallow(fill, tile),
+        _shrinks_masks,
+        tuple({"fill": fill, "tile": tile} for fill in (-5e4, -3e4, -1e4) for tile in (128, 64, 32, 16, 1)),
+        issues=("FlashInfer 0.6.12: math::inf is 5e4, k_scale is folded into sm_scale",),
+    ),
+    Fault(
         "last-token-missing",
         "keys",
         "the newest key of each sequence is not seen",
@@ -761,8 +790,9 @@ SCORING = (
         "alibi",
         "only rows with a sink, and every LSE, are off",
         "slope * k_pos without the query's position: a constant for each row, until something else is in the sum",
-        lambda: _alibi(lambda w, q_at, k_at: x.slopes(w) * k_at),
+        lambda to: _alibi(lambda w, q_at, k_at: x.slopes(w) * (k_at - (0 if to == "first key" else q_at[:1]))),
         lambda call: call.alibi is not None and (call.sinks is not None or call.lse is not None),
+        ({"to": "first key"}, {"to": "first new token"}),
         issues=("vLLM unified_attention: slope * (k_pos - context)",),
     ),
     Fault(
