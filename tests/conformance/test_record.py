@@ -18,6 +18,7 @@ from quire.conformance import tensorfile
 from quire.conformance.record import Recorder, load
 from quire.conformance.replay import here, then
 from quire.contract.check import is_watched
+from quire.dispatch.platform import Platform
 
 CACHES: dict[str, dict[str, Any]] = {
     "nhd bf16": {"dtype": torch.bfloat16},
@@ -243,7 +244,7 @@ def test_others_can_read_the_file(tmp_path: Path) -> None:
     assert torch.equal(safetensors.load_file(tmp_path / "t")["a"], torch.arange(6).view(2, 3))
 
 
-def test_check_and_explain_answer(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_and_explain_answer(file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     program = Program()
     with quire.record(file):
         program.step()
@@ -254,9 +255,13 @@ def test_check_and_explain_answer(file: Path, capsys: pytest.CaptureFixture[str]
     assert main(["explain", str(file), "--arch", "sm90"]) == 0
     text = capsys.readouterr().out
     assert "as it was decided on cpu" in text and "chosen: " in text and "on nvidia sm90" in text
-    assert main(["explain", str(file), "--json"]) == 0
-    answer = json.loads(capsys.readouterr().out)["calls"][0]
-    assert answer["there"]["chosen"] == answer["here"]["chosen"] is not None
+    for machine, same in ((Platform.detect("cpu"), True), (Platform.named("sm90"), False)):
+        # A machine with a GPU decides for that, and the call was made on the CPU.
+        monkeypatch.setattr(Platform, "detect", lambda *_, machine=machine: machine)
+        assert main(["explain", str(file), "--json"]) == 0
+        answer = json.loads(capsys.readouterr().out)["calls"][0]
+        assert (answer["there"]["chosen"] == answer["here"]["chosen"]) is same
+        assert answer["here"]["chosen"] is not None
 
 
 def altered(file: Path, change: Any) -> None:

@@ -9,11 +9,13 @@ from xml.etree import ElementTree
 import pytest
 
 from quire.cli import main
-from quire.conformance import document
+from quire.conformance import document, findings
+from quire.conformance.call import Call
 from quire.conformance.case import Case
 from quire.conformance.faults import CATALOGUE
 from quire.conformance.plant import planted
 from quire.conformance.run import conform
+from quire.conformance.target import Target
 
 CASES = [Case("a"), Case("b", window=(3, 0)), Case("c", seed=5)]
 
@@ -64,6 +66,35 @@ def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None
     assert main(["conform", f"{file}:f", "--case", "mixed kv_lens=5,6 q_lens=1,2"]) == 1
     said = capsys.readouterr().out
     assert "row-zero" in said and "verdict: WRONG" in said
+
+
+def test_the_table_goes_on_where_a_run_left_nothing(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    whole = conform(planted("window-ignored"), CASES).to_json()
+    for name, text in {"whole": whole, "empty": "", "cut": whole[: len(whole) // 2], "other": '{"a": 1}'}.items():
+        (tmp_path / f"{name}.json").write_text(text)
+    paths = [str(tmp_path / f"{name}.json") for name in ("empty", "whole", "cut", "missing", "other")]
+    assert findings.main(paths) == 1
+    said = capsys.readouterr()
+    assert "window-ignored" in said.out and "2 / 1 / 0 / 0" in said.out
+    assert [line.split(":")[0] for line in said.err.split()[::1] if line.endswith(".json:")] == [paths[n] for n in (0, 2, 3, 4)]
+    assert findings.main(paths[1:2]) == 0 and not capsys.readouterr().err
+
+
+def test_the_table_keeps_what_has_no_name_apart() -> None:
+    finding = {"fault": "unknown", "summary": "s", "parameters": {}, "reproduce": "r"}
+    results = [{"name": f"case {n}", "findings": [{**finding, "summary": f"summary {n}"}]} for n in range(3)]
+    counts = {"right": 0, "refused": 0, "wrong": 3, "raised": 0, "unsupported": 0}
+    report = {"target": "t", "device": "cpu", "versions": {}, "counts": counts, "results": results}
+    said = findings.table([{**report, "findings": [{**finding, "cases": ["case 0", "case 1", "case 2"]}]}], "today")
+    assert all(f"summary {n} | 1: case {n}" in said for n in range(3))
+
+
+def test_errors_with_other_messages_are_other_findings() -> None:
+    def run(call: Call) -> None:
+        raise RuntimeError(f"no {'window' if call.window[0] else 'plain call'}")
+
+    found = [(finding.summary.split(" (at")[0], cases) for finding, cases in conform(Target("refuses", run), CASES).findings]
+    assert found == [("RuntimeError: no plain call", ["a", "c"]), ("RuntimeError: no window", ["b"])]
 
 
 def test_power_of_one_case(capsys: pytest.CaptureFixture[str]) -> None:

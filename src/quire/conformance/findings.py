@@ -6,9 +6,13 @@ import json
 import sys
 from collections.abc import Iterable, Mapping
 from datetime import date
+from pathlib import Path
 from typing import Any
 
-from quire.conformance.report import brief
+from quire.conformance.report import UNKNOWN, brief
+
+MOST = 6
+"""Cases without a name that get a row each."""
 
 
 def table(reports: Iterable[Mapping[str, Any]], today: str) -> str:
@@ -24,7 +28,7 @@ def table(reports: Iterable[Mapping[str, Any]], today: str) -> str:
         versions = ", ".join(f"{name} {number}" for name, number in report["versions"].items() if name != "quire")
         figures = f"{counts['right'] + counts['refused']} / {counts['wrong']} / {counts['raised']} / {counts['unsupported']}"
         head = f"| {report['target']} ({report['device']}) | {versions} | {figures} |"
-        for finding in report["findings"] or [None]:
+        for finding in _each(report) or [None]:
             if finding is None:
                 lines.append(f"{head} nothing | | |")
                 continue
@@ -35,16 +39,42 @@ def table(reports: Iterable[Mapping[str, Any]], today: str) -> str:
     return "\n".join(lines) + "\n"
 
 
+def _each(report: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """What was found; of what has no name, every case for itself, unless there are too many."""
+    found = [finding for finding in report["findings"] if finding["fault"] != UNKNOWN]
+    unknown = [
+        {**finding, "cases": [result["name"]]}
+        for result in report["results"]
+        for finding in result["findings"]
+        if finding["fault"] == UNKNOWN
+    ]
+    return found + (unknown if len(unknown) <= MOST else [f for f in report["findings"] if f["fault"] == UNKNOWN])
+
+
 def main(paths: list[str]) -> int:
     if not paths:
         print("usage: python -m quire.conformance.findings FILE ...", file=sys.stderr)
         return 2
-    reports = []
+    reports, without = [], []
     for path in paths:
-        with open(path, encoding="utf-8") as file:
-            reports.append(json.load(file))
+        try:
+            reports.append(_report(path))
+        except (OSError, ValueError) as error:
+            without.append(f"{path}: no result ({error})")
     print(table(reports, date.today().isoformat()), end="")
-    return 0
+    print("".join(f"\n{line}" for line in without), file=sys.stderr, end="\n" if without else "")
+    return 1 if without else 0
+
+
+def _report(path: str) -> dict[str, Any]:
+    """A report as `quire conform --json` writes it; a run that was ended leaves nothing, or half of one."""
+    text = Path(path).read_text(encoding="utf-8")
+    if not text.strip():
+        raise ValueError("the file is empty: the run was ended before it could report")
+    report = json.loads(text)
+    if not isinstance(report, dict) or not {"target", "device", "versions", "counts", "findings", "results"} <= set(report):
+        raise ValueError("not a report of `quire conform --json`")
+    return report
 
 
 if __name__ == "__main__":

@@ -140,11 +140,13 @@ class Report:
 
     @property
     def findings(self) -> list[tuple[Finding, list[str]]]:
-        """Each fault that was found, with the cases that show it; the one that most cases show comes first."""
-        order: dict[str, tuple[Finding, list[str]]] = {}
+        """Each fault that was found, with the cases that show it; the one that most cases show comes first. Errors are as many
+        as their messages."""
+        order: dict[tuple[str, str], tuple[Finding, list[str]]] = {}
         for result in self.results:
             for finding in result.findings:
-                order.setdefault(finding.fault, (finding, []))[1].append(result.case.name)
+                said = finding.summary if finding.fault in ("raises", "crashes") else ""
+                order.setdefault((finding.fault, said), (finding, []))[1].append(result.case.name)
         return sorted(order.values(), key=lambda row: (row[0].fault == UNKNOWN, -len(row[1])))
 
     def counts(self) -> dict[str, int]:
