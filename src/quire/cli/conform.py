@@ -25,6 +25,7 @@ examples:
   quire conform cpu                                     our own kernel of this CPU, in seconds
   quire conform my_kernel.py:attention --level standard a function of yours; 20 lines make an adapter (examples/05)
   quire conform vllm.unified_attention --html page.html a peer that is installed, and a page with pictures
+  quire conform triton-mixed --level standard --jobs 16 on a GPU: a process a core, which compile beside each other
   quire conform triton-mixed --case 'window q_lens=1,9 kv_lens=40,50 window=7,0'
                                                         one case again, from the line that a report prints
   quire conform --power --level standard                plant every fault in every case: what can the suite see?
@@ -52,6 +53,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--only", metavar="REGEX", help="cases whose name matches")
     add("--case", metavar="LINE", help="one case, from the line that was printed for it")
     add("--timeout", metavar="SECONDS", type=float, default=120.0, help="how long a call may take (default: 120)")
+    add(
+        "--jobs",
+        metavar="N",
+        type=int,
+        default=1,
+        help="share the cases among N processes, each with the target in it: on a GPU most of the time goes into compiling, "
+        "and a core a process makes minutes of that one; the report is the same (default: 1)",
+    )
     add(
         "--in-process",
         action="store_true",
@@ -108,20 +117,35 @@ def _cases(args: argparse.Namespace) -> list[Case]:
 def _conform(args: argparse.Namespace) -> int:
     from quire.conformance import known
     from quire.conformance.apart import apart
+    from quire.conformance.jobs import conform_in
     from quire.conformance.run import conform
     from quire.conformance.target import find, is_ours
 
     cases = _cases(args)
     if args.timeout <= 0:
         raise ArgumentError("--timeout", args.timeout, "seconds above 0")
+    if args.jobs < 1:
+        raise ArgumentError("--jobs", args.jobs, "1 or more")
+
+    def reasons(name: str) -> dict[str, str]:
+        return known.read(args.known, name) if args.known else {}
+
     with ExitStack() as stack:
-        if args.in_process or is_ours(args.target):
-            target = find(args.target, args.device)
-        else:
-            target = stack.enter_context(apart(args.target, args.device, args.timeout))
-        reasons = known.read(args.known, target.name) if args.known else {}
+        here = args.in_process or is_ours(args.target)
+        target = None
+        if args.jobs == 1:
+            alone = apart(args.target, args.device, args.timeout)
+            target = find(args.target, args.device) if here else stack.enter_context(alone)
         tell = stack.enter_context(_Progress(len(cases), quiet=args.json))
-        report = conform(target, cases, args.level, known=reasons, each=lambda result: tell(result.case.name, _line(result)))
+
+        def each(result: Result) -> None:
+            tell(result.case.name, _line(result))
+
+        if target is not None:
+            report = conform(target, cases, args.level, known=reasons(target.name), each=each)
+        else:
+            how = {"device": args.device, "seconds": args.timeout, "in_process": here}
+            report = conform_in(args.jobs, args.target, cases, args.level, **how, known=reasons, each=each)
     if args.json:
         print(report.to_json())
     else:

@@ -28,10 +28,10 @@ def table(reports: Iterable[Mapping[str, Any]], today: str) -> str:
         versions = ", ".join(f"{name} {number}" for name, number in report["versions"].items() if name != "quire")
         figures = f"{counts['right'] + counts['refused']} / {counts['wrong']} / {counts['raised']} / {counts['unsupported']}"
         head = f"| {report['target']} ({report['device']}) | {versions} | {figures} |"
-        for finding in _each(report) or [None]:
-            if finding is None:
-                lines.append(f"{head} nothing | | |")
-                continue
+        found = _each(report)
+        if not found:
+            lines.append(f"{head} nothing | | |")
+        for finding in found:
             given = brief(finding["parameters"])
             said = f"{finding['fault']}{f' ({given})' if given else ''}: {finding['summary']}".replace("|", "\\|")
             lines.append(f"{head} {said} | {len(finding['cases'])}: {', '.join(finding['cases'][:4])} | `{finding['reproduce']}` |")

@@ -83,17 +83,17 @@ def products(case: Case, call: Call, ask: Answer) -> Found | None:
         return None
     lone, right = one
     got, want = lone.out[: lone.live].cpu(), right.outcome.out[: lone.live]
-    values = [None] if torch.equal(got, want.to(got.dtype)) else list(_narrows(types))
-    values = [n for n in values if n is None or torch.equal(got, n(want).to(got.dtype))]
-    if not values:
-        return None
-    first = values[0]
-    found = _weights(two[0], types if first is None else [first.type], first)
-    if found is None or (first is None and not any(found)):
+    values: Narrow | None = None
+    if not torch.equal(got, want.to(got.dtype)):
+        values = next((n for n in _narrows(types) if torch.equal(got, n(want).to(got.dtype))), None)
+        if values is None:
+            return None
+    found = _weights(two[0], types if values is None else [values.type], values)
+    if found is None or (values is None and not any(found)):
         return None
     scores, weights = found
-    kind = next(n.type for n in (first, scores, weights) if n is not None)
-    parts = {"values": first, "scores": scores, "weights": weights}
+    kind = next(n.type for n in (values, scores, weights) if n is not None)
+    parts = {"values": values, "scores": scores, "weights": weights}
     of = {part: n.rounding for part, n in parts.items() if n is not None}
     said = f"with one or two keys a row it gives the very numbers of {', '.join(of)} in {kind}"
     return Found(f"products-in-{kind}", of, said)

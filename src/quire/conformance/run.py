@@ -52,7 +52,7 @@ def _judge(case: Case, target: Target, first: Attempt, beyond: str | None, trust
     if first.failure is not None:
         if beyond is not None and first.failure.fault == "raises":
             return Result(case, "refused", f"{beyond}: {first.error}")
-        return _failed(case, first.failure)
+        return failed(case, first.failure)
     findings = list(_broken(case, first.call))
     error, wrong = _count(first)
     if error > 1:
@@ -67,7 +67,7 @@ def _judge(case: Case, target: Target, first: Attempt, beyond: str | None, trust
     return Result(case, status, reason, error, wrong, tuple(findings), picture=picture)
 
 
-def _failed(case: Case, failure: Failure) -> Result:
+def failed(case: Case, failure: Failure) -> Result:
     """No answer where one was due."""
     said = f"{failure} (at {failure.at})" if failure.at else str(failure)
     return Result(case, "raised", said, findings=(Finding(failure.fault, (failure.fault,), summary=said, reproduce=str(case)),))
@@ -149,6 +149,23 @@ def _picture(done: Attempt, findings: Sequence[Finding]) -> Picture:
     )
 
 
+class Trust:
+    """Faults that were borne out so often that they are not asked about again."""
+
+    def __init__(self, enough: int = 3):
+        self.enough = enough
+        self.counts: dict[str, int] = {}
+
+    @property
+    def names(self) -> frozenset[str]:
+        return frozenset(name for name, count in self.counts.items() if count >= self.enough)
+
+    def note(self, result: Result) -> None:
+        for finding in result.findings[:1]:
+            if finding.fault in BY_NAME:
+                self.counts[finding.fault] = self.counts.get(finding.fault, 0) + 1
+
+
 def conform(
     target: Target,
     cases: Sequence[Case],
@@ -156,31 +173,36 @@ def conform(
     *,
     known: dict[str, str] | None = None,
     each: Callable[[Result], None] = lambda result: None,
-    enough: int = 3,
 ) -> Report:
-    """Every case in turn. A fault that was borne out `enough` times is trusted from then on."""
+    """Every case in turn."""
     start = time.perf_counter()
     results: list[Result] = []
-    counts: dict[str, int] = {}
+    trust = Trust()
     lost = ""
     for case in cases:
         if lost:
             result = Result(case, "unsupported", f"the device was lost in case {lost}")
         else:
-            trusted = frozenset(name for name, count in counts.items() if count >= enough)
-            result = survive(case, target, trusted)
+            result = survive(case, target, trust.names)
             if result.status == "raised" and is_lost(result.reason) and not target.runs_on:
                 lost = case.name
         result = replace(result, known=(known or {}).get(case.name, ""))
-        for finding in result.findings[:1]:
-            if finding.fault in BY_NAME:
-                counts[finding.fault] = counts.get(finding.fault, 0) + 1
+        trust.note(result)
         results.append(result)
         each(result)
+    return report_of(facts_of(target), results, level, time.perf_counter() - start)
+
+
+def facts_of(target: Target) -> dict[str, str]:
+    """What a report says about its target."""
+    return {"target": target.name, "device": target.runs_on or target.device, "version": target.version}
+
+
+def report_of(facts: dict[str, str], results: list[Result], level: str, seconds: float) -> Report:
     versions = {"quire": quire.__version__, "torch": torch.__version__, "python": platform.python_version()}
-    if target.version:
-        versions["target"] = target.version
-    return Report(target.name, level, target.runs_on or target.device, settle(results), time.perf_counter() - start, versions)
+    if facts["version"]:
+        versions["target"] = facts["version"]
+    return Report(facts["target"], level, facts["device"], settle(results), seconds, versions)
 
 
 def survive(case: Case, target: Target, trusted: frozenset[str] = frozenset()) -> Result:
@@ -192,7 +214,7 @@ def survive(case: Case, target: Target, trusted: frozenset[str] = frozenset()) -
         failure = Failure.of(error)
         if failure is not error and not is_lost(str(failure)):
             raise
-        return _failed(case, failure)
+        return failed(case, failure)
 
 
 def settle(results: list[Result]) -> list[Result]:

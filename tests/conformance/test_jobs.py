@@ -1,0 +1,71 @@
+"""Cases shared among processes give the report of one process, whatever becomes of those processes."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from quire.cli import main
+from quire.conformance.case import Case
+from quire.conformance.jobs import conform_in
+from quire.conformance.report import Result
+from quire.conformance.run import conform
+from quire.conformance.target import find
+
+ADAPTER = """
+import os, time
+from quire.conformance.call import Call
+from quire.conformance.plant import compute, planted
+
+def attention(*, q, k_pages, v_pages, page_table, kv_lens, q_starts, out, scale, window):
+    call = Call(q, k_pages, v_pages, page_table, kv_lens, q_starts, out, scale, window=window)
+    if window[0] == 1:
+        os.abort()
+    if window[0] == 0:
+        time.sleep(0.3)  # the first case is the last to be done
+    (compute if window[0] is None else planted("window-ignored").run)(call)
+"""
+CASES = [Case(f"window-{n}", q_lens=(2, 1), kv_lens=(9, 5), kv_heads=1, window=(n, 0)) for n in (0, None, 2, 3, None, 4)]
+
+
+@pytest.fixture(scope="module")
+def adapter(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("jobs") / "kernel.py"
+    path.write_text(ADAPTER)
+    return f"{path}:attention"
+
+
+def gist(results: Any) -> list[tuple[str, str, list[str]]]:
+    return [(result.case.name, result.status, [finding.fault for finding in result.findings]) for result in results]
+
+
+def test_the_report_is_that_of_one_process_and_a_death_is_a_finding(adapter: str) -> None:
+    told: list[Result] = []
+    dies = CASES[0].replace(name="dies", window=(1, 0))
+    known = {"window-2": "why"}
+    report = conform_in(2, adapter, [*CASES, dies], "some", in_process=True, known=lambda name: known, each=told.append)
+    alone = conform(find(adapter), CASES, "some", known=known)
+    assert gist(report.results) == [*gist(alone.results), ("dies", "raised", ["crashes"])] == gist(told)
+    assert [result.known for result in report.results] == ["", "", "why", "", "", "", ""]
+    assert (report.target, report.level, report.device, report.versions) == (alone.target, "some", alone.device, alone.versions)
+
+
+def test_the_command(adapter: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Here each process has another one for the target."""
+    assert (
+        main(["conform", adapter, "--jobs", "2", "--json", "--only", "^(mixed|window-1|one-of-each)$", "--level", "standard"]) == 1
+    )
+    said = json.loads(capsys.readouterr().out)
+    found = [(result["name"], result["status"]) for result in said["results"]]
+    assert found == [("mixed", "right"), ("one-of-each", "right"), ("window-1", "wrong")]
+
+
+@pytest.mark.parametrize(
+    "wrong", [["torch", "--jobs", "0"], ["none.py:f", "--jobs", "2", "--only", "mixed"]], ids=["no job", "no file"]
+)
+def test_bad_questions(wrong: list[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(["conform", *wrong])
+    assert stop.value.code == 2
