@@ -11,7 +11,7 @@ from quire.conformance.budget import factor_type
 from quire.conformance.call import Call, bytes_of, whole_of
 from quire.conformance.exact import PLAIN, Outcome, Stages, exact
 from quire.conformance.faults import BY_NAME
-from quire.conformance.faults.results import nan_leak
+from quire.conformance.faults.behaviour import nan_leak
 from quire.conformance.narrow import Narrow
 from quire.conformance.target import Target
 from quire.conformance.threads import one_thread

@@ -27,7 +27,7 @@ from quire.conformance.build import TYPES
 from quire.conformance.call import Call
 from quire.conformance.case import Case
 from quire.conformance.exact import LOG2E
-from quire.conformance.faults.results import coarse
+from quire.conformance.faults.softmax import coarse
 from quire.conformance.narrow import ROUNDINGS, Narrow
 
 NARROWER = {"fp32": ("tf32", "bf16", "fp16"), "fp16": ("bf16",), "bf16": ()}

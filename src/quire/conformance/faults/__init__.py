@@ -2,13 +2,36 @@
 
 from __future__ import annotations
 
+from quire.conformance.faults.behaviour import BEHAVIOUR
+from quire.conformance.faults.bias import BIAS
 from quire.conformance.faults.fault import Fault, Parameters, Seen
+from quire.conformance.faults.forms import FORMS
+from quire.conformance.faults.heads import HEADS
+from quire.conformance.faults.indices import INDICES
+from quire.conformance.faults.keys import KEYS
+from quire.conformance.faults.output import OUTPUT
+from quire.conformance.faults.pages import PAGES
 from quire.conformance.faults.precision import PRECISION
-from quire.conformance.faults.reading import READING
-from quire.conformance.faults.results import RESULTS
-from quire.conformance.faults.scoring import SCORING
+from quire.conformance.faults.scale import SCALE
+from quire.conformance.faults.sight import SIGHT
+from quire.conformance.faults.softmax import SOFTMAX
+from quire.conformance.faults.stored import STORED
 
-CATALOGUE: tuple[Fault, ...] = (*READING, *SCORING, *RESULTS, *PRECISION)
+CATALOGUE: tuple[Fault, ...] = (
+    *INDICES,
+    *PAGES,
+    *STORED,
+    *FORMS,
+    *SCALE,
+    *SIGHT,
+    *KEYS,
+    *BIAS,
+    *HEADS,
+    *OUTPUT,
+    *SOFTMAX,
+    *BEHAVIOUR,
+    *PRECISION,
+)
 BY_NAME = {fault.name: fault for fault in CATALOGUE}
 
 __all__ = ["BY_NAME", "CATALOGUE", "Fault", "Parameters", "Seen"]

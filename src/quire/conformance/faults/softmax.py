@@ -1,4 +1,4 @@
-"""Faults of results: softmax, splits, LSE, rows of the output, and how a kernel behaves."""
+"""Faults of the softmax: normalisation, splits, sums, and the LSE."""
 
 from __future__ import annotations
 
@@ -10,63 +10,9 @@ import torch
 
 from quire.conformance import exact as x
 from quire.conformance.call import Call
-from quire.conformance.exact import PLAIN, Indices, Outcome, Part, Row, Stages, Values, Work
-from quire.conformance.faults import solve
+from quire.conformance.exact import PLAIN, Outcome, Part, Stages, Work
 from quire.conformance.faults.fault import Fault
-
-
-def _finish(change: Any) -> Stages:
-    """Changes the whole result: `change(w, outcome)`."""
-    return PLAIN.replace(finish=change)
-
-
-def _unwritten(rows: list[int]) -> Stages:
-    def finish(w: Work, into: Outcome) -> Outcome:
-        into.written[rows] = False
-        return into
-
-    return _finish(finish)
-
-
-def _unwritten_elements(heads: list[int] | None, dims: list[int] | None) -> Stages:
-    def finish(w: Work, into: Outcome) -> Outcome:
-        if heads is not None:
-            into.written[:, heads] = False
-        if dims is not None:
-            into.written[:, :, dims] = False
-        return into
-
-    return _finish(finish)
-
-
-def _zero(rows: list[int]) -> Stages:
-    def finish(w: Work, into: Outcome) -> Outcome:
-        into.out[rows] = 0.0
-        return into
-
-    return _finish(finish)
-
-
-def _moved(index: Any) -> Stages:
-    """Elements come from elsewhere: `index(tensor)` for out, weighted and, without the last axis, lse."""
-
-    def finish(w: Work, into: Outcome) -> Outcome:
-        live = w.call.live
-        for name in ("out", "weighted"):
-            tensor = getattr(into, name)
-            tensor[:live] = index(tensor[:live].clone())
-        return into
-
-    return _finish(finish)
-
-
-def _factor(factor: Any) -> Stages:
-    def finish(w: Work, into: Outcome) -> Outcome:
-        f = torch.as_tensor(factor, dtype=into.out.dtype).reshape(1, -1, 1)
-        into.out, into.weighted = into.out * f, into.weighted * f.abs()
-        return into
-
-    return _finish(finish)
+from quire.conformance.faults.stages import finished
 
 
 def _weigh(change: Any) -> Stages:
@@ -214,7 +160,7 @@ def _lse(change: Any) -> Stages:
         into.lse = change(w, into)
         return into
 
-    return _finish(finish)
+    return finished(finish)
 
 
 def _has_lse(call: Call) -> bool:
@@ -233,130 +179,7 @@ def _lse_without_log(w: Work, into: Outcome) -> torch.Tensor:
     return into.lse.exp()
 
 
-def nan_leak() -> Stages:
-    """Slots of the last page beyond the end get weight 0, and 0 times NaN is NaN."""
-
-    def gather(w: Work, s: Stages, at: Indices, row: Row) -> Values:
-        if w.call.new is not None:
-            return x.gather(w, s, at, row)
-        whole = -(-row.kv_len // w.call.page_size) * w.call.page_size
-        return x.gather(w, s, at, row._replace(kv_len=whole))
-
-    def see(w: Work, row: Row, keys: int) -> torch.Tensor:
-        visible = x.see(w, row, min(keys, row.kv_len))
-        return torch.cat((visible, torch.zeros(row.q_len, max(keys - row.kv_len, 0), dtype=torch.bool)), 1)
-
-    def bias(w: Work, row: Row, keys: int) -> torch.Tensor | float:
-        if w.call.alibi is None:
-            return 0.0
-        q_at = torch.arange(row.context, row.kv_len)
-        return -x.slopes(w) * (q_at[:, None] - torch.arange(keys)[None, :]).abs()
-
-    return PLAIN.replace(gather=gather, see=see, bias=bias, keep_unseen=True)
-
-
-def _last_row(call: Call) -> dict[str, Any]:
-    return {"rows": [call.live - 1]}
-
-
-def _swap_ends(call: Call) -> dict[str, Any]:
-    rows = list(range(call.live))
-    rows[0], rows[-1] = rows[-1], rows[0]
-    return {"rows": rows}
-
-
-RESULTS = (
-    Fault(
-        "row-unwritten",
-        "output",
-        "rows of the output keep what the memory held before",
-        "a row that no program takes: skipped by its length, beyond the grid, returned early",
-        lambda rows: _unwritten(rows),
-        lambda call: call.live > 0,
-        tries=(),
-        solve=solve.unwritten_rows,
-        plant=_last_row,
-        issues=("vLLM #28905",),
-    ),
-    Fault(
-        "elements-unwritten",
-        "output",
-        "some heads or some dims of the output keep what the memory held before",
-        "a grid or a vector width that does not divide",
-        lambda heads=None, dims=None: _unwritten_elements(heads, dims),
-        lambda call: call.live > 0 and call.q_heads > 1,
-        tries=(),
-        solve=solve.unwritten_elements,
-        plant=lambda call: {"heads": [call.q_heads - 1], "dims": None},
-        issues=("vLLM reshape_and_cache drops heads when Hk*D/x > 512",),
-    ),
-    Fault(
-        "row-zero",
-        "output",
-        "rows of the output are zero",
-        "a row that is taken for an empty one",
-        lambda rows: _zero(rows),
-        lambda call: call.live > 0,
-        tries=(),
-        solve=solve.zero_rows,
-        plant=_last_row,
-        issues=("FlashInfer #1654", "FlashInfer #3219"),
-    ),
-    Fault(
-        "rows-swapped",
-        "output",
-        "rows hold each other's results",
-        "rows are sorted for balance and not sorted back",
-        lambda rows: _moved(lambda t: t[torch.tensor(rows)]),
-        lambda call: call.live > 1,
-        tries=(),
-        solve=solve.row_map,
-        plant=_swap_ends,
-    ),
-    Fault(
-        "heads-swapped",
-        "output",
-        "heads hold each other's results",
-        "heads of a group are unpacked in another order than they were packed",
-        lambda heads: _moved(lambda t: t[:, torch.tensor(heads)]),
-        lambda call: call.q_heads > 1,
-        tries=(),
-        solve=solve.head_order,
-        plant=lambda call: {"heads": list(range(call.q_heads))[::-1]},
-    ),
-    Fault(
-        "dims-moved",
-        "output",
-        "dims of the output hold each other's results",
-        "a vectorised store with another order than the load",
-        lambda dims: _moved(lambda t: t[..., torch.tensor(dims)]),
-        lambda call: call.out.shape[2] > 1,
-        tries=(),
-        solve=solve.dim_order,
-        plant=lambda call: {"dims": [*range(1, call.out.shape[2]), 0]},
-    ),
-    Fault(
-        "output-off-by-factor",
-        "output",
-        "every output is too large or too small by one factor",
-        "a scale of the output that nobody asked for, or a correction applied twice",
-        lambda factor: _factor(factor),
-        lambda call: call.live > 0,
-        tries=(),
-        solve=solve.out_factor,
-        plant=lambda call: {"factor": 1.5},
-    ),
-    Fault(
-        "output-off-by-head-factors",
-        "output",
-        "every head's output is off by a factor of its own",
-        "scales per head, applied to the wrong head or where there are none",
-        lambda factors: _factor(factors),
-        lambda call: call.q_heads > 1,
-        tries=(),
-        solve=solve.head_factors,
-        plant=lambda call: {"factors": [1.0 + 0.25 * h for h in range(call.q_heads)]},
-    ),
+SOFTMAX = (
     Fault(
         "not-normalised",
         "softmax",
@@ -453,61 +276,5 @@ RESULTS = (
         "the logarithm is missing",
         lambda: _lse(_lse_without_log),
         _has_lse,
-    ),
-    Fault(
-        "nan-leak",
-        "behaviour",
-        "NaN where a don't-care slot held NaN, right where it held a number",
-        "weight 0 times whatever lies there: masked scores, values that are not",
-        None,
-        issues=("FlashAttention #1745", "FlashAttention #2374", "FlashInfer #941", "AITER #5401"),
-    ),
-    Fault(
-        "two-runs-differ",
-        "behaviour",
-        "the same call gives other bits the second time",
-        "a race, an atomic sum, memory that was not initialised",
-        None,
-        issues=("vLLM #39146",),
-    ),
-    Fault(
-        "state-leaks",
-        "behaviour",
-        "a call gives other bits after another call",
-        "a workspace, a counter or a cached plan that one call leaves for the next",
-        None,
-        issues=("FlashInfer #4014", "TRT-LLM #18769", "rtp-llm #1084"),
-    ),
-    Fault(
-        "writes-outside-output",
-        "behaviour",
-        "memory before or behind the output changes",
-        "a store without a mask",
-        None,
-        issues=("FlashInfer #3978",),
-    ),
-    Fault(
-        "writes-padding-rows",
-        "behaviour",
-        "rows of the output that belong to no sequence change",
-        "a row that is empty or padding is written all the same",
-        None,
-        issues=("vLLM Triton decode writes a row for query_len 0",),
-    ),
-    Fault(
-        "changes-inputs",
-        "behaviour",
-        "a tensor that is only to be read changes",
-        "scaling in place, or a cache that is written",
-        None,
-        issues=("vLLM ref_paged_attn: q *= scale",),
-    ),
-    Fault(
-        "raises",
-        "behaviour",
-        "an error where an answer was due",
-        "a limit that is not declared",
-        None,
-        issues=("vLLM #39065",),
     ),
 )

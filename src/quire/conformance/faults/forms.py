@@ -1,0 +1,109 @@
+"""Faults of forms: new tokens that come beside the cache."""
+
+from __future__ import annotations
+
+import torch
+
+from quire.conformance import exact as x
+from quire.conformance.call import Call
+from quire.conformance.exact import PLAIN, Indices, Row, Stages, Values, Work
+from quire.conformance.faults.fault import Fault
+
+
+def _new_ignored() -> Stages:
+    """Only what the cache holds is seen."""
+
+    def see(w: Work, row: Row, keys: int) -> torch.Tensor:
+        visible = x.see(w, row, keys)
+        visible[:, max(row.context, 0) :] = False
+        return visible
+
+    return PLAIN.replace(see=see)
+
+
+def _new_from_cache() -> Stages:
+    def gather(w: Work, s: Stages, at: Indices, row: Row) -> Values:
+        fresh, w.new = w.new, {"k": None, "v": None}
+        parts = []
+        for part in ("k", "v"):
+            page, slot = s.locate(w, at, row, torch.arange(row.kv_len))
+            parts.append(s.decode(w, part, x.load(w, part, s.address(w, part, page, slot)), page, slot))
+        w.new = fresh
+        return Values(*parts)
+
+    return PLAIN.replace(gather=gather)
+
+
+def _new_rows(by: int) -> Stages:
+    """The new tokens' keys and values are taken from rows further on."""
+
+    def gather(w: Work, s: Stages, at: Indices, row: Row) -> Values:
+        k, v = x.gather(w, s, at, row)
+        n = max(row.context, 0)
+        tail = {}
+        for part in ("k", "v"):
+            rows = (torch.arange(row.first, row.first + row.q_len) + by).clamp(0, max(w.call.live - 1, 0))
+            tail[part] = w.new[part][rows.to(w.call.device)].cpu().to(w.number)  # type: ignore[index]
+        return Values(torch.cat((k[:n], tail["k"])), torch.cat((v[:n], tail["v"])))
+
+    return PLAIN.replace(gather=gather)
+
+
+def _new_quantised() -> Stages:
+    """New tokens go through the cache's format on their way, as if they had been read back from it."""
+
+    def gather(w: Work, s: Stages, at: Indices, row: Row) -> Values:
+        from quire.conformance.build import encode
+
+        parts = list(x.gather(w, s, at, row))
+        n = max(row.context, 0)
+        for i, part in enumerate(("k", "v")):
+            scale = w.scales[part].cpu().float().reshape(1, -1, 1)  # type: ignore[union-attr]
+            fresh = parts[i][n:]
+            parts[i] = torch.cat((parts[i][:n], encode(fresh, w.call.format, scale).to(w.number) * scale.to(w.number)))
+        return Values(*parts)
+
+    return PLAIN.replace(gather=gather)
+
+
+def _context(call: Call) -> bool:
+    return call.new is not None
+
+
+FORMS = (
+    Fault(
+        "new-tokens-ignored",
+        "forms",
+        "nothing of k and v is seen; a first prefill gives zeros",
+        "a kernel that reads everything from the cache is called before the cache is written",
+        _new_ignored,
+        _context,
+        issues=("vLLM #28490 and its five explanations",),
+    ),
+    Fault(
+        "new-tokens-read-from-cache",
+        "forms",
+        "slots of the new tokens, not written yet, are read instead of k and v",
+        "one call with two contracts: prefill rows take k and v, decode rows take the cache",
+        _new_from_cache,
+        _context,
+        issues=("vLLM chunked_prefill_paged_decode",),
+    ),
+    Fault(
+        "new-tokens-off-by-one",
+        "forms",
+        "each new token has the key and value of the next",
+        "an index into k and v that counts from 1",
+        lambda by: _new_rows(by),
+        _context,
+        ({"by": 1}, {"by": -1}),
+    ),
+    Fault(
+        "new-tokens-quantised",
+        "forms",
+        "small errors, of the size of the cache's format, in what the new tokens give",
+        "k and v are passed through the cache's format although they come beside it",
+        _new_quantised,
+        lambda call: call.new is not None and call.k_scale is not None and call.k_scale.dim() < 2,
+    ),
+)

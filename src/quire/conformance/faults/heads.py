@@ -1,0 +1,120 @@
+"""Faults of heads: who reads whose keys, and how many dims."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from quire.conformance import exact as x
+from quire.conformance.call import Call
+from quire.conformance.exact import PLAIN, Stages, Work
+from quire.conformance.faults import solve
+from quire.conformance.faults.fault import Fault
+from quire.conformance.faults.stages import ORDERS
+
+
+def _heads(change: Any) -> Stages:
+    """Another kv head for each query head: `change(call) -> [q_heads]`."""
+    return PLAIN.replace(kv_head=lambda w: change(w.call))
+
+
+def _query(by: int) -> Stages:
+    """Each row's query is the next one's, seen from its own place."""
+
+    def score(w: Work, q: torch.Tensor, k: torch.Tensor, heads: torch.Tensor) -> torch.Tensor:
+        at = (torch.arange(q.shape[0]) + by).clamp(0, q.shape[0] - 1)
+        return x.score(w, q[at], k, heads)
+
+    return PLAIN.replace(score=score)
+
+
+def _q_heads_as(change: Any) -> Stages:
+    def score(w: Work, q: torch.Tensor, k: torch.Tensor, heads: torch.Tensor) -> torch.Tensor:
+        return x.score(w, q[:, change(w.call)], k, heads)
+
+    return PLAIN.replace(score=score)
+
+
+def _dims(keep: Any) -> Stages:
+    """Only some dims of q and k are multiplied: `keep(head_dim) -> index`."""
+
+    def score(w: Work, q: torch.Tensor, k: torch.Tensor, heads: torch.Tensor) -> torch.Tensor:
+        at = keep(q.shape[2])
+        return x.score(w, q[..., at], k[..., at], heads)
+
+    return PLAIN.replace(score=score)
+
+
+def _several_heads(call: Call) -> bool:
+    return call.kv_heads > 1
+
+
+def _groups(call: Call) -> bool:
+    return call.kv_heads > 1 and call.q_heads > call.kv_heads
+
+
+def _long(call: Call) -> bool:
+    return call.seqs > 0 and int(call.q_starts.diff().max()) > 1
+
+
+KEPT: dict[str, Callable[[int], torch.Tensor]] = {
+    "all but last": lambda d: torch.arange(d - 1),
+    "all but first": lambda d: torch.arange(1, d),
+    "first half": lambda d: torch.arange(max(d // 2, 1)),
+    "whole 16s": lambda d: torch.arange(max(d // 16 * 16 if d % 16 else d - 16, 1)),
+    "whole 32s": lambda d: torch.arange(max(d // 32 * 32 if d % 32 else d - 32, 1)),
+    "power of two": lambda d: torch.arange(1 << (d.bit_length() - 1)),
+}
+
+
+HEADS = (
+    Fault(
+        "kv-heads-interleaved",
+        "heads",
+        "most heads read another head's keys",
+        "query head h reads kv head h % kv_heads instead of h // group",
+        lambda: _heads(lambda call: torch.arange(call.q_heads) % call.kv_heads),
+        _groups,
+    ),
+    Fault(
+        "kv-head-wrong",
+        "heads",
+        "some heads read another head's keys and values",
+        "an index of heads that is local to something else",
+        lambda heads: _heads(lambda call: torch.tensor(heads)),
+        _several_heads,
+        tries=(),
+        solve=solve.head_map,
+        plant=lambda call: {"heads": [0] * call.q_heads},
+    ),
+    Fault(
+        "query-off-by-one",
+        "heads",
+        "each row is computed with the next one's query",
+        "an index into q that counts from 1",
+        lambda by: _query(by),
+        _long,
+        ({"by": 1}, {"by": -1}),
+    ),
+    Fault(
+        "query-heads-reversed",
+        "heads",
+        "each head is computed with another's query",
+        "heads of a group are packed in another order than they are unpacked",
+        lambda order: _q_heads_as(ORDERS[order]),
+        lambda call: call.q_heads > 1,
+        ({"order": "reversed"}, {"order": "reversed in group"}, {"order": "group first"}, {"order": "kv head first"}),
+    ),
+    Fault(
+        "dims-cut",
+        "heads",
+        "logits miss the last dims",
+        "a head_dim that is no multiple of the tile is rounded down",
+        lambda keep: _dims(KEPT[keep]),
+        lambda call: call.q.shape[2] > 1,
+        tuple({"keep": name} for name in ("all but last", "first half", "whole 16s", "whole 32s", "power of two", "all but first")),
+        issues=("vLLM #16808", "vLLM #12656"),
+    ),
+)

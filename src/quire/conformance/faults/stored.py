@@ -1,0 +1,280 @@
+"""Faults of what pages hold: scales, formats, layouts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from quire.conformance import exact as x
+from quire.conformance.call import Call
+from quire.conformance.exact import PLAIN, Indices, Row, Stages, Values, Work
+from quire.conformance.faults.fault import Fault
+
+
+def _decode(change: Any) -> Stages:
+    """Another way to make numbers: `change(w, part, raw, page, slot)`."""
+    return PLAIN.replace(decode=change)
+
+
+def _rescaled(change: Any) -> Stages:
+    """Other scales: `change(w, part, page, slot, scale)`."""
+
+    def decode(w: Work, part: str, raw: torch.Tensor, page: torch.Tensor, slot: torch.Tensor) -> torch.Tensor:
+        scale = x.scale_at(w, part, page, slot)
+        return x.as_numbers(raw, w.call.format, w.number) * change(w, part, page, slot, scale)
+
+    return _decode(decode)
+
+
+def _only(which: str, change: Any) -> Stages:
+    return _rescaled(lambda w, part, page, slot, scale: change(scale) if part == which else scale)
+
+
+def _swapped_scales(w: Work, part: str, page: torch.Tensor, slot: torch.Tensor, scale: Any) -> Any:
+    return x.scale_at(w, "v" if part == "k" else "k", page, slot)
+
+
+def _first_scale(w: Work, part: str, page: torch.Tensor, slot: torch.Tensor, scale: Any) -> Any:
+    return w.scales[part].reshape(-1)[0].cpu().to(w.number)  # type: ignore[union-attr]
+
+
+def _first_slot_scale(w: Work, part: str, page: torch.Tensor, slot: torch.Tensor, scale: Any) -> Any:
+    return x.scale_at(w, part, page, torch.zeros_like(slot))
+
+
+def _reversed_head_scales(w: Work, part: str, page: torch.Tensor, slot: torch.Tensor, scale: Any) -> Any:
+    return scale.flip(1)
+
+
+def _as_format(name: str) -> Stages:
+    def decode(w: Work, part: str, raw: torch.Tensor, page: torch.Tensor, slot: torch.Tensor) -> torch.Tensor:
+        return x.as_numbers(raw, name, w.number) * x.scale_at(w, part, page, slot)
+
+    return _decode(decode)
+
+
+def _is(*formats: str) -> Any:
+    return lambda call: call.format in formats
+
+
+def _is_quantised(call: Call) -> bool:
+    return call.k_scale is not None
+
+
+def _scale_kind(dims: int) -> Any:
+    return lambda call: call.k_scale is not None and call.k_scale.dim() == dims and call.kv_heads > 1
+
+
+def _other_x(factor: int) -> Stages:
+    """Keys packed by x are read as if packed by another x, in the same memory."""
+
+    def address(w: Work, part: str, page: torch.Tensor, slot: torch.Tensor) -> torch.Tensor:
+        if part == "v":
+            return x.address(w, part, page, slot)
+        size, dim, other = w.call.page_size, w.dims["k"], w.x * factor
+        h = torch.arange(w.call.kv_heads).view(1, -1, 1)
+        d = torch.arange(dim).view(1, 1, -1)
+        stride = w.pages["k"].stride()
+        inner = (d // other) * (size * other) + slot.view(-1, 1, 1) * other + d % other
+        return page.view(-1, 1, 1) * stride[0] + h * stride[1] + inner
+
+    return PLAIN.replace(address=address)
+
+
+def _transposed(parts: str) -> Stages:
+    """nhd read as hnd or the other way round: slots and heads change places in the same memory."""
+
+    def address(w: Work, part: str, page: torch.Tensor, slot: torch.Tensor) -> torch.Tensor:
+        if part not in parts:
+            return x.address(w, part, page, slot)
+        size, heads, dim = w.call.page_size, w.call.kv_heads, w.dims[part]
+        h = torch.arange(heads).view(1, -1, 1)
+        d = torch.arange(dim).view(1, 1, -1)
+        at = slot.view(-1, 1, 1)
+        inner = (h * size + at) if w.call.layout == "nhd" else (at * heads + h)
+        return page.view(-1, 1, 1) * w.pages[part].stride(0) + inner * dim + d
+
+    return PLAIN.replace(address=address)
+
+
+def _plain_pages(call: Call) -> bool:
+    contiguous = call.k_pages[0].is_contiguous() and call.v_pages[0].is_contiguous()
+    return call.layout in ("nhd", "hnd") and call.kv_heads > 1 and call.page_size > 1 and contiguous
+
+
+def _untransposed_values() -> Stages:
+    """Values that lie dim by slot are read as if they lay slot by dim."""
+
+    def address(w: Work, part: str, page: torch.Tensor, slot: torch.Tensor) -> torch.Tensor:
+        if part == "k":
+            return x.address(w, part, page, slot)
+        stride = w.pages["v"].stride()
+        h, d = torch.arange(w.call.kv_heads).view(1, -1, 1), torch.arange(w.dims["v"]).view(1, 1, -1)
+        return page.view(-1, 1, 1) * stride[0] + h * stride[1] + slot.view(-1, 1, 1) * w.dims["v"] + d
+
+    return PLAIN.replace(address=address)
+
+
+def _gather(change: Any) -> Stages:
+    def gather(w: Work, s: Stages, at: Indices, row: Row) -> Values:
+        return change(w, row, x.gather(w, s, at, row))
+
+    return PLAIN.replace(gather=gather)
+
+
+STORED = (
+    Fault(
+        "k-scale-missing",
+        "scales",
+        "logits are off by the scale of K",
+        "the scale is folded into the softmax scale on one path and forgotten on the other",
+        lambda: _only("k", lambda scale: 1.0),
+        _is_quantised,
+    ),
+    Fault(
+        "v-scale-missing",
+        "scales",
+        "outputs are off by the scale of V",
+        "the scale is to be applied once at the end, and one path returns earlier",
+        lambda: _only("v", lambda scale: 1.0),
+        _is_quantised,
+    ),
+    Fault(
+        "k-scale-twice",
+        "scales",
+        "logits are nearly all alike, or far too sharp",
+        "applied when bytes are decoded, and again with the softmax scale",
+        lambda: _only("k", lambda scale: scale * scale),
+        _is_quantised,
+    ),
+    Fault(
+        "v-scale-twice",
+        "scales",
+        "outputs are too small by the scale of V",
+        "applied when bytes are decoded, and again to the accumulator",
+        lambda: _only("v", lambda scale: scale * scale),
+        _is_quantised,
+    ),
+    Fault(
+        "scales-swapped",
+        "scales",
+        "logits and outputs are both off by the quotient of the two scales",
+        "two arguments of the same type, side by side",
+        lambda: _rescaled(_swapped_scales),
+        _is_quantised,
+    ),
+    Fault(
+        "head-scale-read-as-tensor",
+        "scales",
+        "the first kv head is right, the others are off by a factor of their own",
+        "a kernel loads one scalar where a vector was passed",
+        lambda: _rescaled(_first_scale),
+        _scale_kind(1),
+    ),
+    Fault(
+        "head-scales-in-wrong-order",
+        "scales",
+        "every kv head is off by a factor of its own",
+        "scales indexed by another head than the keys",
+        lambda: _rescaled(_reversed_head_scales),
+        _scale_kind(1),
+    ),
+    Fault(
+        "token-scale-of-first-slot",
+        "scales",
+        "only the first token of each page is right",
+        "a scale per page is expected where there is one per token",
+        lambda: _rescaled(_first_slot_scale),
+        _scale_kind(3),
+        issues=("AITER: scales per page beside scales per token",),
+    ),
+    Fault(
+        "e4m3fn-read-as-fnuz",
+        "formats",
+        "everything from the cache is half as large",
+        "the flavour of fp8 follows the GPU that runs, not the one that wrote",
+        lambda: _as_format("e4m3fnuz"),
+        _is("e4m3fn"),
+        issues=("vLLM: gfx942 stores fnuz, gfx950 and NVIDIA fn",),
+    ),
+    Fault(
+        "fnuz-read-as-e4m3fn",
+        "formats",
+        "everything from the cache is twice as large",
+        "the flavour of fp8 follows the GPU that runs, not the one that wrote",
+        lambda: _as_format("e4m3fn"),
+        _is("e4m3fnuz"),
+    ),
+    Fault(
+        "e5m2-read-as-e4m3",
+        "formats",
+        "numbers keep their sign and little else",
+        "'fp8' is taken to mean e4m3",
+        lambda: _as_format("e4m3fn"),
+        _is("e5m2"),
+        issues=("vLLM triton_reshape_and_cache_flash views e5m2 caches as e4m3", "SGLang #18550"),
+    ),
+    Fault(
+        "e4m3-read-as-e5m2",
+        "formats",
+        "numbers keep their sign and little else",
+        "'fp8' is taken to mean e5m2",
+        lambda: _as_format("e5m2"),
+        _is("e4m3fn", "e4m3fnuz"),
+    ),
+    Fault(
+        "bytes-read-as-int8",
+        "formats",
+        "numbers keep their order of magnitude only by accident",
+        "bytes without a format are taken for whole numbers",
+        lambda: _as_format("int8"),
+        _is("e4m3fn", "e4m3fnuz", "e5m2"),
+    ),
+    Fault(
+        "fp16-read-as-bf16",
+        "formats",
+        "numbers of either 16-bit type are read as the other",
+        "the cache's type is taken from the query",
+        lambda: _decode(
+            lambda w, part, raw, page, slot: x.as_numbers(raw, "bf16" if w.call.format == "fp16" else "fp16", w.number)
+        ),
+        _is("fp16", "bf16"),
+    ),
+    Fault(
+        "x-of-8-read-as-16",
+        "layouts",
+        "elements of neighbouring slots are mixed",
+        "x is 16 bytes, so it doubles when elements halve: somebody kept the old one",
+        lambda factor: _other_x(factor),
+        lambda call: call.layout in ("vllm_x", "aiter") and call.q.shape[2] % (2 * call.k_pages.shape[-1]) == 0,
+        ({"factor": 2},),
+        issues=("vLLM test_attention.py re-views an x=16 cache as x=8",),
+    ),
+    Fault(
+        "layout-read-as-another",
+        "layouts",
+        "slots and heads change places within a page",
+        "NHD and HND have the same size, and nothing in a tensor says which it is",
+        lambda parts: _transposed(parts),
+        _plain_pages,
+        ({"parts": "kv"}, {"parts": "k"}, {"parts": "v"}),
+        issues=("FlashInfer kv_layout", "AITER's shuffled V is not vLLM's"),
+    ),
+    Fault(
+        "values-not-transposed",
+        "layouts",
+        "values of a page are scrambled among slots and dims",
+        "the values of this layout lie dim by slot",
+        lambda: _untransposed_values(),
+        lambda call: call.layout == "vllm_x",
+    ),
+    Fault(
+        "k-and-v-swapped",
+        "layouts",
+        "logits come from values and outputs from keys",
+        "two arguments of the same shape, or the two halves of a joint page",
+        lambda: _gather(lambda w, row, kv: Values(kv.v, kv.k)),
+        lambda call: call.q.shape[2] == call.out.shape[2],
+    ),
+)
