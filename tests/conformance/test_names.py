@@ -115,3 +115,31 @@ def test_where_it_is() -> None:
     assert where.sequence is not None and where.key is not None
     assert where.page == int(call.page_table[where.sequence, where.key // 16])
     assert result.picture is not None and result.picture.bad_cell == (where.sequence, where.key // 16)
+
+
+@pytest.mark.parametrize("rows", ["of several new tokens", "of one new token"])
+def test_a_fault_of_one_of_two_kernels_is_named(rows: str) -> None:
+    """Operators for mixed batches are often two kernels, and only one of them has the fault."""
+    case = BY_NAME["window"].replace(lse=False)
+
+    def run(call: Call) -> None:
+        compute(call)
+        right = call.out.clone()
+        planted("window-ignored").run(call)
+        for start, end in zip(call.q_starts.tolist(), call.q_starts.tolist()[1:]):
+            if (end - start > 1) != (rows == "of several new tokens"):
+                call.out[start:end] = right[start:end]
+
+    first = examine(case, Target("two kernels", run)).findings[0]
+    assert (first.fault, first.parameters["rows"]) == ("window-ignored", rows)
+    assert {n > 1 for n in Case.parse(first.reproduce).q_lens} == {rows == "of several new tokens"}
+
+
+def test_one_miss_is_not_forgiven_if_it_is_a_miss_everywhere() -> None:
+    """With needles a softmax that drops small weights looks like one that is too sharp; with other numbers it does not."""
+
+    def sharp(w: Any, logits: torch.Tensor, v: torch.Tensor, heads: torch.Tensor) -> Part:
+        return x.weigh(w, torch.where(logits < logits.amax(-1, keepdim=True) - 2, -torch.inf, logits), v, heads)
+
+    result = examine(BY_NAME["decode-needle"], Target("sharp", lambda call: compute(call, _weigh(sharp))))
+    assert result.findings[0].fault == "unknown"

@@ -132,6 +132,7 @@ BLIND: dict[str, tuple[str, ...]] = {
     "cross": ("row-zero",),
     "softcap-window": ("causal-ignored",),
     "alibi-decode": _LAST,
+    "alibi-window": ("causal-ignored",),
     "sinks-decode": _LAST,
     "scale": ("accumulated-in-16-bits",),
     "tree-window": (

@@ -9,7 +9,7 @@ answer is `unknown`, with the place of the error and the smallest case that show
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -33,6 +33,8 @@ COARSEST = 256.0
 """How much coarser, at most."""
 CONFIRMING = 3
 """How many other cases must bear a finding out."""
+FEW = 0.02
+"""The share of elements that a prediction may miss in one of them."""
 OTHER = Case("other", q_lens=(3, 1), kv_lens=(9, 70), seed=7)
 """A call to run between two others."""
 
@@ -78,6 +80,12 @@ class Attempt:
         losses = tuple(min(max(a, b), COARSEST * b + 1e-12) for a, b in zip(own, self.losses))
         near = self._to(stages, (losses[0], losses[1]))
         return near if near > 1 or self._to(PLAIN, (losses[0], losses[1])) > 4 else torch.inf
+
+    def missed(self, stages: Stages) -> float:
+        """The share of elements that are not what these stages predict."""
+        want = truth(self.call, stages, self.losses)
+        off = ratios(self.out, self.bare, want, self.call.live)
+        return float((off > 1).double().mean()) if off.numel() else 0.0
 
     @cached_property
     def seen(self) -> Seen:
@@ -198,8 +206,8 @@ def confirm(found: list[Match], case: Case, target: Target) -> tuple[list[Match]
             continue
         kept = [match for match in found if _holds(match, done)]
         if not kept and n < CONFIRMING and not strikes:
-            # Some faults make numbers that a rounding decides: one that had nothing to choose may miss once.
-            strikes, kept = 1, [match for match in found if match.fault.solve is None]
+            # Some faults make numbers that a rounding decides: one that had nothing to choose may miss a few of them, once.
+            strikes, kept = 1, [match for match in found if match.fault.solve is None and _nearly(match, done)]
         if len(kept) < len(found) and (kept or n < CONFIRMING):
             gone = [match.fault.name for match in found if match not in kept]
             said.append(f"{what}: not {', '.join(gone)}")
@@ -219,6 +227,14 @@ def _holds(match: Match, done: Attempt) -> bool:
     except (RuntimeError, IndexError):
         pass  # rows or pages that the other call does not have
     return any(one.distance <= 1 for one in _tries(fault, done))
+
+
+def _nearly(match: Match, done: Attempt) -> bool:
+    """Whether a fault explains almost every element of another wrong answer."""
+    if not match.fault.applies(done.call):
+        return False
+    assert match.fault.change is not None
+    return done.missed(match.fault.change(**match.parameters)) <= FEW
 
 
 def variants(case: Case) -> Iterator[tuple[str, Case]]:
@@ -298,6 +314,10 @@ def diagnose(
     bits = precision.sums(here, done.call, asking(target)) if probes and not found else None
     if bits is not None:
         return _of_bits(bits, done, here, said)
+    if not found and probes:
+        apart = _of_one_kind(here, target, done, trusted, said)
+        if apart is not None:
+            return apart
     if not found:
         return _unknown(case, here, target, first, done, far, said, shrinks)
     best = found[0]
@@ -316,6 +336,30 @@ def diagnose(
         ranking=far,
         stages=best.fault.change(**best.parameters),
     )
+
+
+def _of_one_kind(case: Case, target: Target, done: Attempt, trusted: frozenset[str], said: list[str]) -> Finding | None:
+    """The fault of one of two kernels that share a batch out: rows of one new token are all right and the longer ones are not, or
+    the other way round. Those that are wrong are asked alone."""
+    rows = ratios(done.out, done.bare, done.right, done.call.live).amax((1, 2)) > 1
+    parts = rows.split(list(case.q_lens)) if case.live else ()
+    kinds = {
+        "one new token": [i for i, part in enumerate(parts) if part.numel() == 1],
+        "several new tokens": [i for i, part in enumerate(parts) if part.numel() > 1],
+    }
+    wrong = [kind for kind, seqs in kinds.items() if any(bool(parts[i].any()) for i in seqs)]
+    if len(wrong) != 1 or not all(kinds.values()):
+        return None
+    alone = _keep(case, tuple(kinds[wrong[0]]))
+    if not can_run(alone, target):
+        return None
+    again = attempt(alone, target)
+    if again.error or again.off <= 1:
+        return None
+    found = diagnose(alone, target, again, trusted=trusted, shrinks=False)
+    evidence = (*said, f"only rows of {wrong[0]} are wrong, and they are so without the others", *found.evidence)
+    only = {**found.parameters, "rows": f"of {wrong[0]}"}
+    return None if found.fault == UNKNOWN else replace(found, evidence=evidence, parameters=only)
 
 
 def _of_bits(bits: precision.Found, done: Attempt, case: Case, said: list[str]) -> Finding:
