@@ -21,7 +21,7 @@ from xml.etree import ElementTree
 ROOT = Path(__file__).parents[2]
 PROCESSES = 14
 """At most; one core each, two are left to the driver and the system."""
-LIMIT = 420
+LIMIT = 480
 """Seconds after which a process is given up."""
 SANITIZER_LIMIT = 45
 TOOLS = ("memcheck", "racecheck")

@@ -9,14 +9,17 @@ import torch
 
 from quire.batch import Batch
 from quire.cache.kv_cache import KVCache
+from quire.kernels.gluon.decode import decode_kernel
 from quire.kernels.gluon.prefill import FIRST, SECOND, prefill_kernel
 from quire.kernels.gluon.units import FIELDS, HEADER, units_kernel
+from quire.kernels.triton.arguments import Constants, Tile
 from quire.kernels.triton.bind import ALIGNED, Bound
 from quire.kernels.triton.launch import Launch, Pair, Plan, launches_of
+from quire.kernels.triton.tuning import Tuning
 from quire.options import Options
 
-REGISTERS = 504
-"""What three groups of warps have together, a thread of each: a multiprocessor's, in steps of eight."""
+REGISTERS = {1: 408, 2: 504}
+"""What a loader and so many computers have together, a thread of each, in steps of eight: of two, all of a multiprocessor's."""
 
 
 class Workshop(NamedTuple):
@@ -28,12 +31,16 @@ class Workshop(NamedTuple):
     TOKENS: int
     HEADS: int
     FEW: bool
+    COMPUTERS: int
+    """Groups of warps that compute."""
     COMPUTER: int
     """Registers of a thread that computes."""
     LOADER: int
     """Registers of a thread that loads."""
     PROGRAMS_BESIDE: int
     """Programs that run beside the short rows, if there are any."""
+    SHARES: bool
+    """Whether an item may be a part of a unit."""
     COPIES: bool
     """Whether keys and values can be copied as they are, sixteen bytes at a time."""
 
@@ -55,7 +62,8 @@ class Hopper(Plan):
     def launches(self, arguments: tuple[Any, ...]) -> Iterator[Launch]:
         before, arguments, constants = self.balanced(arguments)
         out, room, query, cache, rows, new, features = arguments
-        shop = self._shop(arguments, constants)
+        assert self.long is not None
+        shop = workshop(self.long, self.row, arguments, constants, computers=2, beside=self.workers // 2)
         yield from before
         yield Launch(units_kernel, (room.units, rows, cache, features), (shop, constants), (rows.seqs, 1, 1), 4, 1)
         long = Launch(
@@ -71,32 +79,54 @@ class Hopper(Plan):
         yield long._replace(arguments=(*long.arguments[:-1], SECOND.value), early=True)
         yield from self.combined(arguments, constants)
 
-    def _shop(self, arguments: tuple[Any, ...], constants: Any) -> Workshop:
-        _, _, query, cache, _, new, _ = arguments
-        assert self.long is not None and self.row.registers is not None
-        known = [(cache.k, constants.K_STEPS), (cache.v, constants.V_STEPS)]
-        given = [(query.at, constants.Q_DIM, query.token, query.head)]
-        if constants.NEW:
-            given += [(new.k, constants.NEW_K_DIM, new.k_token, new.k_head), (new.v, constants.NEW_V_DIM, new.v_token, new.v_head)]
-        copies = not constants.BYTES and all(
-            # Of a stride that is given at run time the compiler knows only whether it is a multiple of 16.
-            _is_aligned(at) and step == 1 and token % 16 == 0 and head % 16 == 0
-            for at, step, token, head in given
-        )
-        copies &= all(_is_aligned(at) and steps[5] == 1 and not any(step % 8 for step in steps[:4]) for at, steps in known)
-        return Workshop(
-            *self.long,
-            COMPUTER=self.row.registers,
-            LOADER=REGISTERS - 2 * self.row.registers,
-            PROGRAMS_BESIDE=self.workers // 2,
-            COPIES=copies,
-        )
+
+class HopperDecode(Plan):
+    """Two launches: shares of all rows' keys; and combine what was shared of a unit."""
+
+    def __init__(self, *call: Any, **how: Any):
+        super().__init__("gluon-decode", *call, **how)
+
+    def shared_out(self, arguments: tuple[Any, ...], constants: Any) -> Launch:
+        shop = workshop(self.short, self.row, arguments, constants, computers=1)
+        return Launch(decode_kernel, arguments, (shop, constants), (self.grid, 1, 1), 4, 1)
+
+
+def workshop(tile: Tile, row: Tuning, arguments: tuple[Any, ...], constants: Constants, computers: int, beside: int = 0) -> Workshop:
+    """How a program's warps share the work on such a tile."""
+    _, _, query, cache, _, new, _ = arguments
+    assert row.registers is not None
+    known = [(cache.k, constants.K_STEPS), (cache.v, constants.V_STEPS)]
+    given = [(query.at, constants.Q_DIM, query.token, query.head)]
+    if constants.NEW:
+        given += [(new.k, constants.NEW_K_DIM, new.k_token, new.k_head), (new.v, constants.NEW_V_DIM, new.v_token, new.v_head)]
+    copies = not constants.BYTES and all(
+        # Of a stride that is given at run time the compiler knows only whether it is a multiple of 16.
+        _is_aligned(at) and step == 1 and token % 16 == 0 and head % 16 == 0
+        for at, step, token, head in given
+    )
+    copies &= all(_is_aligned(at) and steps[5] == 1 and not any(step % 8 for step in steps[:4]) for at, steps in known)
+    return Workshop(
+        *tile,
+        COMPUTERS=computers,
+        COMPUTER=row.registers,
+        LOADER=REGISTERS[computers] - computers * row.registers,
+        PROGRAMS_BESIDE=beside,
+        SHARES=tile.FEW,
+        COPIES=copies,
+    )
 
 
 def _is_aligned(at: Any) -> bool:
     """Whether memory begins where sixteen bytes can be copied at a time. What stands for a tensor in calls that are bound does, or
     they were not bound."""
     return not isinstance(at, torch.Tensor) or at.device.type == "meta" or at.data_ptr() % ALIGNED == 0
+
+
+def bind_decode(
+    q: torch.Tensor, cache: KVCache, batch: Batch, options: Options, new: Pair, out: torch.Tensor, **how: Any
+) -> Callable[..., None]:
+    """A launcher for calls like this one, of short rows."""
+    return Bound(HopperDecode(q, cache, batch, options, new, out, **how))
 
 
 def bind(
@@ -118,5 +148,21 @@ def launch(
 ) -> None:
     """Short rows and long ones, side by side."""
     plan = Hopper(q, cache, batch, options, new, out, **how)
+    for each in launches_of(plan, q, cache, batch, options, new, out, lse):
+        each()
+
+
+def launch_decode(
+    q: torch.Tensor,
+    cache: KVCache,
+    batch: Batch,
+    options: Options,
+    new: Pair,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+    **how: Any,
+) -> None:
+    """Every row is taken for a short one."""
+    plan = HopperDecode(q, cache, batch, options, new, out, **how)
     for each in launches_of(plan, q, cache, batch, options, new, out, lse):
         each()

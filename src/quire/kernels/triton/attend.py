@@ -14,9 +14,10 @@ import triton.language as tl
 
 from quire.kernels.triton.schedule import (
     find_row,
-    key_tiles,
+    keys_of,
     lengths,
     program_of,
+    run_of,
     share_begin,
     sharers_of,
     short_work,
@@ -34,7 +35,7 @@ def attend_kernel(out, room, query, cache, rows, new, features, SHORT: tl.conste
         tl.extra.cuda.gdc_launch_dependents()
     if program < room.programs:
         if C.ZERO_PADDING or out.lse is not None:
-            zero_padding(out, rows, program, room.programs, C)
+            zero_padding(out, rows, program, room.programs, tl.arange(0, C.V_WIDTH), C)
         short_rows(out, room, query, cache, rows, new, features, program, SHORT, C)
         if C.EARLY and not C.BESIDE:
             tl.extra.cuda.gdc_launch_dependents()
@@ -48,12 +49,13 @@ def attend_kernel(out, room, query, cache, rows, new, features, SHORT: tl.conste
 @triton.jit
 def short_rows(out, room, query, cache, rows, new, features, program, T: tl.constexpr, C: tl.constexpr):
     """One program's share of the short rows."""
-    total = total_work(rows, False, T, C)
-    sharers = sharers_of(rows, total, room.programs, T, C)
+    scanned = tl.arange(0, C.SCAN)
+    total = total_work(rows, scanned, False, T, C)
+    sharers = sharers_of(rows, scanned, total, room.programs, T, C)
     at = share_begin(program, total, sharers)
     end = share_begin(program + 1, total, sharers)
     begin = at
-    row, row_begin = find_row(rows, at, False, T, C)
+    row, row_begin = find_row(rows, scanned, at, False, T, C)
     note(room, program, 0, 0, 0, 0, 0, T, C)
     while at < end:
         start, q_len, kv_len = lengths(rows, row, True)
@@ -61,24 +63,12 @@ def short_rows(out, room, query, cache, rows, new, features, program, T: tl.cons
         if work == 0:
             row += 1
         else:
-            first, tiles = key_tiles(q_len, kv_len, T, C)
-            pieces = tl.where(C.INVARIANT, 1, tiles + C.OPENING)
-            index = ((at - row_begin) // pieces).to(tl.int32)
-            piece = (at - row_begin - index * pieces).to(tl.int32)
-            count = tl.minimum(pieces - piece, end - at).to(tl.int32)
-            q_tiles = (q_len + T.TOKENS - 1) // T.TOKENS
-            head = index // q_tiles
-            q_tile = index % q_tiles
+            head, q_tile, q_tiles, piece, count, pieces = run_of(at, end, row_begin, q_len, kv_len, T, C)
             unit = locate(rows, features, row, q_tile, head, T, C)
-            if C.INVARIANT:
-                lowest = unit.low // T.KEYS * T.KEYS
-                highest = unit.high
-            else:
-                lowest = tl.maximum((first + tl.maximum(piece - C.OPENING, 0)) * T.KEYS, unit.low // T.KEYS * T.KEYS)
-                highest = tl.minimum((first + tl.maximum(piece + count - C.OPENING, 0)) * T.KEYS, unit.high)
+            lowest, highest = keys_of(unit, q_len, kv_len, piece, count, T, C)
             broken = runs_out(rows, cache, unit, C)
             if q_tiles > 1:
-                broken |= misses_page(rows, cache, unit, C)
+                broken |= misses_page(rows, cache, unit, tl.arange(0, C.SCAN), C)
             if broken:
                 highest = lowest
             # Pages first, then queries: the keys wait for their pages, and nobody for the queries but the first product.
@@ -93,11 +83,13 @@ def short_rows(out, room, query, cache, rows, new, features, program, T: tl.cons
                 result, lse = finish(weighted, top, weights, unit.head, unit.live, features, cache, unit.kv_head, C)
                 store(out, unit.token, unit.head, unit.live, result, lse, broken, tl.arange(0, C.V_WIDTH), C)
             else:
-                leave(room, program, at != begin, weighted, top, weights, broken, T, C)
+                second = (at != begin).to(tl.int32)
+                index = tl.arange(0, T.ROWS)
+                leave(room, program * 2 + second, index, unit.live, weighted, top, weights, broken, tl.arange(0, C.V_WIDTH), T, C)
                 if piece == 0:
                     last = program_of(at + pieces - 1, total, sharers)
                     nth = q_tile * T.TOKENS
-                    note(room, program, last - program + 1, (at != begin).to(tl.int32), start + nth, q_len - nth, head, T, C)
+                    note(room, program, last - program + 1, second, start + nth, q_len - nth, head, T, C)
             at += count
             if at == row_begin + work:
                 row_begin = at
@@ -105,15 +97,13 @@ def short_rows(out, room, query, cache, rows, new, features, program, T: tl.cons
 
 
 @triton.jit
-def leave(room, program, second, weighted, top, weights, broken, T: tl.constexpr, C: tl.constexpr):
+def leave(room, part, index, live, weighted, top, weights, broken, dim, T: tl.constexpr, C: tl.constexpr):
     """Leaves what was gathered of a shared unit. A program shares at most two: the one it begins in, and the one it ends in."""
-    index = tl.arange(0, T.ROWS)
-    dim = tl.arange(0, C.V_WIDTH)
-    place = (program * 2 + second.to(tl.int32)) * T.ROWS + index
+    place = part * T.ROWS + index
     tops, totals, _ = parts_of(room, T, C)
-    tl.store(room.at + place[:, None] * C.V_WIDTH + dim[None, :], weighted)
-    tl.store(tops + place, top)
-    tl.store(totals + place, tl.where(broken, float("nan"), weights))
+    tl.store(room.at + place[:, None] * C.V_WIDTH + dim[None, :], weighted, mask=live[:, None])
+    tl.store(tops + place, top, mask=live)
+    tl.store(totals + place, tl.where(broken, float("nan"), weights), mask=live)
 
 
 @triton.jit
@@ -131,17 +121,18 @@ def note(room, program, parts, second, token, tokens, head, T: tl.constexpr, C: 
 @triton.jit
 def long_row(out, query, cache, rows, new, features, program, T: tl.constexpr, C: tl.constexpr):
     """One unit of a long row."""
-    total = total_work(rows, True, T, C)
+    scanned = tl.arange(0, C.SCAN)
+    total = total_work(rows, scanned, True, T, C)
     nth = program // T.HEADS
     if nth < total:
         # From the last to the first: later queries see more keys, and the longest work should not begin last.
         at = total - 1 - nth
-        row, row_begin = find_row(rows, at, True, T, C)
+        row, row_begin = find_row(rows, scanned, at, True, T, C)
         unit = locate(rows, features, row, (at - row_begin).to(tl.int32), program % T.HEADS, T, C)
         q, scale = load_queries(query, cache, features, unit, T, C)
         begin = unit.low // T.KEYS * T.KEYS
         end = unit.high
-        broken = runs_out(rows, cache, unit, C) or misses_page(rows, cache, unit, C)
+        broken = runs_out(rows, cache, unit, C) or misses_page(rows, cache, unit, scanned, C)
         if broken:
             end = begin
         weighted, top, weights, missing = meet_all(nothing_yet(T, C), q, scale, unit, rows, cache, new, features, begin, end, T, C)
@@ -189,16 +180,16 @@ def runs_out(rows, cache, unit, C: tl.constexpr):
 
 
 @triton.jit
-def misses_page(rows, cache, unit, C: tl.constexpr):
+def misses_page(rows, cache, unit, index, C: tl.constexpr):
     """Whether a page that a row needs does not exist: it is NaN as a whole, whichever of its queries see that page. A tree is
     asked key by key instead: it may need only some of them."""
-    missing = tl.full([], 0, tl.int32)
+    missing = unit.cached * 0
     if not C.TREE:
-        begin = tl.full([], 0, tl.int32)
+        begin = unit.cached * 0
         if C.LEFT is not None:
             begin = tl.maximum(unit.context - C.LEFT, 0) // C.PAGE_SIZE
-        for first in range(begin, tl.minimum((unit.cached + C.PAGE_SIZE - 1) // C.PAGE_SIZE, rows.table_width), C.SCAN):
-            column = first + tl.arange(0, C.SCAN)
+        for first in range(begin, tl.minimum((unit.cached + C.PAGE_SIZE - 1) // C.PAGE_SIZE, rows.table_width), index.shape[0]):
+            column = first + index
             needed = (column * C.PAGE_SIZE < unit.cached) & (column < rows.table_width)
             page = tl.load(rows.page_table + unit.row.to(tl.int64) * rows.table_row + column * C.TABLE_STEP, mask=needed, other=0)
             _, exists = existing(page, cache.pages)
@@ -207,16 +198,14 @@ def misses_page(rows, cache, unit, C: tl.constexpr):
 
 
 @triton.jit
-def zero_padding(out, rows, program, programs, C: tl.constexpr):
+def zero_padding(out, rows, program, programs, dim, C: tl.constexpr):
     """Zeros for rows of the LSE, and of an output that is new, which belong to no sequence."""
-    WIDTH: tl.constexpr = C.V_WIDTH
-    dim = tl.arange(0, WIDTH)
     used = tl.load(rows.q_starts + rows.seqs * rows.q_starts_step).to(tl.int32)
     for nth in range(used + program, rows.tokens, programs):
-        token = tl.full([], 0, tl.int64) + nth
+        token = (used * 0 + nth).to(tl.int64)
         for head in range(C.KV_HEADS * C.GROUP):
             if C.ZERO_PADDING:
                 at = token * out.token + head * out.head + dim * C.OUT_DIM
-                tl.store(out.at + at, tl.zeros([WIDTH], out.at.dtype.element_ty), mask=dim < C.V_DIM)
+                tl.store(out.at + at, (dim * 0).to(out.at.dtype.element_ty), mask=dim < C.V_DIM)
             if out.lse is not None:
                 tl.store(out.lse + token * (C.KV_HEADS * C.GROUP) + head, 0.0)

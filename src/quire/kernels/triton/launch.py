@@ -25,6 +25,8 @@ ANY = 2**31 - 1
 """More new tokens than any row has."""
 FAR = 2**30
 """Further than any key: windows reach at most that far in 32 bits."""
+DECODES = ("decode", "gluon-decode")
+"""Kernels that take every row for a short one."""
 BYTES = {"fp16": 2, "bf16": 2, "fp32": 4}
 
 Pair = tuple[torch.Tensor, torch.Tensor] | None
@@ -85,7 +87,7 @@ class Plan:
         rows = 64 if options.batch_invariant else max(row.rows, min(64, power_of_two(self.few * group)))
         self.short = short = Tile.of(rows, row.keys, row.stages, True, group, cache.kv_heads)
         self.long = None
-        if kernel != "decode":
+        if kernel not in DECODES:
             self.long = Tile.of(row.long_rows, row.long_keys, row.long_stages, False, group, cache.kv_heads)
         self.scale, negate = _scale(q, options)
         left, right = options.sides
@@ -139,7 +141,7 @@ class Plan:
             SCAN=scan,
             MANY=batch.seqs > scan,
             WIDE=self._pieces(q, cache, batch) >= 2**31,
-            UNIFORM=target.arch.startswith("sm"),
+            UNIFORM=target.arch.startswith("sm") and kernel != "gluon-decode",
             EARLY=target.launches_early and not options.batch_invariant,
             BESIDE=kernel == "gluon",
         )
@@ -174,7 +176,7 @@ class Plan:
     def _few(self, kernel: str, q: torch.Tensor, batch: Batch) -> int:
         """New tokens that a tile of a short row should hold."""
         hint = q.shape[0] if batch.max_q_len is None else min(batch.max_q_len, q.shape[0])
-        return 1 if kernel != "decode" else max(1, min(hint, 16))
+        return max(1, min(hint, 16)) if kernel in DECODES else 1
 
     def _pieces(self, q: torch.Tensor, cache: KVCache, batch: Batch) -> int:
         """More work than the batch can hold."""

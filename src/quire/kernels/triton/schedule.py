@@ -76,27 +76,26 @@ def work_of(rows, row, LONG: tl.constexpr, T: tl.constexpr, C: tl.constexpr):
 
 
 @triton.jit
-def total_work(rows, LONG: tl.constexpr, T: tl.constexpr, C: tl.constexpr):
-    """The work of all rows."""
-    total = tl.sum(work_of(rows, tl.arange(0, C.SCAN), LONG, T, C))
+def total_work(rows, index, LONG: tl.constexpr, T: tl.constexpr, C: tl.constexpr):
+    """The work of all rows. `index` counts those that are looked at at once, laid out as the caller's threads like it."""
+    total = tl.sum(work_of(rows, index, LONG, T, C))
     if C.MANY:
         for base in range(C.SCAN, rows.seqs, C.SCAN):
-            total += tl.sum(work_of(rows, base + tl.arange(0, C.SCAN), LONG, T, C))
+            total += tl.sum(work_of(rows, base + index, LONG, T, C))
     return uniform(total, C)
 
 
 @triton.jit
-def find_row(rows, at, LONG: tl.constexpr, T: tl.constexpr, C: tl.constexpr):
+def find_row(rows, index, at, LONG: tl.constexpr, T: tl.constexpr, C: tl.constexpr):
     """The row whose work contains the piece `at`, and where its work begins."""
-    row = tl.arange(0, C.SCAN)
-    work = work_of(rows, row, LONG, T, C)
-    passed = (tl.cumsum(work) <= at) & (row < rows.seqs)
+    work = work_of(rows, index, LONG, T, C)
+    passed = (tl.cumsum(work) <= at) & (index < rows.seqs)
     found = tl.sum(passed.to(tl.int32))
     begin = tl.sum(tl.where(passed, work, 0))
     if C.MANY:
         before = tl.sum(work)
         for base in range(C.SCAN, rows.seqs, C.SCAN):
-            row = base + tl.arange(0, C.SCAN)
+            row = base + index
             work = work_of(rows, row, LONG, T, C)
             passed = (before + tl.cumsum(work) <= at) & (row < rows.seqs)
             found += tl.sum(passed.to(tl.int32))
@@ -106,10 +105,10 @@ def find_row(rows, at, LONG: tl.constexpr, T: tl.constexpr, C: tl.constexpr):
 
 
 @triton.jit
-def sharers_of(rows, total, programs, T: tl.constexpr, C: tl.constexpr):
+def sharers_of(rows, index, total, programs, T: tl.constexpr, C: tl.constexpr):
     """How many programs share the work: all of them, or nearly as many if units of one length then need not be cut, or not at
     unequal places; and none for less work than is worth it."""
-    units = total_units(rows, T, C)
+    units = total_units(rows, index, T, C)
     in_parts = units * (programs // tl.maximum(units, 1))
     each = (units + programs - 1) // programs
     uncut = (units + each - 1) // tl.maximum(each, 1)
@@ -119,12 +118,12 @@ def sharers_of(rows, total, programs, T: tl.constexpr, C: tl.constexpr):
 
 
 @triton.jit
-def total_units(rows, T: tl.constexpr, C: tl.constexpr):
+def total_units(rows, index, T: tl.constexpr, C: tl.constexpr):
     """The units of all short rows."""
-    units = tl.sum(short_units(rows, tl.arange(0, C.SCAN), T, C))
+    units = tl.sum(short_units(rows, index, T, C))
     if C.MANY:
         for base in range(C.SCAN, rows.seqs, C.SCAN):
-            units += tl.sum(short_units(rows, base + tl.arange(0, C.SCAN), T, C))
+            units += tl.sum(short_units(rows, base + index, T, C))
     return uniform(units, C)
 
 
@@ -145,3 +144,28 @@ def share_begin(program, total, sharers):
 def program_of(at, total, sharers):
     """The program whose share a piece is in: the last that begins at it or before."""
     return (((at.to(tl.int64) + 1) * sharers - 1) // total).to(tl.int32)
+
+
+@triton.jit
+def run_of(at, end, row_begin, q_len, kv_len, T: tl.constexpr, C: tl.constexpr):
+    """The run of pieces from `at` on that belong to one unit and end before `end`: the unit's head, its query tile of so many, the
+    run's first piece, how many it has, and how many the whole unit has."""
+    _, tiles = key_tiles(q_len, kv_len, T, C)
+    pieces = tl.where(C.INVARIANT, 1, tiles + C.OPENING)
+    index = ((at - row_begin) // pieces).to(tl.int32)
+    piece = (at - row_begin - index * pieces).to(tl.int32)
+    count = tl.minimum(pieces - piece, end - at).to(tl.int32)
+    q_tiles = (q_len + T.TOKENS - 1) // T.TOKENS
+    return index // q_tiles, index % q_tiles, q_tiles, piece, count, pieces
+
+
+@triton.jit
+def keys_of(unit, q_len, kv_len, piece, count, T: tl.constexpr, C: tl.constexpr):
+    """The keys of such a run, from a multiple of a tile on: the first pieces of a unit stand for opening it, and have none."""
+    lowest = unit.low // T.KEYS * T.KEYS
+    highest = unit.high
+    if not C.INVARIANT:
+        first, _ = key_tiles(q_len, kv_len, T, C)
+        lowest = tl.maximum((first + tl.maximum(piece - C.OPENING, 0)) * T.KEYS, lowest)
+        highest = tl.minimum((first + tl.maximum(piece + count - C.OPENING, 0)) * T.KEYS, highest)
+    return lowest, highest

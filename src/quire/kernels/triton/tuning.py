@@ -11,7 +11,7 @@ class Tuning(NamedTuple):
     """One row: for these cards, formats and heads up to this width, that much."""
 
     kernel: str
-    """decode, mixed, or gluon."""
+    """decode, mixed, gluon-decode, or gluon."""
     arches: tuple[str, ...]
     """Prefixes of architectures; empty for all."""
     width: int
@@ -48,6 +48,7 @@ TABLE: tuple[Tuning, ...] = (
     Tuning("decode", ("sm90",), 128, 2, 2, 16, 64, 3, 0, 0, 0, 4, 2.0),
     # It spills some 200 bytes a thread, and is still the fastest by 10 % and more: docs/performance.md.
     Tuning("mixed", ("sm90",), 128, 2, 2, 16, 64, 3, 128, 64, 3, 4, 1.0),
+    Tuning("gluon-decode", ("sm90",), 128, 2, 2, 64, 128, 3, 0, 0, 0, 4, 1.0, opening=1, least=2, registers=240),
     Tuning("gluon", ("sm90",), 128, 2, 1, 16, 32, 3, 128, 128, 2, 1, 4.0, registers=208),
     Tuning("gluon", ("sm90",), 128, 2, 2, 16, 64, 3, 128, 128, 2, 4, 1.0, registers=216),
     Tuning("decode", ("sm100",), 128, 2, 1, 16, 32, 3, 0, 0, 0, 2, 4.0),
