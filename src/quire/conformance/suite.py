@@ -41,6 +41,7 @@ STANDARD = (
     Case("first-prefill", q_lens=(40, 33), kv_lens=(40, 33)),
     Case("chunk", q_lens=(32, 20), kv_lens=(96, 71), data="needle"),
     Case("many", q_lens=(1,) * 24 + (7, 2), kv_lens=(*range(3, 75, 3), 50, 20), kv_heads=1, group=4),
+    Case("empty-last", q_lens=(1, 3, 0), kv_lens=(37, 20, 9)),
     Case("edges-needle", **_EDGES, data="needle", poison="inf", tail="-1", seed=2),
     Case("prefill-256", q_lens=(257, 5), kv_lens=(257, 300), kv_heads=1, group=1, data="needle"),
     Case("long-random", q_lens=(1, 2), kv_lens=(1500, 700), kv_heads=1, seed=3),
