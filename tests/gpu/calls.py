@@ -30,6 +30,8 @@ if interpreter.ON:
 DEVICE = "cpu" if interpreter.ON else "cuda"
 HOPPER = not interpreter.ON and torch.cuda.get_device_capability() == (9, 0)
 KERNELS = ("triton-decode", "triton-mixed", *(("gluon-decode", "gluon-mixed") if HOPPER else ()))
+DECODES = ("triton-decode", "gluon-decode")
+"""Those that take every row for a short one, if the dispatcher lets them."""
 every = pytest.mark.parametrize("kernel", KERNELS)
 needs_hopper = pytest.mark.skipif(not HOPPER, reason="only Hopper has this")
 needs_gpu = pytest.mark.skipif(interpreter.ON, reason="only a GPU has this")
@@ -42,7 +44,7 @@ MOST_DECODED = 16
 
 def hint(s: Scenario, kernel: str | None) -> None:
     """Lets the dispatcher take the kernel, whatever the lengths are."""
-    if kernel in ("triton-decode", "gluon-decode"):
+    if kernel in DECODES:
         s.batch.max_q_len = min(MOST_DECODED, s.q.shape[0])
 
 

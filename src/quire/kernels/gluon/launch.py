@@ -9,7 +9,7 @@ import torch
 
 from quire.batch import Batch
 from quire.cache.kv_cache import KVCache
-from quire.kernels.gluon.decode import decode_kernel
+from quire.kernels.gluon.decode import decode_kernel, queue_kernel
 from quire.kernels.gluon.prefill import FIRST, SECOND, prefill_kernel
 from quire.kernels.gluon.units import FIELDS, HEADER, units_kernel
 from quire.kernels.triton.arguments import Constants, Tile
@@ -81,14 +81,17 @@ class Hopper(Plan):
 
 
 class HopperDecode(Plan):
-    """Two launches: shares of all rows' keys; and combine what was shared of a unit."""
+    """Three launches: open the queue; take shares; combine the parts of units."""
 
     def __init__(self, *call: Any, **how: Any):
         super().__init__("gluon-decode", *call, **how)
 
-    def shared_out(self, arguments: tuple[Any, ...], constants: Any) -> Launch:
+    def launches(self, arguments: tuple[Any, ...]) -> Iterator[Launch]:
+        constants = self.constants
         shop = workshop(self.short, self.row, arguments, constants, computers=1)
-        return Launch(decode_kernel, arguments, (shop, constants), (self.grid, 1, 1), 4, 1)
+        yield Launch(queue_kernel, (arguments[1].queue,), (constants,), (1, 1, 1), 1, 1)
+        yield Launch(decode_kernel, arguments, (shop, constants), (self.grid, 1, 1), 4, 1, early=constants.EARLY)
+        yield from self.combined(arguments, constants)
 
 
 def workshop(tile: Tile, row: Tuning, arguments: tuple[Any, ...], constants: Constants, computers: int, beside: int = 0) -> Workshop:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_async_shared
@@ -14,12 +15,11 @@ from quire.kernels.triton.schedule import (
     find_row,
     keys_of,
     lengths,
-    program_of,
     run_of,
     share_begin,
-    sharers_of,
+    share_of,
+    share_out,
     short_work,
-    total_work,
 )
 from quire.kernels.triton.tiles import as_factor, existing, key_at, value_at
 from quire.kernels.triton.units import place
@@ -49,18 +49,35 @@ def load_units(units, query, cache, rows, new, features, rings, count, T: gl.con
 
 @gluon.jit
 def load_shares(room, query, cache, rows, new, features, rings, T: gl.constexpr, C: gl.constexpr):
-    """Takes this program's share of the short rows' keys, unit by unit, whole or in part."""
+    """Takes this program's large share of the short rows' keys, then small ones that nobody has taken, until none is left."""
     scanned = gl.arange(0, C.SCAN, gl.BlockedLayout([1], [32], [4], [0]))
-    program = gl.program_id(0)
-    total = total_work(rows, scanned, False, T, C)
-    sharers = sharers_of(rows, scanned, total, room.programs, T, C)
-    at = share_begin(program, total, sharers)
-    end = share_begin(program + 1, total, sharers)
-    begin = at
-    row, row_begin = find_row(rows, scanned, at, False, T, C)
-    note(room, program, 0, 0, 0, 0, 0, T, C)
+    programs = gl.num_programs(0)
+    share = gl.program_id(0)
+    shares = share_out(rows, scanned, programs, T, C)
+    if share == 0:
+        gl.store(room.queue, shares.larges + shares.smalls)
     nth = 0
     tile = 0
+    while share < shares.larges + shares.smalls:
+        nth, tile = load_share(room, query, cache, rows, new, features, rings, share, shares, scanned, nth, tile, T, C)
+        if C.EARLY:
+            tl.extra.cuda.gdc_wait()
+        share = shares.larges + shares.smalls
+        if shares.smalls > 0:
+            share = programs + gl.atomic_add(room.queue + 1, 1)
+    end_of_work(rings, nth)
+
+
+@gluon.jit
+def load_share(
+    room, query, cache, rows, new, features, rings, share, shares, scanned, nth, tile, T: gl.constexpr, C: gl.constexpr
+):  # fmt: skip
+    """One share, unit by unit, each whole or in part; gives how many items and tiles there have been."""
+    at = share_begin(share, shares)
+    end = share_begin(share + 1, shares)
+    begin = at
+    row, row_begin = find_row(rows, scanned, at, False, T, C)
+    note(room, share, 0, 0, 0, 0, 0, T, C)
     while at < end:
         start, q_len, kv_len = lengths(rows, row, row >= 0)
         work = short_work(q_len, kv_len, T, C)
@@ -75,19 +92,19 @@ def load_shares(room, query, cache, rows, new, features, rings, T: gl.constexpr,
                 broken |= misses_page(rows, cache, unit, scanned, C)
             highest = gl.where(broken, lowest, highest)
             second = (at != begin).to(gl.int32)
-            part = gl.where(count == pieces, -1, program * 2 + second)
+            part = gl.where(count == pieces, -1, share * 2 + second)
             item = Item(row, head, q_tile, start, q_len, kv_len, lowest, highest, part, broken.to(gl.int32))
             tile = fetch(query, cache, rows, new, features, rings, item, nth, tile, True, T, C)
             if (piece == 0) & (count != pieces):
-                last = program_of(at + pieces - 1, total, sharers)
+                last = share_of(at + pieces - 1, shares)
                 first = q_tile * T.TOKENS
-                note(room, program, last - program + 1, second, start + first, q_len - first, head, T, C)
+                note(room, share, last - share + 1, second, start + first, q_len - first, head, T, C)
             nth += 1
             at += count
             if at == row_begin + work:
                 row_begin = at
                 row += 1
-    end_of_work(rings, nth)
+    return nth, tile
 
 
 @gluon.jit

@@ -1,4 +1,4 @@
-"""Attention over pages. One kernel; a program is either one of the first `room.programs`, or a tile of long queries.
+"""Attention over pages. One kernel; a program has either one of the `room.shares`, or a tile of long queries.
 
     the first programs   take an even share each of the key tiles of all short rows, whatever units these belong to. What they
                          gathered of a unit that others share waits in `room`, and `combine` adds it up.
@@ -16,10 +16,10 @@ from quire.kernels.triton.schedule import (
     find_row,
     keys_of,
     lengths,
-    program_of,
     run_of,
     share_begin,
-    sharers_of,
+    share_of,
+    share_out,
     short_work,
     total_work,
     uniform,
@@ -31,29 +31,26 @@ from quire.kernels.triton.units import finish, load_queries, locate, nothing_yet
 @triton.jit
 def attend_kernel(out, room, query, cache, rows, new, features, SHORT: tl.constexpr, LONG: tl.constexpr, C: tl.constexpr):
     program = tl.program_id(0)
-    if C.BESIDE:
+    if C.EARLY:
         tl.extra.cuda.gdc_launch_dependents()
-    if program < room.programs:
+    if program < room.shares:
         if C.ZERO_PADDING or out.lse is not None:
-            zero_padding(out, rows, program, room.programs, tl.arange(0, C.V_WIDTH), C)
+            zero_padding(out, rows, program, room.shares, tl.arange(0, C.V_WIDTH), C)
         short_rows(out, room, query, cache, rows, new, features, program, SHORT, C)
-        if C.EARLY and not C.BESIDE:
-            tl.extra.cuda.gdc_launch_dependents()
-        elif C.BESIDE:
+        if C.BESIDE:
             if program == 0:
                 tl.extra.cuda.gdc_wait()
     elif LONG is not None:
-        long_row(out, query, cache, rows, new, features, program - room.programs, LONG, C)
+        long_row(out, query, cache, rows, new, features, program - room.shares, LONG, C)
 
 
 @triton.jit
 def short_rows(out, room, query, cache, rows, new, features, program, T: tl.constexpr, C: tl.constexpr):
     """One program's share of the short rows."""
     scanned = tl.arange(0, C.SCAN)
-    total = total_work(rows, scanned, False, T, C)
-    sharers = sharers_of(rows, scanned, total, room.programs, T, C)
-    at = share_begin(program, total, sharers)
-    end = share_begin(program + 1, total, sharers)
+    shares = share_out(rows, scanned, room.shares, T, C)
+    at = share_begin(program, shares)
+    end = share_begin(program + 1, shares)
     begin = at
     row, row_begin = find_row(rows, scanned, at, False, T, C)
     note(room, program, 0, 0, 0, 0, 0, T, C)
@@ -87,7 +84,7 @@ def short_rows(out, room, query, cache, rows, new, features, program, T: tl.cons
                 index = tl.arange(0, T.ROWS)
                 leave(room, program * 2 + second, index, unit.live, weighted, top, weights, broken, tl.arange(0, C.V_WIDTH), T, C)
                 if piece == 0:
-                    last = program_of(at + pieces - 1, total, sharers)
+                    last = share_of(at + pieces - 1, shares)
                     nth = q_tile * T.TOKENS
                     note(room, program, last - program + 1, second, start + nth, q_len - nth, head, T, C)
             at += count
@@ -98,7 +95,8 @@ def short_rows(out, room, query, cache, rows, new, features, program, T: tl.cons
 
 @triton.jit
 def leave(room, part, index, live, weighted, top, weights, broken, dim, T: tl.constexpr, C: tl.constexpr):
-    """Leaves what was gathered of a shared unit. A program shares at most two: the one it begins in, and the one it ends in."""
+    """Leaves what was gathered of a unit that others have parts of. A share has parts of at most two: the one it begins in, and the
+    one it ends in."""
     place = part * T.ROWS + index
     tops, totals, _ = parts_of(room, T, C)
     tl.store(room.at + place[:, None] * C.V_WIDTH + dim[None, :], weighted, mask=live[:, None])
@@ -107,15 +105,15 @@ def leave(room, part, index, live, weighted, top, weights, broken, dim, T: tl.co
 
 
 @triton.jit
-def note(room, program, parts, second, token, tokens, head, T: tl.constexpr, C: tl.constexpr):
-    """Notes which unit a program was the first of several to work on: in how many parts, in which place its own is, where its
+def note(room, share, parts, second, token, tokens, head, T: tl.constexpr, C: tl.constexpr):
+    """Notes which unit a share is the first of several to have a part of: how many these are, in which place its own is, where the
     queries are. 0 parts: none."""
     _, _, notes = parts_of(room, T, C)
-    tl.store(notes + program * 5, parts)
-    tl.store(notes + program * 5 + 1, second)
-    tl.store(notes + program * 5 + 2, token)
-    tl.store(notes + program * 5 + 3, tokens)
-    tl.store(notes + program * 5 + 4, head)
+    tl.store(notes + share * 5, parts)
+    tl.store(notes + share * 5 + 1, second)
+    tl.store(notes + share * 5 + 2, token)
+    tl.store(notes + share * 5 + 3, tokens)
+    tl.store(notes + share * 5 + 4, head)
 
 
 @triton.jit

@@ -132,6 +132,8 @@ class Plan:
             MOST=only[1],
             SHORT=ANY if self.long is None else short.TOKENS,
             LEAST=row.least,
+            SMALL=row.small,
+            REST=row.rest,
             OPENING=row.opening,
             INVARIANT=options.batch_invariant,
             Q_FORMAT=dtype_name(q.dtype) if is_fp8(q.dtype) else "float",
@@ -152,7 +154,8 @@ class Plan:
         if self.long is not None:
             longest = min(batch.seqs, q.shape[0] // (short.TOKENS + 1))
             self.grid += (q.shape[0] // self.long.TOKENS + longest) * self.long.HEADS
-        self.room = self.programs * (2 * short.ROWS * (widths[1] + 2) + 5)
+        self.shares = self.programs * (1 + row.small)
+        self.room = self.shares * (2 * short.ROWS * (widths[1] + 2) + 5)
         self.empty = not q.shape[0] or not batch.seqs
         self.asks = any(_on_device(getattr(options, name), q.device) for name in OPTIONAL)
 
@@ -197,6 +200,8 @@ class Plan:
         its stream."""
         room = torch.empty(self.room, dtype=torch.float32, device=q.device)
         found = [out, room] if lse is None else [out, lse, room]
+        if self.constants.SMALL:
+            found.append(torch.empty(2, dtype=torch.int32, device=q.device))
         if self.units:
             found.append(torch.empty(self.units, dtype=torch.int32, device=q.device))
         found.append(q)
@@ -232,7 +237,7 @@ class Plan:
             return take() if _on_device(value, q.device) else None
 
         where = Out(take(), out.stride(0), out.stride(1), None if lse is None else take())
-        room = Room(take(), self.programs, take() if self.units else None)
+        room = Room(take(), self.shares, take() if self.constants.SMALL else None, take() if self.units else None)
         query: Any = take()
         exponents = None
         if self.constants.BALANCE == "before":
@@ -302,7 +307,7 @@ class Plan:
         """The launch that combines what was shared, if anything is."""
         out, room, _, cache, _, _, features = arguments
         if not constants.INVARIANT:
-            grid = (self.programs, min(self.short.ROWS, self.few * constants.GROUP), 1)
+            grid = (self.shares, min(self.short.ROWS, self.few * constants.GROUP), 1)
             yield Launch(combine_kernel, (out, room, cache, features), (self.short, constants), grid, 1, 1, constants.EARLY)
 
 

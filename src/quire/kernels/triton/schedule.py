@@ -6,6 +6,8 @@ the key tiles of all units, in order, are shared out evenly: each program takes 
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -104,17 +106,45 @@ def find_row(rows, index, at, LONG: tl.constexpr, T: tl.constexpr, C: tl.constex
     return uniform(found, C), uniform(begin, C)
 
 
+class Shares(NamedTuple):
+    """The work of all short rows as runs of pieces that follow each other: large ones, then small ones for whoever is done early."""
+
+    total: Any
+    larges: Any
+    large_to: Any
+    """Where the large ones end."""
+    smalls: Any
+
+
 @triton.jit
-def sharers_of(rows, index, total, programs, T: tl.constexpr, C: tl.constexpr):
-    """How many programs share the work: all of them, or nearly as many if units of one length then need not be cut, or not at
-    unequal places; and none for less work than is worth it."""
+def share_out(rows, index, programs, T: tl.constexpr, C: tl.constexpr):
+    """Cuts the work. A large share for each program, or for nearly as many if units of one length then need not be cut, or not at
+    unequal places; and none for less work than is worth it.
+
+    The card does not serve all programs alike: of equal shares some take a twentieth longer. So where small shares cost little,
+    large ones are whole units or leave a little, and what is left is taken in small ones by programs that are done. Who computes
+    what then depends on time. How it is cut does not, and so no bit of the result."""
+    total = total_work(rows, index, False, T, C)
     units = total_units(rows, index, T, C)
     in_parts = units * (programs // tl.maximum(units, 1))
     each = (units + programs - 1) // programs
     uncut = (units + each - 1) // tl.maximum(each, 1)
     even = tl.where(units <= programs, in_parts, uncut)
-    sharers = tl.where(even * 16 >= programs * 15, even, programs)
-    return tl.minimum(sharers, tl.maximum(total // C.LEAST, 1)).to(tl.int32)
+    larges = tl.where(even * 16 >= programs * 15, even, programs)
+    larges = tl.minimum(larges, tl.maximum(total // C.LEAST, 1)).to(tl.int32)
+    large_to = total
+    smalls = larges * 0
+    if C.SMALL > 0:
+        whole = units // programs
+        whole = tl.maximum(whole - ((units - whole * programs) * C.REST < units).to(whole.dtype), 0)
+        wide = total.to(tl.int64)
+        left = tl.where(units >= programs, wide - whole * programs * wide // tl.maximum(units, 1), wide // C.REST).to(total.dtype)
+        few = tl.minimum(left // C.LEAST, programs * C.SMALL).to(tl.int32)
+        pays = few * 2 >= programs
+        larges = tl.where(pays, programs, larges)
+        large_to = tl.where(pays, total - left, total)
+        smalls = tl.where(pays, few, 0)
+    return Shares(total, larges, large_to, smalls)
 
 
 @triton.jit
@@ -135,15 +165,20 @@ def short_units(rows, row, T: tl.constexpr, C: tl.constexpr):
 
 
 @triton.jit
-def share_begin(program, total, sharers):
-    """Where a program's share of the work begins."""
-    return (tl.minimum(program, sharers).to(tl.int64) * total // sharers).to(total.dtype)
+def share_begin(share, shares):
+    """Where a share begins; the end of all, if there are fewer."""
+    large = tl.minimum(share, shares.larges).to(tl.int64) * shares.large_to // shares.larges
+    small = tl.minimum(tl.maximum(share - shares.larges, 0), shares.smalls).to(tl.int64)
+    return (large + small * (shares.total - shares.large_to) // tl.maximum(shares.smalls, 1)).to(shares.total.dtype)
 
 
 @triton.jit
-def program_of(at, total, sharers):
-    """The program whose share a piece is in: the last that begins at it or before."""
-    return (((at.to(tl.int64) + 1) * sharers - 1) // total).to(tl.int32)
+def share_of(at, shares):
+    """The share that a piece is in: the last that begins at it or before."""
+    wide = at.to(tl.int64) + 1
+    large = (wide * shares.larges - 1) // tl.maximum(shares.large_to, 1)
+    small = ((wide - shares.large_to) * shares.smalls - 1) // tl.maximum(shares.total - shares.large_to, 1)
+    return tl.where(at < shares.large_to, large, shares.larges + small).to(tl.int32)
 
 
 @triton.jit
