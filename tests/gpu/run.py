@@ -16,7 +16,10 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 ROOT = Path(__file__).parents[2]
@@ -37,12 +40,31 @@ def environment(**more: str) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": path, **more}
 
 
-def run_tests(arguments: list[str], processes: int, folder: Path) -> Counter[str]:
+@contextmanager
+def side_by_side() -> Iterator[dict[str, str]]:
+    """What lets processes run on the card at once, where NVIDIA's daemon for that (MPS) is installed and starts: without it they
+    take turns, and the tests twice as long. It serves these processes alone."""
+    control = shutil.which("nvidia-cuda-mps-control")
+    with tempfile.TemporaryDirectory(prefix="mps-") as folder:
+        where = {"CUDA_MPS_PIPE_DIRECTORY": folder, "CUDA_MPS_LOG_DIRECTORY": folder}
+        own = {**os.environ, **where}
+        quiet: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        started = control is not None and subprocess.run([control, "-d"], env=own, **quiet).returncode == 0
+        sees = [sys.executable, "-c", "import torch; torch.zeros(1, device='cuda')"]
+        works = started and subprocess.run(sees, env=own, **quiet).returncode == 0
+        try:
+            yield where if works else {}
+        finally:
+            if started and control is not None:
+                subprocess.run([control], input=b"quit\n", env=own, **quiet)
+
+
+def run_tests(arguments: list[str], processes: int, folder: Path, **where: str) -> Counter[str]:
     """The counts of all processes together."""
     command = [sys.executable, "-m", "pytest", "-v", "--tb=short", "-p", "no:cacheprovider", "-p", "support.share"]
     running = {}
     for at in range(processes):
-        share = environment(GPU_TEST_SHARE=f"{at}/{processes}")
+        share = environment(GPU_TEST_SHARE=f"{at}/{processes}", **where)
         with open(folder / f"{at}.txt", "w") as said:
             one = [*command, f"--junitxml={folder / f'{at}.xml'}", *arguments]
             running[at] = subprocess.Popen(one, cwd=ROOT, env=share, stdout=said, stderr=subprocess.STDOUT)
@@ -146,7 +168,8 @@ def main() -> int:
         folder.mkdir(parents=True, exist_ok=True)
         for old in folder.glob("*.xml"):
             old.unlink()
-        counts = run_tests(arguments, processes, folder)
+        with side_by_side() as where:
+            counts = run_tests(arguments, processes, folder, **where)
         tested = time.monotonic() - begin
         tools = {tool: start_sanitizer(tool, folder) for tool in TOOLS}
         found = [tool for tool, process in tools.items() if read_sanitizer(tool, process, folder)]
@@ -155,7 +178,8 @@ def main() -> int:
     parts = [f"{counts[kind]} {kind}" for kind in ("passed", "failed", "skipped")]
     parts += [f"{counts['died']} processes of {processes} without a result"] * bool(counts["died"])
     parts += [f"errors found by {', '.join(found)}"] * bool(found)
-    print(f"gpu-test: {', '.join(parts)} in {time.monotonic() - begin:.0f} s ({tested:.0f} s the tests, in {processes} processes)")
+    how = f"{tested:.0f} s the tests, in {processes} processes {'side by side' if where else 'taking turns'}"
+    print(f"gpu-test: {', '.join(parts)} in {time.monotonic() - begin:.0f} s ({how})")
     return int(bool(counts["failed"] or counts["died"] or found or not counts["passed"]))
 
 

@@ -76,3 +76,9 @@ def sampled(item: pytest.Item) -> bool:
     given = {name: getattr(value, "__name__", value) for name, value in parameters(item).items()}
     wanted = SAMPLE.get(item.name.partition("[")[0], ({},))
     return any(all(given.get(name) == value for name, value in case.items()) for case in wanted)
+
+
+def pytest_runtest_teardown() -> None:
+    """Several processes may share a card, and a test fills gigabytes of it: what it had is for the others now."""
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()

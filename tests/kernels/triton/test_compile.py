@@ -50,7 +50,11 @@ HOPPER |= {f"gluon-decode-{width}": Sample("gluon-decode", width) for width in (
 HOPPER |= {
     "gluon-decode-new": Sample("gluon-decode", new=True, index="int64", lse=True, seqs=3000),
     "gluon-decode-96-window": Sample(
-        "gluon-decode", 96, q_heads=160, kv_heads=1, options={"window": [100, 7], "causal": "tensor", "softcap": 30.0, "scale": -0.5}
+        "gluon-decode",
+        96,
+        q_heads=160,
+        kv_heads=1,
+        options={"window": [100, 7], "causal": "tensor", "softcap": 30.0, "scale": -0.5},
     ),
     "gluon-decode-80-fp16": Sample(
         "gluon-decode",

@@ -40,7 +40,7 @@ def compute(out, room, query, cache, rows, features, rings, COMPUTER: gl.constex
         say_free(rings.k, tile, T.STAGES)
         top = gl.full([EACH], float("-inf"), gl.float32, gl.SliceLayout(1, SCORES))
         if T.SHARES:
-            # Most rows hold no query. Far below such a top they weigh nothing: the matrix unit multiplies zeros, and takes less power.
+            # Most rows hold no query. Far below such a top they weigh nothing: multiplying zeros takes less power.
             top = gl.where(unit.live, top, 1e30)
         total = gl.full([EACH], 0.0, gl.float32, gl.SliceLayout(1, SCORES))
         weight, top, total, _ = weigh(score, top, total, scale, unit, features, key, item.end, True, T, C)

@@ -94,7 +94,9 @@ class HopperDecode(Plan):
         yield from self.combined(arguments, constants)
 
 
-def workshop(tile: Tile, row: Tuning, arguments: tuple[Any, ...], constants: Constants, computers: int, beside: int = 0) -> Workshop:
+def workshop(
+    tile: Tile, row: Tuning, arguments: tuple[Any, ...], constants: Constants, *, computers: int, beside: int = 0
+) -> Workshop:
     """How a program's warps share the work on such a tile."""
     _, _, query, cache, _, new, _ = arguments
     assert row.registers is not None

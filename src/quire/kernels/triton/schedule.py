@@ -107,7 +107,7 @@ def find_row(rows, index, at, LONG: tl.constexpr, T: tl.constexpr, C: tl.constex
 
 
 class Shares(NamedTuple):
-    """The work of all short rows as runs of pieces that follow each other: large ones, then small ones for whoever is done early."""
+    """The work of all short rows, as runs of pieces that follow each other: large ones, then small ones for whoever is done."""
 
     total: Any
     larges: Any
