@@ -52,6 +52,12 @@ def test_the_report_is_that_of_one_process_and_a_death_is_a_finding(adapter: str
     assert (report.target, report.level, report.device, report.versions) == (alone.target, "some", alone.device, alone.versions)
 
 
+def test_what_is_too_late_is_not_asked(adapter: str) -> None:
+    """By one process: the first case is begun, and takes longer than there is time."""
+    results = conform(find(adapter), CASES, within=1e-9).results
+    assert {(result.status, result.reason) for result in results[1:]} == {("unsupported", "the 1e-09 s were over")}
+
+
 def test_the_command(adapter: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Here each process has another one for the target."""
     assert (
@@ -60,6 +66,8 @@ def test_the_command(adapter: str, capsys: pytest.CaptureFixture[str]) -> None:
     said = json.loads(capsys.readouterr().out)
     found = [(result["name"], result["status"]) for result in said["results"]]
     assert found == [("mixed", "right"), ("one-of-each", "right"), ("window-1", "wrong")]
+    assert main(["conform", "torch", "--jobs", "2", "--json", "--within", "1e-9", "--only", "^(mixed|edges)$"]) == 0
+    assert json.loads(capsys.readouterr().out)["counts"]["unsupported"] == 2
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,8 @@ import math
 import sys
 import warnings
 from functools import cache
+from importlib import import_module
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -20,8 +22,8 @@ from quire.conformance.budget import Truth, distance, truth
 from quire.conformance.build import build
 from quire.conformance.case import Case
 from quire.conformance.target import Target
-from quire.conformance.targets import torch_varlen
-from quire.conformance.targets.peer import View
+from quire.conformance.targets import torch_flex, torch_varlen, vllm
+from quire.conformance.targets.peer import View, release
 from quire.errors import ArgumentError
 from quire.reference import attention
 
@@ -239,6 +241,35 @@ def test_decode_rows_in_context_form_are_not_asked_of_vllm(stand_ins: None) -> N
 def test_cross_attention_is_not_asked_of_vllm(name: str) -> None:
     case = Case("cross", q_lens=(20, 3), kv_lens=(7, 40), causal="no")
     assert "more new tokens than tokens" in str(why_not(targets.load(f"quire.compat.vllm.{name}", "cpu"), case))
+
+
+def test_what_vllm_refuses_by_itself_is_a_limit() -> None:
+    for name, asked, says in (
+        ("context_attention_fwd", Case("both", alibi=True, sinks=True), "ALiBi without sinks"),
+        ("chunked_prefill_paged_decode", Case("small", page_size=8), "page_size of 16"),
+    ):
+        call = build(asked)
+        theirs, ours = (vllm._pair(f"{whose}{name}", print, "cpu", "") for whose in ("vllm.", "quire.compat.vllm."))
+        assert says in (theirs.limits(call) or "") and ours.limits(call) is None
+
+
+def test_flex_is_asked_for_tiles_that_divide_a_page() -> None:
+    taken = [
+        all(rule(Case("p", page_size=size).problem) for rule in torch_flex.COMPILED_RULES.values()) for size in (1, 8, 16, 24, 48)
+    ]
+    assert taken == [False, False, True, False, True]
+
+
+def test_a_release_is_told_by_the_package_or_by_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "somepeer.py").write_text("x = 1\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    module = import_module("somepeer")
+    assert release("somepeer", module).startswith("unknown release, file ")
+    monkeypatch.setattr(module, "__version__", "1.2", raising=False)
+    assert release("somepeer", module) == "1.2"
+    (tmp_path / "somepeer-3.4.dist-info").mkdir()
+    (tmp_path / "somepeer-3.4.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: somepeer\nVersion: 3.4\n")
+    assert release("somepeer", module) == "3.4"
 
 
 def test_a_peer_that_is_not_here_is_named() -> None:

@@ -54,6 +54,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--case", metavar="LINE", help="one case, from the line that was printed for it")
     add("--timeout", metavar="SECONDS", type=float, default=120.0, help="how long a call may take (default: 120)")
     add(
+        "--within",
+        metavar="SECONDS",
+        type=float,
+        default=float("inf"),
+        help="begin no case after so long; those that are left are reported as not asked (default: all are asked)",
+    )
+    add(
         "--jobs",
         metavar="N",
         type=int,
@@ -124,6 +131,8 @@ def _conform(args: argparse.Namespace) -> int:
     cases = _cases(args)
     if args.timeout <= 0:
         raise ArgumentError("--timeout", args.timeout, "seconds above 0")
+    if not args.within > 0:
+        raise ArgumentError("--within", args.within, "seconds above 0")
     if args.jobs < 1:
         raise ArgumentError("--jobs", args.jobs, "1 or more")
 
@@ -142,10 +151,10 @@ def _conform(args: argparse.Namespace) -> int:
             tell(result.case.name, _line(result))
 
         if target is not None:
-            report = conform(target, cases, args.level, known=reasons(target.name), each=each)
+            report = conform(target, cases, args.level, known=reasons(target.name), each=each, within=args.within)
         else:
             how = {"device": args.device, "seconds": args.timeout, "in_process": here}
-            report = conform_in(args.jobs, args.target, cases, args.level, **how, known=reasons, each=each)
+            report = conform_in(args.jobs, args.target, cases, args.level, **how, known=reasons, each=each, within=args.within)
     if args.json:
         print(report.to_json())
     else:

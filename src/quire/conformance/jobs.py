@@ -7,6 +7,7 @@ borne out in one process is trusted in all.
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import os
 import signal
@@ -22,7 +23,7 @@ import torch
 from quire.conformance.apart import SECONDS, apart
 from quire.conformance.case import Case
 from quire.conformance.report import Report, Result
-from quire.conformance.run import Trust, facts_of, failed, report_of, survive
+from quire.conformance.run import Trust, facts_of, failed, report_of, survive, too_late
 from quire.conformance.target import Failure, find, is_lost, is_ours
 from quire.errors import ArgumentError
 
@@ -38,6 +39,7 @@ def conform_in(
     in_process: bool = False,
     known: Callable[[str], dict[str, str]] = lambda name: {},
     each: Callable[[Result], None] = lambda result: None,
+    within: float = math.inf,
 ) -> Report:
     """As `conform`, in so many processes. `known` gives the failures that are known of a target of this name."""
     start = time.perf_counter()
@@ -45,24 +47,34 @@ def conform_in(
     workers = [_Worker(how) for _ in range(min(jobs, len(cases)))]
     try:
         facts = workers[0].facts()
-        results = _share(workers, cases, known(facts["target"]), each)
+        results = _share(workers, cases, known(facts["target"]), each, start, within)
     finally:
         for worker in workers:
             worker.stop()
     return report_of(facts, results, level, time.perf_counter() - start)
 
 
-def _share(workers: list[_Worker], cases: Sequence[Case], known: dict[str, str], each: Callable[[Result], None]) -> list[Result]:
+def _share(
+    workers: list[_Worker],
+    cases: Sequence[Case],
+    known: dict[str, str],
+    each: Callable[[Result], None],
+    start: float,
+    within: float,
+) -> list[Result]:
     done: dict[int, Result] = {}
     trust = Trust()
     told = 0
     waiting = list(range(len(cases)))[::-1]
     while len(done) < len(cases):
+        if time.perf_counter() - start > within:
+            done |= {number: too_late(cases[number], within) for number in waiting}
+            waiting.clear()
         for worker in workers:
             if worker.case is None and waiting:
                 worker.ask(waiting.pop(), cases, trust.names)
         busy = {worker.line: worker for worker in workers if worker.case is not None}
-        for line in wait(list(busy)):
+        for line in wait(list(busy)) if busy else ():
             worker = busy[line]  # type: ignore[index]
             if worker.said is None:
                 worker.facts()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import platform
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -173,8 +174,9 @@ def conform(
     *,
     known: dict[str, str] | None = None,
     each: Callable[[Result], None] = lambda result: None,
+    within: float = math.inf,
 ) -> Report:
-    """Every case in turn."""
+    """Every case in turn; after so many seconds none is begun any more."""
     start = time.perf_counter()
     results: list[Result] = []
     trust = Trust()
@@ -182,6 +184,8 @@ def conform(
     for case in cases:
         if lost:
             result = Result(case, "unsupported", f"the device was lost in case {lost}")
+        elif time.perf_counter() - start > within:
+            result = too_late(case, within)
         else:
             result = survive(case, target, trust.names)
             if result.status == "raised" and is_lost(result.reason) and not target.runs_on:
@@ -191,6 +195,10 @@ def conform(
         results.append(result)
         each(result)
     return report_of(facts_of(target), results, level, time.perf_counter() - start)
+
+
+def too_late(case: Case, within: float) -> Result:
+    return Result(case, "unsupported", f"the {within:g} s were over")
 
 
 def facts_of(target: Target) -> dict[str, str]:
