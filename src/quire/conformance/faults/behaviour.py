@@ -38,7 +38,13 @@ BEHAVIOUR = (
         "NaN where a don't-care slot held NaN, right where it held a number",
         "weight 0 times whatever lies there: masked scores, values that are not",
         None,
-        issues=("FlashAttention #1745", "FlashAttention #2374", "FlashInfer #941", "AITER #5401"),
+        issues=(
+            "FlashAttention #1745",
+            "FlashAttention #2374",
+            "FlashInfer #941",
+            "AITER #5401",
+            "vLLM 0.24.0 kernel_paged_attention_2d loads values unmasked",
+        ),
     ),
     Fault(
         "two-runs-differ",
@@ -46,7 +52,7 @@ BEHAVIOUR = (
         "the same call gives other bits the second time",
         "a race, an atomic sum, memory that was not initialised",
         None,
-        issues=("vLLM #39146",),
+        issues=("vLLM #39146", "vLLM 0.24.0 kernel_paged_attention_2d stores rows of no new tokens where the next row is"),
     ),
     Fault(
         "state-leaks",
@@ -62,7 +68,7 @@ BEHAVIOUR = (
         "memory before or behind the output changes",
         "a store without a mask",
         None,
-        issues=("FlashInfer #3978",),
+        issues=("FlashInfer #3978", "vLLM 0.24.0 kernel_paged_attention_2d, a last row of no new tokens"),
     ),
     Fault(
         "writes-padding-rows",
@@ -70,7 +76,7 @@ BEHAVIOUR = (
         "rows of the output that belong to no sequence change",
         "a row that is empty or padding is written all the same",
         None,
-        issues=("vLLM Triton decode writes a row for query_len 0",),
+        issues=("vLLM Triton decode writes a row for query_len 0", "vLLM 0.24.0 reduce_segments runs over all rows"),
     ),
     Fault(
         "changes-inputs",

@@ -93,7 +93,7 @@ BIAS = (
         lambda to: _alibi(lambda w, q_at, k_at: x.slopes(w) * (k_at - (0 if to == "first key" else q_at[:1]))),
         lambda call: call.alibi is not None and (call.sinks is not None or call.lse is not None),
         ({"to": "first key"}, {"to": "first new token"}),
-        issues=("vLLM unified_attention: slope * (k_pos - context)",),
+        issues=("vLLM 0.24.0 unified_attention: slope * (k_pos - context)",),
     ),
     Fault(
         "sink-missing",

@@ -14,7 +14,7 @@ PRECISION = (
         "tf32",
         "fp32 outputs are right to three digits only: one key's value comes back without its last 13 bits",
         "matrix units take fp32 as tf32 unless they are told otherwise",
-        ("Triton's tl.dot and input_precision",),
+        ("Triton's tl.dot and input_precision", "vLLM 0.24.0, its Triton kernels with fp32 queries"),
     ),
     _products(
         "bf16",

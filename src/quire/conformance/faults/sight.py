@@ -130,7 +130,7 @@ SIGHT = (
         "an option that is not passed, or -1 that means something else elsewhere",
         lambda: _window(lambda left, right: (None, right)),
         _has_left,
-        issues=("pytorch #173469", "AITER #3158", "mistral.rs #2094"),
+        issues=("pytorch #173469", "AITER #3158", "mistral.rs #2094", "vLLM 0.24.0 _fwd_kernel_alibi"),
     ),
     Fault(
         "window-right-ignored",

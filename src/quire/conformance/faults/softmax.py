@@ -201,7 +201,7 @@ SOFTMAX = (
         "a sum of weights that is 0, and a division by it",
         lambda: _weigh(_nothing_seen),
         _sees_nothing,
-        issues=("vLLM unified_attention, queries without keys",),
+        issues=("vLLM 0.24.0 unified_attention, the path for long queries",),
     ),
     Fault(
         "split-combined-without-max",
