@@ -15,16 +15,19 @@ from quire.conformance.faults.fault import Fault
 from quire.conformance.faults.stages import TILES, has, with_sight
 
 
-def _shallow(fill: float, tile: int) -> Stages:
+def _shallow(fill: float, tile: int, empty: bool) -> Stages:
     """Hidden keys get a finite score in place of their product, and the scale makes it small: they keep a weight. So do the slots
-    between a sequence's end and that of its tile, whose values are zero. The scale of the keys is a part of the softmax's."""
+    between a sequence's end and that of its tile, whose values are zero. The scale of the keys is a part of the softmax's. A row
+    without a visible score above that one may pass for empty."""
 
     def weigh(w: Work, logits: torch.Tensor, v: torch.Tensor, heads: torch.Tensor) -> Part:
         kept = fill * w.call.scale * float(w.call.k_scale)  # type: ignore[arg-type]
         logits = logits.masked_fill(logits == -torch.inf, kept)
         behind = -(-v.shape[0] // tile) * tile - v.shape[0]
         logits = torch.cat((logits, logits.new_full((*logits.shape[:2], behind), kept)), -1)
-        return x.weigh(w, logits, torch.cat((v, v.new_zeros(behind, *v.shape[1:]))), heads)
+        part = x.weigh(w, logits, torch.cat((v, v.new_zeros(behind, *v.shape[1:]))), heads)
+        seen = (logits.amax(-1) > kept).T.unsqueeze(-1) if empty else torch.ones(())
+        return Part(torch.where(seen > 0, part.out, 0.0), part.lse, part.weighted)
 
     return PLAIN.replace(weigh=weigh, keep_unseen=True)
 
@@ -145,9 +148,14 @@ KEYS = (
         "keys",
         "keys beyond the end, and hidden ones, keep a little weight",
         "hidden scores become -50000 before the scale is applied, and a small scale of the keys is in it",
-        lambda fill, tile: _shallow(fill, tile),
+        lambda fill, tile, empty: _shallow(fill, tile, empty),
         _shrinks_masks,
-        tuple({"fill": fill, "tile": tile} for fill in (-5e4, -3e4, -1e4) for tile in (128, 64, 32, 16, 1)),
+        tuple(
+            {"fill": fill, "tile": tile, "empty": empty}
+            for fill in (-5e4, -1e4)
+            for tile in (128, 64, 32, 16, 1)
+            for empty in (True, False)
+        ),
         issues=("FlashInfer 0.6.12: math::inf is 5e4, k_scale is folded into sm_scale",),
     ),
     Fault(
