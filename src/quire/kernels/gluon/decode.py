@@ -39,7 +39,7 @@ def decode_kernel(out, room, query, cache, rows, new, features, T: gl.constexpr,
             (compute, (out, room, query, cache, rows, features, rings, 0, T, C)),
             (load_shares, (room, query, cache, rows, new, features, rings, T, C)),
         ],
-        [4],
+        [T.LOADERS],
         [T.LOADER],
     )
     if C.ZERO_PADDING or out.lse is not None:

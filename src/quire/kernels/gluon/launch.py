@@ -18,8 +18,10 @@ from quire.kernels.triton.launch import Launch, Pair, Plan, launches_of
 from quire.kernels.triton.tuning import Tuning
 from quire.options import Options
 
-REGISTERS = {1: 408, 2: 504}
-"""What a loader and so many computers have together, a thread of each, in steps of eight: of two, all of a multiprocessor's."""
+REGISTERS = 504
+"""What four warps that load and those that compute have together, a thread of each: a multiprocessor's, in steps of eight."""
+MOST_LOADING = 168
+"""A thread that loads has no use for more."""
 
 
 class Workshop(NamedTuple):
@@ -31,8 +33,10 @@ class Workshop(NamedTuple):
     TOKENS: int
     HEADS: int
     FEW: bool
+    LOADERS: int
+    """Warps that load."""
     COMPUTERS: int
-    """Groups of warps that compute."""
+    """Groups of four warps that compute."""
     COMPUTER: int
     """Registers of a thread that computes."""
     LOADER: int
@@ -88,14 +92,18 @@ class HopperDecode(Plan):
 
     def launches(self, arguments: tuple[Any, ...]) -> Iterator[Launch]:
         constants = self.constants
-        shop = workshop(self.short, self.row, arguments, constants, computers=1)
-        yield Launch(queue_kernel, (arguments[1].queue,), (constants,), (1, 1, 1), 1, 1)
-        yield Launch(decode_kernel, arguments, (shop, constants), (self.grid, 1, 1), 4, 1, early=constants.EARLY)
+        shop = workshop(self.short, self.row, arguments, constants, computers=1, loaders=self.row.warps)
+        queue = arguments[1].queue
+        if queue is not None:
+            yield Launch(queue_kernel, (queue,), (constants,), (1, 1, 1), 1, 1)
+        yield Launch(
+            decode_kernel, arguments, (shop, constants), (self.grid, 1, 1), 4, 1, early=constants.EARLY and queue is not None
+        )
         yield from self.combined(arguments, constants)
 
 
 def workshop(
-    tile: Tile, row: Tuning, arguments: tuple[Any, ...], constants: Constants, *, computers: int, beside: int = 0
+    tile: Tile, row: Tuning, arguments: tuple[Any, ...], constants: Constants, *, computers: int, loaders: int = 4, beside: int = 0
 ) -> Workshop:
     """How a program's warps share the work on such a tile."""
     _, _, query, cache, _, new, _ = arguments
@@ -112,9 +120,10 @@ def workshop(
     copies &= all(_is_aligned(at) and steps[5] == 1 and not any(step % 8 for step in steps[:4]) for at, steps in known)
     return Workshop(
         *tile,
+        LOADERS=loaders,
         COMPUTERS=computers,
         COMPUTER=row.registers,
-        LOADER=REGISTERS[computers] - computers * row.registers,
+        LOADER=min(MOST_LOADING, (REGISTERS - computers * row.registers) * 4 // loaders // 8 * 8),
         PROGRAMS_BESIDE=beside,
         SHARES=tile.FEW,
         COPIES=copies,

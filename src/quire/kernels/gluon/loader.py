@@ -44,28 +44,29 @@ def load_units(units, query, cache, rows, new, features, rings, count, T: gl.con
         tile = fetch(query, cache, rows, new, features, rings, item, nth, tile, False, T, C)
         nth += 1
         at = gl.atomic_add(units, 1)
-    end_of_work(rings, nth)
+    end_of_work(rings, nth, T)
 
 
 @gluon.jit
 def load_shares(room, query, cache, rows, new, features, rings, T: gl.constexpr, C: gl.constexpr):
     """Takes this program's large share of the short rows' keys, then small ones that nobody has taken, until none is left."""
-    scanned = gl.arange(0, C.SCAN, gl.BlockedLayout([1], [32], [4], [0]))
+    scanned = gl.arange(0, C.SCAN, gl.BlockedLayout([1], [32], [T.LOADERS], [0]))
     programs = gl.num_programs(0)
     share = gl.program_id(0)
     shares = share_out(rows, scanned, programs, T, C)
-    if share == 0:
+    if room.queue is not None and share == 0:
         gl.store(room.queue, shares.larges + shares.smalls)
     nth = 0
     tile = 0
     while share < shares.larges + shares.smalls:
         nth, tile = load_share(room, query, cache, rows, new, features, rings, share, shares, scanned, nth, tile, T, C)
-        if C.EARLY:
-            tl.extra.cuda.gdc_wait()
         share = shares.larges + shares.smalls
-        if shares.smalls > 0:
-            share = programs + gl.atomic_add(room.queue + 1, 1)
-    end_of_work(rings, nth)
+        if room.queue is not None:
+            if C.EARLY:
+                tl.extra.cuda.gdc_wait()
+            if shares.smalls > 0:
+                share = programs + gl.atomic_add(room.queue + 1, 1)
+    end_of_work(rings, nth, T)
 
 
 @gluon.jit
@@ -112,7 +113,7 @@ def fetch(query, cache, rows, new, features, rings, item, nth, tile, ASK: gl.con
     """One item; gives the tile that comes next. ASK: nobody has looked yet whether its pages exist."""
     # Sixteen bytes a thread, and eight threads to what the cache fetches at once.
     VECTOR: gl.constexpr = 16 if C.BYTES else 8
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, VECTOR], [4, 8], [4, 1], [1, 0])
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, VECTOR], [4, 8], [T.LOADERS, 1], [1, 0])
     k_dim = gl.arange(0, C.K_WIDTH, gl.SliceLayout(0, LAYOUT))
     v_dim = gl.arange(0, C.V_WIDTH, gl.SliceLayout(0, LAYOUT))
     nth_key = gl.arange(0, T.KEYS, gl.SliceLayout(1, LAYOUT))
@@ -136,7 +137,7 @@ def fetch(query, cache, rows, new, features, rings, item, nth, tile, ASK: gl.con
         key += T.KEYS
         tile += 1
     if ASK:
-        put_word(rings, nth, BROKEN, item.broken | gl.max(missing.to(gl.int32), 0))
+        put_word(rings, nth, BROKEN, item.broken | gl.max(missing.to(gl.int32), 0), T)
     load_values(cache, new, rings.v, unit, page, key, item.end, tile, v_dim, T, C)
     return tile + 1
 
@@ -202,7 +203,7 @@ def fill(ring, at, step, inside, dim, LENGTH: gl.constexpr, tile, T: gl.constexp
 @gluon.jit
 def load_queries(query, rows, features, rings, item, nth, T: gl.constexpr, C: gl.constexpr):
     """An item's queries, a part for each computer; and the item itself."""
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [T.LOADERS, 1], [1, 0])
     COMPUTERS: gl.constexpr = T.COMPUTERS
     EACH: gl.constexpr = T.ROWS // COMPUTERS
     dim = gl.arange(0, C.K_WIDTH, gl.SliceLayout(0, LAYOUT))
@@ -221,16 +222,16 @@ def load_queries(query, rows, features, rings, item, nth, T: gl.constexpr, C: gl
             queries.store(gl.load(query.at + at, mask=mask, other=0))
             fence_async_shared()
     for member in gl.static_range(WORDS):
-        put_word(rings, nth, member, item[member])
+        put_word(rings, nth, member, item[member], T)
     landing(rings.q, nth, QUEUE)
     say_full(rings.q, nth, QUEUE)
 
 
 @gluon.jit
-def end_of_work(rings, nth):
+def end_of_work(rings, nth, T: gl.constexpr):
     """An item without queries: the last."""
     await_free(rings.q, nth, QUEUE)
-    put_word(rings, nth, 0, -1)
+    put_word(rings, nth, 0, -1, T)
     landing(rings.q, nth, QUEUE)
     say_full(rings.q, nth, QUEUE)
     async_copy.wait_group(0)

@@ -41,7 +41,7 @@ def prefill_kernel(
             (compute, (out, None, query, cache, rows, features, rings, 1, T, C)),
             (load_units, (units, query, cache, rows, new, features, rings, count, T, C)),
         ],
-        [4, 4],
+        [4, T.LOADERS],
         [T.COMPUTER, T.LOADER],
     )
     if C.EARLY:

@@ -14,8 +14,6 @@ from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrie
 
 threads_meet: Any = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier
 """All threads of a group. Triton 3.7 calls it otherwise than 3.6."""
-THREADS = gl.constexpr(128)
-"""Of a group of four warps: what the matrix unit takes at once."""
 QUEUE = gl.constexpr(2)
 """Units whose queries are in shared memory: one is computed, the next is fetched."""
 
@@ -63,6 +61,7 @@ class Rings(NamedTuple):
 @gluon.jit
 def rings_of(DTYPE: gl.constexpr, T: gl.constexpr, C: gl.constexpr):
     """All rings, empty. Each thread of the loader says when its copies have landed; or one for all, where nothing is copied."""
+    THREADS: gl.constexpr = 32 * T.LOADERS
     FILLERS: gl.constexpr = THREADS if T.COPIES else 1
     return Rings(
         gl.allocate_shared_memory(gl.int32, [QUEUE * WORDS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])),
@@ -119,9 +118,9 @@ def say_free(ring, turn, PLACES: gl.constexpr):
 
 
 @gluon.jit
-def put_word(rings, nth, member: gl.constexpr, value):
+def put_word(rings, nth, member: gl.constexpr, value, T: gl.constexpr):
     """Tells one member of the n-th item."""
-    ALONE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    ALONE: gl.constexpr = gl.BlockedLayout([1], [32], [T.LOADERS], [0])
     rings.words.index(nth % QUEUE * WORDS + member).store(gl.full([1], 0, gl.int32, ALONE) + value)
 
 
