@@ -1,14 +1,18 @@
 // Few rows of queries: decodes. Their time is the time it takes to read the cache, so nothing is packed: a key's row is multiplied
-// where it lies, for all rows of queries at once. All heads of a tile of keys are visited before the next tile: whole pages are read.
+// where it lies, for all rows of queries at once. What counts is the order in which memory is asked for. A core waits for some two
+// dozen lines at a time, which is not enough; the prefetcher of its second cache asks for more, if it sees lines in their order. So
+// all heads of a key are read before the next key, in several places of a tile in turns, and so is what is fetched ahead.
 #pragma once
 #include "tile.h"
 
 namespace quire {
 namespace QUIRE_LEVEL {
 
-constexpr int64_t FEW = 16;        // rows at most
-constexpr int64_t FEW_KEYS = 64;   // of a tile here
-constexpr int64_t AT_ONCE = 4;     // rows in one go; 1 and 2 have a way of their own
+constexpr int64_t FEW = 16;             // rows at most
+constexpr int64_t FEW_KEYS = 64;        // of a tile here
+constexpr int64_t AT_ONCE = 4;          // rows in one go; 1 and 2 have a way of their own
+constexpr int64_t STREAMS = 4;          // places of a tile that are read in turns
+constexpr int64_t SIDE_BY_SIDE = 4096;  // bytes of a key's heads that are read together
 
 // Units of a row of stored elements, in steps that suit its type.
 template <class F, int T>
@@ -28,67 +32,89 @@ struct Reader {
     }
 };
 
-// Rows that will be wanted soon, so many bytes of each; none if `at` is null.
-struct Ahead {
+// Rows of K or V of a tile, from some head on; the next head's lie `head` bytes further. There are none if `at` is null.
+struct Reads {
     const uint8_t* const* at;
-    int64_t bytes;
+    int64_t count, first, head, bytes, type;
+    int64_t dim_part, dim_high, dim_low;  // where the elements of a row lie, as in Pages
+    bool whole, beside;                   // elements side by side; heads closer together than keys
 
-    INLINE void fetch(int64_t j) const {
-        if (at) for (int64_t b = 0; b < bytes; b += 64) prefetch(at[j] + b);
+    INLINE const uint8_t* row(int64_t j, int64_t h) const { return at[j] + first + h * head; }
+};
+
+// Asks for rows that will be read soon, in the order in which they will be: one each time.
+struct Ahead {
+    const Reads of;
+    int64_t heads, apart, i = 0, h = 0, j = 0;
+    bool more;
+
+    Ahead(const Reads& of, int64_t heads)
+        : of(of), heads(heads), apart((of.count + STREAMS - 1) / STREAMS), more(of.at && of.whole) {}
+
+    INLINE void fetch() {
+        if (!more) return;
+        const uint8_t* row = of.row(least(j + i * apart, of.count - 1), h);
+        for (int64_t b = 0; b < of.bytes; b += 64) prefetch(row + b);
+        if (++i < STREAMS) return;
+        i = 0;
+        if (++h < heads) return;
+        h = 0;
+        more = ++j < apart;
     }
 };
 
-// scores[r][j] of ROWS rows of queries over keys; W of them are summed up at a time.
+// Scores of ROWS rows of queries over W / ROWS keys, which are as far apart in the tile as so many can be.
 template <class F, int T, int ROWS>
-static void scores_of(const int32_t* q, int64_t q_stride, const uint8_t* const* key, Ahead ahead, int64_t count, int64_t dim,
-                      float* scores) {
+static INLINE void scores_of(const int32_t* q, int64_t q_stride, const uint8_t* const* key, int64_t dim, float* scores) {
     using R = Reader<F, T>;
     constexpr int AT_ONCE = W / ROWS;
-    for (int64_t j = 0; j < count; j += AT_ONCE) {
-        const uint8_t* row[AT_ONCE];
-        UNROLL for (int i = 0; i < AT_ONCE; i++) {
-            int64_t at = least(j + i, count - 1);
-            row[i] = key[at];
-            ahead.fetch(at);
+    vf sum[W] = {};
+    auto step = [&](int64_t d, int64_t left) __attribute__((always_inline)) {
+        vi units[AT_ONCE][R::VECTORS];
+        UNROLL for (int i = 0; i < AT_ONCE; i++) R::read(key[i] + d * SIZE<T>, left, units[i]);
+        UNROLL for (int n = 0; n < R::VECTORS; n++) UNROLL for (int r = 0; r < ROWS; r++) {
+            vi mine = load<vi>(q + r * q_stride + d / F::PER_UNIT + n * W);
+            UNROLL for (int i = 0; i < AT_ONCE; i++) sum[r * AT_ONCE + i] = F::dot(sum[r * AT_ONCE + i], mine, units[i][n]);
         }
-        vf sum[W] = {};
-        auto step = [&](int64_t d, int64_t left) __attribute__((always_inline)) {
-            vi units[AT_ONCE][R::VECTORS];
-            UNROLL for (int i = 0; i < AT_ONCE; i++) R::read(row[i] + d * SIZE<T>, left, units[i]);
-            UNROLL for (int n = 0; n < R::VECTORS; n++) UNROLL for (int r = 0; r < ROWS; r++) {
-                vi mine = load<vi>(q + r * q_stride + d / F::PER_UNIT + n * W);
-                UNROLL for (int i = 0; i < AT_ONCE; i++) sum[r * AT_ONCE + i] = F::dot(sum[r * AT_ONCE + i], mine, units[i][n]);
-            }
-        };
-        int64_t d = 0;
-        for (; d + R::STEP <= dim; d += R::STEP) step(d, R::STEP);
-        if (d < dim) step(d, dim - d);
-        float found[W];
-        store(found, sums(sum));
-        UNROLL for (int r = 0; r < ROWS; r++) memcpy(scores + r * FEW_KEYS + j, found + r * AT_ONCE, AT_ONCE * 4);
+    };
+    int64_t d = 0;
+    for (; d + R::STEP <= dim; d += R::STEP) step(d, R::STEP);
+    if (d < dim) step(d, dim - d);
+    float found[W];
+    store(found, sums(sum));
+    UNROLL for (int r = 0; r < ROWS; r++) UNROLL for (int i = 0; i < AT_ONCE; i++) {
+        scores[r * FEW_KEYS + i * (FEW_KEYS / AT_ONCE)] = found[r * AT_ONCE + i];
     }
 }
 
-// values[r] = values[r] * keep[r] + weights[r] V, a few vectors of dims at a time.
+// How many keys of each stream are added up in registers: the less, the more memory is read in its order.
+template <int T>
+constexpr int64_t SLOTS = 8 / SIZE<T>;
+
+// values[r] = values[r] * keep[r] + weights[r] V of one head, a few vectors of dims at a time. Of every `apart` keys those from
+// `slot` on are taken; the first slots do what there is to keep.
 template <class F, int T, int ROWS>
-static void values_of(const int32_t* weights, const uint8_t* const* value, Ahead ahead, int64_t count, int64_t dim,
-                      const float* keep, float* values, int64_t stride) {
+static INLINE void values_of(const int32_t* weights, const Reads& v, int64_t h, int64_t slot, int64_t apart, Ahead* ahead,
+                             int64_t dim, const float* keep, float* values, int64_t stride) {
     constexpr int PER = F::PER_UNIT, VECTORS = VECTORS_AT_ONCE;
-    constexpr int64_t DIMS = VECTORS * W;
+    constexpr int64_t DIMS = VECTORS * W, EACH = SLOTS<T> / PER;
     using R = Reader<F, T>;
-    int64_t units = (count + PER - 1) / PER;
     auto some_dims = [&](int64_t d, auto full) __attribute__((always_inline)) {
         vf sum[ROWS][VECTORS] = {};
-        for (int64_t u = 0; u < units; u++) {
-            if (d == 0) UNROLL for (int p = 0; p < PER; p++) ahead.fetch(least(u * PER + p, count - 1));
+        for (int64_t i = 0; i < EACH * STREAMS; i++) {
+            int64_t u = (i / EACH * apart + slot) / PER + i % EACH;
+            if (u * PER >= v.count) break;
+            if (d == 0 && ahead) UNROLL for (int p = 0; p < PER; p++) ahead->fetch();
+            const uint8_t* row = v.row(u * PER, h);
+            const uint8_t* other = u * PER + 1 < v.count ? v.row(u * PER + PER - 1, h) : ZEROS;
             vi unit[VECTORS] = {};
             UNROLL for (int n = 0; n < VECTORS; n += R::STEP / W) {
                 // As many vectors of lanes as a step has elements: bf16 makes two of each, for two keys at once.
                 int64_t at = d + n * W, left = full ? R::STEP : dim - at;
                 if (!full && left <= 0) break;
                 vi first[R::VECTORS], second[R::VECTORS];
-                R::read(value[u * PER] + at * SIZE<T>, left, first);
-                if (PER == 2) R::read(value[u * PER + PER - 1] + at * SIZE<T>, left, second);
+                R::read(row + at * SIZE<T>, left, first);
+                if (PER == 2) R::read(other + at * SIZE<T>, left, second);
                 UNROLL for (int i = 0; i < R::VECTORS; i++) {
                     if (PER == 2) F::mingle(first[i], second[i]);
                     unit[n + i * PER] = first[i];
@@ -102,7 +128,7 @@ static void values_of(const int32_t* weights, const uint8_t* const* value, Ahead
         }
         UNROLL for (int r = 0; r < ROWS; r++) UNROLL for (int n = 0; n < VECTORS; n++) {
             float* to = values + r * stride + d + n * W;
-            store(to, fma(load(to), splat(keep[r]), sum[r][n]));
+            store(to, fma(load(to), splat(slot ? 1.0f : keep[r]), sum[r][n]));
         }
     };
     int64_t d = 0;
@@ -112,17 +138,16 @@ static void values_of(const int32_t* weights, const uint8_t* const* value, Ahead
 
 template <class F>
 struct Few {
+    static constexpr int64_t UNITS = FEW_KEYS / F::PER_UNIT;  // of a row's weights
     const Attend& call;
     int64_t k_units, v_lanes;
-    int32_t *q, *weights;
+    int32_t *q, *weights, *copies;
     float *values, *scores, *keep, *k_scale, *v_scale;
     Gathered* have;
     Sight* sights;
     Tile* tiles;
-    Rows* rows;
-    uint8_t* gathered;
-    int32_t* decoded;
-    int64_t strip;
+    const uint8_t** places;
+    int64_t strip, padded_rows;
 
     Few(const Attend& call, Room& room) : call(call) {
         int64_t count = call.cache.heads * FEW;
@@ -130,24 +155,23 @@ struct Few {
         v_lanes = round_up(call.cache.v.dim, VECTORS_AT_ONCE * W);
         q = room.take<int32_t>(count * k_units);
         values = room.take<float>(count * v_lanes);
-        scores = room.take<float>(FEW * FEW_KEYS);
-        weights = F::PER_UNIT == 1 ? (int32_t*)scores : room.take<int32_t>(FEW * FEW_KEYS / 2);
-        keep = room.take<float>(MOST_ROWS);
+        scores = room.take<float>(count * FEW_KEYS);
+        weights = F::PER_UNIT == 1 ? (int32_t*)scores : room.take<int32_t>(count * UNITS);
+        keep = room.take<float>(count + W);
         k_scale = room.take<float>(KEYS);
         v_scale = room.take<float>(KEYS);
         have = room.take<Gathered>(count);
         sights = room.take<Sight>(count);
         tiles = room.take<Tile>(2);
-        rows = room.take<Rows>(4);
-        gathered = room.take<uint8_t>(4 * FEW_KEYS * 512 * 4);
-        decoded = room.take<int32_t>(FEW_KEYS * 512);
+        copies = room.take<int32_t>(FEW_KEYS * 512);
+        places = room.take<const uint8_t*>(FEW_KEYS);
     }
 
     void run(const Unit& unit) {
         const Sequence s(call, unit.seq);
         int64_t heads = unit.heads, group = call.group, k_dim = call.cache.k.dim, size = size_of(call.q.type);
         strip = unit.rows < 3 ? unit.rows : AT_ONCE;
-        int64_t padded_rows = round_up(unit.rows, strip);
+        padded_rows = round_up(unit.rows, strip);
         for (int64_t h = 0; h < heads; h++) {
             for (int64_t i = 0; i < padded_rows; i++) {
                 int64_t at = h * padded_rows + i, token = (unit.row + i) / group;
@@ -159,7 +183,7 @@ struct Few {
                 int64_t q_head = (unit.head + h) * group + (unit.row + i) % group;
                 const uint8_t* from = call.q.data + ((s.token + token) * call.q.token + q_head * call.q.head) * size;
                 if (call.q.dim != 1) {
-                    from = quire::QUIRE_LEVEL::gathered(from, size, k_dim, gathered, [&](int64_t d) { return d * call.q.dim; });
+                    from = gathered(from, size, k_dim, (uint8_t*)copies, [&](int64_t d) { return d * call.q.dim; });
                 }
                 as_units<F>(from, call.q.type, k_dim, to, k_units);
                 sights[at] = sight_of(call, s, token, q_head);
@@ -178,8 +202,8 @@ struct Few {
             Tile &tile = tiles[which], &after = tiles[1 - which];
             int64_t next = end_of(low);
             if (next < unit.high) found(s, next, end_of(next), after);
-            bad |= tile.bad;
-            visit(unit, tile, next < unit.high ? &after : nullptr, logits, padded_rows);
+            if (tile.bad) bad = true;
+            else visit(unit, tile, next < unit.high && !after.bad ? &after : nullptr, logits);
             low = next, which = 1 - which;
         }
         for (int64_t h = 0; h < heads; h++) {
@@ -193,95 +217,131 @@ struct Few {
 
     void found(const Sequence& s, int64_t low, int64_t high, Tile& tile) { find(call, s, low, low, high, nullptr, tile); }
 
-    void visit(const Unit& unit, const Tile& tile, const Tile* after, const Logits& logits, int64_t padded_rows) {
-        int64_t count = tile.count, padded = round_up(count, 2 * W);
-        Rows *k = rows, *v = rows + 1, *next_k = rows + 2, *next_v = rows + 3;
-        int64_t part = FEW_KEYS * 512 * 4;
-        rows_of(call.cache.k, call.new_k, tile.k, tile, unit.head, gathered, *k);
-        rows_of(call.cache.v, call.new_v, tile.v, tile, unit.head, gathered + part, *v);
-        bool whole = call.cache.k.whole_rows() && call.cache.v.whole_rows();
-        if (call.new_k.data) whole = whole && call.new_k.dim == 1 && call.new_v.dim == 1;
-        bool scaled = call.cache.k.scale != nullptr;
-        for (int64_t h = 0; h < unit.heads; h++) {
-            // What comes next is on its way while this is worked on: another head of the tile, or the first of the next one.
-            const Tile* coming = h + 1 < unit.heads ? &tile : whole ? after : nullptr;
-            if (coming) {
-                int64_t head = coming == &tile ? unit.head + h + 1 : unit.head;
-                uint8_t* room = gathered + (h % 2 ? 0 : 2 * part);
-                rows_of(call.cache.k, call.new_k, coming->k, *coming, head, room, *next_k);
-                rows_of(call.cache.v, call.new_v, coming->v, *coming, head, room + part, *next_v);
-            }
-            bool ahead = coming && whole && coming->count >= count;
-            Ahead k_ahead{ahead ? next_k->at : nullptr, ahead ? call.cache.k.dim * size_of(next_k->type_of(0)) : 0};
-            Ahead v_ahead{ahead ? next_v->at : nullptr, ahead ? call.cache.v.dim * size_of(next_v->type_of(0)) : 0};
-            if (scaled) {
-                scales_of(call.cache.k, tile.k, tile, unit.head + h, k_scale);
-                scales_of(call.cache.v, tile.v, tile, unit.head + h, v_scale);
-            }
-            int64_t base = h * padded_rows;
-            score(*k, k_ahead, base, padded_rows);
-            Scores seen{scores, FEW_KEYS, padded, scaled ? k_scale : nullptr, scaled ? v_scale : nullptr, nullptr,
-                        call.alibi != nullptr, {}, {}, {}, {}};
-            for (int64_t i = 0; i < unit.rows; i++) {
-                const Sight& sight = sights[base + i];
-                seen.first[i] = most<int64_t>(0, sight.low - tile.first);
-                seen.last[i] = most<int64_t>(0, least(count, sight.high - tile.first));
-                seen.slope[i] = sight.slope, seen.distance[i] = (float)(sight.at - tile.first);
-            }
-            weigh<F>(seen, unit.rows, weights, FEW_KEYS / F::PER_UNIT, logits, have + base, keep);
-            for (int64_t i = unit.rows; i < padded_rows; i++) {
-                memset(weights + i * (FEW_KEYS / F::PER_UNIT), 0, FEW_KEYS / F::PER_UNIT * 4);
-                keep[i] = 1.0f;
-            }
-            gather(*v, v_ahead, base, padded_rows);
-            if (coming == &tile) {
-                Rows* swap = k;
-                k = next_k, next_k = swap;
-                swap = v;
-                v = next_v, next_v = swap;
-            }
+    // A tile, for as many heads at a time as are read together. What comes next is on its way meanwhile: values while keys are
+    // scored, the next keys while values are added up.
+    void visit(const Unit& unit, const Tile& tile, const Tile* after, const Logits& logits) {
+        int64_t some = heads_at_once(keys(tile, 0), values_in(tile, 0));
+        for (int64_t h = 0; h < unit.heads; h += some) {
+            int64_t heads = least(some, unit.heads - h), head = unit.head + h;
+            Reads k = keys(tile, head), v = values_in(tile, head), next{};
+            if (h + some < unit.heads) next = keys(tile, head + some);
+            else if (after) next = keys(*after, unit.head);
+            score(ready(k, call.cache.k.dim), v, h, heads);
+            for (int64_t i = h; i < h + heads; i++) weigh_head(unit, tile, i, logits);
+            add_up(ready(v, call.cache.v.dim), next, h, heads);
         }
     }
 
-    // Rows as the products take them, and their type. Where several strips of rows meet the same keys, these are decoded once.
-    int64_t ready(Rows& from, int64_t dim, int64_t padded_rows) {
-        int64_t type = from.type_of(0), units = round_up((dim + F::PER_UNIT - 1) / F::PER_UNIT, W);
-        if (padded_rows == strip || type == F::TYPE) return type;
-        for (int64_t j = 0; j < round_up(from.count, 2); j++) {
-            int32_t* to = decoded + j * (512 / F::PER_UNIT);
-            as_units<F>(from.at[j], type, dim, to, units);
-            from.at[j] = (const uint8_t*)to;
+    Reads keys(const Tile& tile, int64_t head) const { return reads(call.cache.k, call.new_k, tile, tile.k, head); }
+    Reads values_in(const Tile& tile, int64_t head) const { return reads(call.cache.v, call.new_v, tile, tile.v, head); }
+
+    static Reads reads(const Pages& p, const Array& fresh, const Tile& tile, const uint8_t* const* at, int64_t head) {
+        if (tile.cut) {
+            int64_t size = size_of(p.type);
+            return {at, tile.count, head * p.head * size, p.head * size, p.dim * size, p.type, p.dim_part, p.dim_high, p.dim_low,
+                    p.whole_rows(), p.head < p.slot_low};
         }
-        return F::TYPE;
+        int64_t size = size_of(fresh.type);
+        return {at, tile.count, head * fresh.head * size, fresh.head * size, p.dim * size, fresh.type, p.dim, 0, fresh.dim,
+                fresh.dim == 1, fresh.head < fresh.token};
     }
 
-    // Calls f with the type and the number of rows as constants, strip after strip.
-    template <class Each>
-    INLINE void by_strip(int64_t type, int64_t padded_rows, Each f) {
+    // Rows are multiplied where they lie, unless their elements are apart or would be decoded anew for every strip.
+    bool in_place(const Reads& r) const { return r.whole && (padded_rows == strip || r.type == F::TYPE); }
+
+    int64_t heads_at_once(const Reads& k, const Reads& v) const {
+        if (!in_place(k) || !in_place(v) || !k.beside || !v.beside) return 1;
+        return most<int64_t>(1, SIDE_BY_SIDE / most(k.bytes, v.bytes));
+    }
+
+    // Rows as the products take them; those of one head where they have to be copied.
+    Reads ready(const Reads& from, int64_t dim) {
+        if (in_place(from)) return from;
+        int64_t units = round_up((dim + F::PER_UNIT - 1) / F::PER_UNIT, W);
+        uint8_t whole[512 * 4];
+        for (int64_t j = 0; j < from.count; j++) {
+            const uint8_t* row = from.row(j, 0);
+            if (!from.whole) {
+                row = gathered(row, size_of(from.type), dim, whole, [&](int64_t d) {
+                    return d / from.dim_part * from.dim_high + d % from.dim_part * from.dim_low;
+                });
+            }
+            int32_t* to = copies + j * 512;
+            as_units<F>(row, from.type, dim, to, units);
+            places[j] = (const uint8_t*)to;
+        }
+        return {places, from.count, 0, 0, dim * size_of(F::TYPE), F::TYPE, dim, 0, 1, true, false};
+    }
+
+    // Calls f with a type and the number of rows in a strip as constants.
+    template <class Do>
+    INLINE void with_strip(int64_t type, Do f) {
         with_type(type, [&](auto t) {
             if constexpr (FITS<F, t.value>) {
-                for (int64_t r = 0; r < padded_rows; r += strip) {
-                    if (strip == 1) f(t, std::integral_constant<int, 1>(), r);
-                    else if (strip == 2) f(t, std::integral_constant<int, 2>(), r);
-                    else f(t, std::integral_constant<int, 4>(), r);
+                if (strip == 1) f(t, std::integral_constant<int, 1>());
+                else if (strip == 2) f(t, std::integral_constant<int, 2>());
+                else f(t, std::integral_constant<int, 4>());
+            }
+        });
+    }
+
+    void score(const Reads& k, const Reads& coming, int64_t first, int64_t heads) {
+        Ahead ahead(coming, heads);
+        with_strip(k.type, [&](auto t, auto rows) {
+            constexpr int MANY = W / rows.value;
+            constexpr int64_t APART = FEW_KEYS / MANY;  // a constant: bf16 takes some percent longer otherwise
+            for (int64_t j = 0; j < least(APART, k.count); j++) {
+                for (int64_t h = 0; h < heads; h++) {
+                    const uint8_t* key[MANY];
+                    UNROLL for (int i = 0; i < MANY; i++) {
+                        key[i] = k.row(least(j + i * APART, k.count - 1), h);
+                        ahead.fetch();
+                    }
+                    for (int64_t r = 0; r < padded_rows; r += rows.value) {
+                        int64_t at = (first + h) * padded_rows + r;
+                        scores_of<F, t.value, rows.value>(q + at * k_units, k_units, key, call.cache.k.dim,
+                                                          scores + at * FEW_KEYS + j);
+                    }
                 }
             }
         });
     }
 
-    void score(Rows& keys, Ahead ahead, int64_t base, int64_t padded_rows) {
-        int64_t dim = call.cache.k.dim;
-        by_strip(ready(keys, dim, padded_rows), padded_rows, [&](auto t, auto count, int64_t r) {
-            scores_of<F, t.value, count.value>(q + (base + r) * k_units, k_units, keys.at, r ? Ahead{} : ahead, keys.count, dim,
-                                               scores + r * FEW_KEYS);
-        });
+    void weigh_head(const Unit& unit, const Tile& tile, int64_t h, const Logits& logits) {
+        bool scaled = call.cache.k.scale != nullptr;
+        int64_t base = h * padded_rows;
+        if (scaled) {
+            scales_of(call.cache.k, tile.k, tile, unit.head + h, k_scale);
+            scales_of(call.cache.v, tile.v, tile, unit.head + h, v_scale);
+        }
+        Scores seen{scores + base * FEW_KEYS, FEW_KEYS, round_up(tile.count, 2 * W), scaled ? k_scale : nullptr,
+                    scaled ? v_scale : nullptr, nullptr, call.alibi != nullptr, {}, {}, {}, {}};
+        for (int64_t i = 0; i < unit.rows; i++) {
+            const Sight& sight = sights[base + i];
+            seen.first[i] = most<int64_t>(0, sight.low - tile.first);
+            seen.last[i] = most<int64_t>(0, least(tile.count, sight.high - tile.first));
+            seen.slope[i] = sight.slope, seen.distance[i] = (float)(sight.at - tile.first);
+        }
+        weigh<F>(seen, unit.rows, weights + base * UNITS, UNITS, logits, have + base, keep + base);
+        for (int64_t i = base + unit.rows; i < base + padded_rows; i++) {
+            memset(weights + i * UNITS, 0, UNITS * 4);
+            keep[i] = 1.0f;
+        }
     }
 
-    void gather(Rows& rows, Ahead ahead, int64_t base, int64_t padded_rows) {
-        int64_t dim = call.cache.v.dim;
-        by_strip(ready(rows, dim, padded_rows), padded_rows, [&](auto t, auto count, int64_t r) {
-            values_of<F, t.value, count.value>(weights + r * (FEW_KEYS / F::PER_UNIT), rows.at, r ? Ahead{} : ahead, rows.count, dim,
-                                               keep + r, values + (base + r) * v_lanes, v_lanes);
+    void add_up(const Reads& v, const Reads& coming, int64_t first, int64_t heads) {
+        Ahead ahead(coming, heads);
+        with_strip(v.type, [&](auto t, auto rows) {
+            int64_t apart = round_up((v.count + STREAMS - 1) / STREAMS, SLOTS<t.value>);
+            for (int64_t slot = 0; slot < apart; slot += SLOTS<t.value>) {
+                for (int64_t h = 0; h < heads; h++) {
+                    for (int64_t r = 0; r < padded_rows; r += rows.value) {
+                        int64_t at = (first + h) * padded_rows + r;
+                        values_of<F, t.value, rows.value>(weights + at * UNITS, v, h, slot, apart, r ? nullptr : &ahead,
+                                                          call.cache.v.dim, keep + at, values + at * v_lanes, v_lanes);
+                    }
+                }
+            }
         });
     }
 };
