@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -86,6 +87,7 @@ OTHER: dict[str, Callable[[Call], None]] = {
     "noise": noise,
     "twelve bits of values": lambda call: online(call, values=cut(11)),
     "eight bits of everything": lambda call: online(call, cut(15)),
+    "tf32 and a scale that is off": lambda call: online(replace(call, scale=1.02 * call.scale), Narrow("tf32", "truncated")),
     "outputs in tf32": lambda call: (compute(call), call.out.copy_(Narrow("tf32", "truncated")(call.out)))[0],
 }
 
