@@ -17,7 +17,7 @@ SMALL = Workload("small", ((1, 40), (70, 10), (1, 0)), "fp32", q_heads=4, kv_hea
 
 def test_measure_runs_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run, "SECONDS", 0.01)
-    rows = list(run.measure([SMALL], limits.Limits(1e10, 1e11), turns=2, tell=lambda name: None))
+    rows = list(run.measure([SMALL], limits.Limits(1e10, 1e11), run.ALWAYS, turns=2, tell=lambda name: None))
     # Without AMX there is nothing to measure without it.
     names = [row.contestant for row in rows if row.contestant != "quire without AMX"]
     assert names == ["quire", "quire torch", "gather + SDPA"]
@@ -72,3 +72,12 @@ def test_another_interpreter_runs_vllm(tmp_path: Path, monkeypatch: pytest.Monke
     rows = list(run.measure([SMALL], limits.Limits(1e10, 1e11), (), turns=1, tell=print, vllm=sys.executable))
     assert [(row.contestant, row.milliseconds) for row in rows] == [("vLLM", None), ("vLLM vec", None)]
     assert all(row.note.startswith("exit status") for row in rows)
+
+
+def test_a_worker_that_takes_too_long_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker, "LIMIT", 0.0)
+    slow = worker.Worker("quire", {})
+    try:
+        assert slow.ask({"build": SMALL.to_json(), "folder": "."}) == {"died": "no answer in 0 s"}
+    finally:
+        slow.close()

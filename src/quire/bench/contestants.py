@@ -142,11 +142,18 @@ def _vllm_without_amx(case: Case) -> Bound | None:
     return load(amx=False)(case)
 
 
+def _flex(case: Case) -> Bound | None:
+    from quire.bench.peers.flex_cpu import contestant
+
+    return contestant(case)
+
+
 CPU_CONTESTANTS: dict[str, Contestant] = {
     "quire": own,
     "quire without AMX": own_without_amx,
     "quire torch": own_in_torch,
     "gather + SDPA": gather_sdpa,
+    "FlexAttention": _flex,
     "vLLM": _vllm,
     "vLLM vec": _vllm_without_amx,
 }

@@ -19,9 +19,11 @@ TURNS = 4
 SECONDS = 0.6
 """How long a contestant runs in each of its turns."""
 ALWAYS = ("quire", "quire without AMX", "quire torch", "gather + SDPA")
+EVERYONE = (*ALWAYS, "FlexAttention")
+"""Also what is compiled anew for every workload, which takes its time and a C++ compiler."""
 VLLM = ("vLLM", "vLLM vec")
 """Those that need an interpreter with another package."""
-ENVIRONMENT = {"gather + SDPA": WITHOUT_AMX} | dict.fromkeys(VLLM, WITHOUT_AMX)
+ENVIRONMENT = {"gather + SDPA": WITHOUT_AMX, "FlexAttention": WITHOUT_AMX} | dict.fromkeys(VLLM, WITHOUT_AMX)
 
 
 def measure(

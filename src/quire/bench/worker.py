@@ -12,11 +12,16 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import time
 from typing import Any
 
 WITHOUT_AMX = {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_FP16"}
 """What keeps torch's 16-bit products alive on CPUs that advertise AMX without its palette."""
+
+
+LIMIT = 300.0
+"""Seconds that an answer may take: a contestant may have to compile first."""
 
 
 class Worker:
@@ -32,14 +37,21 @@ class Worker:
         )
 
     def ask(self, command: dict[str, Any]) -> dict[str, Any]:
-        """Sends a command and waits for its answer; {"died": reason} if the worker ended."""
+        """Sends a command and waits for its answer; {"died": reason} if the worker ended, or was ended for taking too long."""
         assert self.process.stdin and self.process.stdout
+        late = threading.Timer(LIMIT, self.process.kill)
+        late.start()
         try:
             self.process.stdin.write(json.dumps(command) + "\n")
             self.process.stdin.flush()
             answer = self.process.stdout.readline()
         except BrokenPipeError:
             answer = ""
+        finally:
+            in_time = not late.finished.is_set()
+            late.cancel()
+        if not answer and not in_time:
+            return {"died": f"no answer in {LIMIT:.0f} s"}
         return json.loads(answer) if answer else {"died": f"exit status {self.process.wait()}"}
 
     def close(self) -> None:
