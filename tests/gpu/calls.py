@@ -29,9 +29,7 @@ if interpreter.ON:
 
 DEVICE = "cpu" if interpreter.ON else "cuda"
 HOPPER = not interpreter.ON and torch.cuda.get_device_capability() == (9, 0)
-KERNELS = ("triton-decode", "triton-mixed", *(("gluon-decode", "gluon-mixed") if HOPPER else ()))
-DECODES = ("triton-decode", "gluon-decode")
-"""Those that take every row for a short one, if the dispatcher lets them."""
+KERNELS = ("triton-decode", "triton-mixed", *(("gluon-mixed",) if HOPPER else ()))
 every = pytest.mark.parametrize("kernel", KERNELS)
 needs_hopper = pytest.mark.skipif(not HOPPER, reason="only Hopper has this")
 needs_gpu = pytest.mark.skipif(interpreter.ON, reason="only a GPU has this")
@@ -44,15 +42,15 @@ MOST_DECODED = 16
 
 def hint(s: Scenario, kernel: str | None) -> None:
     """Lets the dispatcher take the kernel, whatever the lengths are."""
-    if kernel in DECODES:
+    if kernel == "triton-decode":
         s.batch.max_q_len = min(MOST_DECODED, s.q.shape[0])
 
 
 def named(s: Scenario, kernel: str | None) -> str | None:
     """Gluon's kernel for the scenario's cache. What is beyond its limits must be refused; then there is nothing to test."""
-    if kernel is None or not kernel.startswith("gluon"):
+    if kernel != "gluon-mixed":
         return kernel
-    name = "gluon-mixed-bytes" if kernel == "gluon-mixed" and s.cache.format.itemsize == 1 else kernel
+    name = "gluon-mixed-bytes" if s.cache.format.itemsize == 1 else "gluon-mixed"
     decision = quire.explain(s.q, s.cache, s.batch, s.options, new=s.new, lse=True)
     refusals = next(candidate for candidate in decision.candidates if candidate.kernel.name == name).refusals
     if refusals:

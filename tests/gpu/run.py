@@ -29,7 +29,7 @@ LIMIT = 480
 """Seconds after which a process is given up."""
 SANITIZER_LIMIT = 45
 TOOLS = ("memcheck", "racecheck")
-HANDED = ("prefill.py", "decode.py")
+HANDED = ("prefill.py",)
 """Kernels whose warps have different work. The compiler hands it to them through shared memory, at barriers that racecheck does not
 follow, and says of that code that it stands in these files. What is ours in shared memory is not there, but in `rings.py`,
 `loader.py` and `computer.py`."""

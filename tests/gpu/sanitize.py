@@ -22,7 +22,6 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "mixed-context-window": ("triton-mixed", {**ROWS, **BF16, "form": "context", "window": 30}),
     "decode-fp8-by-token": ("triton-decode", {**ROWS, "format": "e4m3fn", "scales": "token", "q_dtype": "bf16", "head_dim": 24}),
     "mixed-fp8": ("triton-mixed", {**ROWS, "format": "e4m3fn", "q_dtype": "bf16", "head_dim": 80, "layout": "vllm_x"}),
-    "hopper-decode": ("gluon-decode", {**ROWS, **BF16}),
     "hopper": ("gluon-mixed", {**ROWS, **BF16}),
     "hopper-bytes": ("gluon-mixed-bytes", {**ROWS, "format": "e4m3fn", "q_dtype": "bf16", "head_dim": 80}),
     "tree-fp32": ("triton-mixed", {**ROWS, "mask": True, "page_size": 5}),

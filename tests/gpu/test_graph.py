@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 
 import quire
-from gpu.calls import DECODES, GUARD, every, needs_gpu
+from gpu.calls import GUARD, every, needs_gpu
 from gpu.sequences import DIM, GROUP, KV_HEADS, Sequences, Step, is_right
 
 pytestmark = needs_gpu
@@ -31,7 +31,7 @@ class Buffers:
 
     def __init__(self, kernel: str, seed: int):
         self.sequences = Sequences(SEQS, PAGES, seed)
-        self.batch = quire.Batch.allocate(SEQS, PAGES, TOKENS, max_q_len=16 if kernel in DECODES else None, device="cuda")
+        self.batch = quire.Batch.allocate(SEQS, PAGES, TOKENS, max_q_len=16 if kernel == "triton-decode" else None, device="cuda")
         self.q = torch.full((TOKENS, KV_HEADS * GROUP, DIM), torch.nan, dtype=torch.bfloat16, device="cuda")
         self.k, self.v = (torch.full((TOKENS, KV_HEADS, DIM), torch.nan, dtype=torch.bfloat16, device="cuda") for _ in range(2))
         self.out = torch.full_like(self.q, GUARD)

@@ -110,9 +110,8 @@ def test_pairs(case: Case) -> None:
 
 
 def on_hopper(case: Case) -> bool:
-    """Whether Gluon's kernels take it: of bytes only the mixed one, and not in context form."""
-    of_bytes = "over" in case.get("numbers", "")
-    return allowed(case) and not (of_bytes and (case.get("form") == "context" or case.get("kernel") == "gluon-decode"))
+    """Whether Gluon's kernels take it."""
+    return allowed(case) and not (case.get("form") == "context" and "over" in case.get("numbers", ""))
 
 
 @needs_hopper
@@ -120,7 +119,6 @@ def on_hopper(case: Case) -> bool:
     "case",
     cover(
         {
-            "kernel": ["gluon-decode", "gluon-mixed"],
             "feature": [name for name in FEATURES if not name.startswith(("tree", "invariant"))],
             "form": FORMS,
             "numbers": ["fp16", "bf16", "bf16_over_e4m3fn", "fp16_over_e4m3fn_bytes_by_head", "bf16_over_e5m2_by_head"],
@@ -137,7 +135,7 @@ def on_hopper(case: Case) -> bool:
     ids=name_of,
 )
 def test_pairs_on_hopper(case: Case) -> None:
-    attend_and_check(build_case(case), case["kernel"])
+    attend_and_check(build_case(case), "gluon-mixed")
 
 
 MIXED = LENS["rows_of_all_kinds"]

@@ -21,21 +21,6 @@ _NATIVE = "kernels/native/libquire.so"
 
 CATALOGUE: tuple[Kernel, ...] = (
     Kernel(
-        "gluon-decode",
-        "attend",
-        "few new tokens a row: shares of keys as below, by warps that only load and warps that only compute",
-        "quire.kernels.gluon.launch:launch_decode",
-        binder="quire.kernels.gluon.launch:bind_decode",
-        arches=("sm90",),
-        needs=("triton",),
-        pairs=("fp16 over fp16", "bf16 over bf16"),
-        layouts=_WHOLE_ROWS,
-        head_dim=_HOPPER_HEAD,
-        v_head_dim=_HOPPER_HEAD,
-        max_q_len=16,
-        without=("mask", "batch_invariant"),
-    ),
-    Kernel(
         "triton-decode",
         "attend",
         "few new tokens a row: the keys of all rows are shared out evenly over the card, then combined",

@@ -46,26 +46,7 @@ PLAIN |= {
 TREE = {"window": [100, 0], "mask": "tensor", "positions": "tensor"}
 PLAIN |= {"ledger-window": Sample("ledger", new=True, index="int64", options=TREE)}
 HOPPER = {f"gluon-{width}-{format}": Sample("gluon", width, format) for width in (64, 128) for format in ("bf16", "e4m3fn")}
-HOPPER |= {f"gluon-decode-{width}": Sample("gluon-decode", width) for width in (64, 128)}
 HOPPER |= {
-    "gluon-decode-new": Sample("gluon-decode", new=True, index="int64", lse=True, seqs=3000),
-    "gluon-decode-96-window": Sample(
-        "gluon-decode",
-        96,
-        q_heads=160,
-        kv_heads=1,
-        options={"window": [100, 7], "causal": "tensor", "softcap": 30.0, "scale": -0.5},
-    ),
-    "gluon-decode-80-fp16": Sample(
-        "gluon-decode",
-        80,
-        format="fp16",
-        q_dtype="fp16",
-        out_dtype="e4m3fn",
-        pages=10**7,
-        options={"window": [100, 0], "alibi": "tensor", "sinks": "tensor", "out_scale": "tensor"},
-        how={"zero_padding": True},
-    ),
     "gluon-128-bf16-new": Sample("gluon", new=True, index="int64", lse=True),
     "gluon-96-window": Sample("gluon", 96, options={"window": [100, 7], "causal": "tensor", "softcap": 30.0, "scale": -0.5}),
     "gluon-80-int8-head": Sample(

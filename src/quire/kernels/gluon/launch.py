@@ -9,19 +9,14 @@ import torch
 
 from quire.batch import Batch
 from quire.cache.kv_cache import KVCache
-from quire.kernels.gluon.decode import decode_kernel, queue_kernel
 from quire.kernels.gluon.prefill import FIRST, SECOND, prefill_kernel
 from quire.kernels.gluon.units import FIELDS, HEADER, units_kernel
-from quire.kernels.triton.arguments import Constants, Tile
 from quire.kernels.triton.bind import ALIGNED, Bound
 from quire.kernels.triton.launch import Launch, Pair, Plan, launches_of
-from quire.kernels.triton.tuning import Tuning
 from quire.options import Options
 
 REGISTERS = 504
-"""What four warps that load and those that compute have together, a thread of each: a multiprocessor's, in steps of eight."""
-MOST_LOADING = 168
-"""A thread that loads has no use for more."""
+"""What three groups of warps have together, a thread of each: a multiprocessor's, in steps of eight."""
 
 
 class Workshop(NamedTuple):
@@ -33,18 +28,12 @@ class Workshop(NamedTuple):
     TOKENS: int
     HEADS: int
     FEW: bool
-    LOADERS: int
-    """Warps that load."""
-    COMPUTERS: int
-    """Groups of four warps that compute."""
     COMPUTER: int
     """Registers of a thread that computes."""
     LOADER: int
     """Registers of a thread that loads."""
     PROGRAMS_BESIDE: int
     """Programs that run beside the short rows, if there are any."""
-    SHARES: bool
-    """Whether an item may be a part of a unit."""
     COPIES: bool
     """Whether keys and values can be copied as they are, sixteen bytes at a time."""
 
@@ -66,8 +55,7 @@ class Hopper(Plan):
     def launches(self, arguments: tuple[Any, ...]) -> Iterator[Launch]:
         before, arguments, constants = self.balanced(arguments)
         out, room, query, cache, rows, new, features = arguments
-        assert self.long is not None
-        shop = workshop(self.long, self.row, arguments, constants, computers=2, beside=self.workers // 2)
+        shop = self._shop(arguments, constants)
         yield from before
         yield Launch(units_kernel, (room.units, rows, cache, features), (shop, constants), (rows.seqs, 1, 1), 4, 1)
         long = Launch(
@@ -83,64 +71,32 @@ class Hopper(Plan):
         yield long._replace(arguments=(*long.arguments[:-1], SECOND.value), early=True)
         yield from self.combined(arguments, constants)
 
-
-class HopperDecode(Plan):
-    """Three launches: open the queue; take shares; combine the parts of units."""
-
-    def __init__(self, *call: Any, **how: Any):
-        super().__init__("gluon-decode", *call, **how)
-
-    def launches(self, arguments: tuple[Any, ...]) -> Iterator[Launch]:
-        constants = self.constants
-        shop = workshop(self.short, self.row, arguments, constants, computers=1, loaders=self.row.warps)
-        queue = arguments[1].queue
-        if queue is not None:
-            yield Launch(queue_kernel, (queue,), (constants,), (1, 1, 1), 1, 1)
-        yield Launch(
-            decode_kernel, arguments, (shop, constants), (self.grid, 1, 1), 4, 1, early=constants.EARLY and queue is not None
+    def _shop(self, arguments: tuple[Any, ...], constants: Any) -> Workshop:
+        _, _, query, cache, _, new, _ = arguments
+        assert self.long is not None and self.row.registers is not None
+        known = [(cache.k, constants.K_STEPS), (cache.v, constants.V_STEPS)]
+        given = [(query.at, constants.Q_DIM, query.token, query.head)]
+        if constants.NEW:
+            given += [(new.k, constants.NEW_K_DIM, new.k_token, new.k_head), (new.v, constants.NEW_V_DIM, new.v_token, new.v_head)]
+        copies = not constants.BYTES and all(
+            # Of a stride that is given at run time the compiler knows only whether it is a multiple of 16.
+            _is_aligned(at) and step == 1 and token % 16 == 0 and head % 16 == 0
+            for at, step, token, head in given
         )
-        yield from self.combined(arguments, constants)
-
-
-def workshop(
-    tile: Tile, row: Tuning, arguments: tuple[Any, ...], constants: Constants, *, computers: int, loaders: int = 4, beside: int = 0
-) -> Workshop:
-    """How a program's warps share the work on such a tile."""
-    _, _, query, cache, _, new, _ = arguments
-    assert row.registers is not None
-    known = [(cache.k, constants.K_STEPS), (cache.v, constants.V_STEPS)]
-    given = [(query.at, constants.Q_DIM, query.token, query.head)]
-    if constants.NEW:
-        given += [(new.k, constants.NEW_K_DIM, new.k_token, new.k_head), (new.v, constants.NEW_V_DIM, new.v_token, new.v_head)]
-    copies = not constants.BYTES and all(
-        # Of a stride that is given at run time the compiler knows only whether it is a multiple of 16.
-        _is_aligned(at) and step == 1 and token % 16 == 0 and head % 16 == 0
-        for at, step, token, head in given
-    )
-    copies &= all(_is_aligned(at) and steps[5] == 1 and not any(step % 8 for step in steps[:4]) for at, steps in known)
-    return Workshop(
-        *tile,
-        LOADERS=loaders,
-        COMPUTERS=computers,
-        COMPUTER=row.registers,
-        LOADER=min(MOST_LOADING, (REGISTERS - computers * row.registers) * 4 // loaders // 8 * 8),
-        PROGRAMS_BESIDE=beside,
-        SHARES=tile.FEW,
-        COPIES=copies,
-    )
+        copies &= all(_is_aligned(at) and steps[5] == 1 and not any(step % 8 for step in steps[:4]) for at, steps in known)
+        return Workshop(
+            *self.long,
+            COMPUTER=self.row.registers,
+            LOADER=REGISTERS - 2 * self.row.registers,
+            PROGRAMS_BESIDE=self.workers // 2,
+            COPIES=copies,
+        )
 
 
 def _is_aligned(at: Any) -> bool:
     """Whether memory begins where sixteen bytes can be copied at a time. What stands for a tensor in calls that are bound does, or
     they were not bound."""
     return not isinstance(at, torch.Tensor) or at.device.type == "meta" or at.data_ptr() % ALIGNED == 0
-
-
-def bind_decode(
-    q: torch.Tensor, cache: KVCache, batch: Batch, options: Options, new: Pair, out: torch.Tensor, **how: Any
-) -> Callable[..., None]:
-    """A launcher for calls like this one, of short rows."""
-    return Bound(HopperDecode(q, cache, batch, options, new, out, **how))
 
 
 def bind(
@@ -162,21 +118,5 @@ def launch(
 ) -> None:
     """Short rows and long ones, side by side."""
     plan = Hopper(q, cache, batch, options, new, out, **how)
-    for each in launches_of(plan, q, cache, batch, options, new, out, lse):
-        each()
-
-
-def launch_decode(
-    q: torch.Tensor,
-    cache: KVCache,
-    batch: Batch,
-    options: Options,
-    new: Pair,
-    out: torch.Tensor,
-    lse: torch.Tensor | None,
-    **how: Any,
-) -> None:
-    """Every row is taken for a short one."""
-    plan = HopperDecode(q, cache, batch, options, new, out, **how)
     for each in launches_of(plan, q, cache, batch, options, new, out, lse):
         each()

@@ -16,8 +16,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from quire.kernels.gluon.computer import compute
-from quire.kernels.gluon.loader import load_units
-from quire.kernels.gluon.rings import rings_of
+from quire.kernels.gluon.loader import load
+from quire.kernels.gluon.rings import QUEUE, THREADS, Rings, ring_of
 
 FIRST = gl.constexpr(2)
 SECOND = gl.constexpr(3)
@@ -31,17 +31,24 @@ def prefill_kernel(
     if C.EARLY:
         if launch == FIRST:
             tl.extra.cuda.gdc_launch_dependents()
-    rings = rings_of(query.at.dtype.element_ty, T, C)
+    DTYPE: gl.constexpr = query.at.dtype.element_ty
+    FILLERS: gl.constexpr = THREADS if T.COPIES else 1
+    rings = Rings(
+        gl.allocate_shared_memory(gl.int32, [QUEUE, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])),
+        ring_of(DTYPE, QUEUE, T.ROWS // 2, C.K_WIDTH, 2, THREADS + 1),
+        ring_of(DTYPE, T.STAGES, T.KEYS, C.K_WIDTH, 1, FILLERS),
+        ring_of(DTYPE, T.STAGES, T.KEYS, C.V_WIDTH, 1, FILLERS),
+    )
     count = gl.load(units + 1) * T.HEADS
     makes_room = (launch == FIRST) & (gl.program_id(0) >= T.PROGRAMS_BESIDE) & (gl.load(units + 2) > 0)
     count = gl.where(makes_room, 0, count)
     gl.warp_specialize(
         [
-            (compute, (out, None, query, cache, rows, features, rings, 0, T, C)),
-            (compute, (out, None, query, cache, rows, features, rings, 1, T, C)),
-            (load_units, (units, query, cache, rows, new, features, rings, count, T, C)),
+            (compute, (out, units, query, cache, rows, features, rings, count, 0, T, C)),
+            (compute, (out, units, query, cache, rows, features, rings, count, 1, T, C)),
+            (load, (units, query, cache, rows, new, features, rings, count, T, C)),
         ],
-        [4, T.LOADERS],
+        [4, 4],
         [T.COMPUTER, T.LOADER],
     )
     if C.EARLY:

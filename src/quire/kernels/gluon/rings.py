@@ -1,6 +1,6 @@
-"""Rings of places in shared memory, through which one group of warps feeds others.
+"""Rings of places in shared memory, through which one group of warps feeds others; and the units of work, read from memory.
 
-A place is *full* when what was copied there has landed, and *free* when all computers are done with it. Whoever waits names the
+A place is *full* when what was copied there has landed, and *free* when both computers are done with it. Whoever waits names the
 turn of the ring that it waits for: the n-th filling of a place is an even or an odd one.
 """
 
@@ -12,8 +12,13 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier
 
+from quire.kernels.gluon.units import FIELDS, HEADER
+
 threads_meet: Any = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier
 """All threads of a group. Triton 3.7 calls it otherwise than 3.6."""
+COMPUTERS = gl.constexpr(2)
+THREADS = gl.constexpr(128)
+"""Of a group of four warps: what the matrix unit takes at once."""
 QUEUE = gl.constexpr(2)
 """Units whose queries are in shared memory: one is computed, the next is fetched."""
 
@@ -26,64 +31,28 @@ class Ring(NamedTuple):
     free: Any
 
 
-class Item(NamedTuple):
-    """What the loader tells the computers of the work whose queries come next."""
-
-    row: Any
-    """-1: there is no more."""
-    head: Any
-    q_tile: Any
-    start: Any
-    q_len: Any
-    kv_len: Any
-    begin: Any
-    """Its keys, from a multiple of a tile on."""
-    end: Any
-    part: Any
-    """Where what is gathered waits for the parts of others; -1 if this is all of a unit."""
-    broken: Any
-    """Whether a page is missing. It may be said as late as with the last values."""
-
-
-WORDS = gl.constexpr(len(Item._fields))
-
-
 class Rings(NamedTuple):
     """What the loader shares with the computers."""
 
-    words: Any
-    """The members of items, one after the other."""
+    items: Any
+    """Which item the queries belong to."""
     q: Any
     k: Any
     v: Any
 
 
 @gluon.jit
-def rings_of(DTYPE: gl.constexpr, T: gl.constexpr, C: gl.constexpr):
-    """All rings, empty. Each thread of the loader says when its copies have landed; or one for all, where nothing is copied."""
-    THREADS: gl.constexpr = 32 * T.LOADERS
-    FILLERS: gl.constexpr = THREADS if T.COPIES else 1
-    return Rings(
-        gl.allocate_shared_memory(gl.int32, [QUEUE * WORDS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])),
-        ring_of(DTYPE, QUEUE, T.ROWS // T.COMPUTERS, C.K_WIDTH, T.COMPUTERS, THREADS + 1, T.COMPUTERS),
-        ring_of(DTYPE, T.STAGES, T.KEYS, C.K_WIDTH, 1, FILLERS, T.COMPUTERS),
-        ring_of(DTYPE, T.STAGES, T.KEYS, C.V_WIDTH, 1, FILLERS, T.COMPUTERS),
-    )
-
-
-@gluon.jit
 def ring_of(
-    DTYPE: gl.constexpr, PLACES: gl.constexpr, ROWS: gl.constexpr, WIDTH: gl.constexpr, PARTS: gl.constexpr,
-    FILLERS: gl.constexpr, READERS: gl.constexpr,
-):  # fmt: skip
-    """A ring of tiles, each in some parts. A tile is full when so many have said so, and free likewise."""
+    DTYPE: gl.constexpr, PLACES: gl.constexpr, ROWS: gl.constexpr, WIDTH: gl.constexpr, PARTS: gl.constexpr, FILLERS: gl.constexpr
+):
+    """A ring of tiles, each in some parts. A tile is full when so many have said so."""
     layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, WIDTH], DTYPE)
     places = gl.allocate_shared_memory(DTYPE, [PLACES * PARTS, ROWS, WIDTH], layout)
     full = gl.allocate_shared_memory(gl.int64, [PLACES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [PLACES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(PLACES):
         mbarrier.init(full.index(i), count=FILLERS)
-        mbarrier.init(free.index(i), count=READERS)
+        mbarrier.init(free.index(i), count=COMPUTERS)
     return Ring(places, full, free)
 
 
@@ -118,18 +87,17 @@ def say_free(ring, turn, PLACES: gl.constexpr):
 
 
 @gluon.jit
-def put_word(rings, nth, member: gl.constexpr, value, T: gl.constexpr):
-    """Tells one member of the n-th item."""
-    ALONE: gl.constexpr = gl.BlockedLayout([1], [32], [T.LOADERS], [0])
-    rings.words.index(nth % QUEUE * WORDS + member).store(gl.full([1], 0, gl.int32, ALONE) + value)
+def unit_of(units, item, count, T: gl.constexpr):
+    """A head, a row, which of its query tiles, where it starts, its lengths, and whether it misses a page. One head after the
+    other: what runs at a time then reads the same keys, and the second level of cache holds them."""
+    in_head = count // T.HEADS
+    at = units + HEADER + item % in_head * FIELDS
+    return item // in_head, gl.load(at), gl.load(at + 1), gl.load(at + 2), gl.load(at + 3), gl.load(at + 4), gl.load(at + 5)
 
 
 @gluon.jit
-def word(rings, nth, member: gl.constexpr):
-    return gl.max(rings.words.index(nth % QUEUE * WORDS + member).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
-
-
-@gluon.jit
-def tiles_between(begin, end, T: gl.constexpr):
-    """How many key tiles that is: one at least, were it empty."""
-    return gl.maximum((end - begin + T.KEYS - 1) // T.KEYS, 1)
+def tiles_of(unit, broken, T: gl.constexpr):
+    """Where a unit's first key tile begins, where its keys end, and how many tiles that is: one at least, were it empty."""
+    begin = unit.low // T.KEYS * T.KEYS
+    end = gl.where(broken != 0, begin, unit.high)
+    return begin, end, gl.maximum((end - begin + T.KEYS - 1) // T.KEYS, 1)

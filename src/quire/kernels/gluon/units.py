@@ -38,7 +38,7 @@ def units_kernel(units, rows, cache, features, T: tl.constexpr, C: tl.constexpr)
     tiles = long_work(q_len, T, C).to(tl.int32)
     if tiles > 0:
         unit = locate(rows, features, row, tiles - 1, 0, T, C)
-        broken = runs_out(rows, cache, unit, C) or misses_page(rows, cache, unit, tl.arange(0, C.SCAN), C)
+        broken = runs_out(rows, cache, unit, C) or misses_page(rows, cache, unit, C)
         for base in range(0, tiles, C.SCAN):
             # From the last to the first: later queries see more keys, and the longest work should not begin last.
             nth = base + tl.arange(0, C.SCAN)
@@ -50,12 +50,3 @@ def units_kernel(units, rows, cache, features, T: tl.constexpr, C: tl.constexpr)
             tl.store(at + 3, q_len, mask=here)
             tl.store(at + 4, kv_len, mask=here)
             tl.store(at + 5, broken.to(tl.int32), mask=here)
-
-
-@triton.jit
-def unit_of(units, item, count, T: tl.constexpr):
-    """A head, a row, which of its query tiles, where it starts, its lengths, and whether it misses a page. One head after the
-    other: what runs at a time then reads the same keys, and the second level of cache holds them."""
-    in_head = count // T.HEADS
-    at = units + HEADER + item % in_head * FIELDS
-    return item // in_head, tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3), tl.load(at + 4), tl.load(at + 5)

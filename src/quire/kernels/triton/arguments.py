@@ -85,16 +85,13 @@ class Out(NamedTuple):
 
 
 class Room(NamedTuple):
-    """Where parts of units wait for each other: two places a share, `[shares, 2, rows]`.
+    """Where programs leave what they gathered of a unit that others share: two places a program, `[programs, 2, rows]`.
 
     One piece of memory: weighted values `[.., v width]`, then the largest logit `[..]`, then the sum of weights `[..]`, in fp32;
-    then a note for each share, int32 `[shares, 5]`."""
+    then a note for each program, int32 `[programs, 5]`."""
 
     at: Any
-    shares: Any
-    """As many as there can be."""
-    queue: Any
-    """How many shares there are, and how many of the small ones have been taken; None if each program has its own and no other."""
+    programs: Any
     units: Any
     """Where long rows that are cut into units wait to be taken, or None."""
 
@@ -180,10 +177,6 @@ class Constants(NamedTuple):
     """Rows up to that many new tokens are short: their keys are shared out evenly over programs."""
     LEAST: int
     """The least work that is worth a program, in key tiles."""
-    SMALL: int
-    """Small shares for each program, at most, beside its large one."""
-    REST: int
-    """What large shares leave to small ones, at least: one part in so many."""
     OPENING: int
     """What opening a unit costs, in key tiles."""
     INVARIANT: bool

@@ -1,4 +1,4 @@
-"""Attention over pages. One kernel; a program has either one of the `room.shares`, or a tile of long queries.
+"""Attention over pages. One kernel; a program is either one of the first `room.programs`, or a tile of long queries.
 
     the first programs   take an even share each of the key tiles of all short rows, whatever units these belong to. What they
                          gathered of a unit that others share waits in `room`, and `combine` adds it up.
@@ -14,12 +14,11 @@ import triton.language as tl
 
 from quire.kernels.triton.schedule import (
     find_row,
-    keys_of,
+    key_tiles,
     lengths,
-    run_of,
+    program_of,
     share_begin,
-    share_of,
-    share_out,
+    sharers_of,
     short_work,
     total_work,
     uniform,
@@ -31,28 +30,30 @@ from quire.kernels.triton.units import finish, load_queries, locate, nothing_yet
 @triton.jit
 def attend_kernel(out, room, query, cache, rows, new, features, SHORT: tl.constexpr, LONG: tl.constexpr, C: tl.constexpr):
     program = tl.program_id(0)
-    if C.EARLY:
+    if C.BESIDE:
         tl.extra.cuda.gdc_launch_dependents()
-    if program < room.shares:
+    if program < room.programs:
         if C.ZERO_PADDING or out.lse is not None:
-            zero_padding(out, rows, program, room.shares, tl.arange(0, C.V_WIDTH), C)
+            zero_padding(out, rows, program, room.programs, C)
         short_rows(out, room, query, cache, rows, new, features, program, SHORT, C)
-        if C.BESIDE:
+        if C.EARLY and not C.BESIDE:
+            tl.extra.cuda.gdc_launch_dependents()
+        elif C.BESIDE:
             if program == 0:
                 tl.extra.cuda.gdc_wait()
     elif LONG is not None:
-        long_row(out, query, cache, rows, new, features, program - room.shares, LONG, C)
+        long_row(out, query, cache, rows, new, features, program - room.programs, LONG, C)
 
 
 @triton.jit
 def short_rows(out, room, query, cache, rows, new, features, program, T: tl.constexpr, C: tl.constexpr):
     """One program's share of the short rows."""
-    scanned = tl.arange(0, C.SCAN)
-    shares = share_out(rows, scanned, room.shares, T, C)
-    at = share_begin(program, shares)
-    end = share_begin(program + 1, shares)
+    total = total_work(rows, False, T, C)
+    sharers = sharers_of(rows, total, room.programs, T, C)
+    at = share_begin(program, total, sharers)
+    end = share_begin(program + 1, total, sharers)
     begin = at
-    row, row_begin = find_row(rows, scanned, at, False, T, C)
+    row, row_begin = find_row(rows, at, False, T, C)
     note(room, program, 0, 0, 0, 0, 0, T, C)
     while at < end:
         start, q_len, kv_len = lengths(rows, row, True)
@@ -60,12 +61,24 @@ def short_rows(out, room, query, cache, rows, new, features, program, T: tl.cons
         if work == 0:
             row += 1
         else:
-            head, q_tile, q_tiles, piece, count, pieces = run_of(at, end, row_begin, q_len, kv_len, T, C)
+            first, tiles = key_tiles(q_len, kv_len, T, C)
+            pieces = tl.where(C.INVARIANT, 1, tiles + C.OPENING)
+            index = ((at - row_begin) // pieces).to(tl.int32)
+            piece = (at - row_begin - index * pieces).to(tl.int32)
+            count = tl.minimum(pieces - piece, end - at).to(tl.int32)
+            q_tiles = (q_len + T.TOKENS - 1) // T.TOKENS
+            head = index // q_tiles
+            q_tile = index % q_tiles
             unit = locate(rows, features, row, q_tile, head, T, C)
-            lowest, highest = keys_of(unit, q_len, kv_len, piece, count, T, C)
+            if C.INVARIANT:
+                lowest = unit.low // T.KEYS * T.KEYS
+                highest = unit.high
+            else:
+                lowest = tl.maximum((first + tl.maximum(piece - C.OPENING, 0)) * T.KEYS, unit.low // T.KEYS * T.KEYS)
+                highest = tl.minimum((first + tl.maximum(piece + count - C.OPENING, 0)) * T.KEYS, unit.high)
             broken = runs_out(rows, cache, unit, C)
             if q_tiles > 1:
-                broken |= misses_page(rows, cache, unit, tl.arange(0, C.SCAN), C)
+                broken |= misses_page(rows, cache, unit, C)
             if broken:
                 highest = lowest
             # Pages first, then queries: the keys wait for their pages, and nobody for the queries but the first product.
@@ -80,13 +93,11 @@ def short_rows(out, room, query, cache, rows, new, features, program, T: tl.cons
                 result, lse = finish(weighted, top, weights, unit.head, unit.live, features, cache, unit.kv_head, C)
                 store(out, unit.token, unit.head, unit.live, result, lse, broken, tl.arange(0, C.V_WIDTH), C)
             else:
-                second = (at != begin).to(tl.int32)
-                index = tl.arange(0, T.ROWS)
-                leave(room, program * 2 + second, index, unit.live, weighted, top, weights, broken, tl.arange(0, C.V_WIDTH), T, C)
+                leave(room, program, at != begin, weighted, top, weights, broken, T, C)
                 if piece == 0:
-                    last = share_of(at + pieces - 1, shares)
+                    last = program_of(at + pieces - 1, total, sharers)
                     nth = q_tile * T.TOKENS
-                    note(room, program, last - program + 1, second, start + nth, q_len - nth, head, T, C)
+                    note(room, program, last - program + 1, (at != begin).to(tl.int32), start + nth, q_len - nth, head, T, C)
             at += count
             if at == row_begin + work:
                 row_begin = at
@@ -94,43 +105,43 @@ def short_rows(out, room, query, cache, rows, new, features, program, T: tl.cons
 
 
 @triton.jit
-def leave(room, part, index, live, weighted, top, weights, broken, dim, T: tl.constexpr, C: tl.constexpr):
-    """Leaves what was gathered of a unit that others have parts of. A share has parts of at most two: the one it begins in, and the
-    one it ends in."""
-    place = part * T.ROWS + index
+def leave(room, program, second, weighted, top, weights, broken, T: tl.constexpr, C: tl.constexpr):
+    """Leaves what was gathered of a shared unit. A program shares at most two: the one it begins in, and the one it ends in."""
+    index = tl.arange(0, T.ROWS)
+    dim = tl.arange(0, C.V_WIDTH)
+    place = (program * 2 + second.to(tl.int32)) * T.ROWS + index
     tops, totals, _ = parts_of(room, T, C)
-    tl.store(room.at + place[:, None] * C.V_WIDTH + dim[None, :], weighted, mask=live[:, None])
-    tl.store(tops + place, top, mask=live)
-    tl.store(totals + place, tl.where(broken, float("nan"), weights), mask=live)
+    tl.store(room.at + place[:, None] * C.V_WIDTH + dim[None, :], weighted)
+    tl.store(tops + place, top)
+    tl.store(totals + place, tl.where(broken, float("nan"), weights))
 
 
 @triton.jit
-def note(room, share, parts, second, token, tokens, head, T: tl.constexpr, C: tl.constexpr):
-    """Notes which unit a share is the first of several to have a part of: how many these are, in which place its own is, where the
+def note(room, program, parts, second, token, tokens, head, T: tl.constexpr, C: tl.constexpr):
+    """Notes which unit a program was the first of several to work on: in how many parts, in which place its own is, where its
     queries are. 0 parts: none."""
     _, _, notes = parts_of(room, T, C)
-    tl.store(notes + share * 5, parts)
-    tl.store(notes + share * 5 + 1, second)
-    tl.store(notes + share * 5 + 2, token)
-    tl.store(notes + share * 5 + 3, tokens)
-    tl.store(notes + share * 5 + 4, head)
+    tl.store(notes + program * 5, parts)
+    tl.store(notes + program * 5 + 1, second)
+    tl.store(notes + program * 5 + 2, token)
+    tl.store(notes + program * 5 + 3, tokens)
+    tl.store(notes + program * 5 + 4, head)
 
 
 @triton.jit
 def long_row(out, query, cache, rows, new, features, program, T: tl.constexpr, C: tl.constexpr):
     """One unit of a long row."""
-    scanned = tl.arange(0, C.SCAN)
-    total = total_work(rows, scanned, True, T, C)
+    total = total_work(rows, True, T, C)
     nth = program // T.HEADS
     if nth < total:
         # From the last to the first: later queries see more keys, and the longest work should not begin last.
         at = total - 1 - nth
-        row, row_begin = find_row(rows, scanned, at, True, T, C)
+        row, row_begin = find_row(rows, at, True, T, C)
         unit = locate(rows, features, row, (at - row_begin).to(tl.int32), program % T.HEADS, T, C)
         q, scale = load_queries(query, cache, features, unit, T, C)
         begin = unit.low // T.KEYS * T.KEYS
         end = unit.high
-        broken = runs_out(rows, cache, unit, C) or misses_page(rows, cache, unit, scanned, C)
+        broken = runs_out(rows, cache, unit, C) or misses_page(rows, cache, unit, C)
         if broken:
             end = begin
         weighted, top, weights, missing = meet_all(nothing_yet(T, C), q, scale, unit, rows, cache, new, features, begin, end, T, C)
@@ -178,16 +189,16 @@ def runs_out(rows, cache, unit, C: tl.constexpr):
 
 
 @triton.jit
-def misses_page(rows, cache, unit, index, C: tl.constexpr):
+def misses_page(rows, cache, unit, C: tl.constexpr):
     """Whether a page that a row needs does not exist: it is NaN as a whole, whichever of its queries see that page. A tree is
     asked key by key instead: it may need only some of them."""
-    missing = unit.cached * 0
+    missing = tl.full([], 0, tl.int32)
     if not C.TREE:
-        begin = unit.cached * 0
+        begin = tl.full([], 0, tl.int32)
         if C.LEFT is not None:
             begin = tl.maximum(unit.context - C.LEFT, 0) // C.PAGE_SIZE
-        for first in range(begin, tl.minimum((unit.cached + C.PAGE_SIZE - 1) // C.PAGE_SIZE, rows.table_width), index.shape[0]):
-            column = first + index
+        for first in range(begin, tl.minimum((unit.cached + C.PAGE_SIZE - 1) // C.PAGE_SIZE, rows.table_width), C.SCAN):
+            column = first + tl.arange(0, C.SCAN)
             needed = (column * C.PAGE_SIZE < unit.cached) & (column < rows.table_width)
             page = tl.load(rows.page_table + unit.row.to(tl.int64) * rows.table_row + column * C.TABLE_STEP, mask=needed, other=0)
             _, exists = existing(page, cache.pages)
@@ -196,14 +207,16 @@ def misses_page(rows, cache, unit, index, C: tl.constexpr):
 
 
 @triton.jit
-def zero_padding(out, rows, program, programs, dim, C: tl.constexpr):
+def zero_padding(out, rows, program, programs, C: tl.constexpr):
     """Zeros for rows of the LSE, and of an output that is new, which belong to no sequence."""
+    WIDTH: tl.constexpr = C.V_WIDTH
+    dim = tl.arange(0, WIDTH)
     used = tl.load(rows.q_starts + rows.seqs * rows.q_starts_step).to(tl.int32)
     for nth in range(used + program, rows.tokens, programs):
-        token = (used * 0 + nth).to(tl.int64)
+        token = tl.full([], 0, tl.int64) + nth
         for head in range(C.KV_HEADS * C.GROUP):
             if C.ZERO_PADDING:
                 at = token * out.token + head * out.head + dim * C.OUT_DIM
-                tl.store(out.at + at, (dim * 0).to(out.at.dtype.element_ty), mask=dim < C.V_DIM)
+                tl.store(out.at + at, tl.zeros([WIDTH], out.at.dtype.element_ty), mask=dim < C.V_DIM)
             if out.lse is not None:
                 tl.store(out.lse + token * (C.KV_HEADS * C.GROUP) + head, 0.0)

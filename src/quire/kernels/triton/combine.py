@@ -1,5 +1,5 @@
-"""Adds up the units that several programs shared. Program (s, r): row r, and every so many further, of the unit that share s was
-the first to have a part of, if others have one too."""
+"""Adds up the units that several programs shared. Program (p, r): row r, and every so many further, of the unit that program p of
+`attend` was the first to work on, if others went on with it."""
 
 from __future__ import annotations
 
@@ -19,9 +19,6 @@ def combine_kernel(out, room, cache, features, T: tl.constexpr, C: tl.constexpr)
         tl.extra.cuda.gdc_wait()
     tops, totals, notes = parts_of(room, T, C)
     parts = tl.load(notes + program * 5)
-    if room.queue is not None:
-        # Of a share that there is not nobody has said anything.
-        parts = tl.where(program < tl.load(room.queue), parts, 0)
     second = tl.load(notes + program * 5 + 1)
     token = tl.load(notes + program * 5 + 2)
     tokens = tl.load(notes + program * 5 + 3)

@@ -25,8 +25,6 @@ ANY = 2**31 - 1
 """More new tokens than any row has."""
 FAR = 2**30
 """Further than any key: windows reach at most that far in 32 bits."""
-DECODES = ("decode", "gluon-decode")
-"""Kernels that take every row for a short one."""
 BYTES = {"fp16": 2, "bf16": 2, "fp32": 4}
 
 Pair = tuple[torch.Tensor, torch.Tensor] | None
@@ -87,7 +85,7 @@ class Plan:
         rows = 64 if options.batch_invariant else max(row.rows, min(64, power_of_two(self.few * group)))
         self.short = short = Tile.of(rows, row.keys, row.stages, True, group, cache.kv_heads)
         self.long = None
-        if kernel not in DECODES:
+        if kernel != "decode":
             self.long = Tile.of(row.long_rows, row.long_keys, row.long_stages, False, group, cache.kv_heads)
         self.scale, negate = _scale(q, options)
         left, right = options.sides
@@ -132,8 +130,6 @@ class Plan:
             MOST=only[1],
             SHORT=ANY if self.long is None else short.TOKENS,
             LEAST=row.least,
-            SMALL=row.small,
-            REST=row.rest,
             OPENING=row.opening,
             INVARIANT=options.batch_invariant,
             Q_FORMAT=dtype_name(q.dtype) if is_fp8(q.dtype) else "float",
@@ -143,7 +139,7 @@ class Plan:
             SCAN=scan,
             MANY=batch.seqs > scan,
             WIDE=self._pieces(q, cache, batch) >= 2**31,
-            UNIFORM=target.arch.startswith("sm") and kernel != "gluon-decode",
+            UNIFORM=target.arch.startswith("sm"),
             EARLY=target.launches_early and not options.batch_invariant,
             BESIDE=kernel == "gluon",
         )
@@ -154,8 +150,7 @@ class Plan:
         if self.long is not None:
             longest = min(batch.seqs, q.shape[0] // (short.TOKENS + 1))
             self.grid += (q.shape[0] // self.long.TOKENS + longest) * self.long.HEADS
-        self.shares = self.programs * (1 + row.small)
-        self.room = self.shares * (2 * short.ROWS * (widths[1] + 2) + 5)
+        self.room = self.programs * (2 * short.ROWS * (widths[1] + 2) + 5)
         self.empty = not q.shape[0] or not batch.seqs
         self.asks = any(_on_device(getattr(options, name), q.device) for name in OPTIONAL)
 
@@ -179,7 +174,7 @@ class Plan:
     def _few(self, kernel: str, q: torch.Tensor, batch: Batch) -> int:
         """New tokens that a tile of a short row should hold."""
         hint = q.shape[0] if batch.max_q_len is None else min(batch.max_q_len, q.shape[0])
-        return max(1, min(hint, 16)) if kernel in DECODES else 1
+        return 1 if kernel != "decode" else max(1, min(hint, 16))
 
     def _pieces(self, q: torch.Tensor, cache: KVCache, batch: Batch) -> int:
         """More work than the batch can hold."""
@@ -200,8 +195,6 @@ class Plan:
         its stream."""
         room = torch.empty(self.room, dtype=torch.float32, device=q.device)
         found = [out, room] if lse is None else [out, lse, room]
-        if self.constants.SMALL:
-            found.append(torch.empty(2, dtype=torch.int32, device=q.device))
         if self.units:
             found.append(torch.empty(self.units, dtype=torch.int32, device=q.device))
         found.append(q)
@@ -237,7 +230,7 @@ class Plan:
             return take() if _on_device(value, q.device) else None
 
         where = Out(take(), out.stride(0), out.stride(1), None if lse is None else take())
-        room = Room(take(), self.shares, take() if self.constants.SMALL else None, take() if self.units else None)
+        room = Room(take(), self.programs, take() if self.units else None)
         query: Any = take()
         exponents = None
         if self.constants.BALANCE == "before":
@@ -307,7 +300,7 @@ class Plan:
         """The launch that combines what was shared, if anything is."""
         out, room, _, cache, _, _, features = arguments
         if not constants.INVARIANT:
-            grid = (self.shares, min(self.short.ROWS, self.few * constants.GROUP), 1)
+            grid = (self.programs, min(self.short.ROWS, self.few * constants.GROUP), 1)
             yield Launch(combine_kernel, (out, room, cache, features), (self.short, constants), grid, 1, 1, constants.EARLY)
 
 

@@ -27,8 +27,7 @@ SAMPLES = [
     *(Sample("write", format=format) for format in ("bf16", "e4m3fn")),
     Sample("ledger"),
 ]
-HOPPER = [Sample("gluon-decode", width) for width in (64, 128)]
-HOPPER += [Sample("gluon", width, format) for width in (64, 128) for format in ("bf16", "e4m3fn")]
+HOPPER = [Sample("gluon", width, format) for width in (64, 128) for format in ("bf16", "e4m3fn")]
 
 _HEAD = """# The GPU kernels
 

@@ -11,7 +11,7 @@ from quire.batch import Batch
 from quire.cache.format import FORMATS
 from quire.cache.kv_cache import KVCache
 from quire.kernels.triton import ledger, write
-from quire.kernels.triton.launch import DECODES, Launch, launches_of
+from quire.kernels.triton.launch import Launch, launches_of
 from quire.kernels.triton.launch import launches as attend
 from quire.kernels.triton.target import Target
 from quire.kernels.triton.tuning import SMALL
@@ -27,7 +27,7 @@ class Sample:
     """
 
     kernel: str
-    """decode, mixed, gluon-decode, gluon, write, or ledger."""
+    """decode, mixed, gluon, write, or ledger."""
     head_dim: int = 128
     format: str = "bf16"
     """The cache's."""
@@ -56,7 +56,7 @@ class Sample:
 
     def launches(self, arch: str) -> list[Launch]:
         """What would be launched on such a card."""
-        tokens = self.seqs if self.kernel in DECODES else 8192
+        tokens = self.seqs if self.kernel == "decode" else 8192
         index, stored, q_dtype = getattr(torch, self.index), FORMATS[self.format], FORMATS[self.q_dtype].dtype
         k, v = (_nothing(self.pages, self.page_size, self.kv_heads, self.head_dim, dtype=stored.dtype) for _ in "kv")
         scales = {"tensor": (), "head": (self.kv_heads,), "token": k.shape[:3]}[self.scales]
@@ -90,11 +90,10 @@ class Sample:
             return ledger.launches(q, cache, batch, options, beside, **self.how)
         out, lse = _nothing(*q.shape, dtype=FORMATS[self.out_dtype].dtype), _nothing(*q.shape[:2]) if self.lse else None
         call = (q, cache, batch, options, beside, out)
-        if self.kernel.startswith("gluon"):
-            from quire.kernels.gluon.launch import Hopper, HopperDecode
+        if self.kernel == "gluon":
+            from quire.kernels.gluon.launch import Hopper
 
-            plan = HopperDecode if self.kernel == "gluon-decode" else Hopper
-            return launches_of(plan(*call, target=Target(arch, 100), **self.how), *call, lse)
+            return launches_of(Hopper(*call, target=Target(arch, 100), **self.how), *call, lse)
         return attend(self.kernel, *call, lse, target=Target(arch, 100), tuning=SMALL if self.small else None, **self.how)
 
     def __str__(self) -> str:

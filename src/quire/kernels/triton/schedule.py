@@ -6,8 +6,6 @@ the key tiles of all units, in order, are shared out evenly: each program takes 
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
-
 import triton
 import triton.language as tl
 
@@ -78,26 +76,27 @@ def work_of(rows, row, LONG: tl.constexpr, T: tl.constexpr, C: tl.constexpr):
 
 
 @triton.jit
-def total_work(rows, index, LONG: tl.constexpr, T: tl.constexpr, C: tl.constexpr):
-    """The work of all rows. `index` counts those that are looked at at once, laid out as the caller's threads like it."""
-    total = tl.sum(work_of(rows, index, LONG, T, C))
+def total_work(rows, LONG: tl.constexpr, T: tl.constexpr, C: tl.constexpr):
+    """The work of all rows."""
+    total = tl.sum(work_of(rows, tl.arange(0, C.SCAN), LONG, T, C))
     if C.MANY:
         for base in range(C.SCAN, rows.seqs, C.SCAN):
-            total += tl.sum(work_of(rows, base + index, LONG, T, C))
+            total += tl.sum(work_of(rows, base + tl.arange(0, C.SCAN), LONG, T, C))
     return uniform(total, C)
 
 
 @triton.jit
-def find_row(rows, index, at, LONG: tl.constexpr, T: tl.constexpr, C: tl.constexpr):
+def find_row(rows, at, LONG: tl.constexpr, T: tl.constexpr, C: tl.constexpr):
     """The row whose work contains the piece `at`, and where its work begins."""
-    work = work_of(rows, index, LONG, T, C)
-    passed = (tl.cumsum(work) <= at) & (index < rows.seqs)
+    row = tl.arange(0, C.SCAN)
+    work = work_of(rows, row, LONG, T, C)
+    passed = (tl.cumsum(work) <= at) & (row < rows.seqs)
     found = tl.sum(passed.to(tl.int32))
     begin = tl.sum(tl.where(passed, work, 0))
     if C.MANY:
         before = tl.sum(work)
         for base in range(C.SCAN, rows.seqs, C.SCAN):
-            row = base + index
+            row = base + tl.arange(0, C.SCAN)
             work = work_of(rows, row, LONG, T, C)
             passed = (before + tl.cumsum(work) <= at) & (row < rows.seqs)
             found += tl.sum(passed.to(tl.int32))
@@ -106,54 +105,26 @@ def find_row(rows, index, at, LONG: tl.constexpr, T: tl.constexpr, C: tl.constex
     return uniform(found, C), uniform(begin, C)
 
 
-class Shares(NamedTuple):
-    """The work of all short rows, as runs of pieces that follow each other: large ones, then small ones for whoever is done."""
-
-    total: Any
-    larges: Any
-    large_to: Any
-    """Where the large ones end."""
-    smalls: Any
-
-
 @triton.jit
-def share_out(rows, index, programs, T: tl.constexpr, C: tl.constexpr):
-    """Cuts the work. A large share for each program, or for nearly as many if units of one length then need not be cut, or not at
-    unequal places; and none for less work than is worth it.
-
-    The card does not serve all programs alike: of equal shares some take a twentieth longer. So where small shares cost little,
-    large ones are whole units or leave a little, and what is left is taken in small ones by programs that are done. Who computes
-    what then depends on time. How it is cut does not, and so no bit of the result."""
-    total = total_work(rows, index, False, T, C)
-    units = total_units(rows, index, T, C)
+def sharers_of(rows, total, programs, T: tl.constexpr, C: tl.constexpr):
+    """How many programs share the work: all of them, or nearly as many if units of one length then need not be cut, or not at
+    unequal places; and none for less work than is worth it."""
+    units = total_units(rows, T, C)
     in_parts = units * (programs // tl.maximum(units, 1))
     each = (units + programs - 1) // programs
     uncut = (units + each - 1) // tl.maximum(each, 1)
     even = tl.where(units <= programs, in_parts, uncut)
-    larges = tl.where(even * 16 >= programs * 15, even, programs)
-    larges = tl.minimum(larges, tl.maximum(total // C.LEAST, 1)).to(tl.int32)
-    large_to = total
-    smalls = larges * 0
-    if C.SMALL > 0:
-        whole = units // programs
-        whole = tl.maximum(whole - ((units - whole * programs) * C.REST < units).to(whole.dtype), 0)
-        wide = total.to(tl.int64)
-        left = tl.where(units >= programs, wide - whole * programs * wide // tl.maximum(units, 1), wide // C.REST).to(total.dtype)
-        few = tl.minimum(left // C.LEAST, programs * C.SMALL).to(tl.int32)
-        pays = few * 2 >= programs
-        larges = tl.where(pays, programs, larges)
-        large_to = tl.where(pays, total - left, total)
-        smalls = tl.where(pays, few, 0)
-    return Shares(total, larges, large_to, smalls)
+    sharers = tl.where(even * 16 >= programs * 15, even, programs)
+    return tl.minimum(sharers, tl.maximum(total // C.LEAST, 1)).to(tl.int32)
 
 
 @triton.jit
-def total_units(rows, index, T: tl.constexpr, C: tl.constexpr):
+def total_units(rows, T: tl.constexpr, C: tl.constexpr):
     """The units of all short rows."""
-    units = tl.sum(short_units(rows, index, T, C))
+    units = tl.sum(short_units(rows, tl.arange(0, C.SCAN), T, C))
     if C.MANY:
         for base in range(C.SCAN, rows.seqs, C.SCAN):
-            units += tl.sum(short_units(rows, base + index, T, C))
+            units += tl.sum(short_units(rows, base + tl.arange(0, C.SCAN), T, C))
     return uniform(units, C)
 
 
@@ -165,42 +136,12 @@ def short_units(rows, row, T: tl.constexpr, C: tl.constexpr):
 
 
 @triton.jit
-def share_begin(share, shares):
-    """Where a share begins; the end of all, if there are fewer."""
-    large = tl.minimum(share, shares.larges).to(tl.int64) * shares.large_to // shares.larges
-    small = tl.minimum(tl.maximum(share - shares.larges, 0), shares.smalls).to(tl.int64)
-    return (large + small * (shares.total - shares.large_to) // tl.maximum(shares.smalls, 1)).to(shares.total.dtype)
+def share_begin(program, total, sharers):
+    """Where a program's share of the work begins."""
+    return (tl.minimum(program, sharers).to(tl.int64) * total // sharers).to(total.dtype)
 
 
 @triton.jit
-def share_of(at, shares):
-    """The share that a piece is in: the last that begins at it or before."""
-    wide = at.to(tl.int64) + 1
-    large = (wide * shares.larges - 1) // tl.maximum(shares.large_to, 1)
-    small = ((wide - shares.large_to) * shares.smalls - 1) // tl.maximum(shares.total - shares.large_to, 1)
-    return tl.where(at < shares.large_to, large, shares.larges + small).to(tl.int32)
-
-
-@triton.jit
-def run_of(at, end, row_begin, q_len, kv_len, T: tl.constexpr, C: tl.constexpr):
-    """The run of pieces from `at` on that belong to one unit and end before `end`: the unit's head, its query tile of so many, the
-    run's first piece, how many it has, and how many the whole unit has."""
-    _, tiles = key_tiles(q_len, kv_len, T, C)
-    pieces = tl.where(C.INVARIANT, 1, tiles + C.OPENING)
-    index = ((at - row_begin) // pieces).to(tl.int32)
-    piece = (at - row_begin - index * pieces).to(tl.int32)
-    count = tl.minimum(pieces - piece, end - at).to(tl.int32)
-    q_tiles = (q_len + T.TOKENS - 1) // T.TOKENS
-    return index // q_tiles, index % q_tiles, q_tiles, piece, count, pieces
-
-
-@triton.jit
-def keys_of(unit, q_len, kv_len, piece, count, T: tl.constexpr, C: tl.constexpr):
-    """The keys of such a run, from a multiple of a tile on: the first pieces of a unit stand for opening it, and have none."""
-    lowest = unit.low // T.KEYS * T.KEYS
-    highest = unit.high
-    if not C.INVARIANT:
-        first, _ = key_tiles(q_len, kv_len, T, C)
-        lowest = tl.maximum((first + tl.maximum(piece - C.OPENING, 0)) * T.KEYS, lowest)
-        highest = tl.minimum((first + tl.maximum(piece + count - C.OPENING, 0)) * T.KEYS, highest)
-    return lowest, highest
+def program_of(at, total, sharers):
+    """The program whose share a piece is in: the last that begins at it or before."""
+    return (((at.to(tl.int64) + 1) * sharers - 1) // total).to(tl.int32)

@@ -22,9 +22,10 @@ def existing(page, pages):
     """Page ids, the last one's in place of those that do not exist, and which do. Without a sign, a negative id is a large one."""
     if page.dtype == tl.int64:
         unsigned = page.to(tl.uint64, bitcast=True)
+        last = tl.full([], 0, tl.uint64) + (pages - 1)
     else:
         unsigned = page.to(tl.uint32, bitcast=True)
-    last = unsigned * 0 + (pages - 1)
+        last = tl.full([], 0, tl.uint32) + (pages - 1)
     return tl.minimum(unsigned, last), unsigned <= last
 
 

@@ -11,7 +11,7 @@ class Tuning(NamedTuple):
     """One row: for these cards, formats and heads up to this width, that much."""
 
     kernel: str
-    """decode, mixed, gluon-decode, or gluon."""
+    """decode, mixed, or gluon."""
     arches: tuple[str, ...]
     """Prefixes of architectures; empty for all."""
     width: int
@@ -34,10 +34,6 @@ class Tuning(NamedTuple):
     """What opening a unit costs, in key tiles."""
     least: int = 4
     """The least work that is worth a program, in key tiles."""
-    small: int = 0
-    """Small shares for each program, at most, beside its large one."""
-    rest: int = 16
-    """What large shares leave to small ones, at least: one part in so many."""
     registers: int | None = None
     """At most so many a thread, where the compiler can be told; None leaves it to the compiler. Of gluon: a computing thread's."""
 
@@ -52,7 +48,6 @@ TABLE: tuple[Tuning, ...] = (
     Tuning("decode", ("sm90",), 128, 2, 2, 16, 64, 3, 0, 0, 0, 4, 2.0),
     # It spills some 200 bytes a thread, and is still the fastest by 10 % and more: docs/performance.md.
     Tuning("mixed", ("sm90",), 128, 2, 2, 16, 64, 3, 128, 64, 3, 4, 1.0),
-    Tuning("gluon-decode", ("sm90",), 128, 2, 2, 64, 128, 3, 0, 0, 0, 4, 1.0, opening=1, least=2, small=4, rest=8, registers=240),
     Tuning("gluon", ("sm90",), 128, 2, 1, 16, 32, 3, 128, 128, 2, 1, 4.0, registers=208),
     Tuning("gluon", ("sm90",), 128, 2, 2, 16, 64, 3, 128, 128, 2, 4, 1.0, registers=216),
     Tuning("decode", ("sm100",), 128, 2, 1, 16, 32, 3, 0, 0, 0, 2, 4.0),

@@ -189,6 +189,6 @@ def store(out, token, head, live, result, lse, broken, dim, C: tl.constexpr):
 @triton.jit
 def parts_of(room, T: tl.constexpr, C: tl.constexpr):
     """The largest logits, the sums of weights and the notes in a room, behind the weighted values."""
-    places = room.shares * 2 * T.ROWS
+    places = room.programs * 2 * T.ROWS
     tops = room.at + places * C.V_WIDTH
     return tops, tops + places, (tops + 2 * places).to(tl.pointer_type(tl.int32), bitcast=True)
