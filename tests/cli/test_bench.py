@@ -69,6 +69,7 @@ def error_of(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         (["--batch", "2k"], "--batch: given '2k'"),
         (["--turns", "0"], "--turns: given 0"),
         (["--peers", "fa3"], "--peers: given fa3; allowed: only beside --device cuda"),
+        (["--device", "cuda", "--flex"], "--flex: given True; allowed: only beside --device cpu"),
         (["--graph"], "--graph"),
         (["--host"], "--host"),
         (["--device", "tpu"], "cpu"),

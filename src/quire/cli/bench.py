@@ -27,9 +27,9 @@ examples:
   quire bench --from bench.json --html page.html    the picture of an earlier run, on any machine
 
 A peer of the CPU kernels is what a user of torch would write: gather the pages with index_select, pack the group as query rows,
-call SDPA for each sequence. It runs in a process with ONEDNN_MAX_CPU_ISA=AVX512_CORE_FP16, without which it can die. The other is
-vLLM's own kernel, with --vllm (vec: the same without AMX). The peers of the GPU kernels are other libraries, if they can be
-imported: vllm_chunked, vllm_unified, fa3, flashinfer. docs/benchmarks.md says what is measured and how.
+call SDPA for each sequence. It runs in a process with ONEDNN_MAX_CPU_ISA=AVX512_CORE_FP16, without which it can die. Others are
+vLLM's own kernel, with --vllm (vec: the same without AMX), and FlexAttention, with --flex. The peers of the GPU kernels are other
+libraries, if they can be imported: vllm_chunked, vllm_unified, fa3, flashinfer. docs/benchmarks.md says what is measured and how.
 
 exit status: 0 if every result of Quire's was right, 1 otherwise, 2 for a bad argument
 """
@@ -42,6 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--batch", metavar="SPEC", action="append", help="a batch in vLLM's words, such as 2q2k_32q1s1k, instead of the workloads")
     add("--peers", metavar="NAMES", help="GPU: the peers to measure, joined by commas (default: all that can be imported)")
     add("--vllm", metavar="PYTHON", help="CPU: an interpreter with vLLM for CPUs, which is measured too")
+    add("--flex", action="store_true", help="CPU: FlexAttention too, which is compiled for each workload: some seconds each")
     add("--turns", metavar="N", type=int, help="how often each contestant gets its turn (default: 4 on a CPU, 3 on a GPU)")
     add("--graph", action="store_true", help="GPU: measure captured graphs too")
     add("--host", action="store_true", help="GPU: measure also how long a call keeps the host")
@@ -69,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _read(args: argparse.Namespace) -> dict[str, Any]:
     measuring = {"--device": args.device, "--only": args.only, "--batch": args.batch, "--peers": args.peers, "--turns": args.turns}
-    measuring["--vllm"] = args.vllm
+    measuring |= {"--vllm": args.vllm, "--flex": args.flex or None}
     for name, value in (measuring | {"--graph": args.graph or None, "--host": args.host or None}).items():
         if value is not None:
             raise ArgumentError(name, value, "nothing beside --from, which measures nothing")
@@ -88,8 +89,9 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
     for name, value in (("--peers", args.peers), ("--graph", args.graph or None), ("--host", args.host or None)):
         if value is not None and not on_gpu:
             raise ArgumentError(name, value, "only beside --device cuda")
-    if args.vllm is not None and on_gpu:
-        raise ArgumentError("--vllm", args.vllm, "only beside --device cpu")
+    for name, value in (("--vllm", args.vllm), ("--flex", args.flex or None)):
+        if value is not None and on_gpu:
+            raise ArgumentError(name, value, "only beside --device cpu")
     if args.turns is not None and args.turns < 1:
         raise ArgumentError("--turns", args.turns, "1 or more")
     return (_measure_gpu if on_gpu else _measure_cpu)(args)
@@ -104,7 +106,8 @@ def _measure_cpu(args: argparse.Namespace) -> dict[str, Any]:
     platform, bounds = Platform.detect("cpu"), limits.cpu_limits()
     with _progress(len(chosen)) as tell:
         rows: list[Any] = []
-        for row in run.measure(chosen, bounds, turns=args.turns or run.TURNS, tell=tell, vllm=args.vllm):
+        contestants = run.EVERYONE if args.flex else run.ALWAYS
+        for row in run.measure(chosen, bounds, contestants, turns=args.turns or run.TURNS, tell=tell, vllm=args.vllm):
             rows.append(row)
             # After every row: a run that is cut short has told what it knew.
             _save(args, report("cpu", platform, bounds, rows, software=_software()))

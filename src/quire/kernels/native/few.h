@@ -311,8 +311,8 @@ struct Few {
         bool scaled = call.cache.k.scale != nullptr;
         int64_t base = h * padded_rows;
         if (scaled) {
-            scales_of(call.cache.k, tile.k, tile, unit.head + h, k_scale);
-            scales_of(call.cache.v, tile.v, tile, unit.head + h, v_scale);
+            scales_of(call.cache.k, tile.k, tile, unit.head + h, k_scale, FEW_KEYS);
+            scales_of(call.cache.v, tile.v, tile, unit.head + h, v_scale, FEW_KEYS);
         }
         Scores seen{scores + base * FEW_KEYS, FEW_KEYS, round_up(tile.count, 2 * W), scaled ? k_scale : nullptr,
                     scaled ? v_scale : nullptr, nullptr, call.alibi != nullptr, {}, {}, {}, {}};

@@ -139,7 +139,8 @@ static void rows_of(const Pages& pages, const Array& fresh, const uint8_t* const
 }
 
 // The scales of a tile's keys or values of one head, 1 for new tokens, 0 where there is no key; false if there are none.
-static bool scales_of(const Pages& pages, const uint8_t* const* found, const Tile& tile, int64_t head, float* to) {
+static bool scales_of(const Pages& pages, const uint8_t* const* found, const Tile& tile, int64_t head, float* to,
+                      int64_t padded = KEYS) {
     if (!pages.scale) return false;
     if (pages.scale_page == 0 && pages.scale_slot == 0) {
         float scale = pages.scale_of(0, 0, head);
@@ -148,7 +149,7 @@ static bool scales_of(const Pages& pages, const uint8_t* const* found, const Til
         for (int64_t j = 0; j < tile.cut; j++) to[j] = found[j] ? pages.scale_of(tile.page[j], tile.slot[j], head) : 0.0f;
     }
     for (int64_t j = tile.cut; j < tile.count; j++) to[j] = 1.0f;
-    for (int64_t j = tile.count; j < KEYS; j++) to[j] = 0.0f;
+    for (int64_t j = tile.count; j < padded; j++) to[j] = 0.0f;
     return true;
 }
 

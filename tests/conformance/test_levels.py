@@ -1,0 +1,20 @@
+"""The native CPU kernel on every instruction set that this CPU has, through the conformance kit."""
+
+from __future__ import annotations
+
+import pytest
+
+from quire.conformance.run import conform
+from quire.conformance.suite import cases
+from quire.conformance.target import find
+from quire.kernels.native import library
+from support.kernels import levels
+
+
+@pytest.mark.parametrize("level", levels())
+def test_every_case_is_right(level: str) -> None:
+    with library.forced(level):
+        report = conform(find("native", "cpu"), cases("standard"), "standard")
+    wrong = {result.case.name: result.reason for result in report.results if result.status != "right"}
+    assert not wrong
+    assert len(report.results) > 90
