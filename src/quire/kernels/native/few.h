@@ -42,30 +42,33 @@ struct Reads {
     INLINE const uint8_t* row(int64_t j, int64_t h) const { return at[j] + first + h * head; }
 };
 
-// Asks for rows that will be read soon, in the order in which they will be: one each time.
+// Asks for rows that will be read soon, in the order in which they will be: one each time, or two short ones every other time.
 struct Ahead {
     const Reads of;
-    int64_t heads, apart, i = 0, h = 0, j = 0;
+    int64_t heads, apart, together, asked = 0, i = 0, h = 0, j = 0;
     bool more;
 
     Ahead(const Reads& of, int64_t heads)
-        : of(of), heads(heads), apart((of.count + STREAMS - 1) / STREAMS), more(of.at && of.whole) {}
+        : of(of), heads(heads), apart((of.count + STREAMS - 1) / STREAMS), more(of.at && of.whole) {
+        together = of.bytes <= 128 && of.head == of.bytes && heads % 2 == 0 ? 2 : 1;
+    }
 
     INLINE void fetch() {
-        if (!more) return;
+        if (!more || ++asked < together) return;
+        asked = 0;
         const uint8_t* row = of.row(least(j + i * apart, of.count - 1), h);
-        for (int64_t b = 0; b < of.bytes; b += 64) prefetch(row + b);
+        for (int64_t b = 0; b < of.bytes * together; b += 64) prefetch(row + b);
         if (++i < STREAMS) return;
         i = 0;
-        if (++h < heads) return;
+        if ((h += together) < heads) return;
         h = 0;
         more = ++j < apart;
     }
 };
 
-// Scores of ROWS rows of queries over W / ROWS keys, which are as far apart in the tile as so many can be.
+// Scores of ROWS rows of queries over W / ROWS keys, a lane each: row by row.
 template <class F, int T, int ROWS>
-static INLINE void scores_of(const int32_t* q, int64_t q_stride, const uint8_t* const* key, int64_t dim, float* scores) {
+static INLINE vf scores_of(const int32_t* q, int64_t q_stride, const uint8_t* const* key, int64_t dim) {
     using R = Reader<F, T>;
     constexpr int AT_ONCE = W / ROWS;
     vf sum[W] = {};
@@ -80,10 +83,24 @@ static INLINE void scores_of(const int32_t* q, int64_t q_stride, const uint8_t* 
     int64_t d = 0;
     for (; d + R::STEP <= dim; d += R::STEP) step(d, R::STEP);
     if (d < dim) step(d, dim - d);
-    float found[W];
-    store(found, sums(sum));
-    UNROLL for (int r = 0; r < ROWS; r++) UNROLL for (int i = 0; i < AT_ONCE; i++) {
-        scores[r * FEW_KEYS + i * (FEW_KEYS / AT_ONCE)] = found[r * AT_ONCE + i];
+    return sums(sum);
+}
+
+// Scores of a strip, which were made W at a time, as row after row with keys in their order. Of the keys that are scored at once
+// each is APART behind the one before it: what was made is a matrix that needs turning over its diagonal.
+template <int64_t APART>
+static INLINE void in_order(float* scores) {
+    float made[W * APART];
+    memcpy(made, scores, sizeof made);
+    if constexpr (APART % W == 0) {
+        for (int64_t j = 0; j < APART; j += W) {
+            vi some[W];
+            UNROLL for (int i = 0; i < W; i++) some[i] = load<vi>(made + (j + i) * W);
+            transpose(some);
+            UNROLL for (int i = 0; i < W; i++) store(scores + i * APART + j, some[i]);
+        }
+    } else {
+        for (int64_t i = 0; i < W; i++) UNROLL for (int64_t j = 0; j < APART; j++) scores[i * APART + j] = made[j * W + i];
     }
 }
 
@@ -299,10 +316,13 @@ struct Few {
                     }
                     for (int64_t r = 0; r < padded_rows; r += rows.value) {
                         int64_t at = (first + h) * padded_rows + r;
-                        scores_of<F, t.value, rows.value>(q + at * k_units, k_units, key, call.cache.k.dim,
-                                                          scores + at * FEW_KEYS + j);
+                        store(scores + at * FEW_KEYS + j * W,
+                              scores_of<F, t.value, rows.value>(q + at * k_units, k_units, key, call.cache.k.dim));
                     }
                 }
+            }
+            for (int64_t r = 0; r < heads * padded_rows; r += rows.value) {
+                in_order<APART>(scores + (first * padded_rows + r) * FEW_KEYS);
             }
         });
     }
