@@ -42,25 +42,23 @@ struct Reads {
     INLINE const uint8_t* row(int64_t j, int64_t h) const { return at[j] + first + h * head; }
 };
 
-// Asks for rows that will be read soon, in the order in which they will be: one each time, or two short ones every other time.
+// Asks for rows that will be read soon, in the order in which they will be: one in each of a tile's places each time.
 struct Ahead {
     const Reads of;
-    int64_t heads, apart, together, asked = 0, i = 0, h = 0, j = 0;
+    int64_t heads, apart, h = 0, j = 0;
     bool more;
 
     Ahead(const Reads& of, int64_t heads)
-        : of(of), heads(heads), apart((of.count + STREAMS - 1) / STREAMS), more(of.at && of.whole) {
-        together = of.bytes <= 128 && of.head == of.bytes && heads % 2 == 0 ? 2 : 1;
-    }
+        : of(of), heads(heads), apart((of.count + STREAMS - 1) / STREAMS), more(of.at && of.whole) {}
 
     INLINE void fetch() {
-        if (!more || ++asked < together) return;
-        asked = 0;
-        const uint8_t* row = of.row(least(j + i * apart, of.count - 1), h);
-        for (int64_t b = 0; b < of.bytes * together; b += 64) prefetch(row + b);
-        if (++i < STREAMS) return;
-        i = 0;
-        if ((h += together) < heads) return;
+        if (!more) return;
+        int64_t offset = of.first + h * of.head;
+        UNROLL for (int64_t i = 0; i < STREAMS; i++) {
+            const uint8_t* row = of.at[least(j + i * apart, of.count - 1)] + offset;
+            for (int64_t b = 0; b < of.bytes; b += 64) prefetch(row + b);
+        }
+        if (++h < heads) return;
         h = 0;
         more = ++j < apart;
     }
@@ -116,14 +114,15 @@ static INLINE void values_of(const int32_t* weights, const Reads& v, int64_t h, 
     constexpr int PER = F::PER_UNIT, VECTORS = VECTORS_AT_ONCE;
     constexpr int64_t DIMS = VECTORS * W, EACH = SLOTS<T> / PER;
     using R = Reader<F, T>;
+    const int64_t offset = v.first + h * v.head;
     auto some_dims = [&](int64_t d, auto full) __attribute__((always_inline)) {
         vf sum[ROWS][VECTORS] = {};
         for (int64_t i = 0; i < EACH * STREAMS; i++) {
             int64_t u = (i / EACH * apart + slot) / PER + i % EACH;
             if (u * PER >= v.count) break;
-            if (d == 0 && ahead) UNROLL for (int p = 0; p < PER; p++) ahead->fetch();
-            const uint8_t* row = v.row(u * PER, h);
-            const uint8_t* other = u * PER + 1 < v.count ? v.row(u * PER + PER - 1, h) : ZEROS;
+            if (d == 0 && ahead && i * PER % STREAMS == 0) ahead->fetch();
+            const uint8_t* row = v.at[u * PER] + offset;
+            const uint8_t* other = u * PER + 1 < v.count ? v.at[u * PER + PER - 1] + offset : ZEROS;
             vi unit[VECTORS] = {};
             UNROLL for (int n = 0; n < VECTORS; n += R::STEP / W) {
                 // As many vectors of lanes as a step has elements: bf16 makes two of each, for two keys at once.
@@ -310,9 +309,10 @@ struct Few {
             for (int64_t j = 0; j < least(APART, k.count); j++) {
                 for (int64_t h = 0; h < heads; h++) {
                     const uint8_t* key[MANY];
+                    const int64_t offset = k.first + h * k.head;
                     UNROLL for (int i = 0; i < MANY; i++) {
-                        key[i] = k.row(least(j + i * APART, k.count - 1), h);
-                        ahead.fetch();
+                        key[i] = k.at[least(j + i * APART, k.count - 1)] + offset;
+                        if (i % STREAMS == 0) ahead.fetch();
                     }
                     for (int64_t r = 0; r < padded_rows; r += rows.value) {
                         int64_t at = (first + h) * padded_rows + r;
