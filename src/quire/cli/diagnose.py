@@ -43,7 +43,11 @@ def _file(args: argparse.Namespace) -> int:
     from quire.cli.check import answer
     from quire.conformance.record import load
     from quire.conformance.replay import Verdict, here, then
+    from quire.dispatch.catalogue import CATALOGUE
 
+    names = [kernel.name for kernel in CATALOGUE if kernel.operation == "attend"]
+    if args.kernel is not None and args.kernel not in names:
+        raise ArgumentError("--kernel", args.kernel, ", ".join(names))
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     calls = load(args.file, device)
     if not 0 <= args.call < len(calls):

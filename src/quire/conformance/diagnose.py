@@ -415,16 +415,18 @@ def _unknown(
 def spread(done: Attempt) -> str:
     """Where errors sit, in words."""
     live = done.call.live
-    wrong = ratios(done.call.out.cpu(), done.call.unwritten().cpu(), done.right, live) > 1
+    off = ratios(done.call.out.cpu(), done.call.unwritten().cpu(), done.right, live)
+    of_lse = _lse_alone(done, off)
+    wrong = (off if of_lse is None else of_lse[..., None]) > 1
     rows, heads, dims = (wrong.any(a).any(b) for a, b in ((2, 1), (2, 0), (1, 0)))
     starts = done.call.q_starts.tolist()
     seqs = [i for i in range(done.call.seqs) if bool(rows[starts[i] : starts[i + 1]].any())]
     words = [
-        f"{int(wrong.sum())} of {wrong.numel()} elements",
+        f"{int(wrong.sum())} of {wrong.numel()} " + ("elements" if of_lse is None else "LSEs, while the output is right"),
         f"sequences {_some(seqs, done.call.seqs)}",
         f"rows {_some(rows.nonzero().flatten().tolist(), live)}",
         f"heads {_some(heads.nonzero().flatten().tolist(), done.call.q_heads)}",
-        f"dims {_some(dims.nonzero().flatten().tolist(), wrong.shape[2])}",
+        *([] if of_lse is not None else [f"dims {_some(dims.nonzero().flatten().tolist(), wrong.shape[2])}"]),
     ]
     return ", ".join(words)
 
@@ -508,14 +510,25 @@ def where(done: Attempt, stages: Stages | None = None) -> Where:
     if done.error or not live:
         return Where()
     off = ratios(call.out.cpu(), call.unwritten().cpu(), done.right, live)
-    flat = int(off.argmax())
-    row, rest = divmod(flat, off.shape[1] * off.shape[2])
-    head, dim = divmod(rest, off.shape[2])
+    of_lse = _lse_alone(done, off)
+    if of_lse is not None:
+        (row, head), dim = divmod(int(of_lse.argmax()), of_lse.shape[1]), None
+    else:
+        row, rest = divmod(int(off.argmax()), off.shape[1] * off.shape[2])
+        head, dim = divmod(rest, off.shape[2])
     starts, lens = call.q_starts.tolist(), call.kv_lens.tolist()
     seq = max((i for i in range(call.seqs) if starts[i] <= row), default=0)
     token = lens[seq] - (starts[seq + 1] - starts[seq]) + row - starts[seq]
     key, page, slot = _key(call, seq, row - starts[seq], stages)
     return Where(seq, row, token, head, dim, key, page, slot)
+
+
+def _lse_alone(done: Attempt, off: torch.Tensor) -> torch.Tensor | None:
+    """Error over budget of every LSE, if it is wrong and the output is not."""
+    if done.call.lse is None or bool((off > 1).any()):
+        return None
+    found = lse_ratios(done.call.lse.cpu(), done.right, done.call.live)
+    return found if bool((found > 1).any()) else None
 
 
 def _key(call: Call, seq: int, query: int, stages: Stages | None) -> tuple[int | None, int | None, int | None]:

@@ -1,0 +1,79 @@
+"""Questions that cannot be asked are refused before a case runs; the verdict says what the exit status means."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from quire.cli import main
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (["cpu", "--html", "/no/such/folder/page.html"], "--html: given /no/such/folder/page.html; allowed: a file in a folder"),
+        (["cpu", "--junit", "/no/such/folder/x.xml"], "--junit: given /no/such/folder/x.xml"),
+        (["cpu", "--case", "mixed q_lens=5 kv_lens=3"], "--case: given q_len 5 over kv_len 3"),
+        (["cpu", "--case", "mixed", "--only", "window"], "--only: given window; allowed: none beside --case"),
+        (["cpu", "--names", "3"], "--names: given 3; allowed: only beside --power"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_bad_arguments(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(["conform", *arguments])
+    assert stop.value.code == 2
+    assert words in capsys.readouterr().err
+
+
+def test_no_gpu_is_said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit) as stop:
+        main(["conform", "cpu", "--device", "cuda"])
+    assert stop.value.code == 2
+    assert "--device: given cuda; allowed: a device that torch sees" in capsys.readouterr().err
+
+
+WRONG = """
+def attention(*, q, k_pages, v_pages, page_table, kv_lens, q_starts, out, scale):
+    out.zero_()
+"""
+
+
+def test_the_verdict_knows_what_is_known(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "zeros.py").write_text(WRONG)
+    target, known = f"{tmp_path}/zeros.py:attention", tmp_path / "known.txt"
+    asked = ["conform", target, "--in-process", "--case", "mixed"]
+    assert main(asked) == 1
+    said = capsys.readouterr().out
+    assert said.endswith("verdict: WRONG\n")
+    known.write_text(f"{target} mixed it writes zeros\ncpu mixed it was wrong once\n")
+    assert main([*asked, "--known", str(known)]) == 0
+    assert capsys.readouterr().out.endswith("verdict: wrong only where that is known\n")
+    assert main(["conform", "cpu", "--case", "mixed", "--known", str(known)]) == 1
+    assert "known failures that are right now, so the list is out of date: mixed" in capsys.readouterr().out
+
+
+STALE_LSE = """
+import quire.reference
+
+def attention(*, q, k_pages, v_pages, page_table, kv_lens, q_starts, out, scale, lse):
+    starts, size = q_starts.tolist(), k_pages.shape[1]
+    for seq, length in enumerate(kv_lens.tolist()):
+        rows = slice(starts[seq], starts[seq + 1])
+        pages = page_table[seq, : -(-length // size)].long()
+        k, v = (x[pages].flatten(0, 1)[:length] for x in (k_pages, v_pages))
+        if rows.stop > rows.start:
+            found, sums = quire.reference.attention(q[rows], k, v, scale=scale)
+            out[rows], lse[rows] = found.to(out.dtype), sums.to(lse.dtype) + (0.25 if seq == 1 else 0.0)
+"""
+
+
+def test_a_wrong_lse_beside_a_right_output_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "stale.py").write_text(STALE_LSE)
+    assert main(["conform", f"{tmp_path}/stale.py:attention", "--in-process", "--case", "mixed lse=yes"]) == 1
+    said = capsys.readouterr().out
+    assert "LSEs, while the output is right, sequences 1," in said
+    assert " dim " not in said and "sequence 1" in said
