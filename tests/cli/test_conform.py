@@ -36,6 +36,13 @@ def test_no_gpu_is_said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
     assert "--device: given cuda; allowed: a device that torch sees" in capsys.readouterr().err
 
 
+def test_an_unknown_kernel_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(["diagnose", "call.safetensors", "--kernel", "nosuch"])
+    assert stop.value.code == 2
+    assert "--kernel: given nosuch; allowed: triton-decode" in capsys.readouterr().err
+
+
 WRONG = """
 def attention(*, q, k_pages, v_pages, page_table, kv_lens, q_starts, out, scale):
     out.zero_()
