@@ -143,3 +143,79 @@ def test_one_miss_is_not_forgiven_if_it_is_a_miss_everywhere() -> None:
 
     result = examine(BY_NAME["decode-needle"], Target("sharp", lambda call: compute(call, _weigh(sharp))))
     assert result.findings[0].fault == "unknown"
+
+
+@pytest.mark.parametrize("place", ["long-bf16", "long-needle"])
+def test_a_chance_fit_is_not_a_name(place: str) -> None:
+    """A page that weighs nothing, at the place of a key that is missing, explains a row. Nothing speaks for that page."""
+
+    def which(w: Any, row: x.Row, keys: int) -> torch.Tensor:
+        visible = x.see(w, row, keys)
+        visible[:, keys - 1 :] &= keys % w.call.page_size != 1
+        return visible
+
+    case = BY_NAME[place]
+    result = examine(case, Target("drops the last key of some", lambda call: compute(call, PLAIN.replace(see=which))))
+    assert result.findings[0].fault == "unknown", result.findings[0]
+
+
+def _swap_heads(t: torch.Tensor) -> torch.Tensor:
+    return t[:, [1, 0, *range(2, t.shape[1])]]
+
+
+def _swap_rows(t: torch.Tensor) -> torch.Tensor:
+    return t[[1, 0, *range(2, t.shape[0])]]
+
+
+def _zero_last(t: torch.Tensor) -> torch.Tensor:
+    t = t.clone()
+    t[-1] = 0
+    return t
+
+
+MOVES = {"heads-swapped": _swap_heads, "rows-swapped": _swap_rows, "row-zero": _zero_last}
+
+
+@pytest.mark.parametrize("follows", [True, False], ids=["LSE follows", "LSE stays"])
+@pytest.mark.parametrize(
+    "name", [*MOVES, "kv-heads-interleaved", "query-off-by-one", "query-heads-reversed", "table-row-off-by-one"]
+)
+def test_a_fault_is_named_whether_or_not_the_lse_has_it(name: str, follows: bool) -> None:
+    def run(call: Call) -> None:
+        compute(call)
+        live, right = call.live, call.lse
+        assert right is not None
+        kept = right[:live].clone()
+        if name in MOVES:
+            call.out[:live] = MOVES[name](call.out[:live])
+            right[:live] = MOVES[name](kept)
+        else:
+            planted(name).run(call)
+        if not follows:
+            right[:live] = kept
+
+    first = examine(BY_NAME["mixed"], Target(name, run)).findings[0]
+    assert first.fault == name, first
+
+
+def test_the_smaller_case_has_no_name_either() -> None:
+    """Alone, a sequence that lacks its last key is one of a fault with a name; among others that do not, it is not."""
+
+    def see(w: Any, row: x.Row, keys: int) -> torch.Tensor:
+        visible = x.see(w, row, keys)
+        visible[:, keys - 1 :] &= row.seq != 1 and w.call.seqs > 1
+        return visible
+
+    target = Target("drops the last key of one", lambda call: compute(call, PLAIN.replace(see=see)))
+    first = examine(BY_NAME["decode-needle"], target).findings[0]
+    assert first.fault == "unknown"
+    again = Case.parse(first.reproduce)
+    assert again != BY_NAME["decode-needle"].replace(poison="decoy"), "nothing was left out"
+    assert examine(again, target).findings[0].fault == "unknown"
+
+
+@pytest.mark.parametrize("bits", [15, 16])
+@pytest.mark.parametrize("place", ["high-pages", "decode-high-pages"])
+def test_ids_in_so_many_bits(place: str, bits: int) -> None:
+    first = examine(BY_NAME[place], planted(f"page-ids-wrapped-at-2^{bits}")).findings[0]
+    assert first.alike == (f"page-ids-wrapped-at-2^{bits}",)

@@ -9,10 +9,12 @@ from xml.etree import ElementTree
 import pytest
 
 from quire.cli import main
+from quire.cli.conform import _summary
 from quire.conformance import document, findings
 from quire.conformance.call import Call
 from quire.conformance.case import Case
 from quire.conformance.faults import CATALOGUE
+from quire.conformance.page import page
 from quire.conformance.plant import planted
 from quire.conformance.run import conform
 from quire.conformance.target import Target
@@ -52,9 +54,9 @@ def test_junit() -> None:
 
 
 def test_the_page_of_faults_is_what_the_catalogue_prints() -> None:
-    page = Path(__file__).parents[2] / "docs" / "faults.md"
-    assert page.read_text() == document.render()
-    assert all(f"### {fault.name}\n" in page.read_text() for fault in CATALOGUE)
+    printed = (Path(__file__).parents[2] / "docs" / "faults.md").read_text()
+    assert printed == document.render()
+    assert all(f"### {fault.name}\n" in printed for fault in CATALOGUE)
 
 
 def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -110,3 +112,28 @@ def test_bad_questions(arguments: list[str]) -> None:
     with pytest.raises(SystemExit) as stop:
         main(["conform", *arguments])
     assert stop.value.code == 2
+
+
+def test_a_summary_tells_parameters_apart() -> None:
+    def run(call: Call) -> None:
+        planted("row-zero", {"rows": [0] if call.window[0] else [call.live - 1]}).run(call)
+
+    report = conform(Target("zeros", run), CASES)
+    ((finding, cases),) = report.findings
+    assert finding.fault == "row-zero" and cases == ["a", "b", "c"]
+    assert report.ways(finding) == [("rows=[26]", ["a", "c"]), ("rows=[0]", ["b"])]
+    said = _summary(report)
+    assert "row-zero, in 3 cases" in said and "rows=[26]: a, c" in said and "rows=[0]: b" in said
+    table = findings.table([json.loads(report.to_json())], "today")
+    assert "rows=[26] in 2; rows=[0] in 1" in table
+    assert ", and otherwise in other cases" in page(report)
+
+
+def test_a_known_failure_that_no_case_is_named_after_is_said(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    known = tmp_path / "known.txt"
+    known.write_text("cpu misspelt why\ncpu window-needle not asked today\nother gone why\n")
+    asked = ["conform", "cpu", "--only", "^mixed$", "--known", str(known)]
+    assert main(asked) == 0
+    assert "known failures that no case is named after: misspelt\n" in capsys.readouterr().out
+    assert main([*asked, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["known_without_case"] == ["misspelt"]

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     from quire.conformance.power import Power
     from quire.conformance.report import Report, Result
 
+SHOWN = 8
+"""How much of a long list a summary shows."""
 HELP = "put any paged-attention function to the test, and name what is wrong with it"
 EXAMPLES = """\
 examples:
@@ -171,6 +174,7 @@ def _conform(args: argparse.Namespace) -> int:
         else:
             how = {"device": args.device, "seconds": args.timeout, "in_process": here}
             report = conform_in(args.jobs, args.target, cases, args.level, **how, known=reasons, each=each, within=args.within)
+    report = replace(report, unmatched=known.unmatched(reasons(report.target)))
     if args.json:
         print(report.to_json())
     else:
@@ -203,8 +207,6 @@ def _line(result: Result) -> str:
 
 def _summary(report: Report) -> str:
     """What a person can act on."""
-    from quire.conformance.report import brief
-
     counts = report.counts()
     words = {
         "right": "right",
@@ -218,9 +220,15 @@ def _summary(report: Report) -> str:
         ", ".join(f"{counts[status]} {word}" for status, word in words.items() if counts[status]) + f", {report.seconds:.1f} s",
     ]
     for finding, cases in report.findings:
-        given = brief(finding.parameters)
-        lines += ["", f"{finding.fault}{f' ({given})' if given else ''}, in {len(cases)} case{'s' if len(cases) > 1 else ''}"]
+        ways = report.ways(finding)
+        given = f" ({ways[0][0]})" if len(ways) == 1 and ways[0][0] else ""
+        lines += ["", f"{finding.fault}{given}, in {len(cases)} case{'s' if len(cases) > 1 else ''}"]
         lines.append(f"  {finding.summary}")
+        if len(ways) == 1:
+            lines += [f"  in         {_few(cases)}"] if len(cases) > 1 else []
+        else:
+            lines += [f"  with       {way or 'no more to say'}: {_few(which)}" for way, which in ways[:SHOWN]]
+            lines += [f"             and {len(ways) - SHOWN} more ways"] if len(ways) > SHOWN else []
         if str(finding.where):
             lines.append(f"  at         {finding.where}")
         alike = [name for name in finding.alike if name != finding.fault]
@@ -228,7 +236,13 @@ def _summary(report: Report) -> str:
             lines.append(f"  here alike {', '.join(alike)}")
         lines += [f"  probe      {line}" for line in finding.evidence]
         lines.append(f"  again      quire conform {report.target} --case '{finding.reproduce}'")
+    if report.unmatched:
+        lines += ["", f"known failures that no case is named after: {', '.join(report.unmatched)}"]
     return "\n".join((*lines, "", f"verdict: {_verdict(report)}"))
+
+
+def _few(cases: Sequence[str]) -> str:
+    return ", ".join(cases[:SHOWN]) + (f" and {len(cases) - SHOWN} more" if len(cases) > SHOWN else "")
 
 
 def _verdict(report: Report) -> str:

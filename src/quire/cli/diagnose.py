@@ -15,7 +15,7 @@ from quire.errors import ArgumentError
 HELP = "say what is wrong with a recorded call, or tell the story of the seeds"
 EXAMPLES = """\
 examples:
-  quire diagnose --story seeds      five documents about 8192 wrong numbers, solved: 15 seconds
+  quire diagnose --story seeds      five documents about 8192 wrong numbers, solved in 15 to 30 seconds
   quire diagnose call.safetensors   run a recorded call again, compare with the reference, name the fault
   quire diagnose call.safetensors --kernel triton-mixed
                                     the same on another kernel of this machine

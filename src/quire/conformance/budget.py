@@ -88,7 +88,8 @@ def lse_distance(lse: torch.Tensor | None, want: Truth, live: int) -> float:
 
 
 def lse_ratios(lse: torch.Tensor, want: Truth, live: int) -> torch.Tensor:
-    """Error over budget of every live LSE."""
+    """Error over budget of every live LSE. A fault that does not say what becomes of an LSE predicts NaN there."""
     got, right = lse[:live].double(), want.outcome.lse[:live]
     off = (got - right).abs() / want.lse_budget[:live]
-    return torch.where((got == right) | ~want.outcome.written[:live, :, 0], 0.0, off).nan_to_num(torch.inf, torch.inf, torch.inf)
+    free = right.isnan() | ~want.outcome.written[:live, :, 0]
+    return torch.where((got == right) | free, 0.0, off).nan_to_num(torch.inf, torch.inf, torch.inf)

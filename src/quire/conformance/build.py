@@ -219,6 +219,9 @@ def _plan(case: Case) -> Plan:
         ids = [ids[i] for i in torch.randperm(need, generator=order).tolist()]
         # A few low pages too: where an id wraps, somebody else's page must be.
         ids[1::4] = [7 + 3 * i for i in range(len(ids[1::4]))]
+        if case.table == "high":
+            # And a few that 15 bits do not hold, but 16 do.
+            ids[2::4] = [HIGH // 2 + 7 + 3 * i for i in range(len(ids[2::4]))]
         pages = first + 3 * need + 8
         around = {page + n for page in ids for n in (-2, -1, 0, 1, 2)}
         around |= {page % HIGH for page in ids} | {page % (HIGH // 2) for page in ids} | set(range(4))

@@ -116,13 +116,16 @@ class Attempt:
         return self.call.unwritten().cpu()
 
     def _to(self, stages: Stages, losses: tuple[float, float], only: int | None = None) -> float:
-        want = truth(self.call, stages, losses, only)
-        if only is None:
-            return max(distance(self.out, self.lse, self.bare, want, self.call.live))
+        """The LSE is as predicted, or right: a fault of the output need not be one of the LSE, which is often stored on its own."""
+        want, live = truth(self.call, stages, losses, only), self.call.live
+        if not live:
+            return 0.0
         starts = self.call.q_starts.tolist()
-        rows = slice(starts[only], starts[only + 1])
-        off = float(ratios(self.out, self.bare, want, self.call.live)[rows].max())
-        return off if self.lse is None else max(off, float(lse_ratios(self.lse, want, self.call.live)[rows].max()))
+        rows = slice(0, live) if only is None else slice(starts[only], starts[only + 1])
+        off = float(ratios(self.out, self.bare, want, live)[rows].max())
+        if self.lse is None:
+            return off
+        return max(off, min(float(lse_ratios(self.lse, each, live)[rows].max()) for each in (want, self.right)))
 
 
 def attempt(case: Case, target: Target, call: Call | None = None) -> Attempt:
@@ -195,6 +198,7 @@ def confirm(found: list[Match], case: Case, target: Target) -> tuple[list[Match]
     """Runs other cases. A fault that was found must explain the first few of them too, or it was chance; where several explain
     everything so far, more cases are run until one is left."""
     said: list[str] = []
+    right: list[str] = []
     strikes = 0
     for n, (what, other) in enumerate(variants(case)):
         if not found or (len(found) < 2 and n >= CONFIRMING):
@@ -203,8 +207,12 @@ def confirm(found: list[Match], case: Case, target: Target) -> tuple[list[Match]
             continue
         done = attempt(other, target)
         if done.error or done.off <= 1:
+            right += [] if done.error else [what]
             continue
         kept = [match for match in found if _holds(match, done)]
+        if n < CONFIRMING and any(match.fault.solve is None for match in found if match not in kept):
+            # What had nothing to choose explained the first answer as well, by chance. So may what has to choose anew each time.
+            kept = [match for match in kept if match.fault.solve is None or _carries(match, done)]
         if not kept and n < CONFIRMING and not strikes:
             # Some faults make numbers that a rounding decides: one that had nothing to choose may miss a few of them, once.
             strikes, kept = 1, [match for match in found if match.fault.solve is None and _nearly(match, done)]
@@ -212,21 +220,21 @@ def confirm(found: list[Match], case: Case, target: Target) -> tuple[list[Match]
             gone = [match.fault.name for match in found if match not in kept]
             said.append(f"{what}: not {', '.join(gone)}")
             found = kept
-    return found, said
+    return found, [*said, *([f"right with {', with '.join(right)}"] if right else [])]
 
 
 def _holds(match: Match, done: Attempt) -> bool:
     """Whether a fault explains another wrong answer too."""
-    fault = match.fault
-    if not fault.applies(done.call):
-        return False
-    assert fault.change is not None
+    return match.fault.applies(done.call) and (_carries(match, done) or any(one.distance <= 1 for one in _tries(match.fault, done)))
+
+
+def _carries(match: Match, done: Attempt) -> bool:
+    """Whether it does so with the same parameters."""
+    assert match.fault.change is not None
     try:
-        if done.to(fault.change(**match.parameters)) <= 1:
-            return True
+        return done.to(match.fault.change(**match.parameters)) <= 1
     except (RuntimeError, IndexError):
-        pass  # rows or pages that the other call does not have
-    return any(one.distance <= 1 for one in _tries(fault, done))
+        return False  # rows or pages that the other call does not have
 
 
 def _nearly(match: Match, done: Attempt) -> bool:
@@ -305,7 +313,9 @@ def diagnose(
     if bits is not None:
         return _of_bits(bits, done, here, said)
     found, far = matches(done)
-    if any(match.fault.name in trusted for match in found):
+    # What was borne out before need not be again, unless something explains this that has less to choose.
+    simplest = [match for match in found if match.fault.solve is None] or found
+    if any(match.fault.name in trusted for match in simplest):
         found = [match for match in found if match.fault.name in trusted]
     elif probes:
         found, more = confirm(found, here, target)
@@ -437,8 +447,18 @@ def _some(numbers: list[int], of: int) -> str:
     return ",".join(map(str, numbers[:8])) + (f" and {len(numbers) - 8} more" if len(numbers) > 8 else "")
 
 
-def shrink(case: Case, target: Target, most: int = 16) -> Case:
-    """A smaller case that fails too."""
+def shrink(case: Case, target: Target) -> Case:
+    """A smaller case that fails too, and whose fault has no name either."""
+
+    def nameless(smaller: Case, done: Attempt) -> bool:
+        return diagnose(smaller, target, done, shrinks=False).fault == UNKNOWN
+
+    # Most of the time the smallest that fails will do: each step is only asked about where it does not.
+    small = _smaller(case, target, lambda smaller, done: True)
+    return small if small == case or nameless(small, attempt(small, target)) else _smaller(case, target, nameless)
+
+
+def _smaller(case: Case, target: Target, keeps: Callable[[Case, Attempt], bool], most: int = 16) -> Case:
     steps: list[Callable[[Case], Case]] = [
         *(lambda c, i=i: _keep(c, (i,)) for i in range(case.seqs)),
         lambda c: c.replace(padding=0),
@@ -457,7 +477,7 @@ def shrink(case: Case, target: Target, most: int = 16) -> Case:
             done = attempt(smaller, target)
         except (IndexError, ValueError):
             continue
-        if not done.error and done.off > 1:
+        if not done.error and done.off > 1 and keeps(smaller, done):
             case = smaller
     return case
 

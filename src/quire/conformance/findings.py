@@ -32,7 +32,8 @@ def table(reports: Iterable[Mapping[str, Any]], today: str) -> str:
         if not found:
             lines.append(f"{head} nothing | | |")
         for finding in found:
-            given = brief(finding["parameters"])
+            ways = [f"{way['with']} in {len(way['cases'])}" for way in finding.get("ways", ()) if way["with"]]
+            given = "; ".join(ways[:MOST]) if len(ways) > 1 else brief(finding["parameters"])
             said = f"{finding['fault']}{f' ({given})' if given else ''}: {finding['summary']}".replace("|", "\\|")
             lines.append(f"{head} {said} | {len(finding['cases'])}: {', '.join(finding['cases'][:4])} | `{finding['reproduce']}` |")
             head = "| | | |"

@@ -8,8 +8,10 @@ vllm.unified_attention   far-pages     offsets in 32 bits, upstream issue 50427
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from pathlib import Path
 
+from quire.conformance.suite import cases
 from quire.errors import ArgumentError
 
 
@@ -29,3 +31,9 @@ def read(path: str | os.PathLike[str], target: str) -> dict[str, str]:
         if words[0] in ("*", target):
             found[words[1]] = words[2].strip()
     return found
+
+
+def unmatched(known: Iterable[str]) -> tuple[str, ...]:
+    """Those names that no case of any level has: misspelt, or of a case that is gone."""
+    names = {case.name for case in cases("full")}
+    return tuple(name for name in known if name not in names)

@@ -154,13 +154,14 @@ def _card(report: Report, finding: Finding, cases: Sequence[str], shown: Result 
     if shown is not None:
         finding = next((one for one in shown.findings if one.fault == finding.fault), finding)
     given, place = brief(finding.parameters), str(finding.where)
+    others = ", and otherwise in other cases" if len(report.ways(finding)) > 1 else ""
     alike = [name for name in finding.alike if name != finding.fault]
     some = ", ".join(cases[:12]) + (f" and {len(cases) - 12} more" if len(cases) > 12 else "")
     out = [
         f'<section class="card {"unknown" if finding.fault == "unknown" else ""}">',
         f"<h3>{escape(finding.fault)}</h3>",
         f'<p class="ink">{escape(finding.summary)}</p>',
-        f"<p>{escape(f'With {given}. ' if given else '')}{escape(f'Worst at {place}. ' if place else '')}"
+        f"<p>{escape(f'With {given}{others}. ' if given else '')}{escape(f'Worst at {place}. ' if place else '')}"
         f"{escape(f'On this case the same as {chr(44).join(alike)}. ' if alike else '')}"
         f"Shown by {len(cases)} case{'s' if len(cases) != 1 else ''}: {escape(some)}.</p>",
     ]

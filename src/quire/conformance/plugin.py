@@ -67,6 +67,8 @@ class Suite(pytest.Collector):
                 made.target = find(asked, option("--quire-device"))
             made.cases = suite.cases(option("--quire-level"))
             made.known = known.read(option("--quire-known"), made.target.name) if option("--quire-known") else {}
+            for name in known.unmatched(made.known):
+                session.config.issue_config_time_warning(pytest.PytestWarning(f"--quire-known: no case is named {name}"), 2)
         except ArgumentError as error:
             raise pytest.UsageError(f"--quire-{error}") from None
         return made

@@ -81,6 +81,11 @@ class Finding:
     ranking: tuple[tuple[str, float], ...] = ()
     """The nearest predictions and their distances."""
 
+    @property
+    def kind(self) -> tuple[str, str]:
+        """What findings of one report have in common if they are told as one: the fault; for errors, the message too."""
+        return self.fault, self.summary if self.fault in ("raises", "crashes") else ""
+
     def __str__(self) -> str:
         given = brief(self.parameters)
         at = str(self.where)
@@ -137,6 +142,8 @@ class Report:
     results: Sequence[Result]
     seconds: float = 0.0
     versions: dict[str, str] = field(default_factory=dict)
+    unmatched: tuple[str, ...] = ()
+    """Names in the list of known failures that no case has."""
 
     @property
     def findings(self) -> list[tuple[Finding, list[str]]]:
@@ -145,9 +152,17 @@ class Report:
         order: dict[tuple[str, str], tuple[Finding, list[str]]] = {}
         for result in self.results:
             for finding in result.findings:
-                said = finding.summary if finding.fault in ("raises", "crashes") else ""
-                order.setdefault((finding.fault, said), (finding, []))[1].append(result.case.name)
+                order.setdefault(finding.kind, (finding, []))[1].append(result.case.name)
         return sorted(order.values(), key=lambda row: (row[0].fault == UNKNOWN, -len(row[1])))
+
+    def ways(self, finding: Finding) -> list[tuple[str, list[str]]]:
+        """The parameters with which a fault was found, in one line, and the cases that show it so; the most frequent first."""
+        found: dict[str, list[str]] = {}
+        for result in self.results:
+            for one in result.findings:
+                if one.kind == finding.kind:
+                    found.setdefault(brief(one.parameters), []).append(result.case.name)
+        return sorted(found.items(), key=lambda row: -len(row[1]))
 
     def counts(self) -> dict[str, int]:
         statuses = ("right", "wrong", "raised", "refused", "unsupported")
@@ -171,8 +186,16 @@ class Report:
             "versions": self.versions,
             "seconds": round(self.seconds, 3),
             "counts": self.counts(),
-            "findings": [{**asdict(finding), "cases": cases} for finding, cases in self.findings],
+            "findings": [
+                {
+                    **asdict(finding),
+                    "cases": cases,
+                    "ways": [{"with": given, "cases": which} for given, which in self.ways(finding)],
+                }
+                for finding, cases in self.findings
+            ],
             "unexpected": [r.case.name for r in self.unexpected],
+            "known_without_case": list(self.unmatched),
             "results": [result.to_dict() for result in self.results],
         }
 

@@ -30,6 +30,7 @@ SMOKE = (
     Case("x-packed-int8-tokens", layout="vllm_x", format="int8", scales="token"),
     Case("tree", q_lens=(6, 9), kv_lens=(40, 30), mask=True, alibi=True, window=(20, 0)),
     Case("long-bf16", **_LONG, q_dtype="bf16", format="bf16", kv_heads=1),
+    Case("long-random", q_lens=(1, 2), kv_lens=(1500, 700), kv_heads=1, lse=True, seed=3),
     Case("high-pages", table="high", kv_heads=1),
     Case("far", table="far", kv_heads=1, format="e4m3fn", scales="tensor"),
 )
@@ -44,7 +45,6 @@ STANDARD = (
     Case("empty-last", q_lens=(1, 3, 0), kv_lens=(37, 20, 9)),
     Case("edges-needle", **_EDGES, data="needle", poison="inf", tail="-1", seed=2),
     Case("prefill-256", q_lens=(257, 5), kv_lens=(257, 300), kv_heads=1, group=1, data="needle"),
-    Case("long-random", q_lens=(1, 2), kv_lens=(1500, 700), kv_heads=1, seed=3),
     Case("long-needle", **_LONG, lse=True),
     Case("longer-needle", q_lens=(1,), kv_lens=(16384,), kv_heads=1, group=4, data="needle"),
     Case("hints-low", q_lens=(1, 30, 9), kv_lens=(80, 40, 33), hints="low"),

@@ -35,17 +35,18 @@ def _unwritten_elements(heads: list[int] | None, dims: list[int] | None) -> Stag
 def _zero(rows: list[int]) -> Stages:
     def finish(w: Work, into: Outcome) -> Outcome:
         into.out[rows] = 0.0
+        into.lse[rows] = torch.nan  # whatever goes with a row that was taken for an empty one
         return into
 
     return finished(finish)
 
 
-def _moved(index: Any) -> Stages:
-    """Elements come from elsewhere: `index(tensor)` for out, weighted and, without the last axis, lse."""
+def _moved(index: Any, parts: tuple[str, ...] = ("out", "weighted", "lse")) -> Stages:
+    """Elements come from elsewhere: `index(tensor)` for each of these parts."""
 
     def finish(w: Work, into: Outcome) -> Outcome:
         live = w.call.live
-        for name in ("out", "weighted"):
+        for name in parts:
             tensor = getattr(into, name)
             tensor[:live] = index(tensor[:live].clone())
         return into
@@ -136,7 +137,7 @@ OUTPUT = (
         "output",
         "dims of the output hold each other's results",
         "a vectorised store with another order than the load",
-        lambda dims: _moved(lambda t: t[..., torch.tensor(dims)]),
+        lambda dims: _moved(lambda t: t[..., torch.tensor(dims)], ("out", "weighted")),
         lambda call: call.out.shape[2] > 1,
         tries=(),
         solve=solve.dim_order,

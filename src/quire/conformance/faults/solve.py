@@ -262,12 +262,25 @@ def cells(owned: bool) -> Callable[[Seen], Proposals]:
 
 
 def _cell(seen: Seen, row: int, pages: list[int], w: Work) -> tuple[int, int] | None:
-    """The column and the page that explain one wrong element row."""
+    """The column and the page that explain one wrong row."""
     place = inside(seen, row)
     if place is None or seen.call.mask is not None:
         return None
-    mine, query = place
-    head = int(wrong_heads(seen, row)[0])
+    for head in wrong_heads(seen, row)[:4].tolist():
+        found = _cell_of_head(seen, row, head, *place, pages, w)
+        if found is None:
+            return None
+        # If the keys of the right page could as well be missing altogether, nothing here speaks for another one.
+        column, page, needed = found
+        if needed:
+            return column, page
+    return None
+
+
+def _cell_of_head(
+    seen: Seen, row: int, head: int, mine: Inside, query: int, pages: list[int], w: Work
+) -> tuple[int, int, bool] | None:
+    """The column and the page that explain one head of a row, and whether it takes a page to do so."""
     size, n = seen.call.page_size, mine.logits.shape[-1]
     cached = n if seen.call.new is None else max(mine.row.context, 0)
     page = torch.tensor(pages).repeat_interleave(size)
@@ -282,7 +295,7 @@ def _cell(seen: Seen, row: int, pages: list[int], w: Work) -> tuple[int, int] | 
     added = mine.added[head, query] if mine.added.dim() == 3 else mine.added[query]
     values = mine.values(head)
     got, budget = _got(seen, row, head), _budget(seen, row, head)
-    best: tuple[float, int, int] | None = None
+    best: tuple[float, int, int, bool] | None = None
     for column in range(-(-cached // size)):
         keys = slice(column * size, min((column + 1) * size, cached))
         visible = mine.visible[query, keys]
@@ -290,12 +303,14 @@ def _cell(seen: Seen, row: int, pages: list[int], w: Work) -> tuple[int, int] | 
         if not bool(visible.any()):
             continue
         weight = torch.exp(logit[:, :count] + added[keys] - top)
-        out = (e @ values - e[keys] @ values[keys]) + torch.einsum("ps,psd->pd", weight, v.view(len(pages), size, -1)[:, :count])
-        out = out / (e.sum() - e[keys].sum() + weight.sum(1) + extra)[:, None]
+        rest, left = e @ values - e[keys] @ values[keys], e.sum() - e[keys].sum() + extra
+        out = rest + torch.einsum("ps,psd->pd", weight, v.view(len(pages), size, -1)[:, :count])
+        # The last one stands for no page at all.
+        out = torch.cat((out / (left + weight.sum(1))[:, None], (rest / left)[None]))
         off = ((out - got) / budget).abs().amax(-1).nan_to_num(torch.inf, torch.inf)
-        i = int(off.argmin())
+        i = int(off[:-1].argmin())
         if best is None or float(off[i]) < best[0]:
-            best = float(off[i]), column, pages[i]
+            best = float(off[i]), column, pages[i], float(off[-1]) > 4
     return None if best is None or best[0] > 4 else best[1:]
 
 

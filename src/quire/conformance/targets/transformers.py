@@ -43,7 +43,7 @@ def target(name: str, device: str | None) -> Target:
         build_attention_mask(mask, [0, *call.q_starts[1:][rows].tolist()], starts)
         module = SimpleNamespace(layer_idx=0, num_key_value_groups=call.q_heads // call.kv_heads)
         if call.sinks is not None:
-            module.sinks = call.sinks.to(call.q.dtype)
+            module.sinks = call.sinks
         key, value = (x[: call.live].transpose(0, 1)[None] for x in call.new_tokens)
         more: dict[str, Any] = {
             "read_index": [reads],
