@@ -73,12 +73,6 @@ BLIND: dict[str, tuple[str, ...]] = {
         "causal-top-left",
         "new-tokens-counted-twice",
     ),
-    "long-random": (
-        "causal-off-by-one",
-        "causal-ignored",
-        "causal-by-tile",
-        "empty-split-counted",
-    ),
     "long-needle": ("empty-split-counted",),
     "longer-needle": (
         "slots-rotated",

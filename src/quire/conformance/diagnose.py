@@ -35,6 +35,13 @@ CONFIRMING = 3
 """How many other cases must bear a finding out."""
 FEW = 0.02
 """The share of elements that a prediction may miss in one of them."""
+KINDS: dict[str, Callable[[int, int], bool]] = {
+    "one new token": lambda q_len, kv_len: q_len == 1,
+    "several new tokens": lambda q_len, kv_len: q_len > 1,
+    "several new tokens after others": lambda q_len, kv_len: 1 < q_len < kv_len,
+    "new tokens only": lambda q_len, kv_len: q_len == kv_len,
+}
+"""Sequences, by their lengths, that operators give to kernels of their own."""
 OTHER = Case("other", q_lens=(3, 1), kv_lens=(9, 70), seed=7)
 """A call to run between two others."""
 
@@ -349,27 +356,26 @@ def diagnose(
 
 
 def _of_one_kind(case: Case, target: Target, done: Attempt, trusted: frozenset[str], said: list[str]) -> Finding | None:
-    """The fault of one of two kernels that share a batch out: rows of one new token are all right and the longer ones are not, or
-    the other way round. Those that are wrong are asked alone."""
+    """The fault of one of the kernels that share a batch out: all sequences of one kind are right. The others are asked alone."""
     rows = ratios(done.out, done.bare, done.right, done.call.live).amax((1, 2)) > 1
+    if done.lse is not None:
+        rows |= lse_ratios(done.lse, done.right, done.call.live).amax(1) > 1
     parts = rows.split(list(case.q_lens)) if case.live else ()
-    kinds = {
-        "one new token": [i for i, part in enumerate(parts) if part.numel() == 1],
-        "several new tokens": [i for i, part in enumerate(parts) if part.numel() > 1],
-    }
-    wrong = [kind for kind, seqs in kinds.items() if any(bool(parts[i].any()) for i in seqs)]
-    if len(wrong) != 1 or not all(kinds.values()):
-        return None
-    alone = _keep(case, tuple(kinds[wrong[0]]))
-    if not can_run(alone, target):
-        return None
-    again = attempt(alone, target)
-    if again.error or again.off <= 1:
-        return None
-    found = diagnose(alone, target, again, trusted=trusted, shrinks=False)
-    evidence = (*said, f"only rows of {wrong[0]} are wrong, and they are so without the others", *found.evidence)
-    only = {**found.parameters, "rows": f"of {wrong[0]}"}
-    return None if found.fault == UNKNOWN else replace(found, evidence=evidence, parameters=only)
+    asked = {i for i, part in enumerate(parts) if part.numel()}
+    wrong = {i for i in asked if bool(parts[i].any())}
+    for kind, belongs in KINDS.items():
+        mine = {i for i in asked if belongs(case.q_lens[i], case.kv_lens[i])}
+        alone = _keep(case, tuple(sorted(mine)))
+        if not wrong <= mine < asked or not can_run(alone, target):
+            continue
+        again = attempt(alone, target)
+        if again.error or again.off <= 1:
+            continue
+        found = diagnose(alone, target, again, trusted=trusted, shrinks=False)
+        if found.fault != UNKNOWN:
+            evidence = (*said, f"only rows of {kind} are wrong, and they are so without the others", *found.evidence)
+            return replace(found, evidence=evidence, parameters={"only": f"rows of {kind}", **found.parameters})
+    return None
 
 
 def _of_bits(bits: precision.Found, done: Attempt, case: Case, said: list[str]) -> Finding:
