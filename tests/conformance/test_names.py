@@ -228,3 +228,15 @@ def test_the_smaller_case_has_no_name_either() -> None:
 def test_ids_in_so_many_bits(place: str, bits: int) -> None:
     first = examine(BY_NAME[place], planted(f"page-ids-wrapped-at-2^{bits}")).findings[0]
     assert first.alike == (f"page-ids-wrapped-at-2^{bits}",)
+
+
+def test_a_row_that_looks_like_its_neighbour_is_not_swapped_with_it() -> None:
+    """Where a query sees one key, the value of the one before is the result of the row before; which keeps its own."""
+
+    def before(w: Any, logits: torch.Tensor, v: torch.Tensor, heads: torch.Tensor) -> Part:
+        borders = torch.arange(v.shape[0]) % w.call.page_size == 0
+        return x.weigh(w, logits, torch.where(borders[:, None, None], v.roll(1, 0), v), heads)
+
+    case = Case("window-1", q_lens=(20, 5), kv_lens=(20, 40), window=(0, 0))
+    first = examine(case, Target("the value before", lambda call: compute(call, _weigh(before)))).findings[0]
+    assert first.fault == "unknown", first
