@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable
 from dataclasses import replace
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -194,19 +194,55 @@ def test_only_the_call_is_timed_on_the_host(monkeypatch: pytest.MonkeyPatch) -> 
     assert len(waits) == 4
 
 
-def test_events_are_those_of_triton(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: dict[str, Any] = {}
+@pytest.mark.parametrize("dirty", [False, True], ids=["clean", "dirty"])
+def test_the_cache_is_flushed_before_the_clock_starts(monkeypatch: pytest.MonkeyPatch, dirty: bool) -> None:
+    """Events are played: flushing takes a second of the device, the run two milliseconds."""
+    now, runs = [0.0], []
 
-    def do_bench(run: Callable[[], Any], **settings: Any) -> list[float]:
-        asked.update(settings)
-        return [2.0, 4.0]
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            self.at = math.nan
 
-    testing = ModuleType("triton.testing")
-    monkeypatch.setattr(testing, "do_bench", do_bench, raising=False)
-    monkeypatch.setitem(sys.modules, "triton", ModuleType("triton"))
-    monkeypatch.setitem(sys.modules, "triton.testing", testing)
-    assert timing.by_events(lambda: None) == [2e-3, 4e-3]
-    assert asked["return_mode"] == "all" and {"warmup", "rep"} <= asked.keys()
+        def record(self) -> None:
+            self.at = now[0]
+
+        def elapsed_time(self, end: Event) -> float:
+            return (end.at - self.at) * 1e3
+
+    def spend(seconds: float) -> None:
+        now[0] += seconds
+
+    asked: list[bool] = []
+
+    def flusher(dirty: bool) -> Callable[[], None]:
+        asked.append(dirty)
+        return lambda: spend(1.0)
+
+    def run() -> None:
+        runs.append(1)
+        spend(2e-3)
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(timing, "flusher", flusher)
+    seconds = timing.by_events(run, dirty=dirty)
+    assert asked == [dirty]
+    assert seconds == pytest.approx([2e-3] * round(timing.MILLISECONDS / 2), abs=1e-6)
+    assert len(runs) > len(seconds), "nothing warmed up"
+
+
+def test_the_flush_reads_unless_it_shall_leave_something_to_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[torch.Tensor] = []
+    zeros = torch.zeros
+
+    def on_the_host(size: int, **how: Any) -> torch.Tensor:
+        made.append(zeros(size >> 16, **(how | {"device": "cpu"})) + 1)
+        return made[-1]
+
+    monkeypatch.setattr(torch, "zeros", on_the_host)
+    for dirty in (False, True):
+        timing.flusher(dirty)()
+    assert bool((made[0] == 1).all()) and bool((made[1] == 0).all())
 
 
 def test_limits_are_the_best_of_all_ways() -> None:

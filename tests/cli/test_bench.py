@@ -39,7 +39,7 @@ def card(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Platform, "detect", lambda device=None: Platform.named("sm90") if device == "cuda" else detect(device))
     monkeypatch.setattr(limits, "gpu_limits", lambda timer, reads, device: limits.Limits(4e12, 7e14, 4e12))
     monkeypatch.setattr(gpu, "build", lambda workload, device: case.build(workload))
-    monkeypatch.setattr(timing, "by_events", lambda run: [1e-4])
+    monkeypatch.setattr(timing, "by_events", lambda run, dirty=False: [1e-4])
     monkeypatch.setattr(timing, "capture", lambda run: run)
     monkeypatch.setattr(timing, "on_the_host", lambda run: 1e-5)
 

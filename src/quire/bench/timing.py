@@ -13,13 +13,33 @@ from quire.bench.contestants import Run
 
 WARM_UP, MILLISECONDS = 10, 40
 """How long one contestant runs in one of its turns, before and while it is timed; at least once each."""
+FLUSH = 2**28
+"""Bytes that are touched before each run: several times any L2 cache."""
 
 
-def by_events(run: Callable[[], Any]) -> list[float]:
-    """The seconds of each run, as `triton.testing.do_bench` takes them."""
-    from triton.testing import do_bench
+def by_events(run: Callable[[], Any], *, dirty: bool = False) -> list[float]:
+    """The seconds of each run. The L2 cache is full of other memory when it begins, and if `dirty` of memory that was written: then
+    a run also waits for what others have left to be stored, as with `triton.testing.do_bench`."""
+    flush = flusher(dirty)
+    guess = statistics.median(_timed(run, flush, 5)) * 1e3
+    _timed(run, flush, int(WARM_UP / guess))
+    return _timed(run, flush, max(1, int(MILLISECONDS / guess)))
 
-    return [ms / 1e3 for ms in do_bench(run, warmup=WARM_UP, rep=MILLISECONDS, return_mode="all")]
+
+def flusher(dirty: bool) -> Callable[[], Any]:
+    memory = torch.zeros(FLUSH // 4, dtype=torch.int32, device="cuda")
+    return memory.zero_ if dirty else memory.amax
+
+
+def _timed(run: Callable[[], Any], flush: Callable[[], Any], times: int) -> list[float]:
+    events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(times)]
+    for begin, end in events:
+        flush()
+        begin.record()
+        run()
+        end.record()
+    torch.cuda.synchronize()
+    return [begin.elapsed_time(end) / 1e3 for begin, end in events]
 
 
 def capture(run: Run) -> Run:

@@ -8,6 +8,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import quire
@@ -44,6 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--vllm", metavar="PYTHON", help="CPU: an interpreter with vLLM for CPUs, which is measured too")
     add("--flex", action="store_true", help="CPU: FlexAttention too, which is compiled for each workload: some seconds each")
     add("--turns", metavar="N", type=int, help="how often each contestant gets its turn (default: 4 on a CPU, 3 on a GPU)")
+    add("--dirty", action="store_true", help="GPU: fill the L2 cache by writing before each run, as do_bench does, not by reading")
     add("--graph", action="store_true", help="GPU: measure captured graphs too")
     add("--host", action="store_true", help="GPU: measure also how long a call keeps the host")
     add("--json", metavar="FILE", help="also write the figures as JSON, '-' for standard output and nothing else")
@@ -70,8 +72,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _read(args: argparse.Namespace) -> dict[str, Any]:
     measuring = {"--device": args.device, "--only": args.only, "--batch": args.batch, "--peers": args.peers, "--turns": args.turns}
-    measuring |= {"--vllm": args.vllm, "--flex": args.flex or None}
-    for name, value in (measuring | {"--graph": args.graph or None, "--host": args.host or None}).items():
+    measuring |= {"--vllm": args.vllm, "--flex": args.flex or None} | _gpu_switches(args)
+    for name, value in measuring.items():
         if value is not None:
             raise ArgumentError(name, value, "nothing beside --from, which measures nothing")
     try:
@@ -84,9 +86,13 @@ def _read(args: argparse.Namespace) -> dict[str, Any]:
     return figures
 
 
+def _gpu_switches(args: argparse.Namespace) -> dict[str, Any]:
+    return {"--dirty": args.dirty or None, "--graph": args.graph or None, "--host": args.host or None}
+
+
 def _measure(args: argparse.Namespace) -> dict[str, Any]:
     on_gpu = args.device == "cuda"
-    for name, value in (("--peers", args.peers), ("--graph", args.graph or None), ("--host", args.host or None)):
+    for name, value in ({"--peers": args.peers} | _gpu_switches(args)).items():
         if value is not None and not on_gpu:
             raise ArgumentError(name, value, "only beside --device cuda")
     for name, value in (("--vllm", args.vllm), ("--flex", args.flex or None)):
@@ -130,7 +136,8 @@ def _measure_gpu(args: argparse.Namespace) -> dict[str, Any]:
     from quire.bench.gpu_read import reads
 
     contestants = OWN_ON_CUDA | {"copy": device_copy} | peers
-    bounds = gpu_limits(timing.by_events, reads, torch.device("cuda"))
+    timer = partial(timing.by_events, dirty=args.dirty)
+    bounds = gpu_limits(timer, reads, torch.device("cuda"))
     rows: list[Any] = []
     host: list[dict[str, Any]] = []
     figures: dict[str, Any] = {}
@@ -142,7 +149,7 @@ def _measure_gpu(args: argparse.Namespace) -> dict[str, Any]:
             chosen,
             bounds,
             contestants,
-            timer=timing.by_events,
+            timer=timer,
             capture=timing.capture if args.graph else None,
             turns=args.turns or gpu.TURNS,
             tell=tell,

@@ -48,27 +48,26 @@ def attend_kernel(out, room, query, cache, rows, new, features, SHORT: tl.conste
 @triton.jit
 def short_rows(out, room, query, cache, rows, new, features, program, T: tl.constexpr, C: tl.constexpr):
     """One program's share of the short rows."""
-    total = total_work(rows, False, T, C)
+    one_head = total_work(rows, False, T, C)
+    total = one_head * T.HEADS
     sharers = sharers_of(rows, total, room.programs, T, C)
     at = share_begin(program, total, sharers)
     end = share_begin(program + 1, total, sharers)
     begin = at
-    row, row_begin = find_row(rows, at, False, T, C)
+    head = (at // tl.maximum(one_head, 1)).to(tl.int32)
+    row, row_begin = find_row(rows, at - head * one_head, False, T, C)
+    row_begin += head * one_head
     note(room, program, 0, 0, 0, 0, 0, T, C)
     while at < end:
         start, q_len, kv_len = lengths(rows, row, True)
         work = short_work(q_len, kv_len, T, C)
-        if work == 0:
-            row += 1
-        else:
+        if work > 0:
             first, tiles = key_tiles(q_len, kv_len, T, C)
             pieces = tl.where(C.INVARIANT, 1, tiles + C.OPENING)
-            index = ((at - row_begin) // pieces).to(tl.int32)
-            piece = (at - row_begin - index * pieces).to(tl.int32)
+            q_tile = ((at - row_begin) // pieces).to(tl.int32)
+            piece = (at - row_begin - q_tile * pieces).to(tl.int32)
             count = tl.minimum(pieces - piece, end - at).to(tl.int32)
             q_tiles = (q_len + T.TOKENS - 1) // T.TOKENS
-            head = index // q_tiles
-            q_tile = index % q_tiles
             unit = locate(rows, features, row, q_tile, head, T, C)
             if C.INVARIANT:
                 lowest = unit.low // T.KEYS * T.KEYS
@@ -99,9 +98,12 @@ def short_rows(out, room, query, cache, rows, new, features, program, T: tl.cons
                     nth = q_tile * T.TOKENS
                     note(room, program, last - program + 1, (at != begin).to(tl.int32), start + nth, q_len - nth, head, T, C)
             at += count
-            if at == row_begin + work:
-                row_begin = at
-                row += 1
+        if at == row_begin + work:
+            row_begin = at
+            row += 1
+            if row == rows.seqs:
+                row = 0
+                head += 1
 
 
 @triton.jit

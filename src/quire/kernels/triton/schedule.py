@@ -2,6 +2,9 @@
 
 A *unit* is a tile of query rows of one sequence and one key head (or a part of a large group). Short rows are cut into units, and
 the key tiles of all units, in order, are shared out evenly: each program takes one run of them, wherever units begin and end.
+
+The order is all rows of the first head, then all of the second, and so on. Programs that work at the same time then work on
+different heads of the same tokens, which lie side by side in most layouts: memory likes that better than heads far apart.
 """
 
 from __future__ import annotations
@@ -53,9 +56,9 @@ def uniform(x, C: tl.constexpr):
 
 @triton.jit
 def short_work(q_len, kv_len, T: tl.constexpr, C: tl.constexpr):
-    """The pieces of all units of a row, 0 if it is not a short one: key tiles, and what it costs to open a unit."""
+    """The pieces of a row's units of one head, 0 if it is not a short one: key tiles, and what it costs to open a unit."""
     _, tiles = key_tiles(q_len, kv_len, T, C)
-    units = ((q_len + T.TOKENS - 1) // T.TOKENS) * T.HEADS
+    units = (q_len + T.TOKENS - 1) // T.TOKENS
     tiles = tiles * 0 + 1 if C.INVARIANT else tiles + C.OPENING
     wanted = is_wanted(q_len, C) & (q_len > 0) & (q_len <= C.SHORT)
     return tl.where(wanted, counted(units, C) * tiles, 0)
@@ -70,14 +73,14 @@ def long_work(q_len, T: tl.constexpr, C: tl.constexpr):
 
 @triton.jit
 def work_of(rows, row, LONG: tl.constexpr, T: tl.constexpr, C: tl.constexpr):
-    """The work of some rows; 0 beyond the last."""
+    """The work of some rows and one head; 0 beyond the last."""
     _, q_len, kv_len = lengths(rows, row, row < rows.seqs)
     return long_work(q_len, T, C) if LONG else short_work(q_len, kv_len, T, C)
 
 
 @triton.jit
 def total_work(rows, LONG: tl.constexpr, T: tl.constexpr, C: tl.constexpr):
-    """The work of all rows."""
+    """The work of all rows and one head."""
     total = tl.sum(work_of(rows, tl.arange(0, C.SCAN), LONG, T, C))
     if C.MANY:
         for base in range(C.SCAN, rows.seqs, C.SCAN):
