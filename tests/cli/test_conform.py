@@ -82,5 +82,5 @@ def test_a_wrong_lse_beside_a_right_output_is_said(tmp_path: Path, capsys: pytes
     (tmp_path / "stale.py").write_text(STALE_LSE)
     assert main(["conform", f"{tmp_path}/stale.py:attention", "--in-process", "--case", "mixed lse=yes"]) == 1
     said = capsys.readouterr().out
-    assert "LSEs, while the output is right, sequences 1," in said
+    assert "LSEs, while the output is right, sequences 1," in said and "each by +0.25" in said
     assert " dim " not in said and "sequence 1" in said

@@ -442,9 +442,19 @@ def spread(done: Attempt) -> str:
         f"sequences {_some(seqs, done.call.seqs)}",
         f"rows {_some(rows.nonzero().flatten().tolist(), live)}",
         f"heads {_some(heads.nonzero().flatten().tolist(), done.call.q_heads)}",
-        *([] if of_lse is not None else [f"dims {_some(dims.nonzero().flatten().tolist(), wrong.shape[2])}"]),
+        _one_step(done, wrong[..., 0])
+        if of_lse is not None
+        else f"dims {_some(dims.nonzero().flatten().tolist(), wrong.shape[2])}",
     ]
-    return ", ".join(words)
+    return ", ".join(word for word in words if word)
+
+
+def _one_step(done: Attempt, wrong: torch.Tensor) -> str:
+    """By how much LSEs are off, if it is the same everywhere."""
+    assert done.lse is not None
+    steps = (done.lse[: done.call.live].double() - done.right.outcome.lse[: done.call.live])[wrong]
+    same = float(steps.max() - steps.min()) <= 2 * float(done.right.lse_budget.max())
+    return f"each by {float(steps.mean()):+.4g}" if same else ""
 
 
 def _some(numbers: list[int], of: int) -> str:

@@ -338,18 +338,20 @@ def zero_rows(seen: Seen) -> Proposals:
 
 
 def row_map(seen: Seen) -> Proposals:
-    """For each wrong row the row whose output it has, if they are the same rows in another order."""
+    """For each wrong row the row whose output it has, if most of those have lost their own: else nothing was swapped."""
     out, right = seen.call.out[: seen.call.live].cpu().double(), seen.right
     if out.shape[0] > 512:
         return []
     rows = list(range(out.shape[0]))
-    for row in wrong_rows(seen).tolist():
+    wrong = wrong_rows(seen).tolist()
+    for row in wrong:
         off = ((right.outcome.out[: out.shape[0]] - out[row]) / right.budget[: out.shape[0]]).abs().amax((1, 2))
         best = int(off.nan_to_num(torch.inf).argmin())
         if not float(off[best]) <= 2:
             return []
         rows[row] = best
-    return [{"rows": rows}] if rows != sorted(rows) == list(range(len(rows))) else []
+    lost = sum(rows[row] in wrong for row in wrong)
+    return [{"rows": rows}] if rows != list(range(len(rows))) and 2 * lost > len(wrong) else []
 
 
 def head_order(seen: Seen) -> Proposals:
