@@ -79,10 +79,11 @@ def test_a_known_fault_is_expected_and_a_mended_one_reported(run: Run, tmp_path:
     done = run(*chosen)
     assert done.returncode == 0 and counts(done) == {"passed": 1, "xfailed": 1}, done.stdout
     assert "it is narrow (window-left-off" in done.stdout
-    (tmp_path / "known.txt").write_text("kernel.py:attention decode-needle it was short\n")
+    (tmp_path / "known.txt").write_text("kernel.py:attention decode-needle it was short\n* misspelt why\n")
     done = run(*chosen[:4], "-k", "decode-needle")
     assert done.returncode == 1
     assert "known to fail (it was short), and it is right" in done.stdout
+    assert "--quire-known: no case is named misspelt" in done.stdout and "no case is named decode" not in done.stdout
 
 
 @pytest.mark.parametrize(
