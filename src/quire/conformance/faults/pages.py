@@ -187,7 +187,7 @@ PAGES = (
     Fault(
         "neighbour-page",
         "pages",
-        "the slots of one page hold another sequence's tokens",
+        "the slots of one page hold tokens of another page that is in use, mostly another sequence's",
         "two sequences were given the same page, or a column was read from the neighbouring row",
         lambda cells: _cells(cells),
         _has_cells,
