@@ -240,3 +240,14 @@ def test_a_row_that_looks_like_its_neighbour_is_not_swapped_with_it() -> None:
     case = Case("window-1", q_lens=(20, 5), kv_lens=(20, 40), window=(0, 0))
     first = examine(case, Target("the value before", lambda call: compute(call, _weigh(before)))).findings[0]
     assert first.fault == "unknown", first
+
+
+def test_factors_that_change_with_the_numbers_are_no_factors() -> None:
+    """In one row every head may be off by a factor of its own. It must be the same factor the next time."""
+
+    def finish(w: Any, into: Any) -> Any:
+        return _with(into, into.out * (1 + 0.2 * torch.sin(9 * into.lse)).unsqueeze(-1))
+
+    case = Case("one-row", q_lens=(1,), kv_lens=(40,))
+    first = examine(case, Target("factors", lambda call: compute(call, PLAIN.replace(finish=finish)))).findings[0]
+    assert first.fault == "unknown", first

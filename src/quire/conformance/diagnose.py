@@ -232,7 +232,9 @@ def confirm(found: list[Match], case: Case, target: Target) -> tuple[list[Match]
 
 def _holds(match: Match, done: Attempt) -> bool:
     """Whether a fault explains another wrong answer too."""
-    return match.fault.applies(done.call) and (_carries(match, done) or any(one.distance <= 1 for one in _tries(match.fault, done)))
+    if not match.fault.applies(done.call):
+        return False
+    return _carries(match, done) or (not match.fault.lasting and any(one.distance <= 1 for one in _tries(match.fault, done)))
 
 
 def _carries(match: Match, done: Attempt) -> bool:

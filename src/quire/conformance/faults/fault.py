@@ -48,6 +48,8 @@ class Fault:
     """Parameters to try; the first is what is planted."""
     solve: Callable[[Seen], Sequence[Parameters]] | None = None
     """Parameters read off what a kernel gave."""
+    lasting: bool = False
+    """Whether those are the kernel's own, the same in every call; else they are places in one: rows, keys, pages."""
     plant: Callable[[Call], Parameters] | None = None
     """Parameters to plant where they depend on the call."""
     issues: tuple[str, ...] = ()

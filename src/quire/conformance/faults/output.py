@@ -152,6 +152,7 @@ OUTPUT = (
         lambda call: call.live > 0,
         tries=(),
         solve=solve.out_factor,
+        lasting=True,
         plant=lambda call: {"factor": 1.5},
     ),
     Fault(
@@ -163,6 +164,7 @@ OUTPUT = (
         lambda call: call.q_heads > 1,
         tries=(),
         solve=solve.head_factors,
+        lasting=True,
         plant=lambda call: {"factors": [1.0 + 0.25 * h for h in range(call.q_heads)]},
     ),
 )
