@@ -136,7 +136,6 @@ SCALE = (
         lambda factor: _scaled(lambda w: w.call.scale * factor),
         tries=(),
         solve=solve.score_factor,
-        lasting=True,
         plant=lambda call: {"factor": 1.25},
     ),
     Fault(
