@@ -49,7 +49,7 @@ class Fault:
     solve: Callable[[Seen], Sequence[Parameters]] | None = None
     """Parameters read off what a kernel gave."""
     lasting: bool = False
-    """Whether those must hold in other calls as they are: factors, not places (rows, keys, pages) or what is read off one row only."""
+    """Whether those must hold in other calls as they are: factors; not places (rows, keys, pages), nor what one row alone tells."""
     plant: Callable[[Call], Parameters] | None = None
     """Parameters to plant where they depend on the call."""
     issues: tuple[str, ...] = ()
