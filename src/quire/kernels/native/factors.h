@@ -27,21 +27,24 @@ struct Fp32Factors {
 
     // Units of values: a key each.
     static INLINE void mingle(vi& low, vi& high) { (void)low, (void)high; }
+    static INLINE void in_order(float* values, int64_t count) { (void)values, (void)count; }
 };
 
 #if defined(__AVX512BF16__)
 #define QUIRE_BF16 1
 
-// All codes of an 8-bit format as bf16: each is exact there. Low bytes and high bytes, as lookups want them. Made by the compiler:
-// a library that is loaded on any CPU must not run this file's instructions before it was asked to.
+// The sizes of all codes of an 8-bit format as bf16, where each is exact: low bytes and high bytes, as lookups want them. In place of
+// zero there is what code 128 stands for. Made by the compiler: a library that is loaded on any CPU must not run this file's
+// instructions before it was asked to.
 template <int T>
 struct Codes {
-    alignas(64) uint8_t low[256] = {}, high[256] = {};
+    static constexpr bool NEGATIVE_ZERO = T == E4M3FN || T == E5M2;  // is what code 128 stands for
+    alignas(64) uint8_t low[128] = {}, high[128] = {};
 
     constexpr Codes() {
-        for (int code = 0; code < 256; code++) {
-            uint32_t bits = __builtin_bit_cast(uint32_t, number(code)) >> 16;
-            low[code] = bits & 0xFF, high[code] = bits >> 8;
+        for (int code = 0; code < 128; code++) {
+            uint32_t bits = __builtin_bit_cast(uint32_t, number(code ? code : 128)) >> 16;
+            low[code] = bits & 0xFF, high[code] = bits >> 8 & 0x7F;
         }
     }
 
@@ -63,20 +66,24 @@ static constexpr Codes<T> CODES;
 
 template <int T>
 INLINE __m512i looked_up(__m512i codes, const uint8_t* table) {
-    __m512i found = _mm512_permutex2var_epi8(_mm512_load_si512(table), codes, _mm512_load_si512(table + 64));
-    if (T == E4M3FN || T == E5M2) return found;  // the sign is added by the caller
-    __m512i negative = _mm512_permutex2var_epi8(_mm512_load_si512(table + 128), codes, _mm512_load_si512(table + 192));
-    return _mm512_mask_blend_epi8(_mm512_movepi8_mask(codes), found, negative);
+    __m512i size = T == INT8 ? _mm512_abs_epi8(codes) : codes, a = _mm512_load_si512(table), b = _mm512_load_si512(table + 64);
+    if (Codes<T>::NEGATIVE_ZERO) return _mm512_permutex2var_epi8(a, size, b);
+    return _mm512_maskz_permutex2var_epi8(_mm512_test_epi8_mask(codes, codes), a, size, b);
 }
 
-// 64 elements of 8 bits as bf16, in their order.
+// 64 elements of 8 bits as bf16: the first half of each quarter, and the second.
 template <int T>
-INLINE void bytes_as_bf16(__m512i codes, vi& first, vi& second) {
-    codes = _mm512_permutexvar_epi64(_mm512_set_epi64(7, 3, 6, 2, 5, 1, 4, 0), codes);
+INLINE void halves_as_bf16(__m512i codes, vi& first, vi& second) {
     __m512i low = looked_up<T>(codes, CODES<T>.low), high = looked_up<T>(codes, CODES<T>.high);
-    if (T == E4M3FN || T == E5M2) high = _mm512_ternarylogic_epi64(high, codes, _mm512_set1_epi8((char)0x80), 0xF8);
+    high = _mm512_ternarylogic_epi64(high, codes, _mm512_set1_epi8((char)0x80), 0xF8);  // and the sign
     first = (vi)_mm512_unpacklo_epi8(low, high);
     second = (vi)_mm512_unpackhi_epi8(low, high);
+}
+
+// Up to 64 bytes of a row, zeros after them: the first half in the first halves of its quarters.
+INLINE __m512i quartered(const uint8_t* p, int64_t count) {
+    __m512i bytes = count >= 64 ? load<__m512i>(p) : _mm512_maskz_loadu_epi8((1ull << count) - 1, p);
+    return _mm512_permutexvar_epi64(_mm512_set_epi64(7, 3, 6, 2, 5, 1, 4, 0), bytes);
 }
 
 struct Bf16Factors {
@@ -93,9 +100,8 @@ struct Bf16Factors {
             return (vi)_mm512_maskz_loadu_epi16((1u << count) - 1, p);
         } else {
             static_assert(SIZE<T> == 1, "fp16 and fp32 do not fit into bf16");
-            __m256i some = count >= 32 ? load<__m256i>(p) : _mm256_maskz_loadu_epi8((1u << count) - 1, p);
             vi first, second;
-            bytes_as_bf16<T>(_mm512_castsi256_si512(some), first, second);
+            halves_as_bf16<T>(quartered(p, least<int64_t>(count, 32)), first, second);
             return first;
         }
     }
@@ -113,6 +119,27 @@ struct Bf16Factors {
         low = (vi)_mm512_permutex2var_epi16(a, first, b);
         high = (vi)_mm512_permutex2var_epi16(a, second, b);
     }
+
+    // The same with fours of values as they come cheapest: first the even ones of 32, then the odd ones.
+    static INLINE void mingle_fours(vi& low, vi& high) {
+        __m512i a = (__m512i)low, b = (__m512i)high;
+        low = (vi)_mm512_unpacklo_epi16(a, b);
+        high = (vi)_mm512_unpackhi_epi16(a, b);
+    }
+    template <int T>
+    static INLINE void mingle_fours(__m512i a, __m512i b, vi (&to)[4]) {  // of quartered bytes
+        halves_as_bf16<T>(_mm512_unpacklo_epi8(a, b), to[0], to[1]);
+        halves_as_bf16<T>(_mm512_unpackhi_epi8(a, b), to[2], to[3]);
+    }
+
+    // Fours of values in their order again.
+    static INLINE void in_order(float* values, int64_t count) {
+        for (float* to = values; to < values + count; to += 2 * W) {
+            float made[2 * W];
+            memcpy(made, to, sizeof made);
+            UNROLL for (int i = 0; i < W / 4; i++) memcpy(to + 8 * i, made + 4 * i, 16), memcpy(to + 8 * i + 4, made + W + 4 * i, 16);
+        }
+    }
 };
 #endif
 
@@ -125,7 +152,7 @@ INLINE void row_as_units(const uint8_t* row, int64_t dim, int32_t* to, int64_t p
     if constexpr (F::PER_UNIT == 2 && SIZE<T> == 1) {
         for (; d + 64 <= dim; d += 64) {
             vi first, second;
-            bytes_as_bf16<T>(load<__m512i>(row + d), first, second);
+            halves_as_bf16<T>(quartered(row + d, 64), first, second);
             store(to + d / 2, first);
             store(to + d / 2 + W, second);
         }

@@ -22,13 +22,21 @@ struct Reader {
 
     static INLINE void read(const uint8_t* p, int64_t left, vi (&to)[VECTORS]) {
 #if QUIRE_BF16
-        if constexpr (VECTORS == 2) {
-            __m512i codes = left >= 64 ? load<__m512i>(p) : _mm512_maskz_loadu_epi8((1ull << left) - 1, p);
-            bytes_as_bf16<T>(codes, to[0], to[1]);
-            return;
-        }
+        if constexpr (VECTORS == 2) return halves_as_bf16<T>(quartered(p, left), to[0], to[1]);
 #endif
         to[0] = F::template units<T>(p, left);
+    }
+
+    // With a lane for each element, of one row or of two at once, in the order that F::in_order undoes.
+    static INLINE void read(const uint8_t* p, const uint8_t* other, int64_t left, vi (&to)[STEP / W]) {
+#if QUIRE_BF16
+        if constexpr (VECTORS == 2) return F::template mingle_fours<T>(quartered(p, left), quartered(other, left), to);
+#endif
+        to[0] = F::template units<T>(p, left);
+        if constexpr (F::PER_UNIT == 2) {
+            to[1] = F::template units<T>(other, left);
+            F::mingle_fours(to[0], to[1]);
+        }
     }
 };
 
@@ -89,11 +97,11 @@ static INLINE vf scores_of(const int32_t* q, int64_t q_stride, const uint8_t* co
 template <int64_t APART>
 static INLINE void in_order(float* scores) {
     float made[W * APART];
-    memcpy(made, scores, sizeof made);
+    if (APART != W) memcpy(made, scores, sizeof made);
     if constexpr (APART % W == 0) {
         for (int64_t j = 0; j < APART; j += W) {
             vi some[W];
-            UNROLL for (int i = 0; i < W; i++) some[i] = load<vi>(made + (j + i) * W);
+            UNROLL for (int i = 0; i < W; i++) some[i] = load<vi>((APART == W ? scores : made) + (j + i) * W);
             transpose(some);
             UNROLL for (int i = 0; i < W; i++) store(scores + i * APART + j, some[i]);
         }
@@ -114,13 +122,14 @@ static INLINE void values_of(const int32_t* weights, const Reads& v, int64_t h, 
     constexpr int PER = F::PER_UNIT, VECTORS = VECTORS_AT_ONCE;
     constexpr int64_t DIMS = VECTORS * W, EACH = SLOTS<T> / PER;
     using R = Reader<F, T>;
-    const int64_t offset = v.first + h * v.head;
+    const int64_t offset = v.first + h * v.head, pause = STREAMS * ((dim + DIMS - 1) / DIMS);
+    int64_t since = pause;  // keys since something was fetched ahead: it is done all the time, not all at once
     auto some_dims = [&](int64_t d, auto full) __attribute__((always_inline)) {
         vf sum[ROWS][VECTORS] = {};
-        for (int64_t i = 0; i < EACH * STREAMS; i++) {
-            int64_t u = (i / EACH * apart + slot) / PER + i % EACH;
+        for (int64_t stream = 0; stream < STREAMS; stream++) for (int64_t i = 0; i < EACH; i++) {
+            int64_t u = (stream * apart + slot) / PER + i;
             if (u * PER >= v.count) break;
-            if (d == 0 && ahead && i * PER % STREAMS == 0) ahead->fetch();
+            if (ahead && (since += PER) > pause) ahead->fetch(), since = PER;
             const uint8_t* row = v.at[u * PER] + offset;
             const uint8_t* other = u * PER + 1 < v.count ? v.at[u * PER + PER - 1] + offset : ZEROS;
             vi unit[VECTORS] = {};
@@ -128,14 +137,9 @@ static INLINE void values_of(const int32_t* weights, const Reads& v, int64_t h, 
                 // As many vectors of lanes as a step has elements: bf16 makes two of each, for two keys at once.
                 int64_t at = d + n * W, left = full ? R::STEP : dim - at;
                 if (!full && left <= 0) break;
-                vi first[R::VECTORS], second[R::VECTORS];
-                R::read(row + at * SIZE<T>, left, first);
-                if (PER == 2) R::read(other + at * SIZE<T>, left, second);
-                UNROLL for (int i = 0; i < R::VECTORS; i++) {
-                    if (PER == 2) F::mingle(first[i], second[i]);
-                    unit[n + i * PER] = first[i];
-                    if (PER == 2) unit[n + i * PER + PER - 1] = second[i];
-                }
+                vi some[R::STEP / W];
+                R::read(row + at * SIZE<T>, other + at * SIZE<T>, left, some);
+                UNROLL for (int i = 0; i < R::STEP / W; i++) unit[n + i] = some[i];
             }
             UNROLL for (int r = 0; r < ROWS; r++) {
                 vi weight = splat(weights[r * (FEW_KEYS / PER) + u]);
@@ -226,6 +230,7 @@ struct Few {
             for (int64_t i = 0; i < unit.rows; i++) {
                 int64_t at = h * padded_rows + i;
                 if (bad) have[at].total = __builtin_nanf("");
+                F::in_order(values + at * v_lanes, v_lanes);
                 leave(call, s, unit, unit.head + h, unit.row + i, have[at], values + at * v_lanes);
             }
         }
@@ -327,15 +332,15 @@ struct Few {
         });
     }
 
-    void weigh_head(const Unit& unit, const Tile& tile, int64_t h, const Logits& logits) {
-        bool scaled = call.cache.k.scale != nullptr;
+    void weigh_head(const Unit& unit, const Tile& tile, int64_t h, Logits logits) {
+        const Pages &k = call.cache.k, &v = call.cache.v;
+        bool one = k.scale && k.scale_page == 0 && k.scale_slot == 0 && tile.cut == tile.count;  // for all keys: it needs no array
+        if (one) logits.factor *= k.scale_of(0, 0, unit.head + h);
+        bool k_scaled = !one && scales_of(k, tile.k, tile, unit.head + h, k_scale, FEW_KEYS);
+        bool v_scaled = scales_of(v, tile.v, tile, unit.head + h, v_scale, FEW_KEYS);
         int64_t base = h * padded_rows;
-        if (scaled) {
-            scales_of(call.cache.k, tile.k, tile, unit.head + h, k_scale, FEW_KEYS);
-            scales_of(call.cache.v, tile.v, tile, unit.head + h, v_scale, FEW_KEYS);
-        }
-        Scores seen{scores + base * FEW_KEYS, FEW_KEYS, round_up(tile.count, 2 * W), scaled ? k_scale : nullptr,
-                    scaled ? v_scale : nullptr, nullptr, call.alibi != nullptr, {}, {}, {}, {}};
+        Scores seen{scores + base * FEW_KEYS, FEW_KEYS, round_up(tile.count, 2 * W), k_scaled ? k_scale : nullptr,
+                    v_scaled ? v_scale : nullptr, nullptr, call.alibi != nullptr, {}, {}, {}, {}};
         for (int64_t i = 0; i < unit.rows; i++) {
             const Sight& sight = sights[base + i];
             seen.first[i] = most<int64_t>(0, sight.low - tile.first);

@@ -105,32 +105,36 @@ INLINE vi lanes() {
     return v;
 }
 
-// Two vectors become two: in lanes whose bit H is clear, a[l] and a[l+H]; in the others, b[l-H] and b[l].
-template <int H, int... L>
-INLINE void exchange(vi& a, vi& b, std::integer_sequence<int, L...>) {
-    vi low = __builtin_shufflevector(a, b, ((L & H) ? W + L - H : L)...);
-    vi high = __builtin_shufflevector(a, b, ((L & H) ? W + L : L + H)...);
-    a = low, b = high;
+// Every second lane of two vectors, from FIRST on, taken from fours of lanes; or every second four. Lanes that stay within their four
+// and fours that stay whole are moved by the cheapest instructions.
+template <bool FOURS, int FIRST, int... L>
+INLINE vf every_second(vf a, vf b, std::integer_sequence<int, L...>) {
+    return __builtin_shufflevector(a, b, (FOURS ? L / 4 * 8 + FIRST * 4 + L % 4 : L % 4 / 2 * W + L / 4 * 4 + L % 2 * 2 + FIRST)...);
+}
+template <bool FOURS>
+INLINE void part(vf a, vf b, vf& even, vf& odd) {
+    even = every_second<FOURS, 0>(a, b, std::make_integer_sequence<int, W>());
+    odd = every_second<FOURS, 1>(a, b, std::make_integer_sequence<int, W>());
 }
 
 // W vectors as a matrix of 32-bit units, turned over its diagonal.
-template <int H = W / 2>
+template <int DONE = 1>
 INLINE void transpose(vi (&rows)[W]) {
-    UNROLL for (int i = 0; i < W; i++) {
-        if (!(i & H)) exchange<H>(rows[i], rows[i + H], std::make_integer_sequence<int, W>());
-    }
-    if constexpr (H > 1) transpose<H / 2>(rows);
+    vf even[W / 2], odd[W / 2];
+    UNROLL for (int i = 0; i < W / 2; i++) part<(DONE >= 4)>(as_float(rows[2 * i]), as_float(rows[2 * i + 1]), even[i], odd[i]);
+    UNROLL for (int i = 0; i < W / 2; i++) rows[i] = as_int(even[i]), rows[i + W / 2] = as_int(odd[i]);
+    if constexpr (2 * DONE < W) transpose<2 * DONE>(rows);
 }
 
 // The sums of W vectors, in one vector.
-template <int H = W / 2>
+template <int DONE = 1>
 INLINE vf sums(vf (&rows)[W]) {
-    UNROLL for (int i = 0; i < H; i++) {
-        vi a = as_int(rows[i]), b = as_int(rows[i + H]);
-        exchange<H>(a, b, std::make_integer_sequence<int, W>());
-        rows[i] = as_float(a) + as_float(b);
+    UNROLL for (int i = 0; i < W / DONE / 2; i++) {
+        vf even, odd;
+        part<(DONE >= 4)>(rows[2 * i], rows[2 * i + 1], even, odd);
+        rows[i] = even + odd;
     }
-    if constexpr (H > 1) return sums<H / 2>(rows);
+    if constexpr (2 * DONE < W) return sums<2 * DONE>(rows);
     return rows[0];
 }
 
