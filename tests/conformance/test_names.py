@@ -251,3 +251,19 @@ def test_factors_that_change_with_the_numbers_are_no_factors() -> None:
     case = Case("one-row", q_lens=(1,), kv_lens=(40,))
     first = examine(case, Target("factors", lambda call: compute(call, PLAIN.replace(finish=finish)))).findings[0]
     assert first.fault == "unknown", first
+
+
+def test_what_depends_on_a_page_is_not_taken_for_what_depends_on_lengths() -> None:
+    """Page 0 is taken for no page. Where it happens to be the last one of a sequence, its keys are those of the last tile."""
+
+    def see(w: Any, row: x.Row, keys: int) -> torch.Tensor:
+        page, _ = x.locate(w, x.read(w), row, torch.arange(keys))
+        return x.see(w, row, keys) & (page != 0)
+
+    case = next(
+        case
+        for case in (Case("null", q_lens=(20,), kv_lens=(20,), seed=seed) for seed in range(99))
+        if build(case).page_table[0, 1] == 0
+    )
+    first = examine(case, Target("null page", lambda call: compute(call, PLAIN.replace(see=see)))).findings[0]
+    assert first.fault in ("unknown", "keys-missing"), first

@@ -16,7 +16,8 @@ from quire.conformance.case import Case
 from quire.conformance.faults import CATALOGUE
 from quire.conformance.page import page
 from quire.conformance.plant import planted
-from quire.conformance.run import conform
+from quire.conformance.report import Finding, Result, brief
+from quire.conformance.run import conform, settle
 from quire.conformance.target import Target
 
 CASES = [Case("a"), Case("b", window=(3, 0)), Case("c", seed=5)]
@@ -137,3 +138,17 @@ def test_a_known_failure_that_no_case_is_named_after_is_said(capsys: pytest.Capt
     assert "known failures that no case is named after: misspelt\n" in capsys.readouterr().out
     assert main([*asked, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["known_without_case"] == ["misspelt"]
+
+
+def test_a_finding_that_others_rename_is_told_as_what_it_is_then() -> None:
+    def result(name: str, fault: str, *alike: str) -> Result:
+        return Result(Case(name), "wrong", findings=(Finding(fault, alike, {"by": 1, "only": "rows"}, summary="first"),))
+
+    both = ("window-ignored", "causal-ignored")
+    settled = settle([result("a", *both[:1], *both), result("b", *both[1:], *both[1:]), result("c", *both[1:], *both[1:])])
+    renamed = settled[0].findings[0]
+    assert (renamed.fault, renamed.parameters) == ("causal-ignored", {"only": "rows"}) and "future" in renamed.summary
+
+
+def test_numbers_in_a_line_are_brief() -> None:
+    assert brief({"factors": [0.999997, 2.000022], "factor": 1.4999998}) == "factors=[1, 2], factor=1.5"

@@ -22,6 +22,10 @@ def brief(parameters: Mapping[str, Any]) -> str:
 
 
 def _brief(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    if isinstance(value, (list, tuple)) and any(type(one) is float for one in value):
+        return f"[{', '.join(map(_brief, value))}]"
     if isinstance(value, Mapping):
         pieces = [f"{key}: {_brief(one)}" for key, one in value.items()]
     elif isinstance(value, (list, tuple)) and len(value) > 3 and all(type(one) is int for one in value):

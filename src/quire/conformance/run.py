@@ -225,6 +225,12 @@ def survive(case: Case, target: Target, trusted: frozenset[str] = frozenset()) -
         return failed(case, failure)
 
 
+def _renamed(finding: Finding, fault: str) -> Finding:
+    """The same finding by another name that fits it as well: parameters were those of the first."""
+    kept = {name: value for name, value in finding.parameters.items() if name == "only"}
+    return replace(finding, fault=fault, summary=BY_NAME[fault].looks, parameters=kept)
+
+
 def settle(results: list[Result]) -> list[Result]:
     """Lets cases speak for each other: where one cannot tell faults apart and the others name one of them, that is the name."""
     votes: dict[str, int] = {}
@@ -237,6 +243,6 @@ def settle(results: list[Result]) -> list[Result]:
         findings = []
         for finding in result.findings:
             best = max(finding.alike, key=lambda name: (votes.get(name, 0), name == finding.fault), default=finding.fault)
-            findings.append(finding if votes.get(best, 0) <= votes.get(finding.fault, 0) else replace(finding, fault=best))
+            findings.append(finding if votes.get(best, 0) <= votes.get(finding.fault, 0) else _renamed(finding, best))
         settled.append(replace(result, findings=tuple(findings)))
     return settled
