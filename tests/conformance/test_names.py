@@ -260,10 +260,8 @@ def test_what_depends_on_a_page_is_not_taken_for_what_depends_on_lengths() -> No
         page, _ = x.locate(w, x.read(w), row, torch.arange(keys))
         return x.see(w, row, keys) & (page != 0)
 
-    case = next(
-        case
-        for case in (Case("null", q_lens=(20,), kv_lens=(20,), seed=seed) for seed in range(99))
-        if build(case).page_table[0, 1] == 0
-    )
+    case = Case("null", q_lens=(20,), kv_lens=(20,), seed=27)
+    assert build(case).page_table[0, 1] == 0
     first = examine(case, Target("null page", lambda call: compute(call, PLAIN.replace(see=see)))).findings[0]
     assert first.fault in ("unknown", "keys-missing"), first
+    assert first.parameters.get("last") != 1 << 40, "the end of a sequence is no number"

@@ -23,6 +23,7 @@ from quire.conformance.call import Call, bytes_of
 from quire.conformance.case import Case
 from quire.conformance.exact import PLAIN, Stages
 from quire.conformance.faults import BY_NAME, CATALOGUE, Fault, Parameters, Seen
+from quire.conformance.faults.solve import OPEN
 from quire.conformance.report import UNKNOWN, Finding, Where
 from quire.conformance.target import Failure, Target
 from quire.conformance.threads import all_threads
@@ -546,7 +547,7 @@ def _plain(parameters: Parameters) -> dict[str, Any]:
     for name, value in parameters.items():
         if isinstance(value, dict):
             value = {", ".join(map(str, key)) if isinstance(key, tuple) else str(key): v for key, v in value.items()}
-        plain[name] = value
+        plain[name] = "the end" if value == OPEN else value
     return plain
 
 

@@ -23,6 +23,8 @@ Proposals = Sequence[dict[str, Any]]
 MOST_KEYS = 4096
 """Rows with more keys than this are not searched through."""
 TILES = (16, 32, 64, 128, 256, 512)
+OPEN = 1 << 40
+"""Where a run of keys ends that has no end."""
 
 
 class Inside:
@@ -174,8 +176,8 @@ def _runs(seen: Seen, sign: float) -> Proposals:
         # Keys that weigh nothing leave the edges open: whole pages and tiles first, then the shortest and the longest run.
         pairs = [(int(lo[i]), int(hi[i])) for i in good]
         # A run that ends at this sequence's end may go on in longer ones.
-        pairs += [(a, 1 << 40) for a, b in pairs if b == n]
-        pairs.sort(key=lambda p: (p[0] % size != 0, p[1] % size != 0 and p[1] < 1 << 40, p[1] - p[0]))
+        pairs += [(a, OPEN) for a, b in pairs if b == n]
+        pairs.sort(key=lambda p: (p[0] % size != 0, p[1] % size != 0 and p[1] < OPEN, p[1] - p[0]))
         for pair in [*pairs[:4], min(pairs, key=lambda p: p[1] - p[0]), max(pairs, key=lambda p: p[1] - p[0])]:
             found[pair] = None
     return [{"first": a, "last": b} for a, b in found]
