@@ -179,6 +179,10 @@ class Constants(NamedTuple):
     """The least work that is worth a program, in key tiles."""
     OPENING: int
     """What opening a unit costs, in key tiles."""
+    EXTRAS: int
+    """Programs, the last, that take a unit each if there are many."""
+    MANY_UNITS: int
+    """How many a program make many."""
     INVARIANT: bool
     """No unit is shared out: its bits then follow from itself alone."""
     Q_FORMAT: str

@@ -16,9 +16,10 @@ from quire.kernels.triton.schedule import (
     find_row,
     key_tiles,
     lengths,
-    program_of,
+    share_at,
     share_begin,
-    sharers_of,
+    share_of,
+    shares_of,
     short_work,
     total_work,
     uniform,
@@ -50,14 +51,15 @@ def short_rows(out, room, query, cache, rows, new, features, program, T: tl.cons
     """One program's share of the short rows."""
     one_head = total_work(rows, False, T, C)
     total = one_head * T.HEADS
-    sharers = sharers_of(rows, total, room.programs, T, C)
-    at = share_begin(program, total, sharers)
-    end = share_begin(program + 1, total, sharers)
+    shares = shares_of(rows, total, room.programs, T, C)
+    share = share_of(program, shares, T, C)
+    at = share_begin(share, shares, T, C)
+    end = share_begin(share + 1, shares, T, C)
     begin = at
-    head = (at // tl.maximum(one_head, 1)).to(tl.int32)
-    row, row_begin = find_row(rows, at - head * one_head, False, T, C)
-    row_begin += head * one_head
-    note(room, program, 0, 0, 0, 0, 0, T, C)
+    head_begin = at // tl.maximum(one_head, 1) * one_head
+    row, row_begin = find_row(rows, at - head_begin, False, T, C)
+    row_begin += head_begin
+    note(room, share, 0, 0, 0, 0, 0, T, C)
     while at < end:
         start, q_len, kv_len = lengths(rows, row, True)
         work = short_work(q_len, kv_len, T, C)
@@ -68,6 +70,7 @@ def short_rows(out, room, query, cache, rows, new, features, program, T: tl.cons
             piece = (at - row_begin - q_tile * pieces).to(tl.int32)
             count = tl.minimum(pieces - piece, end - at).to(tl.int32)
             q_tiles = (q_len + T.TOKENS - 1) // T.TOKENS
+            head = (at // one_head).to(tl.int32)
             unit = locate(rows, features, row, q_tile, head, T, C)
             if C.INVARIANT:
                 lowest = unit.low // T.KEYS * T.KEYS
@@ -92,26 +95,23 @@ def short_rows(out, room, query, cache, rows, new, features, program, T: tl.cons
                 result, lse = finish(weighted, top, weights, unit.head, unit.live, features, cache, unit.kv_head, C)
                 store(out, unit.token, unit.head, unit.live, result, lse, broken, tl.arange(0, C.V_WIDTH), C)
             else:
-                leave(room, program, at != begin, weighted, top, weights, broken, T, C)
+                leave(room, share, at != begin, weighted, top, weights, broken, T, C)
                 if piece == 0:
-                    last = program_of(at + pieces - 1, total, sharers)
+                    last = share_at(at + pieces - 1, shares, T, C)
                     nth = q_tile * T.TOKENS
-                    note(room, program, last - program + 1, (at != begin).to(tl.int32), start + nth, q_len - nth, head, T, C)
+                    note(room, share, last - share + 1, (at != begin).to(tl.int32), start + nth, q_len - nth, head, T, C)
             at += count
         if at == row_begin + work:
             row_begin = at
-            row += 1
-            if row == rows.seqs:
-                row = 0
-                head += 1
+            row = tl.where(row + 1 == rows.seqs, 0, row + 1)
 
 
 @triton.jit
-def leave(room, program, second, weighted, top, weights, broken, T: tl.constexpr, C: tl.constexpr):
-    """Leaves what was gathered of a shared unit. A program shares at most two: the one it begins in, and the one it ends in."""
+def leave(room, share, second, weighted, top, weights, broken, T: tl.constexpr, C: tl.constexpr):
+    """Leaves what was gathered of a unit that several shares have. At most two of a share are such: its first and its last."""
     index = tl.arange(0, T.ROWS)
     dim = tl.arange(0, C.V_WIDTH)
-    place = (program * 2 + second.to(tl.int32)) * T.ROWS + index
+    place = (share * 2 + second.to(tl.int32)) * T.ROWS + index
     tops, totals, _ = parts_of(room, T, C)
     tl.store(room.at + place[:, None] * C.V_WIDTH + dim[None, :], weighted)
     tl.store(tops + place, top)
@@ -119,15 +119,15 @@ def leave(room, program, second, weighted, top, weights, broken, T: tl.constexpr
 
 
 @triton.jit
-def note(room, program, parts, second, token, tokens, head, T: tl.constexpr, C: tl.constexpr):
-    """Notes which unit a program was the first of several to work on: in how many parts, in which place its own is, where its
+def note(room, share, parts, second, token, tokens, head, T: tl.constexpr, C: tl.constexpr):
+    """Notes of which unit a share has the first part of several: how many they are, in which place its own is, where the unit's
     queries are. 0 parts: none."""
     _, _, notes = parts_of(room, T, C)
-    tl.store(notes + program * 5, parts)
-    tl.store(notes + program * 5 + 1, second)
-    tl.store(notes + program * 5 + 2, token)
-    tl.store(notes + program * 5 + 3, tokens)
-    tl.store(notes + program * 5 + 4, head)
+    tl.store(notes + share * 5, parts)
+    tl.store(notes + share * 5 + 1, second)
+    tl.store(notes + share * 5 + 2, token)
+    tl.store(notes + share * 5 + 3, tokens)
+    tl.store(notes + share * 5 + 4, head)
 
 
 @triton.jit

@@ -25,6 +25,8 @@ ANY = 2**31 - 1
 """More new tokens than any row has."""
 FAR = 2**30
 """Further than any key: windows reach at most that far in 32 bits."""
+MANY_UNITS = 6
+"""With so many units a program, the last are left to whoever is ready first."""
 BYTES = {"fp16": 2, "bf16": 2, "fp32": 4}
 
 Pair = tuple[torch.Tensor, torch.Tensor] | None
@@ -91,6 +93,11 @@ class Plan:
         left, right = options.sides
         causal = options.causal
         scan = min(1024, max(16, power_of_two(batch.seqs)))
+        self.programs = max(1, int(target.multiprocessors * row.per_multiprocessor))
+        units = min(q.shape[0], q.shape[0] // short.TOKENS + batch.seqs) * short.HEADS
+        many = self.long is None and units >= MANY_UNITS * self.programs and self.programs >= short.HEADS
+        extras = self.programs if many else 0
+        self.programs += extras
         self.constants = Constants(
             KV_HEADS=cache.kv_heads,
             GROUP=group,
@@ -131,6 +138,8 @@ class Plan:
             SHORT=ANY if self.long is None else short.TOKENS,
             LEAST=row.least,
             OPENING=row.opening,
+            EXTRAS=extras,
+            MANY_UNITS=MANY_UNITS,
             INVARIANT=options.batch_invariant,
             Q_FORMAT=dtype_name(q.dtype) if is_fp8(q.dtype) else "float",
             OUT=dtype_name(out.dtype) if is_fp8(out.dtype) else "float",
@@ -144,7 +153,6 @@ class Plan:
             BESIDE=kernel == "gluon",
         )
         self.multiprocessors = target.multiprocessors
-        self.programs = max(1, int(target.multiprocessors * row.per_multiprocessor))
         self.units = 0
         self.grid = self.programs
         if self.long is not None:

@@ -9,6 +9,8 @@ different heads of the same tokens, which lie side by side in most layouts: memo
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -108,17 +110,63 @@ def find_row(rows, at, LONG: tl.constexpr, T: tl.constexpr, C: tl.constexpr):
     return uniform(found, C), uniform(begin, C)
 
 
+class Shares(NamedTuple):
+    """How `total` pieces of work are shared out: into `parts` shares, all alike.
+
+    Or, with many units a program, head by head: a head's work is `parts` units of average size, `mains` programs take `each` of
+    them, and what is `left` are shares of one unit. Those begin wherever programs have ended: the halves of a card are not equally
+    fast, and the faster one so gets more to do. Who computes a share changes no bit of it."""
+
+    total: Any
+    parts: Any
+    mains: Any
+    """0: all alike; so are the others then"""
+    each: Any
+    left: Any
+
+
 @triton.jit
-def sharers_of(rows, total, programs, T: tl.constexpr, C: tl.constexpr):
-    """How many programs share the work: all of them, or nearly as many if units of one length then need not be cut, or not at
+def shares_of(rows, total, programs, T: tl.constexpr, C: tl.constexpr):
+    """Shares all alike are as many as there are programs, or nearly as many if units of one length then need not be cut, or not at
     unequal places; and none for less work than is worth it."""
     units = total_units(rows, T, C)
-    in_parts = units * (programs // tl.maximum(units, 1))
-    each = (units + programs - 1) // programs
+    at_once = programs - C.EXTRAS
+    in_parts = units * (at_once // tl.maximum(units, 1))
+    each = (units + at_once - 1) // at_once
     uncut = (units + each - 1) // tl.maximum(each, 1)
-    even = tl.where(units <= programs, in_parts, uncut)
-    sharers = tl.where(even * 16 >= programs * 15, even, programs)
-    return tl.minimum(sharers, tl.maximum(total // C.LEAST, 1)).to(tl.int32)
+    even = tl.where(units <= at_once, in_parts, uncut)
+    sharers = tl.where(even * 16 >= at_once * 15, even, at_once)
+    sharers = tl.minimum(sharers, tl.maximum(total // C.LEAST, 1)).to(tl.int32)
+    if C.EXTRAS == 0:
+        return Shares(total, sharers, 0, 0, 0)
+    else:
+        parts = (units // T.HEADS).to(tl.int32)
+        mains = at_once // T.HEADS
+        most_left = C.EXTRAS // T.HEADS
+        each = tl.maximum(parts * 15 // 16 // mains, (parts - most_left + mains - 1) // mains)
+        many = each >= C.MANY_UNITS
+        return Shares(
+            total,
+            tl.where(many, parts, sharers),
+            tl.where(many, mains, 0),
+            tl.where(many, each, 0),
+            tl.where(many, parts - mains * each, 0),
+        )
+
+
+@triton.jit
+def share_of(program, shares, T: tl.constexpr, C: tl.constexpr):
+    """Which share a program takes. Shares are counted in the order of the work, programs in the order in which they begin."""
+    share = program
+    if C.EXTRAS > 0:
+        if shares.mains > 0:
+            mains = shares.mains * T.HEADS
+            width = shares.mains + shares.left
+            nth = program - mains
+            small = nth // tl.maximum(shares.left, 1) * width + shares.mains + nth % tl.maximum(shares.left, 1)
+            share = tl.where(program < mains, program // shares.mains * width + program % shares.mains, small)
+            share = tl.where(nth < shares.left * T.HEADS, share, program)
+    return share
 
 
 @triton.jit
@@ -139,12 +187,31 @@ def short_units(rows, row, T: tl.constexpr, C: tl.constexpr):
 
 
 @triton.jit
-def share_begin(program, total, sharers):
-    """Where a program's share of the work begins."""
-    return (tl.minimum(program, sharers).to(tl.int64) * total // sharers).to(total.dtype)
+def share_begin(share, shares, T: tl.constexpr, C: tl.constexpr):
+    """Where a share of the work begins."""
+    part = share
+    parts = shares.parts
+    if C.EXTRAS > 0:
+        if shares.mains > 0:
+            width = shares.mains + shares.left
+            nth = share % width
+            part = tl.minimum(nth, shares.mains) * shares.each + tl.maximum(nth - shares.mains, 0)
+            part += share // width * shares.parts
+            parts = shares.parts * T.HEADS
+    return (tl.minimum(part, parts).to(tl.int64) * shares.total // parts).to(shares.total.dtype)
 
 
 @triton.jit
-def program_of(at, total, sharers):
-    """The program whose share a piece is in: the last that begins at it or before."""
-    return (((at.to(tl.int64) + 1) * sharers - 1) // total).to(tl.int32)
+def share_at(at, shares, T: tl.constexpr, C: tl.constexpr):
+    """The share that a piece is in: the last that begins at it or before."""
+    parts = shares.parts
+    if C.EXTRAS > 0:
+        parts = tl.where(shares.mains > 0, shares.parts * T.HEADS, shares.parts)
+    share = (((at.to(tl.int64) + 1) * parts - 1) // shares.total).to(tl.int32)
+    if C.EXTRAS > 0:
+        if shares.mains > 0:
+            nth = share % shares.parts
+            in_mains = shares.mains * shares.each
+            place = tl.where(nth < in_mains, nth // shares.each, shares.mains + nth - in_mains)
+            share = share // shares.parts * (shares.mains + shares.left) + place
+    return share

@@ -48,6 +48,20 @@ def test_any_number_of_programs(kernel: str, multiprocessors: int, device: str) 
         attend(kernel, device, q_lens=[1, 0, 19], kv_lens=[100, 0, 40], form="context", sinks=True, how=how)
 
 
+@pytest.mark.parametrize("multiprocessors", [2, 5])
+@pytest.mark.parametrize(
+    "kv_lens", [[40] * 24, [7 * row % 120 + 2 for row in range(24)], [300] + [2] * 23, [2] * 23 + [300]],
+    ids=["alike", "ragged", "one-long-first", "one-long-last"],
+)  # fmt: skip
+def test_many_units_a_program(kv_lens: list[int], multiprocessors: int, device: str) -> None:
+    """Most are taken in runs, the last by whoever is ready. Rows without new tokens count for nothing, few or nearly all."""
+    target = card(device, multiprocessors)
+    row = tuning_for("decode", target, 16, 4, 4)._replace(per_multiprocessor=1.0, least=1)
+    how = {"target": target, "tuning": row}
+    for q_lens in ([1] * 24, [0, 1, 2, 1] * 6, [0] * 20 + [1, 2, 1, 0]):
+        attend("decode", device, q_lens=q_lens, kv_lens=kv_lens, kv_heads=2, head_dim=16, how=how)
+
+
 @pytest.mark.parametrize("group, q_len", [(1, 17), (16, 2), (3, 6), (1, 33)])
 def test_rows_just_long_enough_to_be_long(group: int, q_len: int, device: str) -> None:
     attend("mixed", device, q_lens=[q_len] * 3, kv_lens=[q_len, q_len + 40, q_len + 1], group=group, kv_heads=1)
