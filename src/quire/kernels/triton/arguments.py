@@ -85,10 +85,10 @@ class Out(NamedTuple):
 
 
 class Room(NamedTuple):
-    """Where programs leave what they gathered of a unit that others share: two places a program, `[programs, 2, rows]`.
+    """Where programs leave what they gathered of a unit that others share: two places a share, `[programs, 2, rows]`.
 
     One piece of memory: weighted values `[.., v width]`, then the largest logit `[..]`, then the sum of weights `[..]`, in fp32;
-    then a note for each program, int32 `[programs, 5]`."""
+    then a note for each share, int32 `[programs, 5]`."""
 
     at: Any
     programs: Any

@@ -1,7 +1,7 @@
 """Attention over pages. One kernel; a program is either one of the first `room.programs`, or a tile of long queries.
 
-    the first programs   take an even share each of the key tiles of all short rows, whatever units these belong to. What they
-                         gathered of a unit that others share waits in `room`, and `combine` adds it up.
+    the first programs   take a share each of the key tiles of all short rows, whatever units these belong to. What they gathered
+                         of a unit that others have a share in waits in `room`, and `combine` adds it up.
     the others           take one unit of a long row each, from its first key to its last, the longest first
 
 Both kinds run side by side on the card. Without LONG every row is short, and there are no others.

@@ -1,5 +1,5 @@
-"""Adds up the units that several programs shared. Program (p, r): row r, and every so many further, of the unit that program p of
-`attend` was the first to work on, if others went on with it."""
+"""Adds up the units that several shares have parts of. Program (s, r): row r, and every so many further, of the unit whose first
+part share s of `attend` had, if others have more of it."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ PARTS = tl.constexpr(32)
 
 @triton.jit
 def combine_kernel(out, room, cache, features, T: tl.constexpr, C: tl.constexpr):
-    program = tl.program_id(0)
+    share = tl.program_id(0)
     if C.EARLY:
         tl.extra.cuda.gdc_wait()
     tops, totals, notes = parts_of(room, T, C)
-    parts = tl.load(notes + program * 5)
-    second = tl.load(notes + program * 5 + 1)
-    token = tl.load(notes + program * 5 + 2)
-    tokens = tl.load(notes + program * 5 + 3)
-    head = tl.load(notes + program * 5 + 4)
+    parts = tl.load(notes + share * 5)
+    second = tl.load(notes + share * 5 + 1)
+    token = tl.load(notes + share * 5 + 2)
+    tokens = tl.load(notes + share * 5 + 3)
+    head = tl.load(notes + share * 5 + 4)
     if parts > 0:
         for index in range(tl.program_id(1), T.ROWS, tl.num_programs(1)):
             if C.GROUP < T.ROWS:
@@ -37,18 +37,16 @@ def combine_kernel(out, room, cache, features, T: tl.constexpr, C: tl.constexpr)
                 nth = index * 0
                 live = of_group < C.GROUP
             if live:
-                add_up(
-                    out, room, tops, totals, cache, features, program, index, parts, second, token + nth, kv_head, of_group, T, C
-                )
+                add_up(out, room, tops, totals, cache, features, share, index, parts, second, token + nth, kv_head, of_group, T, C)
 
 
 @triton.jit
 def add_up(
-    out, room, tops, totals, cache, features, program, index, parts, second, token, kv_head, of_group,
+    out, room, tops, totals, cache, features, share, index, parts, second, token, kv_head, of_group,
     T: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """One row of a unit, from its parts in the order of the programs that made them. All but the first of these began in this
-    unit: their part is in their first place."""
+    """One row of a unit, from its parts in the order of their shares. All but the first share begin in this unit: their part is in
+    their first place."""
     WIDTH: tl.constexpr = C.V_WIDTH
     dim = tl.arange(0, WIDTH)
     top = tl.full([1], float("-inf"), tl.float32)
@@ -57,16 +55,16 @@ def add_up(
     for first in range(0, parts, PARTS):
         part = first + tl.arange(0, PARTS)
         mine = part < parts
-        place = ((program + part) * 2 + tl.where(part == 0, second, 0)) * T.ROWS + index
+        place = ((share + part) * 2 + tl.where(part == 0, second, 0)) * T.ROWS + index
         part_top = tl.load(tops + place, mask=mine, other=float("-inf"))
         part_total = tl.load(totals + place, mask=mine, other=0.0)
         part_weighted = tl.load(room.at + place[:, None] * WIDTH + dim[None, :], mask=mine[:, None], other=0.0)
         higher = tl.maximum(top, tl.max(part_top, 0))
         base = tl.where(higher == float("-inf"), 0.0, higher)
         shrink = tl.exp2(top - base)
-        share = tl.exp2(part_top - base)
-        total = total * shrink + tl.sum(part_total * share, 0)
-        weighted = weighted * shrink[:, None] + tl.sum(part_weighted * share[:, None], 0)[None, :]
+        fraction = tl.exp2(part_top - base)
+        total = total * shrink + tl.sum(part_total * fraction, 0)
+        weighted = weighted * shrink[:, None] + tl.sum(part_weighted * fraction[:, None], 0)[None, :]
         top = higher
     q_head = (kv_head * C.GROUP + of_group) + tl.zeros([1], tl.int32)
     here = q_head >= 0
