@@ -45,6 +45,7 @@ PLAIN |= {
 }
 TREE = {"window": [100, 0], "mask": "tensor", "positions": "tensor"}
 PLAIN |= {"ledger-window": Sample("ledger", new=True, index="int64", options=TREE)}
+MANY = "decode-128-bf16-many"
 HOPPER = {f"gluon-{width}-{format}": Sample("gluon", width, format) for width in (64, 128) for format in ("bf16", "e4m3fn")}
 HOPPER |= {
     "gluon-128-bf16-new": Sample("gluon", new=True, index="int64", lse=True),
@@ -58,8 +59,9 @@ HOPPER |= {
         options={"window": [100, 0], "alibi": "tensor", "sinks": "tensor", "out_scale": "tensor"},
     ),
     "gluon-far-pages": Sample("gluon", pages=10**7, q_heads=160, kv_heads=1),
+    MANY: Sample("decode", seqs=1000),
 }
-"""For Hopper alone: no other card has these instructions."""
+"""For Hopper alone: no other card has these instructions, or leaves units to whoever is ready."""
 SMALL = {f"{kernel}-small": Sample(kernel, small=True) for kernel in KERNELS}
 
 # What only the compiler sees in each feature: types that differ between branches, what it cannot lower. Small tiles will do.
@@ -157,13 +159,15 @@ SPILLS = {
     ("sm90", "mixed-128-bf16"): 256,
     ("sm90", "mixed-128-e4m3fn"): 384,
     ("sm90", "mixed-128-bf16-new"): 1600,
-    ("gfx1100", "mixed-128-e4m3fn"): 1024,
-    **{("sm90", name): 192 for name in HOPPER},
+    ("gfx1100", "mixed-128-e4m3fn"): 320,
+    ("gfx1100", "mixed-128-e4m3fnuz"): 32,
+    ("gfx1100", "mixed-128-int8"): 96,
+    **{("sm90", name): 192 for name in HOPPER if name != MANY},
 }
 """Bytes that may be spilled although heads are of 128 at most. A tile of 128 x 64 takes every register of Hopper's, and is the
 fastest there all the same: rows that spill nothing (32 keys, or 8 warps) are 13 to 30 % slower on an H200, see docs/performance.md.
 Of Hopper's own kernel it is mostly the loader that has no registers left, for addresses it needs once a unit. On gfx1100, which
-converts e4m3 by integer arithmetic, 264 bytes are left even with the smallest tiles."""
+converts bytes by integer arithmetic, up to 264 bytes are left even with the smallest tiles."""
 
 
 def test_registers_are_enough(arch: str, name: str, results: Callable[[str], dict[str, Any]]) -> None:
@@ -199,6 +203,12 @@ def test_long_rows_use_the_best_instruction(arch: str, instruction: str, results
 def test_hopper_is_fed_by_hand(results: Callable[[str], dict[str, Any]]) -> None:
     """Copies that pass no register, and products that nobody waits for at once."""
     assert {"cp.async.cg.shared.global", "wgmma.mma_async", "griddepcontrol.wait"} <= said(results("sm90"), "gluon-128-bf16")
+
+
+@pytest.mark.parametrize("sample", ["decode-128-bf16", "decode-128-e4m3fn", MANY])
+def test_decodes_are_fetched_ahead(sample: str, results: Callable[[str], dict[str, Any]]) -> None:
+    """A branch too many before the loop, and the compiler no longer does."""
+    assert "cp.async.cg.shared.global" in said(results("sm90"), sample)
 
 
 def said(found: dict[str, Any], name: str) -> set[str]:

@@ -181,7 +181,9 @@ class Constants(NamedTuple):
     """What opening a unit costs, in key tiles."""
     EXTRAS: int
     """Programs, the last, that take a unit each if there are many."""
-    MANY_UNITS: int
+    MAINS: int
+    """The others, of each head."""
+    MANY_UNITS: int | None
     """How many a program make many."""
     INVARIANT: bool
     """No unit is shared out: its bits then follow from itself alone."""

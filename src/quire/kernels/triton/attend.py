@@ -62,9 +62,9 @@ def short_rows(out, room, query, cache, rows, new, features, program, T: tl.cons
     note(room, share, 0, 0, 0, 0, 0, T, C)
     while at < end:
         start, q_len, kv_len = lengths(rows, row, True)
-        work = short_work(q_len, kv_len, T, C)
+        work = short_work(rows, q_len, kv_len, T, C)
         if work > 0:
-            first, tiles = key_tiles(q_len, kv_len, T, C)
+            first, tiles = key_tiles(rows, q_len, kv_len, T, C)
             pieces = tl.where(C.INVARIANT, 1, tiles + C.OPENING)
             q_tile = ((at - row_begin) // pieces).to(tl.int32)
             piece = (at - row_begin - q_tile * pieces).to(tl.int32)
@@ -184,10 +184,19 @@ def meet_all(state, q, scale, unit, rows, cache, new, features, begin, end, T: t
 
 
 @triton.jit
+def needed_from(unit, C: tl.constexpr):
+    """The first key that a row needs. If it is not below `unit.cached`, the row needs no page. A tree may need any key."""
+    if C.LEFT is not None and not C.TREE:
+        return tl.maximum(unit.context - C.LEFT, 0)
+    else:
+        return unit.context * 0
+
+
+@triton.jit
 def runs_out(rows, cache, unit, C: tl.constexpr):
     """Whether the table is too short for the row, or there is no page at all."""
     too_short = (unit.cached - 1) // C.PAGE_SIZE >= rows.table_width
-    return (too_short | (cache.pages < 1)) & (unit.cached > 0)
+    return (too_short | (cache.pages < 1)) & (unit.cached > needed_from(unit, C))
 
 
 @triton.jit
@@ -196,12 +205,11 @@ def misses_page(rows, cache, unit, C: tl.constexpr):
     asked key by key instead: it may need only some of them."""
     missing = tl.full([], 0, tl.int32)
     if not C.TREE:
-        begin = tl.full([], 0, tl.int32)
-        if C.LEFT is not None:
-            begin = tl.maximum(unit.context - C.LEFT, 0) // C.PAGE_SIZE
-        for first in range(begin, tl.minimum((unit.cached + C.PAGE_SIZE - 1) // C.PAGE_SIZE, rows.table_width), C.SCAN):
+        begin = needed_from(unit, C)
+        end = tl.where(begin < unit.cached, tl.minimum((unit.cached + C.PAGE_SIZE - 1) // C.PAGE_SIZE, rows.table_width), 0)
+        for first in range(begin // C.PAGE_SIZE, end, C.SCAN):
             column = first + tl.arange(0, C.SCAN)
-            needed = (column * C.PAGE_SIZE < unit.cached) & (column < rows.table_width)
+            needed = column < end
             page = tl.load(rows.page_table + unit.row.to(tl.int64) * rows.table_row + column * C.TABLE_STEP, mask=needed, other=0)
             _, exists = existing(page, cache.pages)
             missing += tl.sum((needed & ~exists).to(tl.int32))

@@ -25,8 +25,6 @@ ANY = 2**31 - 1
 """More new tokens than any row has."""
 FAR = 2**30
 """Further than any key: windows reach at most that far in 32 bits."""
-MANY_UNITS = 6
-"""With so many units a program, the last are left to whoever is ready first."""
 BYTES = {"fp16": 2, "bf16": 2, "fp32": 4}
 
 Pair = tuple[torch.Tensor, torch.Tensor] | None
@@ -95,8 +93,9 @@ class Plan:
         scan = min(1024, max(16, power_of_two(batch.seqs)))
         self.programs = max(1, int(target.multiprocessors * row.per_multiprocessor))
         units = min(q.shape[0], q.shape[0] // short.TOKENS + batch.seqs) * short.HEADS
-        many = self.long is None and units >= MANY_UNITS * self.programs and self.programs >= short.HEADS
-        extras = self.programs if many else 0
+        many = row.many is not None and units >= row.many * self.programs and self.programs >= short.HEADS
+        extras = self.programs if many and self.long is None else 0
+        mains = self.programs // short.HEADS
         self.programs += extras
         self.constants = Constants(
             KV_HEADS=cache.kv_heads,
@@ -139,7 +138,8 @@ class Plan:
             LEAST=row.least,
             OPENING=row.opening,
             EXTRAS=extras,
-            MANY_UNITS=MANY_UNITS,
+            MAINS=mains,
+            MANY_UNITS=row.many,
             INVARIANT=options.batch_invariant,
             Q_FORMAT=dtype_name(q.dtype) if is_fp8(q.dtype) else "float",
             OUT=dtype_name(out.dtype) if is_fp8(out.dtype) else "float",
@@ -186,7 +186,8 @@ class Plan:
 
     def _pieces(self, q: torch.Tensor, cache: KVCache, batch: Batch) -> int:
         """More work than the batch can hold."""
-        tiles = batch.page_table.shape[1] * cache.page_size // self.short.KEYS + 2 + self.row.opening
+        keys = batch.page_table.shape[1] * cache.page_size + q.shape[0]
+        tiles = keys // self.short.KEYS + 3 + self.row.opening
         return (q.shape[0] // self.short.TOKENS + batch.seqs) * self.short.HEADS * tiles
 
     def tensors(

@@ -25,8 +25,11 @@ def lengths(rows, row, inside):
 
 
 @triton.jit
-def key_tiles(q_len, kv_len, T: tl.constexpr, C: tl.constexpr):
-    """The first key tile that a row needs, and how many. A row without keys still counts one: its output is written there."""
+def key_tiles(rows, q_len, kv_len, T: tl.constexpr, C: tl.constexpr):
+    """The first key tile that a row needs, and how many. A row without keys still counts one: its output is written there. One that
+    claims more keys than its table has room for counts no more than that: it is broken, and its neighbours shall not notice."""
+    room = (tl.full([], 0, tl.int64) + rows.table_width) * C.PAGE_SIZE
+    kv_len = tl.minimum(kv_len, room + q_len + 1).to(tl.int32)
     first = q_len * 0
     if C.LEFT is not None and not C.TREE:
         first = tl.maximum(kv_len - q_len - C.LEFT, 0) // T.KEYS
@@ -57,9 +60,9 @@ def uniform(x, C: tl.constexpr):
 
 
 @triton.jit
-def short_work(q_len, kv_len, T: tl.constexpr, C: tl.constexpr):
+def short_work(rows, q_len, kv_len, T: tl.constexpr, C: tl.constexpr):
     """The pieces of a row's units of one head, 0 if it is not a short one: key tiles, and what it costs to open a unit."""
-    _, tiles = key_tiles(q_len, kv_len, T, C)
+    _, tiles = key_tiles(rows, q_len, kv_len, T, C)
     units = (q_len + T.TOKENS - 1) // T.TOKENS
     tiles = tiles * 0 + 1 if C.INVARIANT else tiles + C.OPENING
     wanted = is_wanted(q_len, C) & (q_len > 0) & (q_len <= C.SHORT)
@@ -77,7 +80,7 @@ def long_work(q_len, T: tl.constexpr, C: tl.constexpr):
 def work_of(rows, row, LONG: tl.constexpr, T: tl.constexpr, C: tl.constexpr):
     """The work of some rows and one head; 0 beyond the last."""
     _, q_len, kv_len = lengths(rows, row, row < rows.seqs)
-    return long_work(q_len, T, C) if LONG else short_work(q_len, kv_len, T, C)
+    return long_work(q_len, T, C) if LONG else short_work(rows, q_len, kv_len, T, C)
 
 
 @triton.jit
@@ -113,16 +116,14 @@ def find_row(rows, at, LONG: tl.constexpr, T: tl.constexpr, C: tl.constexpr):
 class Shares(NamedTuple):
     """How `total` pieces of work are shared out: into `parts` shares, all alike.
 
-    Or, with many units a program, head by head: a head's work is `parts` units of average size, `mains` programs take `each` of
-    them, and what is `left` are shares of one unit. Those begin wherever programs have ended: the halves of a card are not equally
+    Or, with many units a program, head by head: a head's work is `parts` units of average size, MAINS programs take `each` of
+    them, and what is left are shares of one unit. Those begin wherever programs have ended: the halves of a card are not equally
     fast, and the faster one so gets more to do. Who computes a share changes no bit of it."""
 
     total: Any
     parts: Any
-    mains: Any
-    """0: all alike; so are the others then"""
     each: Any
-    left: Any
+    """0: all alike"""
 
 
 @triton.jit
@@ -138,35 +139,28 @@ def shares_of(rows, total, programs, T: tl.constexpr, C: tl.constexpr):
     sharers = tl.where(even * 16 >= at_once * 15, even, at_once)
     sharers = tl.minimum(sharers, tl.maximum(total // C.LEAST, 1)).to(tl.int32)
     if C.EXTRAS == 0:
-        return Shares(total, sharers, 0, 0, 0)
+        return Shares(total, sharers, 0)
     else:
         parts = (units // T.HEADS).to(tl.int32)
-        mains = at_once // T.HEADS
-        most_left = C.EXTRAS // T.HEADS
-        each = tl.maximum(parts * 15 // 16 // mains, (parts - most_left + mains - 1) // mains)
+        each = tl.maximum(parts * 15 // 16 // C.MAINS, (parts - C.EXTRAS // T.HEADS + C.MAINS - 1) // C.MAINS)
         many = each >= C.MANY_UNITS
-        return Shares(
-            total,
-            tl.where(many, parts, sharers),
-            tl.where(many, mains, 0),
-            tl.where(many, each, 0),
-            tl.where(many, parts - mains * each, 0),
-        )
+        return Shares(total, tl.where(many, parts, sharers), tl.where(many, each, 0))
 
 
 @triton.jit
 def share_of(program, shares, T: tl.constexpr, C: tl.constexpr):
     """Which share a program takes. Shares are counted in the order of the work, programs in the order in which they begin."""
-    share = program
-    if C.EXTRAS > 0:
-        if shares.mains > 0:
-            mains = shares.mains * T.HEADS
-            width = shares.mains + shares.left
-            nth = program - mains
-            small = nth // tl.maximum(shares.left, 1) * width + shares.mains + nth % tl.maximum(shares.left, 1)
-            share = tl.where(program < mains, program // shares.mains * width + program % shares.mains, small)
-            share = tl.where(nth < shares.left * T.HEADS, share, program)
-    return share
+    if C.EXTRAS == 0:
+        return program
+    else:
+        # No branches here and below: with them Triton 3.7 no longer pipelines the loop that follows.
+        MAINS: tl.constexpr = C.MAINS
+        left = shares.parts - MAINS * shares.each
+        nth = program - MAINS * T.HEADS
+        main = program // MAINS * (MAINS + left) + program % MAINS
+        small = nth // tl.maximum(left, 1) * (MAINS + left) + MAINS + nth % tl.maximum(left, 1)
+        share = tl.where(nth < 0, main, small)
+        return tl.where((shares.each > 0) & (nth < left * T.HEADS), share, program)
 
 
 @triton.jit
@@ -192,12 +186,12 @@ def share_begin(share, shares, T: tl.constexpr, C: tl.constexpr):
     part = share
     parts = shares.parts
     if C.EXTRAS > 0:
-        if shares.mains > 0:
-            width = shares.mains + shares.left
-            nth = share % width
-            part = tl.minimum(nth, shares.mains) * shares.each + tl.maximum(nth - shares.mains, 0)
-            part += share // width * shares.parts
-            parts = shares.parts * T.HEADS
+        MAINS: tl.constexpr = C.MAINS
+        width = MAINS + parts - MAINS * shares.each
+        nth = share % width
+        in_head = tl.minimum(nth, MAINS) * shares.each + tl.maximum(nth - MAINS, 0)
+        part = tl.where(shares.each > 0, share // width * parts + in_head, share)
+        parts = tl.where(shares.each > 0, parts * T.HEADS, parts)
     return (tl.minimum(part, parts).to(tl.int64) * shares.total // parts).to(shares.total.dtype)
 
 
@@ -206,12 +200,14 @@ def share_at(at, shares, T: tl.constexpr, C: tl.constexpr):
     """The share that a piece is in: the last that begins at it or before."""
     parts = shares.parts
     if C.EXTRAS > 0:
-        parts = tl.where(shares.mains > 0, shares.parts * T.HEADS, shares.parts)
-    share = (((at.to(tl.int64) + 1) * parts - 1) // shares.total).to(tl.int32)
-    if C.EXTRAS > 0:
-        if shares.mains > 0:
-            nth = share % shares.parts
-            in_mains = shares.mains * shares.each
-            place = tl.where(nth < in_mains, nth // shares.each, shares.mains + nth - in_mains)
-            share = share // shares.parts * (shares.mains + shares.left) + place
-    return share
+        parts = tl.where(shares.each > 0, parts * T.HEADS, parts)
+    part = (((at.to(tl.int64) + 1) * parts - 1) // shares.total).to(tl.int32)
+    if C.EXTRAS == 0:
+        return part
+    else:
+        MAINS: tl.constexpr = C.MAINS
+        nth = part % shares.parts
+        in_mains = MAINS * shares.each
+        place = tl.where(nth < in_mains, nth // tl.maximum(shares.each, 1), MAINS + nth - in_mains)
+        width = MAINS + shares.parts - in_mains
+        return tl.where(shares.each > 0, part // shares.parts * width + place, part)

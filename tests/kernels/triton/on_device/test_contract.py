@@ -77,6 +77,22 @@ def test_a_short_table_makes_its_row_nan(columns: int, kernel: str, device: str)
 
 
 @BOTH
+def test_a_length_beyond_the_table_harms_no_neighbour(kernel: str, device: str) -> None:
+    """With so many heads, the tiles of that one row are more than 32 bits count."""
+    s = build(34, q_lens=[1] * 4, kv_lens=[50, 70, 20, 33], kv_heads=48, head_dim=16, device=device)
+    s.batch.kv_lens[1] = 2**31 - 33
+    out, lse = run(kernel, s, target=card(device, 3))
+    assert lse is not None
+    nan_at(s, out, lse, 1)
+
+
+@BOTH
+def test_a_window_may_need_no_page(kernel: str, device: str) -> None:
+    """Each query sees itself alone, and that is new: the page in which the context ends is nobody's."""
+    attend(kernel, device, q_lens=[40, 1], kv_lens=[62, 9], form="context", window=1, page_size=4, group=8)
+
+
+@BOTH
 def test_no_pages_at_all(kernel: str, device: str) -> None:
     s = build(33, q_lens=[1, 18], kv_lens=[20, 18], form="context", device=device)
     cache = type(s.cache).wrap(s.cache.k[:0], s.cache.v[:0], layout="nhd")

@@ -77,8 +77,9 @@ def test_wrong_hints_do_no_harm(kernel: str, hint: int, device: str) -> None:
 
 @pytest.mark.parametrize("kernel", ["decode", "mixed"])
 def test_more_rows_than_are_scanned_at_once(kernel: str, device: str) -> None:
-    q_lens, kv_lens = [0] * 1100, [0] * 1100
-    for at, q_len, kv_len in ((0, 1, 40), (700, 20, 30), (1030, 1, 70), (1099, 18, 18)):
+    """Three times as many, nearly: what was passed in the second scan counts in the third."""
+    q_lens, kv_lens = [0] * 2100, [0] * 2100
+    for at, q_len, kv_len in ((0, 1, 40), (700, 20, 30), (1030, 1, 70), (2060, 1, 33), (2099, 18, 18)):
         q_lens[at], kv_lens[at] = q_len, kv_len
     attend(kernel, device, q_lens=q_lens, kv_lens=kv_lens, kv_heads=1)
 

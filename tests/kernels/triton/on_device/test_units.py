@@ -1,12 +1,15 @@
-"""Long rows cut into units, for Hopper's kernel: in which order, with which facts."""
+"""Long rows cut into units, for Hopper's kernel: in which order, with which facts. And work that is counted."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 
 from quire.kernels.gluon.units import FIELDS, HEADER, units_kernel
 from quire.kernels.triton.launch import ANY, Plan, as_bytes
+from quire.kernels.triton.schedule import find_row, total_work
 from support.scenario import build
 
 TOKENS = 8
@@ -66,3 +69,27 @@ def test_rows_that_are_not_asked_for_have_none(device: str) -> None:
 def test_more_rows_than_are_scanned_at_once(device: str) -> None:
     s = build(4, [5 if row % 300 == 7 else 1 for row in range(1100)], [9] * 1100, group=4, kv_heads=1, device=device)
     assert units_of(s) == expected(s)
+
+
+@triton.jit
+def count_kernel(found, rows, at, T: tl.constexpr, C: tl.constexpr):
+    tl.store(found, total_work(rows, False, T, C))
+    row, begin = find_row(rows, at, False, T, C)
+    tl.store(found + 1, row)
+    tl.store(found + 2, begin)
+
+
+def test_work_beyond_32_bits_is_counted(device: str) -> None:
+    """A hundred rows of nearly 2^31 keys each, in a table that exists once."""
+    s = build(5, [1] * 100, [2] * 100, kv_heads=1, device=device)
+    s.batch.page_table = s.batch.page_table[:1, :1].expand(100, 2**27)
+    s.batch.kv_lens.fill_(2**31 - 64)
+    plan = Plan("decode", s.q, s.cache, s.batch, s.options, s.new, s.q)
+    assert plan.constants.WIDE
+    rows = plan.arguments(s.q, s.cache, s.batch, s.options, s.new, s.q, None, at=as_bytes)[4]
+    found = torch.zeros(3, dtype=torch.int64, device=device)
+    one = -(-(2**31 - 64) // plan.short.KEYS) + plan.constants.OPENING
+    at = 97 * one + 5
+    assert at >= 2**31
+    count_kernel[(1,)](found, rows, at, plan.short, plan.constants)
+    assert found.tolist() == [100 * one, 97, 97 * one]
