@@ -71,6 +71,9 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "an unknown string": ({"kv_cache_dtype": "fp8_ds_mla"}, "kv_cache_dtype"),
     "another plain string": ({"kv_cache_dtype": "bfloat16"}, "kv_cache_dtype"),
     "fp8 over fp16": ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype"),
+    "no query": ({"query": None}, "query"),
+    "no output": ({"output": None}, "output"),
+    "a window of two sides": ({"sliding_window": (3, 0)}, "sliding_window"),
     "no cache": ({"key_cache": None}, "key_cache"),
     "values of another block size": ({"value_cache": torch.zeros(12, 2, 24, 8, dtype=torch.float16)}, "value_cache"),
     "no table": ({"block_table": None}, "block_table"),
@@ -113,6 +116,17 @@ def test_the_page_of_a_decodes_own_token_is_needed() -> None:
     case.arguments["block_table"][0, 1] = -1
     with pytest.raises(ContractError, match=r"block_table\[0, 1\]"):
         case.run(vllm.chunked_prefill_paged_decode)
+
+
+def test_what_a_message_mentions_is_vllms_too() -> None:
+    case = build("cpu", **MIXED)
+    case.arguments["output"] = case.arguments["query"]
+    with pytest.raises(ContractError, match="memory shared with query"):
+        case.run(vllm.chunked_prefill_paged_decode)
+    case.arguments["output"] = torch.zeros(case.output.shape, dtype=torch.float8_e4m3fn)
+    with pytest.raises((ArgumentError, ContractError), match="output_scale") as refusal:
+        case.run(vllm.chunked_prefill_paged_decode)
+    assert "Options" not in str(refusal.value)
 
 
 def test_a_float_index_is_named() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from quire import Platform
+from quire import ArgumentError, Platform
 from quire.compat.vllm import use_rocm_custom_paged_attention
 
 FITS: dict[str, Any] = {"qtype": torch.float16, "head_size": 128, "block_size": 16, "gqa_ratio": 8, "max_seq_len": 4096}
@@ -32,6 +32,8 @@ def test_it_is_chosen(arch: str) -> None:
     [
         {"sliding_window": 128},
         {"sliding_window": (127, 0)},
+        {"sliding_window": None},
+        {"sliding_window": -1},
         {"qtype": torch.float32},
         {"qtype": torch.float64},
         {"head_size": 96},
@@ -82,3 +84,8 @@ def test_it_keeps_nothing_that_it_was_asked_about() -> None:
 def test_the_rule_of_the_seeds() -> None:
     assert not use_rocm_custom_paged_attention(**FITS, rule="seeds", platform=Platform.named("gfx908"))
     assert use_rocm_custom_paged_attention(**FITS, rule="seeds", platform=Platform.named("gfx90a"))
+
+
+def test_a_ratio_of_no_heads_is_refused_by_its_name() -> None:
+    with pytest.raises(ArgumentError, match="gqa_ratio: given 0"):
+        ask("gfx942", gqa_ratio=0)

@@ -65,6 +65,9 @@ def attend(
 ) -> None:
     """Writes `out`. Values are checked where they lie in host memory, under `strict` and in `quire.checked()`; what shapes and
     types say is checked, and turned into a launcher, once for calls of a kind."""
+    for name, tensor in (("q", q), ("out", out)):
+        if not isinstance(tensor, torch.Tensor):
+            raise ArgumentError(name, describe(tensor), "a tensor")
     kind = (*kind_of(q, cache, batch, options, new, out), context_from, only)
     launch = _launchers.get(kind)
     if launch is None or q.device.type == "cpu" or strict or _checked.get():

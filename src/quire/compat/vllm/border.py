@@ -55,6 +55,8 @@ def operator(words: Mapping[str, str] | None = None) -> Callable[[Callable[P, R]
         return translation[known] + name[len(known) :] if known else name
 
     def prose(text: str) -> str:
+        text = re.sub(r"\bOptions\((\w+)=\.\.\.\)", r"\1", text)
+        text = re.sub(r"(?<=memory shared with )\S+", lambda name: argument(name[0]), text)
         return in_prose.sub(lambda word: translation[word[0]], text)
 
     def violation(v: Violation) -> Violation:

@@ -8,6 +8,7 @@ from quire.cache.kv_cache import Scale
 from quire.compat.vllm.attention import EVERY, PREFILL, attend, batch_of, new_tokens
 from quire.compat.vllm.border import operator
 from quire.compat.vllm.caches import number, x_packed
+from quire.errors import ArgumentError, describe
 from quire.options import Options, Window
 
 
@@ -113,4 +114,6 @@ def context_attention_fwd(
 
 def window_of(sliding_window: int | None) -> Window:
     """So many keys, the query's own included, 0 or less for all. It has one side, in non-causal calls too."""
+    if sliding_window is not None and not isinstance(sliding_window, int):
+        raise ArgumentError("window", describe(sliding_window), "a number of keys, the query's own included, or None")
     return None if sliding_window is None or sliding_window <= 0 else (sliding_window - 1, None)

@@ -6,6 +6,7 @@ import torch
 
 from quire.dispatch.platform import Platform
 from quire.dispatch.vllm import VllmCall, explain_vllm
+from quire.errors import ArgumentError
 from quire.problem import dtype_name
 
 
@@ -27,8 +28,12 @@ def use_rocm_custom_paged_attention(
     (other gfx9, gfx1250, e5m2 caches), the answer is no.
 
     `rule` and `platform` are not vLLM's: 'seeds' asks the rule of November 2025, and another platform may be asked about."""
+    if gqa_ratio < 1:
+        raise ArgumentError("gqa_ratio", gqa_ratio, "1 or more query heads a key head")
     if dtype_name(qtype) not in ("fp16", "bf16", "fp32"):
         return False
+    # As upstream: neither None nor -1 says that there is no window.
+    no_window = sliding_window in (0, (-1, -1))
     call = VllmCall(
         Platform.detect() if platform is None else platform,
         q_heads=gqa_ratio,
@@ -38,7 +43,7 @@ def use_rocm_custom_paged_attention(
         kv_cache_dtype=kv_cache_dtype,
         q_dtype=dtype_name(qtype),
         max_seq_len=max(1, max_seq_len),
-        sliding_window=1 + sliding_window[0] if isinstance(sliding_window, tuple) else sliding_window or 0,
+        sliding_window=0 if no_window else 1,
         alibi=alibi_slopes is not None,
         sinks=sinks is not None,
     )
