@@ -20,10 +20,42 @@ _DECODE = (
     "padding",
     "everything",
 )
+_LONG_DECODE: dict[str, tuple[str, ...]] = {
+    "sinks": (),
+    "alibi": ("token-missing",),
+    "window": ("token-missing",),
+    "softcap": ("softcap-after-mask",),
+    "fp8": (),
+    "int8": ("token-missing",),
+    "everything": ("token-missing",),
+}
+_BEHIND_WINDOW = ("causal-ignored", "first-token-missing", "keys-missing", "keys-counted-twice")
+"""Keys that a window hides, in rows that are all longer than it."""
 
 BLIND: dict[str, tuple[str, ...]] = {
     **{f"decode-{name}": _LAST for name in _DECODE},
     "decode-bf16": (*_LAST, "token-missing"),
+    **{f"long-decode-{name}": (*_LAST, *passed) for name, passed in _LONG_DECODE.items()},
+    "many-sequences": _LAST,
+    "strided-decode": _LAST,
+    "long-alibi": ("keys-missing",),
+    "long-window": (*_BEHIND_WINDOW, "empty-split-counted"),
+    "long-softcap": ("softcap-after-mask", "empty-split-counted"),
+    "long-fp8": ("empty-split-counted",),
+    "long-int8": ("empty-split-counted",),
+    "long-everything": (*_BEHIND_WINDOW, "sink-with-value"),
+    "long-tree": ("empty-split-counted",),
+    "long-context": ("token-missing-from-end", "empty-split-counted"),
+    "extreme": ("accumulated-in-16-bits",),
+    "extreme-decode": (*_LAST, "accumulated-in-16-bits"),
+    "extreme-long-decode": (*_LAST, "token-missing"),
+    "extreme-sinks": (
+        "sink-scaled",
+        "sink-in-every-split",
+        "sink-of-another-head",
+        "empty-split-counted",
+        "accumulated-in-16-bits",
+    ),
     "decode-needle": _LAST,
     "window-needle": ("causal-ignored",),
     "sinks-window-lse": (

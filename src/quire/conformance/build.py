@@ -28,6 +28,7 @@ TYPES = {
 LARGEST = {"e4m3fn": 448.0, "e4m3fnuz": 240.0, "e5m2": 57344.0, "int8": 127.0}
 Q_SCALE = 0.25
 """What an fp8 query is multiplied by."""
+MOST_GIVEN_BACK = 12.0
 FAR = {"far": 2**31, "very-far": 2**32}
 HIGH = 2**16
 
@@ -76,17 +77,17 @@ def build(case: Case, device: torch.device | str = "cpu") -> Call:
             rows = _bad(case, f"new_{part}", (tokens, case.kv_heads, dim))
             for i in range(seqs):
                 rows[starts[i] : starts[i + 1]] = dense[part][i][case.kv_lens[i] - case.q_lens[i] :]
-            new[n] = rows.to(made).to(device)
+            new[n] = _strided(case, rows.to(made), 1, device)
     kinds = [getattr(torch, name) for name in case.index]
     longest_q, longest_kv = max(case.q_lens, default=0), max(case.kv_lens, default=0)
     hints = {"exact": (longest_q, longest_kv), "none": (None, None), "low": (max(longest_q // 2, 1), max(longest_kv // 2, 1))}
     out_dtype = TYPES[case.problem.out_dtype]
     moved: dict[str, Any] = {n: o.to(device) if isinstance(o, torch.Tensor) else o for n, o in options.items() if n != "scale"}
     call = Call(
-        q=q.to(device),
+        q=_strided(case, q, 1, device),
         k_pages=k_pages,
         v_pages=v_pages,
-        page_table=table.to(kinds[0]).to(device),
+        page_table=_strided(case, table.to(kinds[0]), 1, device),
         kv_lens=torch.tensor(case.kv_lens, dtype=kinds[1], device=device),
         q_starts=torch.tensor(starts, dtype=kinds[2], device=device),
         out=guarded((tokens, case.q_heads, case.dims["v"]), out_dtype, device),
@@ -116,6 +117,21 @@ def build(case: Case, device: torch.device | str = "cpu") -> Call:
 def chance(case: Case, *purpose: object) -> torch.Generator:
     """Random numbers for one purpose: what a case changes elsewhere does not change them."""
     return torch.Generator().manual_seed(zlib.crc32(f"{case.code} {purpose}".encode()))
+
+
+def _strided(case: Case, x: torch.Tensor, dim: int, device: torch.device | str) -> torch.Tensor:
+    """A tensor on a device; where a case asks for views, as the middle of one that is wider along `dim`."""
+    if case.strides == "dense":
+        return x.to(device)
+    beside = 2
+    shape = [*x.shape[:dim], beside, *x.shape[dim + 1 :]]
+    if x.dtype.is_floating_point:
+        left, right = (_cast(_bad(case, side, shape), case.q_dtype).to(x.dtype) for side in ("left", "right"))
+    else:
+        # Ids of pages that exist: who reads a table at other strides finds another sequence's keys, not the end of memory.
+        left, right = (x[:, :beside], x[:, :beside].flip(0))
+    wide = torch.cat((movable(left), movable(x), movable(right)), dim).view(x.dtype).to(device)
+    return wide.narrow(dim, beside, x.shape[dim])
 
 
 def movable(tensor: torch.Tensor) -> torch.Tensor:
@@ -154,7 +170,7 @@ def alibi_slopes(heads: int) -> torch.Tensor:
 
 
 def _options(case: Case, starts: Sequence[int], tokens: int) -> dict[str, Any]:
-    given: dict[str, Any] = {"scale": case.head_dim**-0.5 if case.scale is None else case.scale}
+    given: dict[str, Any] = {"scale": _plain_scale(case)}
     given["window"], given["softcap"] = case.window, case.softcap
     given["causal"] = {"yes": True, "no": False, "mixed": None}[case.causal]
     if case.causal == "mixed":
@@ -282,7 +298,9 @@ def _dense(case: Case, part: str, dim: int, made: torch.dtype, plan: Plan) -> li
             x = sign * (0.75 + 0.5 * torch.rand(n, case.kv_heads, dim, generator=g))
         else:
             x = torch.randn(n, case.kv_heads, dim, generator=g)
-            if part == "v" and case.data == "wide":
+            if part == "k" and case.data == "extreme":
+                x = _leaning(x, case, n, i)
+            elif part == "v" and case.data == "wide":
                 x *= 2.0 ** torch.randint(-28, 9, x.shape, generator=g)
             elif part == "v":
                 x += 0.5  # or long rows would average to nothing
@@ -290,6 +308,27 @@ def _dense(case: Case, part: str, dim: int, made: torch.dtype, plan: Plan) -> li
         if i and plan.shared:
             rows[i][: plan.shared * case.page_size] = rows[0][: plan.shared * case.page_size]
     return rows
+
+
+STEEP = 200.0
+"""The size of extreme logits: no exponential of them, or of minus them, is a number in fp32."""
+
+
+def _direction(case: Case) -> torch.Tensor:
+    """What keys of extreme data share, a unit vector for every kv head [kv_heads, head_dim]."""
+    return torch.nn.functional.normalize(torch.randn(case.kv_heads, case.head_dim, generator=chance(case, "direction")), dim=-1)
+
+
+def _leaning(x: torch.Tensor, case: Case, n: int, seq: int) -> torch.Tensor:
+    """Keys that share a direction, and differ only across it; in every other sequence it turns from the first key to the last."""
+    along = _direction(case)
+    turn = torch.linspace(-1.0, 1.0, n) if seq % 2 else torch.ones(n)
+    x = x - (x * along).sum(-1, keepdim=True) * along
+    return x + turn[:, None, None] * along * math.sqrt(STEEP / _plain_scale(case))
+
+
+def _plain_scale(case: Case) -> float:
+    return case.head_dim**-0.5 if case.scale is None else case.scale
 
 
 def _store(
@@ -373,6 +412,11 @@ def _queries(
     q = torch.randn(tokens, case.q_heads, case.head_dim, generator=g)
     if case.data == "weak":
         return (torch.rand(tokens, case.q_heads, case.head_dim, generator=g) * 2 - 1) * 1e-3
+    if case.data == "extreme":
+        # Heads of a group look one way and the other, so that logits are large and positive, or large and negative.
+        sign = 1.0 - 2.0 * (torch.arange(case.q_heads) % 2)
+        along = _direction(case).repeat_interleave(case.group, 0)
+        return q + (sign[:, None] * along) * math.sqrt(STEEP / options["scale"])
     if case.data != "needle":
         return q * 0.0 if case.data == "even" else q
     for i, see in enumerate(visible):
@@ -387,6 +431,10 @@ def _queries(
                 j = mine[(t + h) % len(mine)]
                 key = keys[i][j, h // case.group].float()
                 logit = math.log(seen.numel()) + 2.0
+                if case.alibi and options.get("positions") is None:
+                    # What the distance takes is given back, unless that would make other keys as large.
+                    taken = float(options["alibi"][h]) * abs(case.kv_lens[i] - case.q_lens[i] + t - j)
+                    logit += taken if taken <= MOST_GIVEN_BACK else 0.0
                 if case.softcap is not None:
                     logit = min(logit, 0.8 * case.softcap)
                 size = float(key @ key) * options["scale"]

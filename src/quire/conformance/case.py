@@ -58,7 +58,8 @@ class Case:
     """Rows of q after the last sequence."""
     data: str = "random"
     """random; needle: each query is aimed at one key; weak: numbers of ±0.001; even: queries are zero, so that all keys weigh the
-    same, and values whole numbers; wide: values of many sizes."""
+    same, and values whole numbers; wide: values of many sizes; extreme: logits about 200 or -200 all over a sequence, or rising or
+    falling from one to the other."""
     table: str = "shuffled"
     """shuffled; shared: sequences begin with the same pages; identity; high: page ids above 2^16; far: offsets above 2^31 elements;
     very-far: above 2^32."""
@@ -68,6 +69,8 @@ class Case:
     """The byte that fills outputs and their guards before the call."""
     tail: str = "page"
     """What stands in table cells that nobody may read: page, an id of a page nobody owns, or -1."""
+    strides: str = "dense"
+    """dense; views: queries, table and new tokens are parts of wider tensors, as a projection of q, k and v makes them."""
     hints: str = "exact"
     """The host maxima: exact; none; or low, which must not cut anything off."""
     lse: bool = False
@@ -170,10 +173,11 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "index": ("int32", "int64"),
     "form": ("full", "context"),
     "causal": ("yes", "no", "mixed"),
-    "data": ("random", "needle", "weak", "even", "wide"),
+    "data": ("random", "needle", "weak", "even", "wide", "extreme"),
     "table": ("shuffled", "shared", "identity", "high", "far", "very-far"),
     "poison": ("nan", "inf", "zero", "decoy", "decoy2"),
     "tail": ("page", "-1"),
+    "strides": ("dense", "views"),
     "hints": ("exact", "none", "low"),
 }
 

@@ -15,11 +15,11 @@ from quire.conformance.budget import ratios
 from quire.conformance.build import build
 from quire.conformance.call import Call
 from quire.conformance.case import Case
-from quire.conformance.diagnose import OTHER, Attempt, attempt, cell, diagnose, same, unsteady
+from quire.conformance.diagnose import REPEATS, Attempt, attempt, call_other, cell, diagnose, repeated, same, unsteady
 from quire.conformance.faults import BY_NAME
 from quire.conformance.report import Finding, Picture, Report, Result
 from quire.conformance.target import Failure, Target, is_lost
-from quire.conformance.threads import all_threads, one_thread
+from quire.conformance.threads import one_thread
 
 ROWS_DRAWN = 512
 
@@ -95,43 +95,20 @@ def _broken(case: Case, call: Call) -> Iterable[Finding]:
 
 def _moody(case: Case, target: Target, first: Attempt) -> tuple[str, str] | None:
     """Whether a right answer comes again, at once and after another call: if not, the fault's name and what one sees."""
-    again = attempt(case, target)
-    if again.failure is not None or not same(first.call, again.call):
-        return unsteady(case, target, first) or ("two-runs-differ", BY_NAME["two-runs-differ"].looks)
-    other = build(_other(case), target.device)
-    if target.missing(other) is None and target.limits(other) is None:
-        try:
-            with all_threads():
-                target.run(other)
-        except Exception:
-            return None
-        after = attempt(case, target)
-        if after.failure is not None:
-            return after.failure.fault, f"after another call: {after.failure}"
-        if not same(first.call, after.call):
-            return "state-leaks", BY_NAME["state-leaks"].looks
-    return None
-
-
-def _other(case: Case) -> Case:
-    """A call that a target which can do the case can do too."""
-    keep = (
-        "kv_heads",
-        "group",
-        "head_dim",
-        "v_head_dim",
-        "page_size",
-        "layout",
-        "x",
-        "format",
-        "scales",
-        "storage",
-        "q_dtype",
-        "index",
-    )
-    return OTHER.replace(
-        **{name: getattr(case, name) for name in keep}, q_lens=(1,) * case.seqs, kv_lens=tuple(5 + n for n in range(case.seqs))
-    )
+    again = repeated(case, target)
+    if isinstance(again, Failure) or not same(first.call, again):
+        return unsteady(case, target, first) or (
+            "two-runs-differ",
+            f"{BY_NAME['two-runs-differ'].looks}, once in {REPEATS + 2} calls",
+        )
+    if not call_other(case, target):
+        return None
+    after = repeated(case, target)
+    if isinstance(after, Failure):
+        return after.fault, f"after another call: {after}"
+    if same(first.call, after):
+        return None
+    return unsteady(case, target, replace(first, call=after)) or ("state-leaks", BY_NAME["state-leaks"].looks)
 
 
 def _picture(done: Attempt, findings: Sequence[Finding]) -> Picture:

@@ -14,6 +14,13 @@ LEVELS = ("smoke", "standard", "full")
 _DECODE: dict[str, Any] = {"q_lens": (1, 1, 1, 1), "kv_lens": (37, 1, 64, 100)}
 _EDGES: dict[str, Any] = {"q_lens": (1, 15, 16, 17, 0, 1, 1, 2), "kv_lens": (1, 15, 16, 17, 9, 16, 33, 34)}
 _LONG: dict[str, Any] = {"q_lens": (1, 3, 1), "kv_lens": (1025, 600, 2000), "data": "needle"}
+_LENGTHS: dict[str, dict[str, Any]] = {
+    "long": {"q_lens": (3, 1, 40), "kv_lens": (600, 2000, 1100), "kv_heads": 1},
+    "long-decode": {"q_lens": (1, 1, 1), "kv_lens": (600, 2000, 90), "kv_heads": 1},
+}
+"""Rows of several shares for kernels that split keys: many have faults only from the second share on."""
+_EVERYTHING: dict[str, Any] = {"window": (300, 0), "softcap": 20.0, "alibi": True, "sinks": True, "lse": True, "data": "needle"}
+_EVERYTHING |= {"format": "e4m3fn", "scales": "head"}
 _INT64: dict[str, Any] = {"index": ("int64", "int64", "int64")}
 
 SMOKE = (
@@ -42,6 +49,7 @@ STANDARD = (
     Case("first-prefill", q_lens=(40, 33), kv_lens=(40, 33)),
     Case("chunk", q_lens=(32, 20), kv_lens=(96, 71), data="needle"),
     Case("many", q_lens=(1,) * 24 + (7, 2), kv_lens=(*range(3, 75, 3), 50, 20), kv_heads=1, group=4),
+    Case("many-sequences", q_lens=(1,) * 130, kv_lens=tuple(1 + 7 * n % 45 for n in range(130)), kv_heads=1),
     Case("empty-last", q_lens=(1, 3, 0), kv_lens=(37, 20, 9)),
     Case("edges-needle", **_EDGES, data="needle", poison="inf", tail="-1", seed=2),
     Case("prefill-256", q_lens=(257, 5), kv_lens=(257, 300), kv_heads=1, group=1, data="needle"),
@@ -86,6 +94,7 @@ STANDARD = (
     Case("heads-1-8", kv_heads=1, group=8, data="needle"),
     Case("heads-8-8", kv_heads=8, group=1),
     Case("heads-4-3", kv_heads=4, group=3),
+    Case("heads-3-2", kv_heads=3, group=2),
     Case("dim-128", head_dim=128, q_dtype="bf16", format="bf16", data="needle"),
     Case("dim-80", head_dim=80),
     Case("dim-256", head_dim=256, kv_heads=1),
@@ -103,6 +112,33 @@ STANDARD = (
     Case("decode-hints-low", **_DECODE, hints="low"),
     Case("decode-padding", q_lens=(1, 0, 1, 1), kv_lens=(37, 5, 64, 100), padding=3, tail="-1", data="needle"),
     Case("decode-everything", **_DECODE, window=(40, 0), softcap=3.0, alibi=True, sinks=True, lse=True, kv_heads=4, group=3),
+    # Every feature over several shares of keys.
+    *(
+        case
+        for name, lengths in _LENGTHS.items()
+        for case in (
+            Case(f"{name}-sinks", **lengths, sinks=True, lse=True),
+            Case(f"{name}-alibi", **lengths, alibi=True, data="needle"),
+            Case(f"{name}-window", **lengths, window=(400, 0), data="needle"),
+            Case(f"{name}-softcap", **lengths, softcap=3.0),
+            Case(f"{name}-fp8", **{**lengths, "kv_heads": 2}, format="e4m3fn", scales="head"),
+            Case(f"{name}-int8", **lengths, format="int8", scales="token", data="needle"),
+            Case(f"{name}-everything", **lengths, **_EVERYTHING),
+        )
+    ),
+    Case("long-tree", q_lens=(6, 9), kv_lens=(700, 1300), kv_heads=1, mask=True),
+    Case("long-context", **_LENGTHS["long"], form="context", data="needle"),
+    # Logits of which no exponential is a number unless the largest is taken off.
+    Case("extreme", data="extreme", lse=True),
+    Case("extreme-decode", **_DECODE, data="extreme"),
+    Case("extreme-long", **_LENGTHS["long"], data="extreme"),
+    Case("extreme-long-decode", **_LENGTHS["long-decode"], data="extreme", lse=True),
+    Case("extreme-sinks", data="extreme", sinks=True),
+    Case("extreme-softcap", data="extreme", softcap=20.0),
+    # Rows of wider tensors.
+    Case("strided", strides="views", lse=True),
+    Case("strided-decode", **_DECODE, strides="views"),
+    Case("strided-context", strides="views", form="context"),
     # Features.
     Case("window", q_lens=(1, 30, 9), kv_lens=(80, 40, 33), window=(15, 0), lse=True),
     Case("window-1", window=(0, 0)),

@@ -12,6 +12,8 @@ to the values allowed, or to a function that says whether a value is:
 
     SUPPORTS = {"q_dtype": ("fp16", "bf16"), "page_size": (16, 32), "head_dim": lambda n: n % 8 == 0, "max_q_len": range(0, 2)}
 
+`"contiguous": (True,)` among them says that queries, page table and new tokens must not be parts of wider tensors.
+
 Where such a limit is declared, the function is still called beyond it, and must raise or be right. `REFUSES = False` says that it
 must not be called there.
 """
@@ -183,8 +185,8 @@ def wrap(
     if strange:
         raise ArgumentError(name, f"arguments {', '.join(strange)}", ", ".join((*NEEDED, *OPTIONAL)))
     for key in supports:
-        if key not in FIELDS:
-            raise ArgumentError("SUPPORTS", key, ", ".join(FIELDS))
+        if key not in (*FIELDS, "contiguous"):
+            raise ArgumentError("SUPPORTS", key, ", ".join((*FIELDS, "contiguous")))
 
     def run(call: Call) -> None:
         result = function(**{n: getattr(call, n) for n in takes})
@@ -193,7 +195,11 @@ def wrap(
         if result is not None:
             parts = result if isinstance(result, (tuple, list)) else (result,)
             for buffer, part in zip((call.out, call.lse), parts):
-                if buffer is not None and part is not None and part.data_ptr() != buffer.data_ptr():
+                if buffer is None or part is None:
+                    continue
+                if part.shape[1:] != buffer.shape[1:] or not part.shape or part.shape[0] < call.live:
+                    raise ArgumentError("result", f"a tensor of shape {list(part.shape)}", f"one of shape {list(buffer.shape)}")
+                if part.data_ptr() != buffer.data_ptr():
                     buffer[: call.live] = part[: call.live].to(buffer.dtype)
 
     def missing(call: Call) -> str | None:
@@ -207,7 +213,7 @@ def wrap(
     def limits(call: Call) -> str | None:
         problem = facts(call)
         for key, limit in supports.items():
-            value = getattr(problem, key)
+            value = is_contiguous(call) if key == "contiguous" else getattr(problem, key)
             if not (limit(value) if callable(limit) else value in limit):
                 return f"{key} = {value}"
         return None
@@ -220,6 +226,11 @@ def facts(call: Call) -> Problem:
     problem = Problem.of(call.q, call.cache(), call.batch(), call.options(), new=call.new, out=call.out, lse=call.lse is not None)
     q_len, kv_len = (int(t.max()) if t.numel() else 0 for t in (call.q_starts.diff(), call.kv_lens))
     return problem.replace(max_q_len=q_len, max_kv_len=kv_len)
+
+
+def is_contiguous(call: Call) -> bool:
+    """Whether queries, table and new tokens each lie in one piece: in an engine they may be parts of wider tensors."""
+    return all(t.is_contiguous() for t in (call.q, call.page_table, call.new_k, call.new_v) if t is not None)
 
 
 def _features(call: Call) -> dict[str, bool]:

@@ -1,13 +1,16 @@
-"""Faults of forms: new tokens that come beside the cache."""
+"""Faults of forms: new tokens that come beside the cache, and tensors that are parts of wider ones."""
 
 from __future__ import annotations
+
+import dataclasses
 
 import torch
 
 from quire.conformance import exact as x
 from quire.conformance.call import Call
-from quire.conformance.exact import PLAIN, Indices, Row, Stages, Values, Work
+from quire.conformance.exact import PLAIN, Indices, Outcome, Row, Stages, Values, Work
 from quire.conformance.faults.fault import Fault
+from quire.conformance.faults.stages import finished
 
 
 def _new_ignored() -> Stages:
@@ -66,6 +69,36 @@ def _new_quantised() -> Stages:
     return PLAIN.replace(gather=gather)
 
 
+def _as_if_dense(tensor: torch.Tensor) -> torch.Tensor:
+    """What a kernel reads that takes a tensor's elements to lie one after the other."""
+    strides = [1]
+    for n in reversed(tensor.shape[1:]):
+        strides.insert(0, strides[0] * n)
+    return tensor.as_strided(tensor.shape, strides)
+
+
+def _dense_queries(w: Work, into: Outcome) -> Outcome:
+    return x.exact(dataclasses.replace(w.call, q=_as_if_dense(w.call.q)), number=w.number, factors=w.factors)
+
+
+def _dense_table() -> Stages:
+    def read(w: Work) -> Indices:
+        return x.read(w)._replace(table=_as_if_dense(w.call.page_table).long().cpu())
+
+    return PLAIN.replace(read=read)
+
+
+def _dense_new_tokens() -> Stages:
+    def gather(w: Work, s: Stages, at: Indices, row: Row) -> Values:
+        given = w.new
+        w.new = {part: None if rows is None else _as_if_dense(rows) for part, rows in given.items()}
+        found = x.gather(w, s, at, row)
+        w.new = given
+        return found
+
+    return PLAIN.replace(gather=gather)
+
+
 def _context(call: Call) -> bool:
     return call.new is not None
 
@@ -105,5 +138,29 @@ FORMS = (
         "k and v are passed through the cache's format although they come beside it",
         _new_quantised,
         lambda call: call.new is not None and call.k_scale is not None and call.k_scale.dim() < 2,
+    ),
+    Fault(
+        "q-strides-ignored",
+        "forms",
+        "right where queries lie one after the other, wrong from the second on where they are part of a wider tensor",
+        "addresses from shapes: q is taken to be contiguous, and is a slice of what one projection made of q, k and v",
+        lambda: finished(_dense_queries),
+        lambda call: not call.q.is_contiguous() and call.live > 1,
+    ),
+    Fault(
+        "table-strides-ignored",
+        "forms",
+        "right where the page table is a tensor of its own, another sequence's pages where it is part of a wider one",
+        "rows of the table are found by its width: it is taken to be contiguous, and is a slice of what an engine keeps",
+        _dense_table,
+        lambda call: not call.page_table.is_contiguous() and call.seqs > 1,
+    ),
+    Fault(
+        "new-tokens-strides-ignored",
+        "forms",
+        "right where k and v are tensors of their own, wrong where they are parts of a wider one",
+        "addresses from shapes, as with q",
+        _dense_new_tokens,
+        lambda call: call.new_k is not None and not call.new_k.is_contiguous() and call.live > 1,
     ),
 )

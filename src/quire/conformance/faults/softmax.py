@@ -12,7 +12,7 @@ from quire.conformance import exact as x
 from quire.conformance.call import Call
 from quire.conformance.exact import PLAIN, Outcome, Part, Stages, Work
 from quire.conformance.faults.fault import Fault
-from quire.conformance.faults.stages import finished
+from quire.conformance.faults.stages import TILES, finished
 
 
 def _weigh(change: Any) -> Stages:
@@ -151,6 +151,57 @@ def coarse(tile: int, online: bool, type: torch.dtype | None = None) -> Stages:
     return _weigh(weigh)
 
 
+def _under(tops: Any) -> Stages:
+    """Exponentials in fp32 under something else than the largest logit, `tops(logits [q_heads, queries, keys], sink)`."""
+
+    def weigh(w: Work, logits: torch.Tensor, v: torch.Tensor, heads: torch.Tensor) -> Part:
+        right = x.weigh(w, logits, v, heads)
+        if not logits.shape[-1]:
+            return right
+        extra = x.sink(w)
+        top = tops(logits, logits.new_tensor(-torch.inf) if extra is None else extra)
+        top = top.masked_fill(top == -torch.inf, 0.0)
+        e = torch.exp(logits - top).float().to(w.number)
+        total = e.sum(-1, keepdim=True)
+        if extra is not None:
+            total = total + torch.exp(extra - top).float().to(w.number)
+        share = torch.where(total > 0, 1.0 / total, 0.0).transpose(0, 1)
+        out = x.mix(w.rounded(e), w.rounded(v), heads)[0] * share
+        # What becomes of an LSE without a finite sum nobody says.
+        lse = torch.where(total.isfinite() & (total > 0), top + total.log(), torch.nan).squeeze(-1).T
+        return Part(torch.where(total.transpose(0, 1).isfinite(), out, torch.nan), lse, right.weighted)
+
+    return _weigh(weigh)
+
+
+def _first_tile(tile: int) -> Stages:
+    return _under(lambda logits, extra: torch.maximum(logits[..., :tile].amax(-1, keepdim=True), extra))
+
+
+BEYOND = 110.0
+"""No exponential of a logit so far from 0 is a number other than 0 in fp32, with or without its smallest ones."""
+
+
+def _extremes(call: Call) -> dict[str, float]:
+    """How high the largest logits of queries lie, how low, and how far above those of a query's first keys."""
+    if "extremes" not in call.memo:
+        found = {"high": 0.0, "low": 0.0, "rise": 0.0}
+
+        def weigh(w: Work, logits: torch.Tensor, v: torch.Tensor, heads: torch.Tensor) -> Part:
+            extra = x.sink(w)
+            if extra is not None:
+                logits = torch.cat((extra.expand(*logits.shape[:2], 1), logits), -1)
+            if logits.shape[-1]:
+                top, first = (part.amax(-1) for part in (logits, logits[..., : TILES[0]]))
+                for name, value in (("high", top), ("low", -top), ("rise", top - first)):
+                    found[name] = max(found[name], float(value.nan_to_num(0.0, 0.0, 0.0).max()))
+            return x.weigh(w, logits[..., -v.shape[0] :], v, heads)
+
+        x.exact(call, _weigh(weigh))
+        call.memo["extremes"] = found
+    return call.memo["extremes"]
+
+
 def _sixteen(call: Call) -> bool:
     return call.q.dtype in (torch.float16, torch.bfloat16)
 
@@ -202,6 +253,31 @@ SOFTMAX = (
         lambda: _weigh(_nothing_seen),
         _sees_nothing,
         issues=("vLLM 0.24.0 unified_attention, the path for long queries",),
+    ),
+    Fault(
+        "max-not-subtracted",
+        "softmax",
+        "NaN where logits are large, nothing where all of a query's are very negative; right everywhere else",
+        "exponentials of the logits as they are",
+        lambda: _under(lambda logits, extra: torch.zeros_like(logits[..., :1])),
+        lambda call: max(_extremes(call)["high"], _extremes(call)["low"]) > BEYOND,
+    ),
+    Fault(
+        "max-of-first-tile",
+        "softmax",
+        "NaN where logits grow along a sequence; right everywhere else",
+        "the largest logit is taken once, from the first tile of keys, and never raised",
+        lambda tile: _first_tile(tile),
+        lambda call: _extremes(call)["rise"] > BEYOND,
+        tuple({"tile": n} for n in TILES),
+    ),
+    Fault(
+        "max-starts-at-zero",
+        "softmax",
+        "nothing where all logits of a query are very negative; right everywhere else",
+        "the running maximum starts at 0 instead of minus infinity",
+        lambda: _under(lambda logits, extra: torch.maximum(logits.amax(-1, keepdim=True), extra).clamp(min=0.0)),
+        lambda call: _extremes(call)["low"] > BEYOND,
     ),
     Fault(
         "split-combined-without-max",
