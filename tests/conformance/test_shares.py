@@ -1,0 +1,108 @@
+"""Kernels that share the keys of a row out: faults that begin with the second share are seen, and an honest one is right."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from quire.conformance.budget import honest_losses, truth
+from quire.conformance.build import build
+from quire.conformance.case import Case
+from quire.conformance.diagnose import Attempt
+from quire.conformance.suite import STANDARD
+from quire.conformance.target import Target, wrap
+from quire.conformance.threads import one_thread
+
+SHARE = 256
+CASES = [case for case in STANDARD if case.name.startswith(("long-decode-", "extreme-long-decode"))]
+
+
+def kernel(fault: str) -> Any:
+    """Attention in shares of 256 keys, each with its LSE, combined by them."""
+
+    def later(name: str, first: int) -> bool:
+        return fault == name and first > 0
+
+    def attention(
+        *, q, k_pages, v_pages, page_table, kv_lens, q_starts, out, scale, window, softcap, alibi, sinks, k_scale, v_scale
+    ):  # type: ignore[no-untyped-def]
+        size, group = k_pages.shape[1], q.shape[1] // k_pages.shape[2]
+        for seq, n in enumerate(kv_lens.tolist()):
+            rows = slice(int(q_starts[seq]), int(q_starts[seq + 1]))
+            at = torch.arange(n - (rows.stop - rows.start), n)
+            outs, sums = [], []
+            for first in range(0, n, SHARE):
+                keys = torch.arange(first, min(n, first + SHARE))
+                far = at[:, None] - keys
+                seen = far >= 0
+                if window[0] is not None and not later("window", first):
+                    seen &= far <= window[0]
+                if not seen.any():
+                    continue
+                keys, far, seen = keys[seen.any(0)], far[:, seen.any(0)], seen[:, seen.any(0)]
+                page, slot = page_table[seq].long()[keys // size], keys % size
+
+                def read(pages: Any, factor: Any, page: Any = page, slot: Any = slot) -> Any:
+                    x = pages[page, slot].float()
+                    if factor is not None:
+                        x = x * (factor[page, slot][..., None] if factor.dim() == 3 else factor.reshape(-1, 1))
+                    return x.repeat_interleave(group, 1)
+
+                k, v = read(k_pages, None if later("k_scale", first) else k_scale), read(v_pages, v_scale)
+                logits = torch.einsum("thd,nhd->htn", q[rows].float(), k) * scale
+                if softcap is not None and not later("softcap", first):
+                    logits = softcap * torch.tanh(logits / softcap)
+                if alibi is not None:
+                    logits = logits - alibi[:, None, None] * (far - (first if fault == "alibi" else 0))
+                logits = logits.masked_fill(~seen, -math.inf)
+                total = logits.logsumexp(-1)
+                part = torch.einsum("htn,nhd->htd", torch.exp(logits - total[..., None]), v)
+                if sinks is not None and (not sums or later("sinks", first)):
+                    with_sink = torch.logaddexp(total, sinks[:, None])
+                    part, total = part * torch.exp(total - with_sink)[..., None], with_sink
+                outs.append(part)
+                sums.append(total)
+            weights = torch.stack(sums)
+            top = torch.zeros(()) if fault == "max" else weights.amax(0)
+            weights = torch.exp(weights - top)
+            mixed = (weights[..., None] * torch.stack(outs)).sum(0) / weights.sum(0)[..., None]
+            out[rows] = mixed.transpose(0, 1).to(out.dtype)
+
+    return wrap(attention, fault or "honest")
+
+
+def wrong(fault: str) -> set[str]:
+    target = kernel(fault)
+    with one_thread():
+        return {case.name for case in CASES if off(case.replace(lse=False), target) > 1}
+
+
+def off(case: Case, target: Target) -> float:
+    """How far from right it is, in budgets; without a pool of threads, which takes longer than these cases do."""
+    call = build(case)
+    losses = honest_losses(call)
+    right = truth(call, losses=losses)
+    target.run(call)
+    return Attempt(call, right, losses).off
+
+
+def test_an_honest_kernel_is_right() -> None:
+    assert not wrong("")
+
+
+@pytest.mark.parametrize(
+    "fault, shown",
+    [
+        ("sinks", {"long-decode-sinks", "long-decode-everything"}),
+        ("alibi", {"long-decode-alibi", "long-decode-everything"}),
+        ("window", {"long-decode-window", "long-decode-everything"}),
+        ("softcap", {"long-decode-softcap", "long-decode-everything"}),
+        ("k_scale", {"long-decode-fp8", "long-decode-int8", "long-decode-everything"}),
+        ("max", {"extreme-long-decode"}),
+    ],
+)
+def test_a_fault_from_the_second_share_on_is_seen(fault: str, shown: set[str]) -> None:
+    assert wrong(fault) == shown
