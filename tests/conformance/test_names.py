@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -265,3 +266,25 @@ def test_what_depends_on_a_page_is_not_taken_for_what_depends_on_lengths() -> No
     first = examine(case, Target("null page", lambda call: compute(call, PLAIN.replace(see=see)))).findings[0]
     assert first.fault in ("unknown", "keys-missing"), first
     assert first.parameters.get("last") != 1 << 40, "the end of a sequence is no number"
+
+
+@pytest.mark.parametrize("each", [2, 3, 5])
+@pytest.mark.parametrize("start", range(3))
+def test_a_race_is_no_state_that_leaks_and_no_nan(each: int, start: int) -> None:
+    """Wrong now and then, whatever was called before and whatever stands where nobody may look."""
+    chance = random.Random(10 * each + start)
+
+    def run(call: Call) -> None:
+        compute(call)
+        if chance.randrange(each) == 0:
+            call.out[:1] = 0
+
+    target = Target("race", run)
+    found = [finding for _ in range(6) for finding in examine(BY_NAME["mixed"], target).findings]
+    assert found and {finding.fault for finding in found} == {"two-runs-differ"}
+    assert "several tries" in found[0].summary or "once in" in found[0].summary
+
+
+def test_what_comes_back_after_another_call_each_time_is_a_state() -> None:
+    finding = examine(BY_NAME["mixed"], planted("state-leaks")).findings[0]
+    assert finding.fault == "state-leaks"

@@ -104,3 +104,32 @@ def test_strange_arguments_and_limits_are_refused() -> None:
         wrap(strange, "strange")
     with pytest.raises(ArgumentError, match="page_sizes"):
         wrap(attention, "mine", supports={"page_sizes": (16,)})
+
+
+def test_who_needs_contiguous_tensors_can_say_so() -> None:
+    def strict(*, q: Any, k_pages: Any, v_pages: Any, page_table: Any, kv_lens: Any, q_starts: Any, out: Any, scale: float) -> None:
+        if not (q.is_contiguous() and page_table.is_contiguous()):
+            raise ValueError("contiguous tensors only")
+        attention(**locals())
+
+    def blind(*, q: Any, k_pages: Any, v_pages: Any, page_table: Any, kv_lens: Any, q_starts: Any, out: Any, scale: float) -> None:
+        q = q.as_strided(q.shape, (q.shape[1] * q.shape[2], q.shape[2], 1))
+        attention(**locals())
+
+    case, limits = Case("a", strides="views"), {"contiguous": (True,)}
+    assert examine(case, wrap(attention, "mine")).status == "right"
+    assert examine(case, wrap(strict, "strict", supports=limits)).status == "refused"
+    assert examine(case, wrap(strict, "strict")).status == "raised"
+    assert examine(case, wrap(blind, "blind", supports=limits, refuses=False)).status == "unsupported"
+    wrong = examine(case, wrap(blind, "blind"))
+    assert wrong.findings[0].fault == "q-strides-ignored"
+
+
+@pytest.mark.parametrize("shape", [(), (27, 4), (27, 4, 32), (3, 4, 64)])
+def test_a_result_of_another_shape_is_told_beside_the_one_that_is_due(shape: tuple[int, ...]) -> None:
+    def mine(*, q: Any, k_pages: Any, v_pages: Any, page_table: Any, kv_lens: Any, q_starts: Any, out: Any, scale: float) -> Any:
+        return torch.zeros(shape)
+
+    result = examine(Case("a"), wrap(mine, "mine"))
+    assert result.status == "raised"
+    assert str(list(shape)) in result.reason and "[27, 4, 64]" in result.reason
