@@ -121,7 +121,7 @@ def is_ours(text: str) -> bool:
 
 def ours(name: str, device: str | None = None) -> Target:
     """One of our kernels, through the operator; `cpu` is what a CPU runs by itself."""
-    device = device or ("cpu" if name in ("cpu", "torch") else "cuda")
+    device = device or ("cpu" if name in ("cpu", "torch", "native") else "cuda")
     kernel = None if name == "cpu" else name
 
     def run(call: Call) -> None:
