@@ -128,15 +128,17 @@ class Shares(NamedTuple):
 
 @triton.jit
 def shares_of(rows, total, programs, T: tl.constexpr, C: tl.constexpr):
-    """Shares all alike are as many as there are programs, or nearly as many if units of one length then need not be cut, or not at
-    unequal places; and none for less work than is worth it."""
+    """Shares all alike are as many as there are programs, or nearly as many if units are of one length, and then need not be cut,
+    or not at unequal places; and none for less work than is worth it."""
     units = total_units(rows, T, C)
+    _, q_len, kv_len = lengths(rows, 0, True)
+    alike = short_work(rows, q_len, kv_len, T, C) * rows.seqs * T.HEADS == total
     at_once = programs - C.EXTRAS
     in_parts = units * (at_once // tl.maximum(units, 1))
     each = (units + at_once - 1) // at_once
     uncut = (units + each - 1) // tl.maximum(each, 1)
     even = tl.where(units <= at_once, in_parts, uncut)
-    sharers = tl.where(even * 16 >= at_once * 15, even, at_once)
+    sharers = tl.where(alike & (even * 16 >= at_once * 15), even, at_once)
     sharers = tl.minimum(sharers, tl.maximum(total // C.LEAST, 1)).to(tl.int32)
     if C.EXTRAS == 0:
         return Shares(total, sharers, 0)
