@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+import math
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from quire.cli import main
+from quire.conformance import run
+from quire.conformance.apart import apart
 from quire.conformance.case import Case
 from quire.conformance.jobs import _share, conform_in
 from quire.conformance.report import Result
-from quire.conformance.run import conform
+from quire.conformance.run import INTERRUPTED, conform, survive
 from quire.conformance.target import find
 
 ADAPTER = """
@@ -23,6 +27,8 @@ def attention(*, q, k_pages, v_pages, page_table, kv_lens, q_starts, out, scale,
     call = Call(q, k_pages, v_pages, page_table, kv_lens, q_starts, out, scale, window=window)
     if window[0] == 1:
         os.abort()
+    if window[0] == 100:
+        raise KeyboardInterrupt  # as if somebody had pressed Ctrl-C then
     if window[0] == 0:
         time.sleep(0.3)  # the first case is the last to be done
     (compute if window[0] is None else planted("window-ignored").run)(call)
@@ -59,6 +65,55 @@ def test_what_is_too_late_is_not_asked(adapter: str) -> None:
     told: list[Result] = []
     shared = _share([], CASES, {}, told.append, start=0.0, within=1e-9)
     assert {(result.status, result.reason) for result in shared} == late and [result.case for result in told] == CASES
+
+
+def test_an_interrupt_loses_nothing(adapter: str, capsys: pytest.CaptureFixture[str]) -> None:
+    interrupts = CASES[0].replace(name="interrupts", window=(100, 0))
+    asked, rest = CASES[1:3], [("unsupported", INTERRUPTED)] * 2
+    alone = conform(find(adapter), [*asked, interrupts, CASES[3]]).results
+    assert gist(alone)[:2] == [("window-None", "right", []), ("window-2", "wrong", ["window-ignored"])]
+    assert [(result.status, result.reason) for result in alone[2:]] == rest
+
+    class Impatient:
+        """Somebody presses Ctrl-C when it is asked."""
+
+        case = None
+
+        def ask(self, *question: Any) -> None:
+            raise KeyboardInterrupt
+
+    shared = _share([Impatient()], CASES[:2], {}, lambda result: None, start=0.0, within=math.inf)  # type: ignore[list-item]
+    assert [(result.status, result.reason) for result in shared] == rest
+    assert main(["conform", adapter, "--in-process", "--json", "--case", str(interrupts)]) == 130
+    assert json.loads(capsys.readouterr().out)["counts"]["unsupported"] == 1
+
+
+FULL = """
+import torch
+from quire.conformance import apart, run
+
+def no_room(*question):
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 4.00 GiB. GPU 0 has other users")
+
+IN.build = no_room
+
+def attention(*, q, k_pages, v_pages, page_table, kv_lens, q_starts, out, scale, window):
+    raise AssertionError("it is not to be called")
+"""
+
+
+@pytest.mark.parametrize("where", ["run", "apart"])
+def test_a_full_card_is_no_fault_of_the_target(where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither if this process, nor if the target's own has no memory for the tensors of a case."""
+    monkeypatch.setattr(run, "build", run.build)  # undoes what the file does in this process
+    file = tmp_path / "kernel.py"
+    file.write_text(FULL.replace("IN", where))
+    if where == "run":
+        result = survive(CASES[1], find(f"{file}:attention"))
+    else:
+        with apart(f"{file}:attention") as target:
+            result = survive(CASES[1], target)
+    assert (result.status, result.reason) == ("unsupported", "no room for it on the device: CUDA out of memory")
 
 
 def test_the_command(adapter: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -39,7 +39,8 @@ window, softcap, alibi, sinks, causal, mask, positions, k_scale, v_scale, new_k,
 one it does not support; `SUPPORTS = {"page_size": (16, 32)}` in its file declares finer limits.
 `python -c 'import quire.conformance.target as t; help(t)'` has the whole signature, docs/faults.md every fault.
 
-exit status: 0 if the target is right wherever it was asked, 1 if not, 2 for a bad argument
+exit status: 0 if the target is right wherever it was asked, 1 if not, 2 for a bad argument, 130 if it was
+interrupted: what was found until then is reported all the same
 """
 
 
@@ -136,7 +137,7 @@ def _conform(args: argparse.Namespace) -> int:
     from quire.conformance import known
     from quire.conformance.apart import apart
     from quire.conformance.jobs import conform_in
-    from quire.conformance.run import conform
+    from quire.conformance.run import INTERRUPTED, conform
     from quire.conformance.target import find, is_ours
 
     cases = _cases(args)
@@ -185,7 +186,7 @@ def _conform(args: argparse.Namespace) -> int:
         from quire.conformance.page import page
 
         Path(args.html).write_text(page(report), encoding="utf-8")
-    return report.exit_code
+    return 130 if any(result.reason == INTERRUPTED for result in report.results) else report.exit_code
 
 
 def _line(result: Result) -> str:

@@ -136,7 +136,10 @@ class _Worker:
             self.line.send((what, call.case))
         except OSError:
             pass  # it died between two questions: there is no answer either
-        return self._receive()
+        answer = self._receive()
+        if isinstance(answer, torch.OutOfMemoryError):
+            raise answer
+        return answer
 
     def _receive(self) -> Any:
         assert self.line is not None
@@ -199,8 +202,12 @@ def _serve(line: Connection, text: str, device: str | None, seconds: float, trac
             except EOFError:
                 return
             if call is None or call.case != case:
-                with one_thread():
-                    call = build(case, target.device)
+                try:
+                    with one_thread():
+                        call = build(case, target.device)
+                except torch.OutOfMemoryError as error:
+                    line.send(error)
+                    continue
             faulthandler.dump_traceback_later(seconds, exit=True, file=file)
             if what == "about":
                 line.send((target.missing(call), target.limits(call)))

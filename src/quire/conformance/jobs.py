@@ -23,7 +23,7 @@ import torch
 from quire.conformance.apart import SECONDS, apart
 from quire.conformance.case import Case
 from quire.conformance.report import Report, Result
-from quire.conformance.run import Trust, facts_of, failed, report_of, survive, too_late
+from quire.conformance.run import INTERRUPTED, Trust, facts_of, failed, over, report_of, survive
 from quire.conformance.target import Failure, find, is_lost, is_ours
 from quire.errors import ArgumentError
 
@@ -49,8 +49,7 @@ def conform_in(
         facts = workers[0].facts()
         results = _share(workers, cases, known(facts["target"]), each, start, within)
     finally:
-        for worker in workers:
-            worker.stop()
+        _stop(workers)
     return report_of(facts, results, level, time.perf_counter() - start)
 
 
@@ -67,23 +66,26 @@ def _share(
     told = 0
     waiting = list(range(len(cases)))[::-1]
     while len(done) < len(cases):
-        if time.perf_counter() - start > within:
-            done |= {number: too_late(cases[number], within) for number in waiting}
-            waiting.clear()
-        for worker in workers:
-            if worker.case is None and waiting:
-                worker.ask(waiting.pop(), cases, trust.names)
-        busy = {worker.line: worker for worker in workers if worker.case is not None}
-        for line in wait(list(busy)) if busy else ():
-            worker = busy[line]  # type: ignore[index]
-            if worker.said is None:
-                worker.facts()
-                continue
-            assert worker.case is not None
-            number, worker.case = worker.case, None
-            result = worker.result(cases[number])
-            done[number] = replace(result, known=known.get(cases[number].name, ""))
-            trust.note(result)
+        try:
+            if time.perf_counter() - start > within:
+                done |= {number: Result(cases[number], "unsupported", over(within)) for number in waiting}
+                waiting.clear()
+            for worker in workers:
+                if worker.case is None and waiting:
+                    worker.ask(waiting.pop(), cases, trust.names)
+            busy = {worker.line: worker for worker in workers if worker.case is not None}
+            for line in wait(list(busy)) if busy else ():
+                worker = busy[line]  # type: ignore[index]
+                if worker.said is None:
+                    worker.facts()
+                    continue
+                assert worker.case is not None
+                number, worker.case = worker.case, None
+                result = worker.result(cases[number])
+                done[number] = replace(result, known=known.get(cases[number].name, ""))
+                trust.note(result)
+        except KeyboardInterrupt:
+            done = {number: Result(case, "unsupported", INTERRUPTED) for number, case in enumerate(cases)} | done
         while told in done:
             each(done[told])
             told += 1
@@ -134,16 +136,20 @@ class _Worker:
             self.process.join()
             answer = failed(case, Failure(f"the process died with status {self.process.exitcode}", "crashes"))
         if answer.status == "raised" and (not self.process.is_alive() or is_lost(answer.reason)):
-            self.stop()
+            _stop([self])
             self._start()
         return answer
 
-    def stop(self) -> None:
-        self.line.close()  # it ends when there is nobody to ask
-        self.process.join(2)
-        if self.process.is_alive():
-            self.process.kill()
-            self.process.join()
+
+def _stop(workers: Sequence[_Worker], seconds: float = 2.0) -> None:
+    for worker in workers:
+        worker.line.close()  # it ends when there is nobody to ask
+    deadline = time.monotonic() + seconds
+    for worker in workers:
+        worker.process.join(max(deadline - time.monotonic(), 0))
+        if worker.process.is_alive():
+            worker.process.kill()
+            worker.process.join()
 
 
 def _serve(line: Connection, text: str, device: str | None, seconds: float, in_process: bool, threads: int) -> None:

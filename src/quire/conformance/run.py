@@ -153,20 +153,21 @@ def conform(
     each: Callable[[Result], None] = lambda result: None,
     within: float = math.inf,
 ) -> Report:
-    """Every case in turn; after so many seconds none is begun any more."""
+    """Every case in turn; after so many seconds, or an interrupt, none is begun any more: what was found until then is not lost."""
     start = time.perf_counter()
     results: list[Result] = []
     trust = Trust()
     lost = ""
     for case in cases:
-        if lost:
-            result = Result(case, "unsupported", f"the device was lost in case {lost}")
-        elif time.perf_counter() - start > within:
-            result = too_late(case, within)
-        else:
-            result = survive(case, target, trust.names)
-            if result.status == "raised" and is_lost(result.reason) and not target.runs_on:
-                lost = case.name
+        if not lost and time.perf_counter() - start > within:
+            lost = over(within)
+        try:
+            result = Result(case, "unsupported", lost) if lost else survive(case, target, trust.names)
+        except KeyboardInterrupt:
+            lost = INTERRUPTED
+            result = Result(case, "unsupported", lost)
+        if result.status == "raised" and is_lost(result.reason) and not target.runs_on:
+            lost = f"the device was lost in case {case.name}"
         result = replace(result, known=(known or {}).get(case.name, ""))
         trust.note(result)
         results.append(result)
@@ -174,8 +175,11 @@ def conform(
     return report_of(facts_of(target), results, level, time.perf_counter() - start)
 
 
-def too_late(case: Case, within: float) -> Result:
-    return Result(case, "unsupported", f"the {within:g} s were over")
+INTERRUPTED = "interrupted"
+
+
+def over(within: float) -> str:
+    return f"the {within:g} s were over"
 
 
 def facts_of(target: Target) -> dict[str, str]:
@@ -192,9 +196,11 @@ def report_of(facts: dict[str, str], results: list[Result], level: str, seconds:
 
 def survive(case: Case, target: Target, trusted: frozenset[str] = frozenset()) -> Result:
     """As `examine`; and a death between two calls, or an illegal access on a GPU, which shows wherever somebody waits next, ends
-    in a result too."""
+    in a result too, and so does a device that has no room for the case: others may run on it."""
     try:
         return examine(case, target, trusted)
+    except torch.OutOfMemoryError as error:
+        return Result(case, "unsupported", f"no room for it on the device: {str(error).split('. ')[0]}")
     except (Failure, RuntimeError) as error:
         failure = Failure.of(error)
         if failure is not error and not is_lost(str(failure)):
