@@ -34,8 +34,7 @@ def own(case: Case) -> Bound:
     if case.workload.operation == "write":
         return _own_write(case)
     new = (case.k, case.v) if case.workload.form == "context" else None
-    # The peers of a GPU are given their output.
-    out = None if case.q.device.type == "cpu" else case.out()
+    out = case.out()  # as peers are given theirs
     return Bound(lambda: attend(case.q, case.cache, case.batch, case.options, new=new, out=out), case.workload.dtype)
 
 
@@ -84,7 +83,8 @@ def device_copy(case: Case) -> Bound | None:
 
 def own_in_torch(case: Case) -> Bound:
     """`quire.attend` by the kernel that needs no compiler."""
-    return Bound(lambda: attend(case.q, case.cache, case.batch, case.options, kernel="torch"), case.workload.dtype)
+    out = case.out()
+    return Bound(lambda: attend(case.q, case.cache, case.batch, case.options, out=out, kernel="torch"), case.workload.dtype)
 
 
 def own_without_amx(case: Case) -> Bound | None:
@@ -95,9 +95,11 @@ def own_without_amx(case: Case) -> Bound | None:
     if not FILE.exists() or "amx" not in library().levels:
         return None
 
+    out = case.out()
+
     def run() -> torch.Tensor:
         with forced("avx512-bf16"):
-            return attend(case.q, case.cache, case.batch, case.options, kernel="native")
+            return attend(case.q, case.cache, case.batch, case.options, out=out, kernel="native")
 
     return Bound(run, case.workload.dtype)
 

@@ -166,6 +166,6 @@ def _serve(line: Connection, text: str, device: str | None, seconds: float, in_p
         while True:
             try:
                 case, trusted = line.recv()
-            except EOFError:
-                return
-            line.send(survive(case, target, trusted))
+                line.send(survive(case, target, trusted))
+            except (EOFError, OSError):
+                return  # nobody asks any more

@@ -111,7 +111,7 @@ struct Level {
     void (*join)(const Attend&, const Join&);
     size_t (*write_room)(const Write&);
     void (*write)(const Write&, int64_t token, int64_t slot, char* room);
-    int64_t keys;  // of a tile
+    int64_t keys, strip;  // keys of a tile, and rows that meet it at a time
 };
 
 INLINE int64_t part_stride(const Attend& call) { return (call.cache.v.dim + 2 + 15) / 16 * 16; }

@@ -45,7 +45,7 @@ static void attend(const Attend& call, const Unit& unit, bool few, char* base) {
 }
 
 extern const Level LEVEL;
-const Level LEVEL = {room, most_rows, few, attend, join, write_room, write, KEYS};
+const Level LEVEL = {room, most_rows, few, attend, join, write_room, write, KEYS, STRIP};
 
 }  // namespace QUIRE_LEVEL
 }  // namespace quire

@@ -209,6 +209,7 @@ void run(const Attend& call) {
             continue;
         }
         int64_t pieces = (rows + height - 1) / height, step = (rows + pieces - 1) / pieces;
+        step = (step + level.strip - 1) / level.strip * level.strip;
         for (int64_t head = 0; head < heads; head++) {
             for (int64_t row = 0; row < rows; row += step) {
                 int64_t count = std::min(step, rows - row), first = row / call.group, last = (row + count - 1) / call.group;

@@ -26,11 +26,11 @@ struct Many {
 
     static int64_t most_rows(const Attend& call) {
         int64_t widest = most(call.cache.k.dim, call.cache.v.dim);
-        return most<int64_t>(STRIP, 256 * 128 / most<int64_t>(widest, 128) / STRIP * STRIP);
+        return round_up(512 * 128 / most<int64_t>(widest, 128), STRIP);
     }
 
     Many(const Attend& call, Room& room) : call(call) {
-        int64_t count = round_up(most_rows(call), STRIP);
+        int64_t count = most_rows(call);
         k_units = round_up((call.cache.k.dim + F::PER_UNIT - 1) / F::PER_UNIT, W);
         v_lanes = round_up(call.cache.v.dim, LANES_OF_PANEL);
         q = room.take<int32_t>(count * k_units);

@@ -128,16 +128,18 @@ template <int TYPE>
 INLINE void encode(vf x, uint8_t* p, int64_t count = W) {
     if (TYPE >= E4M3FN) x = not_above(not_below(x, -LARGEST[TYPE]), LARGEST[TYPE]);
     vi code = Number<TYPE>::encode(x);
+    auto put = [&](auto numbers) {
+        if (count >= W) return store(p, numbers);
+        memcpy(p, &numbers, count * SIZE<TYPE>);
+    };
     if constexpr (SIZE<TYPE> == 4) {
-        memcpy(p, &code, least<int64_t>(count, W) * 4);
+        put(code);
     } else if constexpr (SIZE<TYPE> == 2) {
         typedef uint16_t vn __attribute__((vector_size(W * 2)));
-        vn narrow = __builtin_convertvector(code, vn);
-        memcpy(p, &narrow, least<int64_t>(count, W) * 2);
+        put(__builtin_convertvector(code, vn));
     } else {
         typedef uint8_t vn __attribute__((vector_size(W)));
-        vn narrow = __builtin_convertvector(code, vn);
-        memcpy(p, &narrow, least<int64_t>(count, W));
+        put(__builtin_convertvector(code, vn));
     }
 }
 

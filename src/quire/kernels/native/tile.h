@@ -199,7 +199,14 @@ static void weigh(const Scores& s, int64_t rows, int32_t* weights, int64_t weigh
         float* score = s.data + r * s.stride;
         vf best = never;
         if (plain && !cut_off(r)) {
-            for (int64_t j = 0; j < s.padded; j += W) best = larger(best, load(score + j) * factor);
+            // Rounding keeps the order: the largest score, or the smallest, makes the largest logit.
+            if (logits.factor < 0) {
+                for (int64_t j = 0; j < s.padded; j += W) best = larger(best, -load(score + j));
+                best *= -factor;
+            } else {
+                for (int64_t j = 0; j < s.padded; j += W) best = larger(best, load(score + j));
+                best *= factor;
+            }
         } else {
             for (int64_t j = 0; j < s.padded; j += W) {
                 vf x = load(score + j) * (s.key_scale ? load(s.key_scale + j) * factor : factor);
@@ -273,10 +280,10 @@ static void finish(const Attend& call, const Sequence& s, int64_t head, int64_t 
             vf x = load(values + d) * share;
             if (call.out_scale) x /= (float)call.out_scale;
             uint8_t some[W * 4];
-            encode<t.value>(x, some);
             if (call.out.dim == 1) {
-                memcpy(out + d * SIZE<t.value>, some, count * SIZE<t.value>);
+                encode<t.value>(x, out + d * SIZE<t.value>, count);
             } else {
+                encode<t.value>(x, some);
                 for (int64_t i = 0; i < count; i++) {
                     memcpy(out + (d + i) * call.out.dim * SIZE<t.value>, some + i * SIZE<t.value>, SIZE<t.value>);
                 }
