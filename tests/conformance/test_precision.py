@@ -71,6 +71,7 @@ NARROW: dict[str, tuple[Case, Callable[[Call], None], str, dict[str, object]]] =
         {"values": "truncated", "scores": "truncated", "weights": "truncated"},
     ),
     "tf32 in wide tiles": (FP32, lambda call: online(call, Narrow("tf32", "truncated"), tile=64), "products-in-tf32", {}),
+    "tf32, each key by itself": (FP32, lambda call: online(call, Narrow("tf32", "truncated"), tile=1), "products-in-tf32", {}),
     "fp16": (FP32, lambda call: online(call, Narrow("fp16")), "products-in-fp16", {}),
     "bf16 of fp32": (FP32, lambda call: online(call, Narrow("bf16")), "products-in-bf16", {}),
     "bf16 of fp16": (FP16, lambda call: online(call, Narrow("bf16")), "products-in-bf16", {}),

@@ -126,8 +126,11 @@ def _weights(call: Call, types: list[str], values: Narrow | None) -> tuple[Narro
             a, b = scores[0](a * first), scores[1](b)
         logits = torch.einsum("rhd,rkhd->rhk", a, b) * (call.scale / first)
         e = torch.exp(logits - logits.amax(-1, keepdim=True))
-        rounded = e if weights is None else weights(e)
-        return any(float((rounded / total - share).abs().max()) <= noise for total in (e.sum(-1, True), rounded.sum(-1, True)))
+        ways = [e]
+        if weights is not None:
+            # The second: keys in tiles of their own. The first one's weight is 1 when it is multiplied, whatever it becomes later.
+            ways = [weights(e), torch.cat((e[..., :1], weights(e[..., 1:])), -1)]
+        return any(float((way / by.sum(-1, True) - share).abs().max()) <= noise for way in ways for by in (e, way))
 
     for weights in (None, *_narrows(types)):
         if fits(None, weights):
