@@ -26,7 +26,7 @@ struct Many {
 
     static int64_t most_rows(const Attend& call) {
         int64_t widest = most(call.cache.k.dim, call.cache.v.dim);
-        return round_up(512 * 128 / most<int64_t>(widest, 128), STRIP);
+        return round_up(1024 * 128 / most<int64_t>(widest, 128), STRIP);
     }
 
     Many(const Attend& call, Room& room) : call(call) {
