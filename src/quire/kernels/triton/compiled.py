@@ -38,7 +38,9 @@ CARDS: dict[str, Card] = {
 }
 
 _MATRIX = r"wgmma\.mma_async|mma\.sync|tcgen05\.mma|v_mfma_\w+|v_wmma_\w+"
-_NOTABLE = re.compile(rf"{_MATRIX}|griddepcontrol\.\w+|redux\.sync|cvt\.\w+\.f16x2\.e4m3x2|cp\.async\.c[ag]\.shared\.global")
+_NOTABLE = re.compile(
+    rf"{_MATRIX}|griddepcontrol\.\w+|redux\.sync|cvt\.\w+\.f16x2\.e4m3x2|cvt\.rn\.satfinite\.\w+\.\w+|cp\.async\.c[ag]\.shared\.global"
+)
 
 
 class Compiled(NamedTuple):

@@ -33,9 +33,13 @@ def decode(x, FORMAT: tl.constexpr, HARDWARE: tl.constexpr):
 
 
 @triton.jit
-def encode(x, FORMAT: tl.constexpr):
+def encode(x, FORMAT: tl.constexpr, HARDWARE: tl.constexpr):
     """fp32, already divided by its scale, in a format: saturating, rounded to nearest even; a NaN stays one (0 in int8)."""
-    if FORMAT == "e4m3fn":
+    if HARDWARE and FORMAT == "e4m3fn":
+        return x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    elif HARDWARE and FORMAT == "e5m2":
+        return x.to(tl.float8e5).to(tl.uint8, bitcast=True)
+    elif FORMAT == "e4m3fn":
         return _float_to_byte(x, 3, 7, 448.0, 0x7F)
     elif FORMAT == "e4m3fnuz":
         byte = _float_to_byte(x, 3, 8, 240.0, 0x80)

@@ -84,7 +84,7 @@ class Sample:
         fields |= {name: tuple(value) for name, value in fields.items() if isinstance(value, list)}
         options = Options(**fields)
         if self.kernel == "write":
-            return write.launches(new, new, cache, batch, None)
+            return write.launches(new, new, cache, batch, None, target=Target(arch, 100))
         beside = (new, new) if self.new else None
         if self.kernel == "ledger":
             return ledger.launches(q, cache, batch, options, beside, **self.how)

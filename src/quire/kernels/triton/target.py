@@ -21,6 +21,12 @@ class Target(NamedTuple):
         return self.arch.startswith("sm") and int(self.arch[2:]) >= 89
 
     @property
+    def hardware_encodes(self) -> bool:
+        """Whether it converts fp32 to e4m3fn and e5m2 in one instruction that rounds once and saturates, as NVIDIA's do since sm90.
+        For sm89 the compiler goes by way of fp16, and rounds twice."""
+        return self.arch.startswith("sm") and int(self.arch[2:]) >= 90
+
+    @property
     def launches_early(self) -> bool:
         """Whether a kernel can be launched before the one it depends on has ended, as on NVIDIA's since sm90."""
         return self.arch.startswith("sm") and int(self.arch[2:]) >= 90

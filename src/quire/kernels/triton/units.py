@@ -180,7 +180,7 @@ def store(out, token, head, live, result, lse, broken, dim, C: tl.constexpr):
     result = tl.where(broken, float("nan"), result)
     at = token.to(tl.int64)[:, None] * out.token + head[:, None] * out.head + dim[None, :] * C.OUT_DIM
     mask = live[:, None] & (dim < C.V_DIM)[None, :]
-    tl.store(out.at + at, encode(result, tl.constexpr(C.OUT)).to(out.at.dtype.element_ty), mask=mask)
+    tl.store(out.at + at, encode(result, tl.constexpr(C.OUT), False).to(out.at.dtype.element_ty), mask=mask)
     if out.lse is not None:
         lse = tl.where(broken, float("nan"), lse)
         tl.store(out.lse + token.to(tl.int64) * (C.KV_HEADS * C.GROUP) + head, lse, mask=live)

@@ -14,6 +14,7 @@ from quire.cache.kv_cache import KVCache
 from quire.kernels.triton.bind import Bound
 from quire.kernels.triton.formats import encode
 from quire.kernels.triton.launch import Launch, as_bytes, page_steps, scale_steps
+from quire.kernels.triton.target import Target, target_of
 from quire.problem import power_of_two
 
 ROWS = 32
@@ -72,6 +73,7 @@ class Store(NamedTuple):
     V_SLOTS: int
     V_DIMS: int
     FORMAT: str
+    HARDWARE: bool
     LARGEST: float | None
     K_SCALE_STEPS: tuple[int, ...] | None
     V_SCALE_STEPS: tuple[int, ...] | None
@@ -157,13 +159,22 @@ def quantised(x, scale, live, S: tl.constexpr):
         tl.store(scale, factor, mask=live)
     else:
         factor = tl.load(scale, mask=live, other=1.0)
-    return encode(tl.div_rn(x, tl.broadcast_to(factor[:, None], x.shape)), tl.constexpr(S.FORMAT))
+    return encode(tl.div_rn(x, tl.broadcast_to(factor[:, None], x.shape)), tl.constexpr(S.FORMAT), S.HARDWARE)
 
 
 class Plan:
     """What writes of a kind have in common."""
 
-    def __init__(self, k: torch.Tensor, v: torch.Tensor, cache: KVCache, batch: Batch, slots: torch.Tensor | None):
+    def __init__(
+        self,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        cache: KVCache,
+        batch: Batch,
+        slots: torch.Tensor | None,
+        *,
+        target: Target | None = None,
+    ):
         self.constants = Store(
             ROWS=ROWS,
             KV_HEADS=cache.kv_heads,
@@ -182,6 +193,7 @@ class Plan:
             V_SLOTS=cache.v_view.shape[3],
             V_DIMS=cache.v_view.shape[5],
             FORMAT=cache.format.name,
+            HARDWARE=(target or target_of(k.device)).hardware_encodes,
             LARGEST=cache.format.largest,
             K_SCALE_STEPS=scale_steps(cache.k_scale),
             V_SCALE_STEPS=scale_steps(cache.v_scale),
@@ -247,9 +259,11 @@ class Plan:
         return [Launch(write_kernel, arguments, (self.constants,), self.grid, 4, 1)]
 
 
-def launches(k: torch.Tensor, v: torch.Tensor, cache: KVCache, batch: Batch, slots: torch.Tensor | None) -> list[Launch]:
+def launches(
+    k: torch.Tensor, v: torch.Tensor, cache: KVCache, batch: Batch, slots: torch.Tensor | None, **how: Any
+) -> list[Launch]:
     """The launch of a write, or none if there is nothing to store. No tensor is read."""
-    plan = Plan(k, v, cache, batch, slots)
+    plan = Plan(k, v, cache, batch, slots, **how)
     return [] if plan.empty else plan.launches(plan.arguments(k, v, cache, batch, slots, at=as_bytes))
 
 

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from quire.kernels.triton.formats import decode, encode
+from quire.kernels.triton.target import target_of
 from support.launched import attend
 from support.scenario import LARGEST, TYPES
 
@@ -61,9 +62,9 @@ def decode_kernel(out, codes, FORMAT: tl.constexpr, HARDWARE: tl.constexpr):
 
 
 @triton.jit
-def encode_kernel(out, numbers, FORMAT: tl.constexpr, COUNT: tl.constexpr):
+def encode_kernel(out, numbers, FORMAT: tl.constexpr, HARDWARE: tl.constexpr, COUNT: tl.constexpr):
     at = tl.arange(0, COUNT)
-    tl.store(out + at, encode(tl.load(numbers + at), FORMAT))
+    tl.store(out + at, encode(tl.load(numbers + at), FORMAT, HARDWARE))
 
 
 def hardware_can(device: str) -> bool:
@@ -81,9 +82,11 @@ def test_every_code_is_decoded(format: str, hardware: bool, device: str) -> None
     assert torch.allclose(out.cpu().float(), expected, rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize("format", EIGHT_BITS)
-def test_numbers_are_encoded_to_the_nearest(format: str, device: str) -> None:
+@pytest.mark.parametrize("format, hardware", [*((f, False) for f in EIGHT_BITS), ("e4m3fn", True), ("e5m2", True)])
+def test_numbers_are_encoded_to_the_nearest(format: str, hardware: bool, device: str) -> None:
     """Each number of the format, the middle between two neighbours, and what lies just beside both; and beyond the largest."""
+    if hardware and not target_of(torch.device(device)).hardware_encodes:
+        pytest.skip("only a card has that instruction")
     count = 4096
     exact = torch.arange(256, dtype=torch.uint8).view(TYPES[format]).double()
     exact = exact[exact.isfinite() & (exact.abs() <= LARGEST[format])].unique()
@@ -94,7 +97,7 @@ def test_numbers_are_encoded_to_the_nearest(format: str, device: str) -> None:
     numbers = torch.cat((numbers, extremes))
     numbers = torch.cat((numbers, torch.zeros(count - len(numbers)))).to(device)
     out = torch.zeros(count, dtype=torch.uint8, device=device)
-    encode_kernel[(1,)](out, numbers, format, count)
+    encode_kernel[(1,)](out, numbers, format, hardware, count)
     clamped = numbers.cpu().clamp(-LARGEST[format], LARGEST[format])
     if format == "int8":
         expected = clamped.nan_to_num(0.0).round().to(torch.int8).view(torch.uint8)
@@ -107,5 +110,5 @@ def test_numbers_are_encoded_to_the_nearest(format: str, device: str) -> None:
 def test_floats_stay(format: str, device: str) -> None:
     numbers = torch.randn(256, device=device)
     out = torch.zeros(256, device=device)
-    encode_kernel[(1,)](out, numbers, format, 256)
+    encode_kernel[(1,)](out, numbers, format, False, 256)
     assert torch.equal(out, numbers)
