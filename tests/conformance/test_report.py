@@ -52,6 +52,10 @@ def test_junit() -> None:
     assert root.attrib["tests"] == "3" and root.attrib["failures"] == "1"
     (failure,) = root.iter("failure")
     assert failure.attrib["message"].startswith("window-ignored")
+    known = ElementTree.fromstring(conform(planted("window-ignored"), CASES, known={"b": "upstream knows"}).to_junit())
+    assert known.attrib["failures"] == "0" and known.attrib["skipped"] == "1"
+    (skipped,) = known.iter("skipped")
+    assert skipped.attrib["message"].startswith("known (upstream knows): window-ignored")
 
 
 def test_the_page_of_faults_is_what_the_catalogue_prints() -> None:
