@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from quire.bench import limits, run, worker
+from quire.bench import run, worker
+from quire.bench.limits import Limits
 from quire.bench.workloads import Workload
 
 SMALL = Workload("small", ((1, 40), (70, 10), (1, 0)), "fp32", q_heads=4, kv_heads=2, head_dim=16)
@@ -17,7 +18,7 @@ SMALL = Workload("small", ((1, 40), (70, 10), (1, 0)), "fp32", q_heads=4, kv_hea
 
 def test_measure_runs_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run, "SECONDS", 0.01)
-    rows = list(run.measure([SMALL], limits.Limits(1e10, 1e11), run.ALWAYS, turns=2, tell=lambda name: None))
+    rows = list(run.measure([SMALL], Limits(1e10, 1e11), run.ALWAYS, turns=2, tell=lambda name: None))
     # Without AMX there is nothing to measure without it.
     names = [row.contestant for row in rows if row.contestant != "quire without AMX"]
     assert names == ["quire", "quire torch", "gather + SDPA"]
@@ -31,7 +32,7 @@ def test_no_speed_for_a_wrong_result(monkeypatch: pytest.MonkeyPatch) -> None:
         worker.Worker, "ask", lambda self, command: answers[self.name] if "build" in command else {"seconds": [1.0]}
     )
     monkeypatch.setattr(worker.Worker, "close", lambda self: None)
-    rows = run.measure([SMALL], limits.Limits(1e10, 1e11), tuple(answers), tell=lambda name: None)
+    rows = run.measure([SMALL], Limits(1e10, 1e11), tuple(answers), tell=lambda name: None)
     assert [(row.milliseconds, row.right, row.note) for row in rows] == [
         (None, False, "wrong result: no speed"),
         (None, False, "exit status -4"),
@@ -48,7 +49,7 @@ def test_turns_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker.Worker, "__init__", lambda self, name, *how: setattr(self, "name", name))
     monkeypatch.setattr(worker.Worker, "ask", ask)
     monkeypatch.setattr(worker.Worker, "close", lambda self: None)
-    list(run.measure([SMALL], limits.Limits(1e10, 1e11), ("quire", "gather + SDPA"), turns=3, tell=lambda name: None))
+    list(run.measure([SMALL], Limits(1e10, 1e11), ("quire", "gather + SDPA"), turns=3, tell=lambda name: None))
     assert [name for name, *command in asked if command == ["time"]] == ["quire", "gather + SDPA"] * 3
 
 
@@ -62,14 +63,14 @@ def test_a_worker_that_dies_is_reported() -> None:
 
 def test_a_contestant_without_an_answer_has_no_row(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run, "SECONDS", 0.01)
-    rows = run.measure([replace(SMALL, format="int8")], limits.Limits(1e10, 1e11), ("quire", "gather + SDPA"), turns=1, tell=print)
+    rows = run.measure([replace(SMALL, format="int8")], Limits(1e10, 1e11), ("quire", "gather + SDPA"), turns=1, tell=print)
     assert [(row.contestant, row.right) for row in rows] == [("quire", True)]
 
 
 def test_another_interpreter_runs_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It finds Quire where this one did, and a peer that cannot be imported there is a note in its rows."""
     monkeypatch.setattr(run, "SECONDS", 0.01)
-    rows = list(run.measure([SMALL], limits.Limits(1e10, 1e11), (), turns=1, tell=print, vllm=sys.executable))
+    rows = list(run.measure([SMALL], Limits(1e10, 1e11), (), turns=1, tell=print, vllm=sys.executable))
     assert [(row.contestant, row.milliseconds) for row in rows] == [("vLLM", None), ("vLLM vec", None)]
     assert all(row.note.startswith("exit status") for row in rows)
 
@@ -81,3 +82,14 @@ def test_a_worker_that_takes_too_long_is_ended(monkeypatch: pytest.MonkeyPatch) 
         assert slow.ask({"build": SMALL.to_json(), "folder": "."}) == {"died": "no answer in 0 s"}
     finally:
         slow.close()
+
+
+def test_a_limit_that_was_measured_in_another_type_says_nothing() -> None:
+    """A product in fp32 bounds none in bf16; memory bounds both."""
+    bf16, by_work, by_memory = (
+        replace(SMALL, dtype="bf16"),
+        Limits(1e15, 1e9, faster=("bf16",)),
+        Limits(1e9, 1e15, faster=("bf16",)),
+    )
+    assert by_work.seconds(bf16) is None and by_work.seconds(SMALL) == SMALL.flops / 1e9
+    assert by_memory.seconds(bf16) == bf16.bytes / 1e9

@@ -20,18 +20,22 @@ class Limits(NamedTuple):
     bytes: float
     flops: float
     copied: float = float("nan")
+    faster: tuple[str, ...] = ()
+    """Types whose operations may take less time than those that were measured."""
 
-    def seconds(self, workload: Workload) -> float:
-        """The least time that this much work can take."""
+    def seconds(self, workload: Workload) -> float | None:
+        """The least time that this much work can take; None where nothing was measured that would say so."""
         if workload.operation == "write":
             return workload.bytes / self.copied
-        return max(workload.bytes / self.bytes, workload.flops / self.flops)
+        read, computed = workload.bytes / self.bytes, workload.flops / self.flops
+        return None if computed > read and workload.dtype in self.faster else max(read, computed)
 
 
 def cpu_limits() -> Limits:
-    """The best of a few runs: a sum over memory that no cache holds, and a product of fp32 matrices."""
+    """The best of a few runs: a sum over memory that no cache holds, and a product of fp32 matrices. (One of bf16 matrices would end
+    the process on some CPUs.)"""
     memory, a = torch.ones(1 << 27), torch.randn(2048, 2048)
-    return Limits(memory.nbytes / _best(memory.sum), 2 * 2048**3 / _best(lambda: a @ a))
+    return Limits(memory.nbytes / _best(memory.sum), 2 * 2048**3 / _best(lambda: a @ a), faster=("bf16",))
 
 
 def _best(run: Callable[[], Any]) -> float:

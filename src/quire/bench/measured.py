@@ -51,7 +51,7 @@ class Measured:
         graph_turns: Sequence[Sequence[float]] = (),
     ) -> Measured:
         """From seconds, turn by turn: none if there is no speed to tell."""
-        seconds, graph = median(turns), median(graph_turns)
+        seconds, graph, least = median(turns), median(graph_turns), limits.seconds(workload)
         taken = sorted(s for turn in turns for s in turn)
         quartiles = statistics.quantiles(taken, n=4) if len(taken) > 1 else [0.0, 0.0, 0.0]
         return cls(
@@ -61,7 +61,7 @@ class Measured:
             spread=None if seconds is None else (quartiles[2] - quartiles[0]) / 2 / seconds,
             error=error,
             budget=budget,
-            of_limit=None if seconds is None else limits.seconds(workload) / seconds,
+            of_limit=None if seconds is None or least is None else least / seconds,
             gigabytes_per_second=None if seconds is None else workload.bytes / seconds / 1e9,
             gigaflops=None if seconds is None else workload.flops / seconds / 1e9,
             note=note,
