@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import quire
+from quire.reference import attention
 from support.kernels import each_kernel, on_every_kernel  # noqa: F401
 from support.scenario import LARGEST, Scenario, build
 
@@ -191,6 +192,37 @@ def test_large_logits_do_not_overflow() -> None:
     s = build(20, **MIXED, scale=300.0)
     attend(s)
     attend(build(20, **MIXED, scale=300.0, softcap=30.0))
+
+
+@pytest.mark.usefixtures("each_kernel")
+@pytest.mark.parametrize("q_len", [1, 40])
+@pytest.mark.parametrize("size", [1e4, 3e4, 1e6, 1e9])
+def test_huge_logits_choose_the_largest(size: float, q_len: int) -> None:
+    """Logits so large that the remainder of their rounding is beyond what an exponential takes."""
+    g = torch.Generator().manual_seed(3)
+    q, k = (torch.randn(shape, generator=g) * size for shape in ((q_len, 4, 64), (16, 16, 1, 64)))
+    v = torch.randn(16, 16, 1, 64, generator=g)
+    cache = quire.KVCache.wrap(k, v, layout="nhd")
+    batch = quire.Batch(*(torch.tensor(x, dtype=torch.int32) for x in ([list(range(16))], [200], [0, q_len])))
+    for scale in (0.125, -0.125):
+        out, lse = quire.attend(q, cache, batch, quire.Options(scale=scale), lse=True)
+        right, right_lse = attention(q, *(pages.flatten(0, 1)[:200] for pages in (k, v)), scale=scale)
+        assert torch.allclose(out.double(), right, atol=1e-4) and torch.allclose(lse.double(), right_lse, rtol=1e-6)
+
+
+@pytest.mark.usefixtures("each_kernel")
+def test_an_infinite_sink_takes_everything() -> None:
+    s = build(23, [2, 1], [9, 30])
+    sinks = torch.tensor([torch.inf, 0.0, 0.0, 0.0])
+    out, lse = quire.attend(s.q, s.cache, s.batch, quire.Options(sinks=sinks), lse=True)
+    assert (out[:, 0] == 0).all() and (lse[:, 0] == torch.inf).all() and out.isfinite().all()
+
+
+@pytest.mark.usefixtures("each_kernel")
+def test_the_smallest_softcap_is_one() -> None:
+    s = build(24, [2, 1], [9, 30])
+    outs = [quire.attend(s.q, s.cache, s.batch, quire.Options(softcap=cap)) for cap in (1e-300, 1e-20)]
+    assert torch.allclose(outs[0], outs[1], atol=1e-6)
 
 
 def test_low_hints_are_reported_and_do_not_truncate() -> None:

@@ -118,6 +118,12 @@ def test_a_teams_own_tests_run_beside_it(run: Run, tmp_path: Path) -> None:
     assert done.returncode == 0 and counts(done) == {"passed": 2}, done.stdout + done.stderr
 
 
+def test_a_file_is_known_however_the_way_to_it_is_spelt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "known").write_text(f"{tmp_path}/sub/../kernel.py:f  mixed  why\nkernel.py:g  edges  another function\n")
+    monkeypatch.chdir(tmp_path)
+    assert read("known", "kernel.py:f") == {"mixed": "why"} == read("known", f"{tmp_path}/kernel.py:f")
+
+
 def test_the_known_are_read_line_by_line(tmp_path: Path) -> None:
     file = tmp_path / "known.txt"
     file.write_text("# a comment\n\nmine  far   wraps at 2^31\n*     tree  not promised\nother far nobody asked\n")

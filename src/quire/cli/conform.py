@@ -137,7 +137,7 @@ def _conform(args: argparse.Namespace) -> int:
     from quire.conformance import known
     from quire.conformance.apart import apart
     from quire.conformance.jobs import conform_in
-    from quire.conformance.run import INTERRUPTED, conform
+    from quire.conformance.run import conform
     from quire.conformance.target import find, is_ours
 
     cases = _cases(args)
@@ -186,7 +186,7 @@ def _conform(args: argparse.Namespace) -> int:
         from quire.conformance.page import page
 
         Path(args.html).write_text(page(report), encoding="utf-8")
-    return 130 if any(result.reason == INTERRUPTED for result in report.results) else report.exit_code
+    return 130 if report.interrupted else report.exit_code
 
 
 def _line(result: Result) -> str:

@@ -209,11 +209,12 @@ def _serve(line: Connection, text: str, device: str | None, seconds: float, trac
                     line.send(error)
                     continue
             faulthandler.dump_traceback_later(seconds, exit=True, file=file)
-            if what == "about":
-                line.send((target.missing(call), target.limits(call)))
-            else:
-                line.send(_answer(target, call))
-                call = None
+            answer = (target.missing(call), target.limits(call)) if what == "about" else _answer(target, call)
+            call = call if what == "about" else None
+            try:
+                line.send(answer)
+            except OSError:
+                return  # nobody asks any more
 
 
 def _answer(target: Target, call: Call) -> Answer:

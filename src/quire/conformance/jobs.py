@@ -22,8 +22,8 @@ import torch
 
 from quire.conformance.apart import SECONDS, apart
 from quire.conformance.case import Case
-from quire.conformance.report import Report, Result
-from quire.conformance.run import INTERRUPTED, Trust, facts_of, failed, over, report_of, survive
+from quire.conformance.report import INTERRUPTED, Report, Result
+from quire.conformance.run import Trust, facts_of, failed, over, report_of, survive
 from quire.conformance.target import Failure, find, is_lost, is_ours
 from quire.errors import ArgumentError
 

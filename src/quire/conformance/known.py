@@ -28,9 +28,17 @@ def read(path: str | os.PathLike[str], target: str) -> dict[str, str]:
             continue
         if len(words) < 3:
             raise ArgumentError("known", f"{path}:{number}: {line.strip()}", "a target or *, a case, and why")
-        if words[0] in ("*", target):
+        if words[0] == "*" or _same(words[0], target):
             found[words[1]] = words[2].strip()
     return found
+
+
+def _same(named: str, target: str) -> bool:
+    """A file is the same however the way to it is spelt."""
+    if named == target:
+        return True
+    (file, _, function), (of, _, called) = named.rpartition(":"), target.rpartition(":")
+    return bool(file and of) and function == called and Path(file).resolve() == Path(of).resolve()
 
 
 def unmatched(known: Iterable[str]) -> tuple[str, ...]:

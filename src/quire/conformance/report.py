@@ -12,6 +12,7 @@ from xml.etree import ElementTree
 from quire.conformance.case import Case
 
 UNKNOWN = "unknown"
+INTERRUPTED = "interrupted"
 PIECES = 6
 """How much of a long list is shown."""
 
@@ -168,6 +169,11 @@ class Report:
                     found.setdefault(brief(one.parameters), []).append(result.case.name)
         return sorted(found.items(), key=lambda row: -len(row[1]))
 
+    @property
+    def interrupted(self) -> bool:
+        """Whether somebody stopped it before all cases were asked."""
+        return any(result.reason == INTERRUPTED for result in self.results)
+
     def counts(self) -> dict[str, int]:
         statuses = ("right", "wrong", "raised", "refused", "unsupported")
         return {status: sum(result.status == status for result in self.results) for status in statuses}
@@ -188,6 +194,7 @@ class Report:
             "level": self.level,
             "device": self.device,
             "versions": self.versions,
+            "interrupted": self.interrupted,
             "seconds": round(self.seconds, 3),
             "counts": self.counts(),
             "findings": [

@@ -15,9 +15,9 @@ from quire.conformance.budget import ratios
 from quire.conformance.build import build
 from quire.conformance.call import Call
 from quire.conformance.case import Case
-from quire.conformance.diagnose import REPEATS, Attempt, attempt, call_other, cell, diagnose, repeated, same, unsteady
+from quire.conformance.diagnose import REPEATS, Attempt, attempt, call_other, cell, diagnose, others, repeated, same, unsteady
 from quire.conformance.faults import BY_NAME
-from quire.conformance.report import Finding, Picture, Report, Result
+from quire.conformance.report import INTERRUPTED, Finding, Picture, Report, Result
 from quire.conformance.target import Failure, Target, is_lost
 from quire.conformance.threads import one_thread
 
@@ -101,14 +101,15 @@ def _moody(case: Case, target: Target, first: Attempt) -> tuple[str, str] | None
             "two-runs-differ",
             f"{BY_NAME['two-runs-differ'].looks}, once in {REPEATS + 2} calls",
         )
-    if not call_other(case, target):
-        return None
-    after = repeated(case, target)
-    if isinstance(after, Failure):
-        return after.fault, f"after another call: {after}"
-    if same(first.call, after):
-        return None
-    return unsteady(case, target, replace(first, call=after)) or ("state-leaks", BY_NAME["state-leaks"].looks)
+    for other in others(case):
+        if not call_other(other, target):
+            continue
+        after = repeated(case, target)
+        if isinstance(after, Failure):
+            return after.fault, f"after another call: {after}"
+        if not same(first.call, after):
+            return unsteady(case, target, replace(first, call=after)) or ("state-leaks", BY_NAME["state-leaks"].looks)
+    return None
 
 
 def _picture(done: Attempt, findings: Sequence[Finding]) -> Picture:
@@ -173,9 +174,6 @@ def conform(
         results.append(result)
         each(result)
     return report_of(facts_of(target), results, level, time.perf_counter() - start)
-
-
-INTERRUPTED = "interrupted"
 
 
 def over(within: float) -> str:

@@ -26,7 +26,7 @@ _INT64: dict[str, Any] = {"index": ("int64", "int64", "int64")}
 SMOKE = (
     Case("mixed", lse=True),
     Case("decode-needle", **_DECODE, data="needle"),
-    Case("edges", **_EDGES, padding=3),
+    Case("edges", **_EDGES, padding=3, lse=True),
     Case("prefill-tiles", q_lens=(129, 63), kv_lens=(129, 191), kv_heads=1, group=2),
     Case("window-needle", data="needle", window=(8, 0), tail="-1"),
     Case("fp8-head-scales", format="e4m3fn", scales="head"),
@@ -110,7 +110,7 @@ STANDARD = (
     Case("decode-high-pages", **_DECODE, table="high", kv_heads=1),
     Case("decode-far", **_DECODE, table="far", kv_heads=1, format="e4m3fn", scales="tensor"),
     Case("decode-hints-low", **_DECODE, hints="low"),
-    Case("decode-padding", q_lens=(1, 0, 1, 1), kv_lens=(37, 5, 64, 100), padding=3, tail="-1", data="needle"),
+    Case("decode-padding", q_lens=(1, 0, 1, 1), kv_lens=(37, 5, 64, 100), padding=3, tail="-1", data="needle", lse=True),
     Case("decode-everything", **_DECODE, window=(40, 0), softcap=3.0, alibi=True, sinks=True, lse=True, kv_heads=4, group=3),
     # Every feature over several shares of keys.
     *(

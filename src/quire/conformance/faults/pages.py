@@ -166,7 +166,7 @@ PAGES = (
     Fault(
         "table-column-off-by-one",
         "pages",
-        "everything comes from one page further on; the last page from the table's tail",
+        "everything comes from a page further on, or back; at the table's end from what lies beside it",
         "a column index computed from the length instead of the position, or from 1",
         lambda by: _table_column(by),
         lambda call: int(call.kv_lens.max() if call.seqs else 0) > 0,

@@ -8,6 +8,7 @@ namespace QUIRE_LEVEL {
 constexpr int64_t KEYS = 256;  // of a tile
 constexpr float LOG2E = 1.44269504088896341f;
 constexpr double LN2 = 0.693147180559945309;
+constexpr float HUGE_LOGIT = 1 << 22;  // half of its last place is a quarter
 
 struct Sequence {
     int64_t seq, token, q_len, kv_len, context;
@@ -158,9 +159,11 @@ struct Logits {
     float factor, cap, capped;  // s * factor; with a softcap, capped * tanh(s * factor)
 
     explicit Logits(const Attend& call) {
-        cap = call.softcap;
-        factor = cap ? call.scale / call.softcap : call.scale * (double)1.4426950408889634;
-        capped = call.softcap * 1.4426950408889634;
+        // The smallest cap that counts: below it all logits are alike in fp32 anyway.
+        double softcap = call.softcap ? most(call.softcap, 1e-30) : 0.0;
+        cap = softcap;
+        factor = cap ? call.scale / softcap : call.scale * (double)1.4426950408889634;
+        capped = softcap * 1.4426950408889634;
     }
 };
 
@@ -230,9 +233,16 @@ static void weigh(const Scores& s, int64_t rows, int32_t* weights, int64_t weigh
     for (int64_t r = rows; r < round_up(rows, W); r++) keep[r] = 0.0f;
     for (int64_t r = 0; r < rows; r += W) store(keep + r, exp2(load(keep + r)));
     for (int64_t r = 0; r < rows; r++) {
-        const float* score = s.data + r * s.stride;
+        float* score = s.data + r * s.stride;
         int32_t* weight = weights + r * weights_stride;
         const float top = have[r].top == none ? 0.0f : have[r].top;
+        // A logit that is subtracted while it is made was never rounded, and the largest was: of huge ones a remainder is left that no
+        // exponential can take. So those are made first.
+        const bool huge = plain && (top > HUGE_LOGIT || top < -HUGE_LOGIT);
+        for (int64_t j = 0; huge && j < s.padded; j += W) {
+            vf x = load(score + j) * factor;
+            store(score + j, cut_off(r) ? shown(x, r, j) : x);
+        }
         auto put = [&](int64_t j, vf low, vf high, vf& total) {
             low = exp2(low), high = exp2(high);
             total += low;
@@ -241,7 +251,7 @@ static void weigh(const Scores& s, int64_t rows, int32_t* weights, int64_t weigh
             F::put(weight, j, low, high);
         };
         vf total{};
-        if (!plain) {
+        if (!plain || huge) {
             for (int64_t j = 0; j < s.padded; j += 2 * W) put(j, load(score + j) - top, load(score + j + W) - top, total);
         } else if (!cut_off(r)) {
             for (int64_t j = 0; j < s.padded; j += 2 * W) {
@@ -264,8 +274,8 @@ static void finish(const Attend& call, const Sequence& s, int64_t head, int64_t 
     float share = 1.0f;
     if (call.sinks && call.sinks[q_head] != none) {
         float sink = call.sinks[q_head] * LOG2E, top = sink > have.top ? sink : have.top;
-        share = exp2(splat(have.top - top))[0];
-        have.total = have.total * share + exp2(splat(sink - top))[0];
+        share = have.top == top ? 1.0f : exp2(splat(have.top - top))[0];
+        have.total = have.total * share + (sink == top ? 1.0f : exp2(splat(sink - top))[0]);
         have.top = top;
     }
     if (call.lse) {
