@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from quire.dispatch import platform as module
+from quire.dispatch.catalogue import CATALOGUE
 from quire.dispatch.platform import NAMED, Platform
 from quire.errors import ArgumentError
 
@@ -17,10 +18,13 @@ TABLE = {
     "sm75": ("nvidia", "sm75", 64, 32, None),
     "sm80": ("nvidia", "sm80", 164, 32, None),
     "sm86": ("nvidia", "sm86", 100, 32, None),
+    "sm87": ("nvidia", "sm87", 164, 32, None),
     "sm89": ("nvidia", "sm89", 100, 32, "e4m3fn"),
     "sm90": ("nvidia", "sm90", 228, 32, "e4m3fn"),
     "sm100": ("nvidia", "sm100", 228, 32, "e4m3fn"),
+    "sm103": ("nvidia", "sm103", 228, 32, "e4m3fn"),
     "sm120": ("nvidia", "sm120", 100, 32, "e4m3fn"),
+    "sm121": ("nvidia", "sm121", 100, 32, "e4m3fn"),
     "gfx900": ("amd", "gfx9", 64, 64, None),
     "gfx906": ("amd", "gfx9", 64, 64, None),
     "gfx908": ("amd", "gfx9", 64, 64, None),
@@ -131,3 +135,9 @@ def test_an_accelerator_is_preferred(accelerator: SimpleNamespace) -> None:
     assert Platform.detect("cpu").vendor == "cpu"
     with pytest.raises(ArgumentError, match="device: given 'cuda:2'; allowed: cuda:0 to cuda:1"):
         Platform.detect("cuda:2")
+
+
+def test_every_gpu_that_a_kernel_is_for_can_be_named() -> None:
+    """What an explanation says is allowed can be asked for."""
+    allowed = {arch for kernel in CATALOGUE for arch in kernel.arches or () if arch.startswith(("sm", "gfx"))}
+    assert allowed and allowed <= set(NAMED)
