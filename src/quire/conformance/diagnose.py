@@ -417,8 +417,8 @@ def unsteady(case: Case, target: Target, first: Attempt) -> tuple[str, str] | No
     alike = all(same(calls[0], call) for call in calls)
     if alike and _comes_back(case, target, calls[0]):
         return "state-leaks", BY_NAME["state-leaks"].looks
-    others = sum(not same(first.call, call) for call in calls)
-    seen = f"{others} of {REPEATS} repeated calls gave other bits"
+    changed = sum(not same(first.call, call) for call in calls)
+    seen = f"{changed} of {REPEATS} repeated calls gave other bits"
     if alike:
         seen = f"the {REPEATS} calls after the first agree with each other, and not with it"
     return "two-runs-differ", f"{BY_NAME['two-runs-differ'].looks}: {seen}; the line may need several tries to show it"
