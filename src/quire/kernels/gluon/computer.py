@@ -134,6 +134,6 @@ def weigh(score, top, total, scale, unit, features, key, HIDE: gl.constexpr, C: 
         score = gl.where(sees(unit, features, key, key >= 0, C), score, float("-inf"))
     higher = gl.maximum(top, gl.max(score, 1) * factor)
     base = gl.where(higher == float("-inf"), 0.0, higher) if HIDE else higher
-    weight = gl.exp2(score * per_row(factor, C) - base[:, None])
+    weight = gl.exp2(score * per_row(factor) - base[:, None])
     shrink = gl.exp2(top - base)
     return weight, higher, total * shrink + gl.sum(weight, 1), shrink

@@ -25,6 +25,8 @@ class Workshop(NamedTuple):
     ROWS: int
     KEYS: int
     STAGES: int
+    TOGETHER: int
+    STEP: int
     TOKENS: int
     HEADS: int
     FEW: bool

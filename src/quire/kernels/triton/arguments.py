@@ -100,20 +100,28 @@ class Tile(NamedTuple):
     """How much one program computes at a time."""
 
     ROWS: int
-    """Query rows: tokens times heads of a group."""
+    """Query rows: tokens times heads of a group, times key heads."""
     KEYS: int
+    """Keys, those of each key head counted."""
     STAGES: int
+    TOGETHER: int
+    """Key heads in one tile. They lie side by side, and a tile of few rows has room for their queries: it then takes fewer keys of
+    more heads, and units are fewer and longer. No query sees another head's keys."""
+    STEP: int
+    """Keys of each of them: how far a tile reaches."""
     TOKENS: int
     """Query tokens whose rows fit: a token has a row for each head of its group."""
     HEADS: int
-    """Units over the same queries: key heads, times the parts of a group that is larger than a tile."""
+    """Units over the same queries: key heads, fewer if some are together, more if a group is larger than a tile."""
     FEW: bool
     """A tile of few rows spends its time on loads: it looks up pages one tile ahead, and meets keys that only some of its queries
     see in one loop with all others. A tile of many rows spends it on products, and has no registers to spare."""
 
     @classmethod
-    def of(cls, rows: int, keys: int, stages: int, few: bool, group: int, kv_heads: int) -> Tile:
-        return cls(rows, keys, stages, max(1, rows // group), kv_heads * -(-group // rows), few)
+    def of(cls, rows: int, keys: int, stages: int, few: bool, group: int, kv_heads: int, together: int = 1) -> Tile:
+        tokens = max(1, rows // (group * together))
+        heads = kv_heads // together * -(-group // rows)
+        return cls(rows, keys, stages, together, keys // together, tokens, heads, few)
 
 
 class Constants(NamedTuple):

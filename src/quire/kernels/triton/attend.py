@@ -24,7 +24,7 @@ from quire.kernels.triton.schedule import (
     total_work,
     uniform,
 )
-from quire.kernels.triton.tiles import existing, look_up, meet
+from quire.kernels.triton.tiles import existing, look_up, meet, nth_key
 from quire.kernels.triton.units import finish, load_queries, locate, nothing_yet, parts_of, store
 
 
@@ -73,26 +73,29 @@ def short_rows(out, room, query, cache, rows, new, features, program, T: tl.cons
             head = (at // one_head).to(tl.int32)
             unit = locate(rows, features, row, q_tile, head, T, C)
             if C.INVARIANT:
-                lowest = unit.low // T.KEYS * T.KEYS
+                lowest = unit.low // T.STEP * T.STEP
                 highest = unit.high
             else:
-                lowest = tl.maximum((first + tl.maximum(piece - C.OPENING, 0)) * T.KEYS, unit.low // T.KEYS * T.KEYS)
-                highest = tl.minimum((first + tl.maximum(piece + count - C.OPENING, 0)) * T.KEYS, unit.high)
+                lowest = tl.maximum((first + tl.maximum(piece - C.OPENING, 0)) * T.STEP, unit.low // T.STEP * T.STEP)
+                highest = tl.minimum((first + tl.maximum(piece + count - C.OPENING, 0)) * T.STEP, unit.high)
             broken = runs_out(rows, cache, unit, C)
             if q_tiles > 1:
                 broken |= misses_page(rows, cache, unit, C)
             if broken:
                 highest = lowest
             # Pages first, then queries: the keys wait for their pages, and nobody for the queries but the first product.
-            page = look_up(rows, unit, lowest + tl.arange(0, T.KEYS), highest, C)
+            page = look_up(rows, unit, lowest + nth_key(T), highest, C)
             q, scale = load_queries(query, cache, features, unit, T, C)
             SOURCE: tl.constexpr = "both" if C.NEW else "pages"
-            weighted, top, weights, missing = meet(
-                nothing_yet(T, C), q, scale, page, unit, rows, cache, new, features, lowest, highest, True, SOURCE, True, T, C
-            )
+            state = nothing_yet(T, C)
+            state = meet(state, q, scale, page, None, unit, rows, cache, new, features, lowest, highest, True, SOURCE, True, T, C)
+            if T.TOGETHER > 1:
+                state = apart(state, q, scale, page, unit, rows, cache, new, features, lowest, highest, SOURCE, T, C)
+            weighted, top, weights, missing = state
             broken |= tl.max(missing.to(tl.int32)) > 0
             if count == pieces:
-                result, lse = finish(weighted, top, weights, unit.head, unit.live, features, cache, unit.kv_head, C)
+                kv_head = unit.kv_head if T.TOGETHER == 1 else unit.kv_head + unit.member
+                result, lse = finish(weighted, top, weights, unit.head, unit.live, features, cache, kv_head, C)
                 store(out, unit.token, unit.head, unit.live, result, lse, broken, tl.arange(0, C.V_WIDTH), C)
             else:
                 leave(room, share, at != begin, weighted, top, weights, broken, T, C)
@@ -104,6 +107,22 @@ def short_rows(out, room, query, cache, rows, new, features, program, T: tl.cons
         if at == row_begin + work:
             row_begin = at
             row = tl.where(row + 1 == rows.seqs, 0, row + 1)
+
+
+@triton.jit
+def apart(
+    state, q, scale, page, unit, rows, cache, new, features, lowest, highest,
+    SOURCE: tl.constexpr, T: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    """Meets the keys once more, one head after the other, if something became NaN. A value that is infinite or NaN is its own
+    head's, but a weight of 0 does not keep it away from the heads that are together with it."""
+    weighted, top, weights, missing = state
+    spoiled = uniform(tl.max(tl.max((weighted != weighted).to(tl.int32), 1), 0), C)
+    for only in range(spoiled * T.TOGETHER):
+        again = nothing_yet(T, C)
+        again = meet(again, q, scale, page, only, unit, rows, cache, new, features, lowest, highest, True, SOURCE, True, T, C)
+        weighted = tl.where((unit.member == only)[:, None], again[0], weighted)
+    return weighted, top, weights, missing
 
 
 @triton.jit
@@ -159,27 +178,27 @@ def meet_all(state, q, scale, unit, rows, cache, new, features, begin, end, T: t
     The pages exist, except a tree's: nobody has asked for those."""
     SOURCE: tl.constexpr = "both" if C.NEW else "pages"
     if C.TREE:
-        state = meet(state, q, scale, None, unit, rows, cache, new, features, begin, end, True, SOURCE, True, T, C)
+        state = meet(state, q, scale, None, None, unit, rows, cache, new, features, begin, end, True, SOURCE, True, T, C)
     else:
         if C.LEFT is not None:
             middle = tl.minimum((unit.all_from + T.KEYS - 1) // T.KEYS * T.KEYS, (end + T.KEYS - 1) // T.KEYS * T.KEYS)
             middle = tl.maximum(middle, begin)
             stop = tl.minimum(middle, end)
-            state = meet(state, q, scale, None, unit, rows, cache, new, features, begin, stop, True, SOURCE, False, T, C)
+            state = meet(state, q, scale, None, None, unit, rows, cache, new, features, begin, stop, True, SOURCE, False, T, C)
             begin = middle
         middle = tl.minimum(tl.minimum(unit.all_to, unit.cached), end) // T.KEYS * T.KEYS
         middle = tl.maximum(middle, begin)
-        state = meet(state, q, scale, None, unit, rows, cache, new, features, begin, middle, False, "pages", False, T, C)
+        state = meet(state, q, scale, None, None, unit, rows, cache, new, features, begin, middle, False, "pages", False, T, C)
         if C.NEW:
             # The tile in which the context ends, then tiles of new tokens alone.
             begin = tl.maximum((unit.cached + T.KEYS - 1) // T.KEYS * T.KEYS, middle)
             stop = tl.minimum(begin, end)
-            state = meet(state, q, scale, None, unit, rows, cache, new, features, middle, stop, True, "both", False, T, C)
+            state = meet(state, q, scale, None, None, unit, rows, cache, new, features, middle, stop, True, "both", False, T, C)
             middle = tl.maximum(tl.minimum(unit.all_to, end) // T.KEYS * T.KEYS, begin)
-            state = meet(state, q, scale, None, unit, rows, cache, new, features, begin, middle, False, "new", False, T, C)
+            state = meet(state, q, scale, None, None, unit, rows, cache, new, features, begin, middle, False, "new", False, T, C)
         # Behind the context all keys are new, if all long rows take theirs from there.
         LAST: tl.constexpr = "new" if C.NEW and C.CONTEXT_FROM <= C.SHORT + 1 else SOURCE
-        state = meet(state, q, scale, None, unit, rows, cache, new, features, middle, end, True, LAST, False, T, C)
+        state = meet(state, q, scale, None, None, unit, rows, cache, new, features, middle, end, True, LAST, False, T, C)
     return state
 
 

@@ -26,23 +26,23 @@ def combine_kernel(out, room, cache, features, T: tl.constexpr, C: tl.constexpr)
     if parts > 0:
         for index in range(tl.program_id(1), T.ROWS, tl.num_programs(1)):
             if C.GROUP < T.ROWS:
-                kv_head = head
-                of_group = index % C.GROUP
-                nth = index // C.GROUP
-                live = (nth < T.TOKENS) & (nth < tokens)
+                MEMBER: tl.constexpr = T.TOKENS * C.GROUP
+                q_head = (head * T.TOGETHER + index // MEMBER) * C.GROUP + index % C.GROUP
+                nth = index % MEMBER // C.GROUP
+                live = (index < MEMBER * T.TOGETHER) & (nth < tokens)
             else:
-                OF_GROUP: tl.constexpr = T.HEADS // C.KV_HEADS
-                kv_head = head // OF_GROUP
-                of_group = (head % OF_GROUP) * T.ROWS + index
+                PARTS_OF_GROUP: tl.constexpr = T.HEADS // C.KV_HEADS
+                of_group = (head % PARTS_OF_GROUP) * T.ROWS + index
+                q_head = head // PARTS_OF_GROUP * C.GROUP + of_group
                 nth = index * 0
                 live = of_group < C.GROUP
             if live:
-                add_up(out, room, tops, totals, cache, features, share, index, parts, second, token + nth, kv_head, of_group, T, C)
+                add_up(out, room, tops, totals, cache, features, share, index, parts, second, token + nth, q_head, T, C)
 
 
 @triton.jit
 def add_up(
-    out, room, tops, totals, cache, features, share, index, parts, second, token, kv_head, of_group,
+    out, room, tops, totals, cache, features, share, index, parts, second, token, q_head,
     T: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """One row of a unit, from its parts in the order of their shares. All but the first share begin in this unit: their part is in
@@ -66,7 +66,8 @@ def add_up(
         total = total * shrink + tl.sum(part_total * fraction, 0)
         weighted = weighted * shrink[:, None] + tl.sum(part_weighted * fraction[:, None], 0)[None, :]
         top = higher
-    q_head = (kv_head * C.GROUP + of_group) + tl.zeros([1], tl.int32)
+    kv_head = q_head // C.GROUP
+    q_head += tl.zeros([1], tl.int32)
     here = q_head >= 0
     result, lse = finish(weighted, top, total, q_head, here, features, cache, kv_head, C)
     broken = tl.max((total != total).to(tl.int32)) > 0

@@ -83,7 +83,9 @@ class Plan:
         group = q.shape[1] // cache.kv_heads
         self.few = self._few(kernel, q, batch)
         rows = 64 if options.batch_invariant else max(row.rows, min(64, power_of_two(self.few * group)))
-        self.short = short = Tile.of(rows, row.keys, row.stages, True, group, cache.kv_heads)
+        self.programs = max(1, int(target.multiprocessors * row.per_multiprocessor))
+        together = 1 if options.batch_invariant else self._together(rows, group, q, cache, batch)
+        self.short = short = Tile.of(rows, row.keys, row.stages, True, group, cache.kv_heads, together)
         self.long = None
         if kernel != "decode":
             self.long = Tile.of(row.long_rows, row.long_keys, row.long_stages, False, group, cache.kv_heads)
@@ -91,7 +93,6 @@ class Plan:
         left, right = options.sides
         causal = options.causal
         scan = min(1024, max(16, power_of_two(batch.seqs)))
-        self.programs = max(1, int(target.multiprocessors * row.per_multiprocessor))
         units = min(q.shape[0], q.shape[0] // short.TOKENS + batch.seqs) * short.HEADS
         many = row.many is not None and units >= row.many * self.programs and self.programs >= short.HEADS
         extras = self.programs if many and self.long is None else 0
@@ -184,10 +185,20 @@ class Plan:
         hint = q.shape[0] if batch.max_q_len is None else min(batch.max_q_len, q.shape[0])
         return 1 if kernel != "decode" else max(1, min(hint, 16))
 
+    def _together(self, rows: int, group: int, q: torch.Tensor, cache: KVCache, batch: Batch) -> int:
+        """Key heads that a tile of a short row holds: more than one only if units are more than programs, for what is shared must
+        be added up, and would be more."""
+        fit = min(self.row.together, rows // (self.few * group))
+        units = min(q.shape[0], batch.seqs) * cache.kv_heads
+        heads = 1
+        while 2 * heads <= fit and cache.kv_heads % (2 * heads) == 0 and units > self.programs * heads:
+            heads *= 2
+        return heads
+
     def _pieces(self, q: torch.Tensor, cache: KVCache, batch: Batch) -> int:
         """More work than the batch can hold."""
         keys = batch.page_table.shape[1] * cache.page_size + q.shape[0]
-        tiles = keys // self.short.KEYS + 3 + self.row.opening
+        tiles = keys // self.short.STEP + 3 + self.row.opening
         return (q.shape[0] // self.short.TOKENS + batch.seqs) * self.short.HEADS * tiles
 
     def tensors(
@@ -309,7 +320,7 @@ class Plan:
         """The launch that combines what was shared, if anything is."""
         out, room, _, cache, _, _, features = arguments
         if not constants.INVARIANT:
-            grid = (self.programs, min(self.short.ROWS, self.few * constants.GROUP), 1)
+            grid = (self.programs, min(self.short.ROWS, self.few * constants.GROUP * self.short.TOGETHER), 1)
             yield Launch(combine_kernel, (out, room, cache, features), (self.short, constants), grid, 1, 1, constants.EARLY)
 
 

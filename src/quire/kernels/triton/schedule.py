@@ -32,8 +32,8 @@ def key_tiles(rows, q_len, kv_len, T: tl.constexpr, C: tl.constexpr):
     kv_len = tl.minimum(kv_len, room + q_len + 1).to(tl.int32)
     first = q_len * 0
     if C.LEFT is not None and not C.TREE:
-        first = tl.maximum(kv_len - q_len - C.LEFT, 0) // T.KEYS
-    return first, tl.maximum((kv_len + T.KEYS - 1) // T.KEYS - first, 1)
+        first = tl.maximum(kv_len - q_len - C.LEFT, 0) // T.STEP
+    return first, tl.maximum((kv_len + T.STEP - 1) // T.STEP - first, 1)
 
 
 @triton.jit

@@ -70,28 +70,45 @@ def product(a, b, acc, C: tl.constexpr):
 
 
 @triton.jit
+def nth_key(T: tl.constexpr):
+    """Which key of a tile each of its keys is, `[KEYS]`: those of heads that are together have the same number."""
+    return tl.arange(0, T.KEYS) // T.TOGETHER
+
+
+@triton.jit
+def member_of(T: tl.constexpr):
+    """Which of the heads that are together each key of a tile is of, `[KEYS]`."""
+    return tl.arange(0, T.KEYS) % T.TOGETHER
+
+
+@triton.jit
 def meet(
-    state, q, scale, next_page, unit, rows, cache, new, features, begin, end,
+    state, q, scale, next_page, only, unit, rows, cache, new, features, begin, end,
     HIDE: tl.constexpr, SOURCE: tl.constexpr, ASK: tl.constexpr, T: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """Folds keys [begin, end) into the state of a unit, tile by tile; begin is a multiple of a tile. A tile of few rows is given
-    the pages of its first keys.
+    the pages of its first keys; and perhaps which of the heads that are together are met `only`.
 
     HIDE: some queries may not see some of these keys. SOURCE: 'pages', 'new' or 'both'. ASK: nobody has looked yet whether the
     pages exist; those that do not are noted in the state, and nothing is read from them."""
     weighted, top, total, missing = state
-    KEYS: tl.constexpr = T.KEYS
+    STEP: tl.constexpr = T.STEP
     # New tokens lie where they lie, with no page to wait for: one step less of the pipeline. From both takes twice the memory. And
     # from bytes and new tokens at once there is no pipeline: Triton 3.6 made one that gave NaN on an H200, with a tree, where the
     # same kernel without it is right.
     STAGES: tl.constexpr = T.STAGES if SOURCE == "pages" else 1 if SOURCE == "both" and C.BYTES else max(T.STAGES - 1, 1)
+    head = unit.kv_head if T.TOGETHER == 1 else (unit.kv_head + member_of(T))[:, None]
     EAGER: tl.constexpr = C.BYTES and not T.FEW
     k_dim = tl.arange(0, C.K_WIDTH)
-    for first in tl.range(begin, end, KEYS, num_stages=STAGES):
-        first = tl.multiple_of(first, KEYS)
-        key = first + tl.arange(0, KEYS)
+    for first in tl.range(begin, end, STEP, num_stages=STAGES if only is None else 1):
+        first = tl.multiple_of(first, STEP)
+        key = first + nth_key(T)
         inside = (key >= unit.low) & (key < unit.high) if HIDE else key >= 0
         seen = sees(unit, features, key, inside, C) if HIDE else inside[None, :]
+        if T.TOGETHER > 1:
+            seen &= unit.member[:, None] == member_of(T)[None, :]
+            if only is not None:
+                inside &= member_of(T) == only
         if C.TREE and HIDE:
             # A tree may hide a key from everybody: then it is nobody's business what it holds.
             inside = tl.max(seen.to(tl.int32), 0) > 0
@@ -102,14 +119,14 @@ def meet(
         if SOURCE != "new":
             if T.FEW:
                 page = next_page
-                next_page = look_up(rows, unit, key + KEYS, end, C)
+                next_page = look_up(rows, unit, key + STEP, end, C)
             else:
                 page = look_up(rows, unit, key, end, C)
             if ASK:
                 page, exists = existing(page, cache.pages)
                 missing |= from_pages & ~exists
             page = page.to(tl.int64) if C.FAR else page.to(tl.int32)
-            at = key_at(page[:, None], unit.kv_head, key[:, None], k_dim[None, :], C)
+            at = key_at(page[:, None], head, key[:, None], k_dim[None, :], C)
             if HIDE:
                 k = tl.load(cache.k + at, mask=from_pages[:, None] & (k_dim < C.HEAD_DIM)[None, :], other=0)
             elif C.K_WIDTH != C.HEAD_DIM:
@@ -120,7 +137,7 @@ def meet(
         if SOURCE != "pages":
             token = (unit.start + key - unit.context).to(tl.int64)[:, None]
             fresh = (inside & (key >= unit.cached))[:, None]
-            at = token * new.k_token + unit.kv_head * new.k_head + k_dim[None, :] * C.NEW_K_DIM
+            at = token * new.k_token + head * new.k_head + k_dim[None, :] * C.NEW_K_DIM
             if HIDE or C.K_WIDTH != C.HEAD_DIM:
                 k_new = as_factor(tl.load(new.k + at, mask=fresh & (k_dim < C.HEAD_DIM)[None, :], other=0.0), C)
             else:
@@ -134,11 +151,11 @@ def meet(
         score = product(q, tl.trans(k), None, C)
         k_scale, v_scale = None, None
         if C.PER_KEY and SOURCE != "new":
-            k_scale, v_scale = _scales(cache, page, unit.kv_head, key, from_pages, C)
+            k_scale, v_scale = _scales(cache, page, unit.kv_head + member_of(T), key, from_pages, C)
             score *= k_scale[None, :]
         if EAGER:
             # Bytes take a while to become numbers: that runs while the matrix unit scores.
-            v = _values(cache, new, unit, page, token, key, from_pages, fresh, v_scale, HIDE, SOURCE, C)
+            v = _values(cache, new, unit, head, page, token, key, from_pages, fresh, v_scale, HIDE, SOURCE, C)
         score, factor = logits(score, scale, unit, features, key, C)
         if HIDE:
             score = tl.where(seen, score, float("-inf"))
@@ -146,14 +163,14 @@ def meet(
         # weigh
         higher = tl.maximum(top, tl.max(score, 1) * factor)
         base = tl.where(higher == float("-inf"), 0.0, higher) if HIDE else higher
-        weight = tl.exp2(score * per_row(factor, C) - base[:, None])
+        weight = tl.exp2(score * per_row(factor) - base[:, None])
         shrink = tl.exp2(top - base)
         total = total * shrink + tl.sum(weight, 1)
         top = higher
 
         # load values
         if not EAGER:
-            v = _values(cache, new, unit, page, token, key, from_pages, fresh, v_scale, HIDE, SOURCE, C)
+            v = _values(cache, new, unit, head, page, token, key, from_pages, fresh, v_scale, HIDE, SOURCE, C)
 
         # fold
         weighted = product(as_factor(weight, C), v, weighted * shrink[:, None], C)
@@ -162,12 +179,12 @@ def meet(
 
 @triton.jit
 def _values(
-    cache, new, unit, page, token, key, from_pages, fresh, v_scale, HIDE: tl.constexpr, SOURCE: tl.constexpr, C: tl.constexpr
+    cache, new, unit, head, page, token, key, from_pages, fresh, v_scale, HIDE: tl.constexpr, SOURCE: tl.constexpr, C: tl.constexpr
 ):
     """The values of a tile `[KEYS, V_WIDTH]`, ready for the product; zeros where nobody looks, whatever memory holds there."""
     dim = tl.arange(0, C.V_WIDTH)
     if SOURCE != "new":
-        at = value_at(page[:, None], unit.kv_head, key[:, None], dim[None, :], C)
+        at = value_at(page[:, None], head, key[:, None], dim[None, :], C)
         if HIDE:
             v = tl.load(cache.v + at, mask=from_pages[:, None] & (dim < C.V_DIM)[None, :], other=0)
         elif C.V_WIDTH != C.V_DIM:
@@ -179,7 +196,7 @@ def _values(
             v = v.to(tl.float32) * v_scale[:, None]
         v = as_factor(v, C)
     if SOURCE != "pages":
-        at = token * new.v_token + unit.kv_head * new.v_head + dim[None, :] * C.NEW_V_DIM
+        at = token * new.v_token + head * new.v_head + dim[None, :] * C.NEW_V_DIM
         if HIDE or C.V_WIDTH != C.V_DIM:
             v_new = as_factor(tl.load(new.v + at, mask=fresh & (dim < C.V_DIM)[None, :], other=0.0), C)
         else:
@@ -241,7 +258,7 @@ def logits(score, scale, unit, features, key, C: tl.constexpr):
     """Products as logits: scale, cap, ALiBi. What is left of the scale comes back beside them, in units of log 2: it is applied
     where the largest logit is subtracted, in one instruction."""
     if features.softcap is not None or features.alibi is not None:
-        score = score * per_row(scale, C)
+        score = score * per_row(scale)
         if features.softcap is not None:
             score = tanh(score / (features.softcap * LOG2E)) * (features.softcap * LOG2E)
         if features.alibi is not None:
@@ -252,12 +269,12 @@ def logits(score, scale, unit, features, key, C: tl.constexpr):
 
 
 @triton.jit
-def per_row(scale, C: tl.constexpr):
-    """A scale against scores: balanced queries have one each."""
-    if C.BALANCE is None:
-        return scale
-    else:
+def per_row(scale):
+    """A scale against scores: balanced queries have one each, and so have those of heads that are together and have one each."""
+    if scale.type.is_block():
         return scale[:, None]
+    else:
+        return scale
 
 
 @triton.jit

@@ -1,5 +1,5 @@
 """How much a program computes at a time, by card and by the size of a head: a table, read top down. `quire tune` searches the rows
-of Triton's kernels for heads of 64, 128 and 256; `many`, and the rows of gluon, were tried by hand (docs/performance.md)."""
+of Triton's kernels for heads of 64, 128 and 256; `many`, `together` and the rows of gluon were tried by hand (docs/performance.md)."""
 
 from __future__ import annotations
 
@@ -39,16 +39,18 @@ class Tuning(NamedTuple):
     """At most so many a thread, where the compiler can be told; None leaves it to the compiler. Of gluon: a computing thread's."""
     many: int | None = None
     """With so many units a program, the last are left to whoever is ready first; None: never."""
+    together: int = 1
+    """Key heads in a tile of short rows, at most, if their queries fit."""
 
 
 SMALL = Tuning("", (), 512, 4, 4, 16, 16, 1, 16, 16, 1, 1, 1.0)
 """One warp and the smallest tiles: for emulators, and for whoever wants to read what a kernel does."""
 
 TABLE: tuple[Tuning, ...] = (
-    Tuning("decode", ("interpreter",), 512, 4, 4, 16, 32, 1, 0, 0, 0, 1, 1.0, many=6),
+    Tuning("decode", ("interpreter",), 512, 4, 4, 16, 32, 1, 0, 0, 0, 1, 1.0, many=6, together=4),
     Tuning("mixed", ("interpreter",), 512, 4, 4, 16, 32, 1, 32, 32, 1, 1, 1.0),
     Tuning("decode", ("sm90",), 128, 2, 1, 16, 32, 3, 0, 0, 0, 1, 8.0),
-    Tuning("decode", ("sm90",), 128, 2, 2, 16, 64, 3, 0, 0, 0, 4, 2.0, many=6),
+    Tuning("decode", ("sm90",), 128, 2, 2, 16, 64, 3, 0, 0, 0, 4, 2.0, many=6, together=2),
     # It spills some 200 bytes a thread, and is still the fastest by 10 % and more: docs/performance.md.
     Tuning("mixed", ("sm90",), 128, 2, 2, 16, 64, 3, 128, 64, 3, 4, 1.0),
     Tuning("gluon", ("sm90",), 128, 2, 1, 16, 32, 3, 128, 128, 2, 1, 4.0, registers=208),

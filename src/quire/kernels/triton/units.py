@@ -32,8 +32,10 @@ class Unit(NamedTuple):
     """`[ROWS]`: the first key that each query sees, and the one after the last; a tree's are asked one by one"""
     sees_to: Any
     kv_head: Any
+    """The first, if several are together."""
+    member: Any
+    """`[ROWS]`: which of those together; so are token, head, live, at, slope"""
     token: Any
-    """`[ROWS]`; so are head, live, at, slope"""
     head: Any
     live: Any
     at: Any
@@ -52,7 +54,13 @@ def locate(rows, features, row, q_tile, head, T: tl.constexpr, C: tl.constexpr):
 def place(rows, features, row, start, q_len, kv_len, q_tile, head, index, T: tl.constexpr, C: tl.constexpr):
     """The same for those of a unit's queries that `index` names."""
     context = kv_len - q_len
-    if C.GROUP < T.ROWS:
+    member = index * 0
+    if T.TOGETHER > 1:
+        kv_head = head * T.TOGETHER
+        member = index // (T.TOKENS * C.GROUP)
+        local = index % (T.TOKENS * C.GROUP) // C.GROUP
+        of_group = index % C.GROUP
+    elif C.GROUP < T.ROWS:
         kv_head = head
         local = index // C.GROUP
         of_group = index % C.GROUP
@@ -63,9 +71,9 @@ def place(rows, features, row, start, q_len, kv_len, q_tile, head, index, T: tl.
         of_group = (head % PARTS) * T.ROWS + index
     first = q_tile * T.TOKENS
     nth = first + local
-    live = (local < T.TOKENS) & (of_group < C.GROUP) & (nth < q_len)
+    live = (member < T.TOGETHER) & (local < T.TOKENS) & (of_group < C.GROUP) & (nth < q_len)
     token = start + nth
-    q_head = kv_head * C.GROUP + of_group
+    q_head = (kv_head + member) * C.GROUP + of_group
     last = tl.minimum(first + T.TOKENS, q_len) - 1
 
     position = context + nth
@@ -100,8 +108,9 @@ def place(rows, features, row, start, q_len, kv_len, q_tile, head, index, T: tl.
     if features.alibi is not None:
         slope = tl.load(features.alibi + q_head * features.alibi_step, mask=live, other=0.0).to(tl.float32) * LOG2E
     return Unit(
-        row, start, context, cached, low, high, all_from, all_to, sees_from, sees_to, kv_head, token, q_head, live, position, slope
-    )
+        row, start, context, cached, low, high, all_from, all_to, sees_from, sees_to,
+        kv_head, member, token, q_head, live, position, slope,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -117,7 +126,10 @@ def load_queries(query, cache, features, unit, T: tl.constexpr, C: tl.constexpr)
     if features.q_scale is not None:
         scale *= tl.load(features.q_scale)
     if C.K_SCALE_STEPS is not None and not C.PER_KEY:
-        scale *= tl.load(cache.k_scale + unit.kv_head * C.K_SCALE_STEPS[2])
+        if T.TOGETHER > 1 and C.K_SCALE_STEPS[2] != 0:
+            scale *= tl.load(cache.k_scale + (unit.kv_head + unit.member) * C.K_SCALE_STEPS[2], mask=unit.live, other=1.0)
+        else:
+            scale *= tl.load(cache.k_scale + unit.kv_head * C.K_SCALE_STEPS[2])
     if C.BALANCE == "here":
         q, exponent = balanced(q)
         scale = scale * exponent
@@ -155,7 +167,7 @@ def nothing_yet(T: tl.constexpr, C: tl.constexpr):
 
 @triton.jit
 def finish(weighted, top, total, head, live, features, cache, kv_head, C: tl.constexpr):
-    """Lets the sink take its weight; gives the output of each row, fp32, and its LSE."""
+    """Lets the sink take its weight; gives the output of each row, fp32, and its LSE. `kv_head` is one for all, or one a row."""
     if features.sinks is not None:
         sink = tl.load(features.sinks + head * features.sinks_step, mask=live, other=0.0).to(tl.float32) * LOG2E
         higher = tl.maximum(top, sink)
@@ -167,7 +179,10 @@ def finish(weighted, top, total, head, live, features, cache, kv_head, C: tl.con
     # A row that saw nothing has a total of 0: zeros, and an LSE of -inf.
     factor = tl.where(total == 0.0, 0.0, 1.0 / tl.where(total == 0.0, 1.0, total))
     if C.V_SCALE_STEPS is not None and not C.PER_KEY:
-        factor *= tl.load(cache.v_scale + kv_head * C.V_SCALE_STEPS[2])
+        if kv_head.type.is_block():
+            factor *= tl.load(cache.v_scale + kv_head * C.V_SCALE_STEPS[2], mask=live, other=1.0)
+        else:
+            factor *= tl.load(cache.v_scale + kv_head * C.V_SCALE_STEPS[2])
     if features.out_scale is not None:
         factor /= features.out_scale if C.OUT_NUMBER else tl.load(features.out_scale)
     lse = tl.where(total == 0.0, float("-inf"), (top + tl.log2(total)) * LN2)
