@@ -84,7 +84,9 @@ class Plan:
         self.few = self._few(kernel, q, batch)
         rows = 64 if options.batch_invariant else max(row.rows, min(64, power_of_two(self.few * group)))
         self.programs = max(1, int(target.multiprocessors * row.per_multiprocessor))
-        together = 1 if options.batch_invariant else self._together(rows, group, q, cache, batch)
+        # Plain decodes only: those were measured.
+        alone = options.batch_invariant or options.mask is not None or new is not None
+        together = 1 if alone else self._together(rows, group, q, cache, batch)
         self.short = short = Tile.of(rows, row.keys, row.stages, True, group, cache.kv_heads, together)
         self.long = None
         if kernel != "decode":

@@ -22,13 +22,10 @@ CASES: dict[str, dict[str, Any]] = {
     "window to both sides": {"window": (30, 3), "causal": "mixed"},
     "alibi": {"alibi": True, "window": 40},
     "softcap and sinks": {"softcap": 5.0, "sinks": True},
-    "tree": {"mask": True, "q_lens": [1, 2, 1, 1, 2, 1]},
     "few tokens": {"q_lens": [1, 2, 0, 1, 2, 1]},
     "scales of heads": {"format": "e4m3fn", "scales": "head", "q_dtype": "bf16"},
     "scales of heads, fp16": {"format": "int8", "scales": "head", "q_dtype": "fp16"},
     "scales of tokens": {"format": "int8", "scales": "token", "q_dtype": "fp16", "page_size": 8},
-    "new tokens beside pages": {"form": "context", "q_lens": [1, 2, 1, 1, 2, 1]},
-    "new tokens beside bytes": {"form": "context", "format": "e4m3fn", "scales": "head", "q_dtype": "bf16"},
     "packed": {"layout": "vllm_x", "format": "bf16", "q_dtype": "bf16"},
     "heads first": {"layout": "hnd"},
     "odd sizes": {"head_dim": 24, "v_head_dim": 40, "group": 3, "page_size": 5},
@@ -65,7 +62,8 @@ def test_heads_together(name: str, together: int, device: str) -> None:
 
 
 def test_how_many_are_together(device: str) -> None:
-    """As many as the table says, if their queries fit, if they divide the heads, and if there are more units than programs."""
+    """As many as the table says, if their queries fit, if they divide the heads, if there are more units than programs, and in
+    plain calls: not with a tree, not with new tokens beside the pages."""
     for expected, case, how in (
         (4, {}, {}),
         (2, {}, {"together": 2}),
@@ -78,6 +76,8 @@ def test_how_many_are_together(device: str) -> None:
         (2, {"kv_heads": 8}, {"multiprocessors": 24}),
         (1, {"kv_heads": 8}, {"multiprocessors": 48}),
         (1, {"batch_invariant": True}, {}),
+        (1, {"mask": True}, {}),
+        (1, {"form": "context"}, {}),
     ):
         s = made(1, device, **case)
         assert tile_of(s, **packed(device, **{"together": 4, **how})).TOGETHER == expected, (case, how)
@@ -85,10 +85,9 @@ def test_how_many_are_together(device: str) -> None:
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 @pytest.mark.parametrize("multiprocessors", [1, 7])
-@pytest.mark.parametrize("form", ["full", "context"])
-def test_a_value_is_its_own_heads(form: str, multiprocessors: int, bad: float, device: str) -> None:
+def test_a_value_is_its_own_heads(multiprocessors: int, bad: float, device: str) -> None:
     """One that is infinite or NaN spoils what sees it: a number of one head's output, and no bit of another's."""
-    s = made(2, device, form=form)
+    s = made(2, device)
     how = packed(device, multiprocessors=multiprocessors)
     assert tile_of(s, **how).TOGETHER > 1
     clean, clean_lse = run("decode", s, **how)
