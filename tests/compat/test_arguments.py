@@ -227,7 +227,12 @@ def test_calls_of_different_kinds_are_told_apart() -> None:
         Options(mask=torch.ones(11, 11, dtype=torch.bool), positions=torch.arange(11)),
         Options(q_scale=1.0),
         Options(out_scale=1.0),
+        Options(scale=0.2),
+        Options(scale=0.3),
+        Options(batch_invariant=True),
     ]
+    fields = set(Options.__dataclass_fields__)
+    assert fields == {name for name in fields for option in options if getattr(option, name) is not getattr(options[0], name)}
     calls: list[tuple[Any, ...]] = [(q, cache, batch, option, new, out) for option in options]
     calls += [
         (q, cache, batch, options[0], None, out),
@@ -243,9 +248,9 @@ def test_calls_of_different_kinds_are_told_apart() -> None:
     kinds = {kind_of(*call) for call in calls}
     assert len(kinds) == len(calls)
     assert kind_of(*calls[0]) in kinds
-    # A decoding loop stays one kind: its lengths grow, and its scale is a number.
+    # A decoding loop stays one kind: its lengths grow.
     grown = batch_of(a["block_table"], a["seq_lens"], a["query_start_loc"], 9, 41)
-    assert kind_of(q, cache, grown, Options(scale=0.3), new, out) == kind_of(q, cache, batch, Options(scale=0.2), new, out)
+    assert kind_of(q, cache, grown, Options(scale=0.3), new, out) == kind_of(q, cache, batch, Options(scale=0.3), new, out)
 
 
 def test_gradients_are_nobodys_business(device: str) -> None:

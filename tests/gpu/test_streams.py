@@ -9,6 +9,7 @@ import torch
 
 import quire
 from gpu.calls import attend, check, every, fresh_out, hint, needs_gpu
+from quire.compat.vllm import reshape_and_cache_flash
 from support.scenario import build
 
 pytestmark = needs_gpu
@@ -93,3 +94,26 @@ def test_tensors_on_a_device_that_is_not_current(kernel: str) -> None:
     k = torch.randn(40, 2, 64, device="cuda:1").bfloat16()
     quire.write(k, k, cache, batch, kernel="triton")
     assert torch.equal(cache.k.flatten(0, 1)[batch.slots_of_tokens(40, 16)], k)
+
+
+def test_writes_by_slots_on_two_streams() -> None:
+    """As many tokens on a stream that is busy, then on one that is not: the second needs nothing that the first has yet to make."""
+    tokens = 333
+    k = torch.randn(tokens, 2, 64, device="cuda", dtype=torch.bfloat16)
+    slots = torch.arange(tokens, device="cuda")
+    one = torch.ones(1, device="cuda")
+    caches = [torch.zeros(2, 64, 16, 2, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
+    # Compiled, and with another number of tokens.
+    reshape_and_cache_flash(k[:7], k[:7], *caches[2], slots[:7], "auto", one, one)
+    torch.cuda.synchronize()
+    busy, free = torch.cuda.Stream(), torch.cuda.Stream()
+    with torch.cuda.stream(busy):
+        torch.cuda._sleep(SLEEP)
+        reshape_and_cache_flash(k, k, *caches[0], slots, "auto", one, one)
+    with torch.cuda.stream(free):
+        reshape_and_cache_flash(k, k, *caches[1], slots, "auto", one, one)
+    free.synchronize()
+    assert not busy.query(), "the busy stream was not busy long enough for this test to mean anything"
+    torch.cuda.synchronize()
+    for cache in caches[:2]:
+        assert all(torch.equal(part.reshape(-1, 2, 64)[:tokens], k) for part in cache)

@@ -31,7 +31,8 @@ Triton, this verb makes the rows. For each kernel, width of the cache's elements
 processes, seconds each), checks every result, times what is right on two to four workloads of `quire bench`, and ends with the best
 by the geometric mean of the times, timed once more in turns with the row of the table. Candidates that do not compile, need more
 memory than there is, spill registers or are wrong are named and never chosen. A row takes hundreds of compilations: minutes, fewer
-with more CPUs or with --quick. The GPU should have nothing else to do.
+with more CPUs or with --quick. The GPU should have nothing else to do. The columns `many` and `together` and the rows of gluon stay
+as they are: they are not searched.
 
 What to do with it: paste the printed rows into TABLE, above the first row that fits the card now and in the order in which they are
 printed (the table is read top down, the first row that fits is taken); then run the tests, and `quire bench --device cuda`.

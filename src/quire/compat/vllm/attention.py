@@ -94,8 +94,7 @@ def kind_of(q: torch.Tensor, cache: KVCache, batch: Batch, options: Options, new
         capturing(q),
         *facts(q, cache.k, cache.v, cache.k_scale, cache.v_scale, batch.page_table, batch.kv_lens, batch.q_starts, out),
         *facts(*(new or ())),
-        *facts(options.window, options.softcap, options.alibi, options.sinks, options.causal, options.mask),
-        *facts(options.positions, options.q_scale, options.out_scale),
+        *facts(*(getattr(options, name) for name in Options.__dataclass_fields__)),
     )
 
 

@@ -62,7 +62,7 @@ def store(key: torch.Tensor, value: torch.Tensor, cache: KVCache, slot_mapping: 
     # As one sequence of new tokens without a table: the slots say where they go.
     # What a graph that is being recorded makes is the graph's own.
     make = _one_sequence.__wrapped__ if capturing(key) else _one_sequence
-    table, starts = make(tokens, slot_mapping.device)
+    table, starts = make(tokens, slot_mapping.device, _stream(slot_mapping.device))
     batch = Batch(table, starts[1:], starts, slots=slot_mapping, max_q_len=tokens, max_kv_len=tokens)
     launch = _writers.get(kind)
     if launch is None or key.device.type == "cpu" or _checked.get():
@@ -76,8 +76,14 @@ def store(key: torch.Tensor, value: torch.Tensor, cache: KVCache, slot_mapping: 
 
 
 @lru_cache(maxsize=256)
-def _one_sequence(tokens: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """A table without columns, and where one sequence's tokens start and end: constants, kept where they are used."""
+def _one_sequence(tokens: int, device: torch.device, stream: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """A table without columns, and where one sequence's tokens start and end: constants, kept where they are used. Each stream has
+    its own: another's may not be filled yet."""
     starts = torch.zeros(2, dtype=torch.int32, device=device)
     starts[1:] = tokens
     return torch.zeros(1, 0, dtype=torch.int32, device=device), starts
+
+
+def _stream(device: torch.device) -> int:
+    """The stream that a device works on now."""
+    return torch._C._cuda_getCurrentRawStream(device.index) if device.type == "cuda" else 0

@@ -183,8 +183,9 @@ class Plan:
         return self.empty
 
     def _few(self, kernel: str, q: torch.Tensor, batch: Batch) -> int:
-        """New tokens that a tile of a short row should hold."""
-        hint = q.shape[0] if batch.max_q_len is None else min(batch.max_q_len, q.shape[0])
+        """New tokens that a tile of a short row should hold. Of a hint no more is looked at than what makes a kind: calls of one
+        kind have one plan, whichever of them came first."""
+        hint = q.shape[0] if batch.max_q_len is None else min(power_of_two(batch.max_q_len), q.shape[0])
         return 1 if kernel != "decode" else max(1, min(hint, 16))
 
     def _together(self, rows: int, group: int, q: torch.Tensor, cache: KVCache, batch: Batch) -> int:

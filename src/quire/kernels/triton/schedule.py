@@ -1,7 +1,8 @@
 """Who does what, worked out on the card: the host never learns a length.
 
-A *unit* is a tile of query rows of one sequence and one key head (or a part of a large group). Short rows are cut into units, and
-the key tiles of all units, in order, are shared out evenly: each program takes one run of them, wherever units begin and end.
+A *unit* is a tile of query rows of one sequence and one key head (or a part of a large group, or some heads that are together).
+Short rows are cut into units, and the key tiles of all units, in order, are shared out evenly: each program takes one run of them,
+wherever units begin and end.
 
 The order is all rows of the first head, then all of the second, and so on. Programs that work at the same time then work on
 different heads of the same tokens, which lie side by side in most layouts: memory likes that better than heads far apart.

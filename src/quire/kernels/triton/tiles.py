@@ -90,7 +90,7 @@ def meet(
     the pages of its first keys; and perhaps which of the heads that are together are met `only`.
 
     HIDE: some queries may not see some of these keys. SOURCE: 'pages', 'new' or 'both'. ASK: nobody has looked yet whether the
-    pages exist; those that do not are noted in the state, and nothing is read from them."""
+    pages exist; those that do not are noted in the state, and the last page is read in their place."""
     weighted, top, total, missing = state
     STEP: tl.constexpr = T.STEP
     # New tokens lie where they lie, with no page to wait for: one step less of the pipeline. From both takes twice the memory. And

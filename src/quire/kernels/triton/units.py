@@ -1,4 +1,5 @@
-"""A unit: a tile of query rows of one sequence and one key head, from its first query to its stored output."""
+"""A unit: a tile of query rows of one sequence and one key head, or of some that are together, from its first query to its stored
+output."""
 
 from __future__ import annotations
 

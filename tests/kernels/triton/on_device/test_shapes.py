@@ -9,7 +9,9 @@ import pytest
 import torch
 
 from quire import Batch, KVCache
+from quire.kernels.triton.launch import Plan
 from quire.kernels.triton.tuning import tuning_for
+from quire.kind import of_batch
 from support.launched import attend, card, check, run
 from support.scenario import build
 
@@ -73,6 +75,19 @@ def test_wrong_hints_do_no_harm(kernel: str, hint: int, device: str) -> None:
     s = build(2, **LENS, device=device)
     s.batch.max_q_len = s.batch.max_kv_len = hint
     check(kernel, s, *run(kernel, s))
+
+
+@pytest.mark.parametrize("group", [1, 3, 5, 7])
+def test_hints_of_one_kind_make_one_plan(group: int, device: str) -> None:
+    """A launcher is kept for calls of a kind, and kinds round hints: it must not matter which call of a kind came first."""
+    plans: dict[Any, set[Any]] = {}
+    for hint in range(1, 20):
+        s = build(2, [17, 3, 1], [40, 5, 9], group=group, device=device)
+        s.batch.max_q_len = hint
+        out = torch.empty_like(s.q)
+        plan = Plan("decode", s.q, s.cache, s.batch, s.options, None, out)
+        plans.setdefault(of_batch(s.batch), set()).add((plan.short, plan.programs, plan.grid, plan.few))
+    assert len(plans) > 3 and all(len(made) == 1 for made in plans.values())
 
 
 @pytest.mark.parametrize("kernel", ["decode", "mixed"])
