@@ -13,7 +13,7 @@ from quire.contract.call import Call
 from quire.contract.check import Level, enforce, is_watched, recording
 from quire.dispatch.choose import choose, chosen_by
 from quire.dispatch.platform import Platform
-from quire.kind import MOST, fact, facts, of_batch, of_cache, of_options
+from quire.kind import MOST, fact, facts, of_batch, of_cache, of_options, tensors_of
 from quire.options import PLAIN, Options
 from quire.problem import Problem, default_out_dtype
 
@@ -61,7 +61,8 @@ def attend(
         return ops.attend(q, cache, batch, options, new, out, lse, kernel, check)
     options = options or PLAIN
     key = None
-    if check == "auto" and is_quick(q, cache, batch) and (out is None or are_apart(out, q, cache.k, cache.v, *(new or ()))):
+    quick = check == "auto" and is_quick(q, cache, batch) and not reads_elsewhere(options, q)
+    if quick and (out is None or are_apart(out, q, cache.k, cache.v, *(new or ()), *tensors_of(options))):
         key = (of_cache(cache), of_batch(batch), of_options(options), fact(q), facts(new), fact(out), lse, kernel)
         bound = _bound.get(key)
         if bound is not None:
@@ -146,6 +147,14 @@ def is_quick(rows: torch.Tensor, cache: KVCache, batch: Batch) -> bool:
         and not rows.requires_grad
         and not is_watched()
     )
+
+
+def reads_elsewhere(options: Options, q: torch.Tensor) -> bool:
+    """Whether a scale lies on another device than the queries: it is read there, and becomes a number of this call alone."""
+    for scale in (options.q_scale, options.out_scale):
+        if isinstance(scale, torch.Tensor) and scale.device != q.device:
+            return True
+    return False
 
 
 def are_apart(out: torch.Tensor, *others: torch.Tensor) -> bool:

@@ -47,33 +47,54 @@ def facts(values: tuple[Any, ...] | None) -> Any:
 
 
 def of_cache(cache: KVCache) -> object:
-    """The kind of a cache, worked out once for its tensors."""
-    tensors, kind = cache.kind
+    """The kind of a cache, worked out once for its tensors, and for whether it has a ledger."""
+    known, kind = cache.kind
     if (
-        tensors is None
-        or tensors[0] is not cache.k
-        or tensors[1] is not cache.v
-        or tensors[2] is not cache.k_scale
-        or tensors[3] is not cache.v_scale
+        known is None
+        or known[0] is not cache.k
+        or known[1] is not cache.v
+        or known[2] is not cache.k_scale
+        or known[3] is not cache.v_scale
+        or known[4] is not cache.ledger
     ):
         tensors = (cache.k, cache.v, cache.k_scale, cache.v_scale)
         kind = _same((cache.layout.name, cache.format.name, cache.ledger is not None, *map(fact, tensors)))
-        cache.kind = tensors, kind
+        cache.kind = (*tensors, cache.ledger), kind
     return kind
 
 
 def of_batch(batch: Batch) -> object:
-    """The kind of a batch, worked out once: its tensors stay, whatever is written into them."""
-    if batch.kind is None:
-        hints = (None if hint is None else power_of_two(hint) for hint in (batch.max_q_len, batch.max_kv_len))
-        batch.kind = _same((*hints, *map(fact, (batch.page_table, batch.kv_lens, batch.q_starts))))
-    return batch.kind
+    """The kind of a batch, worked out once for its tensors, whatever is written into them, and for its hints."""
+    known, kind = batch.kind
+    if (
+        known is None
+        or known[0] is not batch.page_table
+        or known[1] is not batch.kv_lens
+        or known[2] is not batch.q_starts
+        or known[3] != batch.max_q_len
+        or known[4] != batch.max_kv_len
+    ):
+        tensors, hints = (batch.page_table, batch.kv_lens, batch.q_starts), (batch.max_q_len, batch.max_kv_len)
+        rounded = (None if hint is None else power_of_two(hint) for hint in hints)
+        kind = _same((*rounded, *map(fact, tensors)))
+        batch.kind = (*tensors, *hints), kind
+    return kind
 
 
 def of_options(options: Options) -> object:
-    """The kind of options, worked out once: they are frozen."""
-    kind = options.__dict__.get("_kind")
-    if kind is None:
-        kind = _same(tuple(fact(getattr(options, name)) for name in Options.__dataclass_fields__))
-        options.__dict__["_kind"] = kind
-    return kind
+    """The kind of options, worked out once, for they are frozen; but not what their tensors are: a model that is moved or converted
+    changes its parameters in place."""
+    known = options.__dict__.get("_kind")
+    if known is None:
+        values = [getattr(options, name) for name in Options.__dataclass_fields__]
+        tensors = tuple(value for value in values if isinstance(value, torch.Tensor))
+        kind = _same(tuple("a tensor" if isinstance(value, torch.Tensor) else value for value in values))
+        known = options.__dict__["_kind"] = kind, tensors
+    kind, tensors = known
+    return (kind, *map(fact, tensors)) if tensors else kind
+
+
+def tensors_of(options: Options) -> tuple[torch.Tensor, ...]:
+    """The tensors among options."""
+    of_options(options)
+    return options.__dict__["_kind"][1]

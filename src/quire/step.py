@@ -6,12 +6,12 @@ from typing import Any, Literal, overload
 
 import torch
 
-from quire.attend import Launch, are_apart, choose_kernel, is_quick, is_traced, remember, run
+from quire.attend import Launch, are_apart, choose_kernel, is_quick, is_traced, reads_elsewhere, remember, run
 from quire.batch import Batch
 from quire.cache.kv_cache import KVCache
 from quire.contract.call import Call
 from quire.contract.check import Level, enforce
-from quire.kind import facts, of_batch, of_cache, of_options
+from quire.kind import facts, of_batch, of_cache, of_options, tensors_of
 from quire.options import PLAIN, Options
 from quire.write import choose_writer, store
 
@@ -47,8 +47,8 @@ def step(
         return ops.step(q, k, v, cache, batch, options, out, lse, kernel, check)
     options = options or PLAIN
     key = None
-    apart = out is None or are_apart(out, q, k, v, cache.k, cache.v)
-    if check == "auto" and cache.ledger is None and is_quick(q, cache, batch) and apart:
+    quick = check == "auto" and is_quick(q, cache, batch) and cache.ledger is None and not reads_elsewhere(options, q)
+    if quick and (out is None or are_apart(out, q, k, v, cache.k, cache.v, *tensors_of(options))):
         tensors = facts((q, k, v, out, batch.slots))
         key = (of_cache(cache), of_batch(batch), of_options(options), tensors, lse, kernel)
         bound = _bound.get(key)

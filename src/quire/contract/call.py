@@ -44,6 +44,9 @@ class Call:
                 continue
             if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided:
                 raise ArgumentError(name, describe(tensor), "a dense (strided) tensor")
+            if tensor.is_neg():
+                # torch negates when it reads; a kernel reads what lies there.
+                raise ArgumentError(name, "a view that torch negates when it reads it", "numbers as they lie: tensor.resolve_neg()")
 
     @property
     def writes(self) -> bool:

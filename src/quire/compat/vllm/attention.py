@@ -8,14 +8,15 @@ from typing import Any
 
 import torch
 
-from quire.attend import Launch, capturing, choose_kernel
+from quire.attend import Launch, are_apart, capturing, choose_kernel, reads_elsewhere
 from quire.batch import Batch
 from quire.cache.kv_cache import KVCache
 from quire.compat.vllm.caches import MOST, facts
 from quire.compat.vllm.strict import missing_tokens
 from quire.contract.call import Call
-from quire.contract.check import _checked, enforce
+from quire.contract.check import enforce, is_watched
 from quire.errors import ArgumentError, ContractError, describe
+from quire.kind import tensors_of
 from quire.options import Options
 from quire.problem import power_of_two
 
@@ -64,19 +65,21 @@ def attend(
     strict: bool = False,
 ) -> None:
     """Writes `out`. Values are checked where they lie in host memory, under `strict` and in `quire.checked()`; what shapes and
-    types say is checked, and turned into a launcher, once for calls of a kind."""
+    types say is checked, and turned into a launcher, once for calls of a kind, unless a call needs to be looked at by itself."""
     for name, tensor in (("q", q), ("out", out)):
         if not isinstance(tensor, torch.Tensor):
             raise ArgumentError(name, describe(tensor), "a tensor")
     kind = (*kind_of(q, cache, batch, options, new, out), context_from, only)
-    launch = _launchers.get(kind)
-    if launch is None or q.device.type == "cpu" or strict or _checked.get():
+    looked_at = q.device.type == "cpu" or strict or is_watched() or reads_elsewhere(options, q)
+    launch = None if looked_at else _launchers.get(kind)
+    if launch is None or not are_apart(out, q, cache.k, cache.v, *(new or ()), *tensors_of(options)):
         call = Mixture(cache, batch, q, options, new, out, context_from=context_from, only=only)
         enforce("attend", call, "full" if strict else "auto")
         launch = choose_kernel(q, cache, batch, options, new, out, False, None, context_from=context_from, only=only)
-        if len(_launchers) >= MOST:
-            _launchers.clear()
-        _launchers[kind] = launch
+        if not looked_at:
+            if len(_launchers) >= MOST:
+                _launchers.clear()
+            _launchers[kind] = launch
         if strict and new is not None:
             missing = missing_tokens(call)
             if missing:

@@ -13,7 +13,7 @@ from quire.cache.kv_cache import KVCache, Scale
 from quire.compat.vllm.border import operator
 from quire.compat.vllm.caches import MOST, facts, token_major, x_packed
 from quire.contract.call import Call
-from quire.contract.check import _checked, enforce
+from quire.contract.check import enforce, is_watched
 from quire.errors import ArgumentError, describe
 from quire.write import choose_writer
 
@@ -62,26 +62,29 @@ def store(key: torch.Tensor, value: torch.Tensor, cache: KVCache, slot_mapping: 
     # As one sequence of new tokens without a table: the slots say where they go.
     # What a graph that is being recorded makes is the graph's own.
     make = _one_sequence.__wrapped__ if capturing(key) else _one_sequence
-    table, starts = make(tokens, slot_mapping.device, _stream(slot_mapping.device))
-    batch = Batch(table, starts[1:], starts, slots=slot_mapping, max_q_len=tokens, max_kv_len=tokens)
-    launch = _writers.get(kind)
-    if launch is None or key.device.type == "cpu" or _checked.get():
-        checked = Batch(table, starts[1:], starts, slots=slot_mapping.clamp(min=-1), max_q_len=tokens, max_kv_len=tokens)
+    table, lens, starts = make(tokens, slot_mapping.device, _stream(slot_mapping.device))
+    batch = Batch(table, lens, starts, slots=slot_mapping, max_q_len=tokens, max_kv_len=tokens)
+    looked_at = key.device.type == "cpu" or is_watched()
+    launch = None if looked_at else _writers.get(kind)
+    if launch is None:
+        checked = Batch(table, lens, starts, slots=slot_mapping.clamp(min=-1), max_q_len=tokens, max_kv_len=tokens)
         enforce("write", Call(cache, checked, k=key, v=value), "auto")
         launch = choose_writer(key, value, cache, batch, None, None)
-        if len(_writers) >= MOST:
-            _writers.clear()
-        _writers[kind] = launch
+        if not looked_at:
+            if len(_writers) >= MOST:
+                _writers.clear()
+            _writers[kind] = launch
     launch(key, value, cache, batch, None)
 
 
 @lru_cache(maxsize=256)
-def _one_sequence(tokens: int, device: torch.device, stream: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """A table without columns, and where one sequence's tokens start and end: constants, kept where they are used. Each stream has
-    its own: another's may not be filled yet."""
+def _one_sequence(tokens: int, device: torch.device, stream: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """A table without columns, one sequence's length, and where its tokens start and end: constants, kept where they are used. Each
+    stream has its own: another's may not be filled yet. The length is no view of the others: kernels want it aligned."""
+    lens = torch.full((1,), tokens, dtype=torch.int32, device=device)
     starts = torch.zeros(2, dtype=torch.int32, device=device)
     starts[1:] = tokens
-    return torch.zeros(1, 0, dtype=torch.int32, device=device), starts
+    return torch.zeros(1, 0, dtype=torch.int32, device=device), lens, starts
 
 
 def _stream(device: torch.device) -> int:

@@ -79,10 +79,11 @@ class Bound:
         compiled = [launch() for launch in launches]
         # In the interpreter nothing is compiled.
         if compiled[0] is not None and all(t.data_ptr() % ALIGNED == 0 for launch in launches for t in _tensors(launch.arguments)):
-            self.compiled = [(kernel, launch.grid) for kernel, launch in zip(compiled, launches)]
             index = itertools.count()
             places = self.prepared.arguments(*call, at=lambda _: Place(next(index)))
             self.fill = written_out([(*launch.arguments, *launch.constants) for launch in self.prepared.launches(places)])
+            # Last: another thread that finds it must find the other, too.
+            self.compiled = [(kernel, launch.grid) for kernel, launch in zip(compiled, launches)]
 
 
 class Place(int):
