@@ -6,6 +6,7 @@ facts are the same object.
 
 from __future__ import annotations
 
+from operator import is_
 from typing import Any
 
 import torch
@@ -48,36 +49,22 @@ def facts(values: tuple[Any, ...] | None) -> Any:
 
 def of_cache(cache: KVCache) -> object:
     """The kind of a cache, worked out once for its tensors, and for whether it has a ledger."""
+    now = (cache.k, cache.v, cache.k_scale, cache.v_scale, cache.ledger)
     known, kind = cache.kind
-    if (
-        known is None
-        or known[0] is not cache.k
-        or known[1] is not cache.v
-        or known[2] is not cache.k_scale
-        or known[3] is not cache.v_scale
-        or known[4] is not cache.ledger
-    ):
-        tensors = (cache.k, cache.v, cache.k_scale, cache.v_scale)
-        kind = _same((cache.layout.name, cache.format.name, cache.ledger is not None, *map(fact, tensors)))
-        cache.kind = (*tensors, cache.ledger), kind
+    if known is None or not all(map(is_, known, now)):
+        kind = _same((cache.layout.name, cache.format.name, cache.ledger is not None, *map(fact, now[:4])))
+        cache.kind = now, kind
     return kind
 
 
 def of_batch(batch: Batch) -> object:
     """The kind of a batch, worked out once for its tensors, whatever is written into them, and for its hints."""
+    now = (batch.page_table, batch.kv_lens, batch.q_starts, batch.max_q_len, batch.max_kv_len)
     known, kind = batch.kind
-    if (
-        known is None
-        or known[0] is not batch.page_table
-        or known[1] is not batch.kv_lens
-        or known[2] is not batch.q_starts
-        or known[3] != batch.max_q_len
-        or known[4] != batch.max_kv_len
-    ):
-        tensors, hints = (batch.page_table, batch.kv_lens, batch.q_starts), (batch.max_q_len, batch.max_kv_len)
-        rounded = (None if hint is None else power_of_two(hint) for hint in hints)
-        kind = _same((*rounded, *map(fact, tensors)))
-        batch.kind = (*tensors, *hints), kind
+    if known is None or not all(map(is_, known, now)):
+        hints = (None if hint is None else power_of_two(hint) for hint in now[3:])
+        kind = _same((*hints, *map(fact, now[:3])))
+        batch.kind = now, kind
     return kind
 
 

@@ -5,14 +5,17 @@ from __future__ import annotations
 import gc
 import inspect
 import weakref
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from compat.calls import close_in_fp8, kernel_2d, rocm
+import quire
+from compat.calls import close_in_fp8, in_cache, kernel_2d, rocm, unified
 from compat.case import build
 from quire.compat import vllm
+from quire.compat.vllm import attention, write
 from quire.compat.vllm.attention import batch_of, kind_of
 from quire.compat.vllm.caches import x_packed
 from quire.errors import ArgumentError, ContractError
@@ -251,6 +254,45 @@ def test_calls_of_different_kinds_are_told_apart() -> None:
     # A decoding loop stays one kind: its lengths grow.
     grown = batch_of(a["block_table"], a["seq_lens"], a["query_start_loc"], 9, 41)
     assert kind_of(q, cache, grown, Options(scale=0.3), new, out) == kind_of(q, cache, batch, Options(scale=0.3), new, out)
+
+
+def test_what_is_kept_is_used_with_care(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """As on a GPU, where the launcher of a kind is found again: an output over an input is refused in every call, and what a
+    recording wraps is not kept."""
+    for module in (attention, write):
+        monkeypatch.setattr(module, "on_host", lambda tensor: False)
+    monkeypatch.setattr(attention, "_launchers", {})
+    monkeypatch.setattr(write, "_writers", {})
+
+    def store() -> None:
+        key = torch.randn(5, 2, 24)
+        one = torch.ones(1)
+        vllm.reshape_and_cache_flash(key, key, *torch.zeros(2, 4, 16, 2, 24), torch.arange(5), "auto", one, one)
+
+    with quire.record(tmp_path / "calls"):
+        unified(in_cache("cpu", **MIXED))
+        store()
+    assert not attention._launchers and not write._writers
+    for _ in range(2):
+        case = in_cache("cpu", **MIXED)
+        unified(case)
+        case.check()
+        store()
+    assert len(attention._launchers) == 1 and len(write._writers) == 1
+    case.arguments["output"] = case.arguments["query"]
+    with pytest.raises(ContractError, match="out"):
+        unified(case)
+
+
+def test_streams_share_no_constants(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a stream has yet to fill is not given to another."""
+    key, one = torch.randn(37, 2, 24), torch.ones(1)
+    given = []
+    monkeypatch.setattr(write, "choose_writer", lambda k, v, cache, batch, *how: lambda *call: given.append(batch.q_starts))
+    for stream in (1, 2, 1):
+        monkeypatch.setattr(write, "_stream", lambda device, stream=stream: stream)
+        vllm.reshape_and_cache_flash(key, key, *torch.zeros(2, 4, 16, 2, 24), torch.arange(37), "auto", one, one)
+    assert given[0] is given[2] and given[0] is not given[1]
 
 
 def test_gradients_are_nobodys_business(device: str) -> None:

@@ -23,6 +23,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 ROOT = Path(__file__).parents[2]
+TESTS = ["tests/gpu", "tests/kernels/triton/on_device/test_codes.py"]
 PROCESSES = 14
 """At most; one core each, two are left to the driver and the system."""
 LIMIT = 480
@@ -161,7 +162,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--reports", type=Path, help="where to leave what all processes said")
     given, arguments = parser.parse_known_args()
-    arguments = arguments or ["tests/gpu"]
+    arguments = arguments or TESTS
     processes = max(1, min(PROCESSES, (os.cpu_count() or 1) - 2))
     with tempfile.TemporaryDirectory() as name:
         folder = (given.reports or Path(name)).resolve()

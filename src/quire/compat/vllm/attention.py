@@ -11,7 +11,7 @@ import torch
 from quire.attend import Launch, are_apart, capturing, choose_kernel, reads_elsewhere
 from quire.batch import Batch
 from quire.cache.kv_cache import KVCache
-from quire.compat.vllm.caches import MOST, facts
+from quire.compat.vllm.caches import MOST, facts, on_host
 from quire.compat.vllm.strict import missing_tokens
 from quire.contract.call import Call
 from quire.contract.check import enforce, is_watched
@@ -70,7 +70,7 @@ def attend(
         if not isinstance(tensor, torch.Tensor):
             raise ArgumentError(name, describe(tensor), "a tensor")
     kind = (*kind_of(q, cache, batch, options, new, out), context_from, only)
-    looked_at = q.device.type == "cpu" or strict or is_watched() or reads_elsewhere(options, q)
+    looked_at = on_host(q) or strict or is_watched() or reads_elsewhere(options, q)
     launch = None if looked_at else _launchers.get(kind)
     if launch is None or not are_apart(out, q, cache.k, cache.v, *(new or ()), *tensors_of(options)):
         call = Mixture(cache, batch, q, options, new, out, context_from=context_from, only=only)

@@ -50,6 +50,11 @@ def format_named(kv_cache_dtype: str, dtype: torch.dtype, device: torch.device) 
     return found
 
 
+def on_host(tensor: torch.Tensor) -> bool:
+    """Whether values lie in host memory: there every call is checked, by its values too."""
+    return tensor.device.type == "cpu"
+
+
 def platform_fp8(device: torch.device) -> Format:
     """What fp8 alone means on a device: e4m3fnuz where the hardware has that flavour, e4m3fn elsewhere."""
     return FORMATS[Platform.detect(device).fp8 or "e4m3fn"]

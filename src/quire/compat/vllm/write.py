@@ -11,7 +11,7 @@ from quire.attend import Launch, capturing
 from quire.batch import INDEX_TYPES, Batch
 from quire.cache.kv_cache import KVCache, Scale
 from quire.compat.vllm.border import operator
-from quire.compat.vllm.caches import MOST, facts, token_major, x_packed
+from quire.compat.vllm.caches import MOST, facts, on_host, token_major, x_packed
 from quire.contract.call import Call
 from quire.contract.check import enforce, is_watched
 from quire.errors import ArgumentError, describe
@@ -64,7 +64,7 @@ def store(key: torch.Tensor, value: torch.Tensor, cache: KVCache, slot_mapping: 
     make = _one_sequence.__wrapped__ if capturing(key) else _one_sequence
     table, lens, starts = make(tokens, slot_mapping.device, _stream(slot_mapping.device))
     batch = Batch(table, lens, starts, slots=slot_mapping, max_q_len=tokens, max_kv_len=tokens)
-    looked_at = key.device.type == "cpu" or is_watched()
+    looked_at = on_host(key) or is_watched()
     launch = None if looked_at else _writers.get(kind)
     if launch is None:
         checked = Batch(table, lens, starts, slots=slot_mapping.clamp(min=-1), max_q_len=tokens, max_kv_len=tokens)

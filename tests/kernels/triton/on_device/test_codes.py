@@ -1,0 +1,73 @@
+"""The arithmetic of eight-bit formats, code by code. `make gpu-test` asks the card for it, too: instructions are its own there."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from quire.kernels.triton.formats import decode, encode
+from quire.kernels.triton.target import target_of
+from support.scenario import LARGEST, TYPES
+
+EIGHT_BITS = ["e4m3fn", "e4m3fnuz", "e5m2", "int8"]
+
+
+@triton.jit
+def decode_kernel(out, codes, FORMAT: tl.constexpr, HARDWARE: tl.constexpr):
+    at = tl.arange(0, 256)
+    tl.store(out + at, decode(tl.load(codes + at), FORMAT, HARDWARE))
+
+
+@triton.jit
+def encode_kernel(out, numbers, FORMAT: tl.constexpr, HARDWARE: tl.constexpr, COUNT: tl.constexpr):
+    at = tl.arange(0, COUNT)
+    tl.store(out + at, encode(tl.load(numbers + at), FORMAT, HARDWARE))
+
+
+def hardware_can(device: str) -> bool:
+    return device == "cpu" or torch.cuda.get_device_capability() >= (8, 9)
+
+
+@pytest.mark.parametrize("format, hardware", [*((f, False) for f in EIGHT_BITS), ("e4m3fn", True)])
+def test_every_code_is_decoded(format: str, hardware: bool, device: str) -> None:
+    if hardware and not hardware_can(device):
+        pytest.skip("this card does not convert e4m3fn")
+    codes = torch.arange(256, dtype=torch.uint8, device=device)
+    out = torch.zeros(256, dtype=torch.float16, device=device)
+    decode_kernel[(1,)](out, codes, format, hardware)
+    expected = codes.cpu().view(TYPES[format]).float()
+    assert torch.allclose(out.cpu().float(), expected, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("format, hardware", [*((f, False) for f in EIGHT_BITS), ("e4m3fn", True), ("e5m2", True)])
+def test_numbers_are_encoded_to_the_nearest(format: str, hardware: bool, device: str) -> None:
+    """Each number of the format, the middle between two neighbours, and what lies just beside both; and beyond the largest."""
+    if hardware and not target_of(torch.device(device)).hardware_encodes:
+        pytest.skip("only a card has that instruction")
+    count = 4096
+    exact = torch.arange(256, dtype=torch.uint8).view(TYPES[format]).double()
+    exact = exact[exact.isfinite() & (exact.abs() <= LARGEST[format])].unique()
+    middle = (exact[1:] + exact[:-1]) / 2
+    numbers = torch.cat((exact, middle)).float()
+    numbers = torch.cat((numbers, *(torch.nextafter(numbers, torch.tensor(end)) for end in (torch.inf, -torch.inf))))
+    extremes = torch.tensor([1e30, -1e30, torch.inf, -torch.inf, 0.0, -0.0, 1e-30, -1e-30, torch.nan])
+    numbers = torch.cat((numbers, extremes))
+    numbers = torch.cat((numbers, torch.zeros(count - len(numbers)))).to(device)
+    out = torch.zeros(count, dtype=torch.uint8, device=device)
+    encode_kernel[(1,)](out, numbers, format, hardware, count)
+    clamped = numbers.cpu().clamp(-LARGEST[format], LARGEST[format])
+    if format == "int8":
+        expected = clamped.nan_to_num(0.0).round().to(torch.int8).view(torch.uint8)
+    else:
+        expected = clamped.to(TYPES[format]).view(torch.uint8)
+    assert torch.equal(out.cpu(), expected)
+
+
+@pytest.mark.parametrize("format", ["fp32", "float"])
+def test_floats_stay(format: str, device: str) -> None:
+    numbers = torch.randn(256, device=device)
+    out = torch.zeros(256, device=device)
+    encode_kernel[(1,)](out, numbers, format, False, 256)
+    assert torch.equal(out, numbers)
