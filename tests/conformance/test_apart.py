@@ -33,8 +33,7 @@ def attention(*, q, k_pages, v_pages, page_table, kv_lens, q_starts, out, scale,
     if window[0] == 3:
         sys.exit(7)
     if window[0] == 4:
-        while True:
-            pass
+        while True: pass  # one line, so that it hangs there wherever it is looked at
     if window[0] == 5:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
     if window[0] == 6 and count > 1:
@@ -64,7 +63,7 @@ EXPECTED = {
     5: ("crashes", "an illegal memory access"),  # a lost device ends with its process
     6: ("crashes", "it answers, but not each time: its process died with SIGABRT"),
     7: ("changes-inputs", ""),  # seals are looked at where the target ran
-    8: ("raises", "ValueError: no such window (at kernel.py:30)"),
+    8: ("raises", "ValueError: no such window (at kernel.py:29)"),
 }
 
 
@@ -80,8 +79,8 @@ def test_whatever_happens_is_a_finding_and_the_run_goes_on(adapter: str) -> None
 
 def test_a_call_without_an_end_is_ended_and_not_asked_for_ever(adapter: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("quire.conformance.apart.PATIENCE", 1)
-    with apart(f"{adapter}:attention", seconds=0.5) as target:
-        with pytest.raises(Failure, match=r"no answer within 0\.5 s") as caught:
+    with apart(f"{adapter}:attention", seconds=2) as target:
+        with pytest.raises(Failure, match=r"no answer within 2 s") as caught:
             target.run(build(case(4)))
         assert caught.value.fault == "hangs" and caught.value.at == "kernel.py:20"
         assert "no answer" in (target.missing(build(case(None))) or "")
