@@ -11,6 +11,7 @@ import torch
 
 import quire
 from quire.attend import are_apart, reads_elsewhere
+from quire.cache.kv_cache import FIXED
 from quire.cache.ledger import Ledger
 from quire.errors import ArgumentError
 from quire.kind import of_batch, of_cache, of_options, tensors_of
@@ -90,6 +91,17 @@ def test_a_cache_that_is_changed() -> None:
     kinds.append(of_cache(cache))
     cache.ledger = None
     assert of_cache(cache) is kinds[0] and len(set(kinds)) == 2
+    cache.k_scale = torch.ones(cache.kv_heads)
+    assert of_cache(cache) is not kinds[0]
+
+
+@pytest.mark.parametrize("name", sorted(FIXED))
+def test_what_a_cache_is_made_of_stays(name: str) -> None:
+    """Its views, sizes and kind are worked out once."""
+    cache = build(1, [1, 2], [20, 30], format="bf16", q_dtype="bf16").cache
+    with pytest.raises(AttributeError, match=f"{name} of a cache .* cannot be replaced"):
+        setattr(cache, name, getattr(cache, name))
+    assert copy.deepcopy(cache).page_size == cache.page_size
 
 
 @pytest.mark.parametrize("name", ["q_scale", "out_scale"])

@@ -48,11 +48,12 @@ def facts(values: tuple[Any, ...] | None) -> Any:
 
 
 def of_cache(cache: KVCache) -> object:
-    """The kind of a cache, worked out once for its tensors, and for whether it has a ledger."""
-    now = (cache.k, cache.v, cache.k_scale, cache.v_scale, cache.ledger)
+    """The kind of a cache, worked out once for its scales, and for whether it has a ledger: all else of a cache stays."""
+    now = (cache.k_scale, cache.v_scale, cache.ledger)
     known, kind = cache.kind
     if known is None or not all(map(is_, known, now)):
-        kind = _same((cache.layout.name, cache.format.name, cache.ledger is not None, *map(fact, now[:4])))
+        tensors = (cache.k, cache.v, cache.k_scale, cache.v_scale)
+        kind = _same((cache.layout.name, cache.format.name, cache.ledger is not None, *map(fact, tensors)))
         cache.kind = now, kind
     return kind
 

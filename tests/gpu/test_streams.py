@@ -108,7 +108,7 @@ def test_writes_by_slots_on_two_streams() -> None:
     torch.cuda.synchronize()
     busy, free = torch.cuda.Stream(), torch.cuda.Stream()
     with torch.cuda.stream(busy):
-        torch.cuda._sleep(SLEEP)
+        torch.cuda._sleep(4 * SLEEP)
         reshape_and_cache_flash(k, k, *caches[0], slots, "auto", one, one)
     with torch.cuda.stream(free):
         reshape_and_cache_flash(k, k, *caches[1], slots, "auto", one, one)

@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 
 Scale = float | torch.Tensor | None
 
+FIXED = frozenset(("k", "v", "k_view", "v_view", "layout", "format", "pages", "page_size", "kv_heads", "head_dim", "v_head_dim"))
+"""What a cache is made of: it stays. Scales, ledger and pool may be replaced."""
+
 
 class KVCache:
     """Pages of keys and values of one layer. Data only: `quire.write` fills it, `quire.attend` reads it.
@@ -52,6 +55,11 @@ class KVCache:
         """What `quire.kind` worked out about it."""
         self.copied: deque[tuple[tuple[int, int], ...]] = deque(maxlen=256)
         """The copies that were applied lately: an attend whose batch asks for others comes too early."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in FIXED and name in self.__dict__:
+            raise AttributeError(f"{name} of a cache is what it was made of and cannot be replaced: wrap the other pages anew")
+        super().__setattr__(name, value)
 
     @classmethod
     def allocate(
