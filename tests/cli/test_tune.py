@@ -30,6 +30,7 @@ from quire.bench.tune import (
 )
 from quire.bench.workloads import Workload
 from quire.cli import main, tune
+from quire.kernels.triton.launch import launches
 from quire.kernels.triton.target import Target
 from quire.kernels.triton.tuning import TABLE, Tuning
 from quire.kernels.triton.tuning import __dict__ as names
@@ -180,6 +181,29 @@ def test_candidates_start_with_the_current_row_and_are_unique() -> None:
             for grid in rounds_of(kind.kernel, quick):
                 rows = candidates(kind.current(CARD), grid)
                 assert rows[0] == kind.current(CARD) and len(set(rows)) == len(rows) > 1
+
+
+GIVEN = {"kernel", "arches", "width", "element", "stored"}
+OF_LONG_ROWS = {"long_rows", "long_keys", "long_stages"}
+LEFT = {"rows", "least"}
+"""The group says the one; the other is for batches too small to be timed well."""
+
+
+@pytest.mark.parametrize("kernel, never", [("decode", OF_LONG_ROWS), ("mixed", {"registers", "many", "together"})])
+def test_every_column_is_searched_that_a_kernel_has(kernel: str, never: set[str]) -> None:
+    """And each candidate is a launch of its own on a workload, at least: what changes nothing need not be tried."""
+    searched = {name for grid in rounds_of(kernel) for name in grid}
+    assert searched == set(Tuning._fields) - GIVEN - LEFT - never
+    kind = Kind(kernel, 2, 128)
+    shells = [without_memory(workload) for workload in kind.workloads()]
+
+    def recipe(row: Tuning) -> str:
+        todo = [launches(kernel, *shell, None, torch.empty_like(shell[0]), None, target=CARD, tuning=row) for shell in shells]
+        return str([(launch.constants, launch.grid, launch.how) for mine in todo for launch in mine])
+
+    for grid in rounds_of(kernel)[1:]:
+        rows = candidates(kind.current(CARD), grid)
+        assert len(set(map(recipe, rows))) == len(rows)
 
 
 @pytest.mark.parametrize("row", [*TABLE, CURRENT._replace(opening=3, registers=168)], ids=literal)

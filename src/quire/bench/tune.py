@@ -32,6 +32,7 @@ ROUNDS: dict[str, tuple[Grid, ...]] = {
         {"keys": (32, 64, 128), "stages": (2, 3, 4, 5), "warps": (1, 2, 4, 8), "per_multiprocessor": (1.0, 2.0, 3.0, 4.0, 8.0)},
         {"registers": (128, 168), "per_multiprocessor": (2.0, 3.0, 4.0)},
         {"opening": (1, 2, 3, 4)},
+        {"many": (None, 3, 4, 6, 8), "together": (1, 2, 4)},
     ),
     "mixed": (
         {"long_rows": (64, 128), "long_keys": (32, 64, 128), "long_stages": (2, 3, 4), "warps": (4, 8)},
@@ -47,7 +48,13 @@ QUICK_ROUNDS: dict[str, tuple[Grid, ...]] = {
 }
 
 WORKLOADS: dict[str, tuple[str, ...]] = {
-    "decode": ("decode 64 x 4096", "decode 1 x 8192", "decode 16 x 4096", "decode 128 ragged, 16 to 16384"),
+    "decode": (
+        "decode 64 x 4096",
+        "decode 1 x 8192",
+        "decode 16 x 4096",
+        "decode 128 ragged, 16 to 16384",
+        "decode 256 x 1024",
+    ),
     "mixed": ("prefill 8 x 1024 over 1024", "mixed: 1 x 2048 over 4096 + 63 decodes at 4096", "prefill 1 x 8192"),
 }
 """By their names; a quick search takes the first two."""

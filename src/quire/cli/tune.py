@@ -28,11 +28,11 @@ examples:
 How much a program computes at a time (keys a tile, stages, warps, programs a multiprocessor) is a table in
 quire/kernels/triton/tuning.py: nothing is tuned while the library is used. For a card that the table does not know, or after a new
 Triton, this verb makes the rows. For each kernel, width of the cache's elements and head_dim it compiles the candidates (in --jobs
-processes, seconds each), checks every result, times what is right on two to four workloads of `quire bench`, and ends with the best
+processes, seconds each), checks every result, times what is right on two to five workloads of `quire bench`, and ends with the best
 by the geometric mean of the times, timed once more in turns with the row of the table. Candidates that do not compile, need more
 memory than there is, spill registers or are wrong are named and never chosen. A row takes hundreds of compilations: minutes, fewer
-with more CPUs or with --quick. The GPU should have nothing else to do. The columns `many` and `together` and the rows of gluon stay
-as they are: they are not searched.
+with more CPUs or with --quick. The GPU should have nothing else to do. The rows of gluon, which are for Hopper alone, are not
+searched.
 
 What to do with it: paste the printed rows into TABLE, above the first row that fits the card now and in the order in which they are
 printed (the table is read top down, the first row that fits is taken); then run the tests, and `quire bench --device cuda`.
@@ -54,6 +54,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    from quire.bench.tune import rounds_of
+
     kinds = _chosen(args)
     if args.jobs is not None and args.jobs < 1:
         raise ArgumentError("--jobs", args.jobs, "1 or more")
@@ -70,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
         )
     found: list[Found] = []
     jobs = args.jobs or os.cpu_count() or 1
-    rounds = len(kinds) if args.quick else 3 * len(kinds)
+    rounds = sum(len(rounds_of(kind.kernel, args.quick)) for kind in kinds)
     with _progress(rounds, lines=True) as tell:
         for kind in kinds:
             found.append(tune(kind, quick=args.quick, jobs=jobs, tell=tell))
@@ -135,8 +137,12 @@ def _list(kinds: Sequence[Kind], quick: bool) -> None:
     for kind in kinds:
         print(f"\n{kind.label}, timed on: " + "; ".join(workload.name for workload in kind.workloads(quick)))
         for number, grid in enumerate(rounds_of(kind.kernel, quick), start=1):
-            values = ", ".join(f"{name} {'/'.join(f'{value:g}' for value in tried)}" for name, tried in grid.items())
+            values = ", ".join(f"{name} {'/'.join(map(_short, tried))}" for name, tried in grid.items())
             print(f"  round {number}, {math.prod(map(len, grid.values()))} candidates: {values}")
+
+
+def _short(value: float | None) -> str:
+    return "never" if value is None else f"{value:g}"
 
 
 def _report(found: Sequence[Found], quick: bool) -> dict[str, Any]:

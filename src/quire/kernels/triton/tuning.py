@@ -1,6 +1,5 @@
 """How much a program computes at a time, by card and by the size of a head: a table, read top down. `quire tune` searches the rows
-of Triton's kernels for heads of 64, 128 and 256; `many`, `together` and the rows of gluon were tried by hand, as
-docs/performance.md says."""
+of Triton's kernels for heads of 64, 128 and 256; the rows of gluon were tried by hand, as docs/performance.md says."""
 
 from __future__ import annotations
 
