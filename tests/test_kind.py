@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 from dataclasses import fields, replace
 from typing import Any
 
@@ -13,8 +14,9 @@ import quire
 from quire.attend import are_apart, reads_elsewhere
 from quire.cache.kv_cache import FIXED
 from quire.cache.ledger import Ledger
+from quire.contract.call import Call
 from quire.errors import ArgumentError
-from quire.kind import of_batch, of_cache, of_options, tensors_of
+from quire.kind import of_batch, of_cache, of_options, read_by
 from quire.options import Options
 from support.scenario import build
 
@@ -59,7 +61,7 @@ def test_parameters_that_are_converted_in_place() -> None:
     options = Options(sinks=sinks)
     before = of_options(options)
     sinks.data = sinks.data.bfloat16()
-    assert of_options(options) != before and tensors_of(options) == (sinks,)
+    assert of_options(options) != before
 
 
 @pytest.mark.parametrize("change", ["wider table", "long table", "long kv_lens", "more rows", "max_q_len", "max_kv_len"])
@@ -113,14 +115,42 @@ def test_scales_that_are_read_elsewhere(name: str) -> None:
     assert not reads_elsewhere(replace(Options(), **{name: 0.5}), q) and not reads_elsewhere(Options(), q)
 
 
-def test_an_output_over_an_option() -> None:
+READ = ["sinks", "k_scale", "v_scale", "page_table", "kv_lens", "q_starts"]
+
+
+@pytest.mark.parametrize("name", READ)
+def test_an_output_over_what_is_read(name: str) -> None:
     """It is looked for in every call that could be quick, and refused by the rules."""
-    s = build(1, [1, 2], [20, 30])
-    memory = torch.zeros(s.q.numel() + s.q.shape[1])
-    out, sinks = memory[: s.q.numel()].view(s.q.shape), memory[: s.q.shape[1]]
-    assert not are_apart(out, s.q, *tensors_of(Options(sinks=sinks)))
-    with pytest.raises(quire.ContractError, match="sinks"):
-        quire.attend(s.q, s.cache, s.batch, Options(sinks=sinks), out=out)
+    s = build(1, [1, 2], [20, 30], format="e4m3fn", q_dtype="fp32", sinks=True)
+    owner: Any = s.options if name == "sinks" else s.cache if "scale" in name else s.batch
+    was = getattr(owner, name)
+    memory = torch.zeros(max(s.q.numel(), 2 * was.numel()))
+    assert are_apart(memory, s.q, *read_by(s.cache, s.batch, s.options))
+    over = memory.view(was.dtype)[: was.numel()].view(was.shape).copy_(was)
+    out = memory[: s.q.numel()].view(s.q.shape)
+    if owner is s.options:
+        s.options = replace(s.options, sinks=over)
+    else:
+        setattr(owner, name, over)
+    assert not are_apart(out, s.q, *read_by(s.cache, s.batch, s.options))
+    with pytest.raises(quire.ContractError, match=f"memory shared with {name}"):
+        quire.attend(s.q, s.cache, s.batch, s.options, out=out)
+
+
+@pytest.mark.parametrize("verb", ["attend", "step"])
+def test_what_the_rules_look_at_is_looked_at_in_quick_calls(verb: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    s = build(1, [1, 2], [20, 30], format="e4m3fn", q_dtype="fp32", sinks=True, alibi=True)
+    s.batch.slots = s.batch.slots_of_tokens(3, s.cache.page_size)
+    k = torch.ones(3, s.cache.kv_heads, s.cache.head_dim)
+    out, seen = torch.empty_like(s.q), []
+    module = sys.modules[f"quire.{verb}"]
+    monkeypatch.setattr(module, "is_quick", lambda *call: True)
+    monkeypatch.setattr(module, "are_apart", lambda *tensors: seen.extend(tensors))
+    more, rows = ({"new": (k, k.clone())}, ()) if verb == "attend" else ({}, (k, k.clone()))
+    getattr(quire, verb)(s.q, *rows, s.cache, s.batch, s.options, out=out, **more)
+    call = Call(s.cache, s.batch, s.q, s.options, more.get("new"), out, *rows)
+    wanted = [*call.tensors.values(), s.cache.k, s.cache.v, s.cache.k_scale, s.cache.v_scale]
+    assert {id(tensor) for tensor in wanted} == {id(tensor) for tensor in seen if tensor is not None}
 
 
 def test_numbers_that_torch_negates_when_it_reads() -> None:

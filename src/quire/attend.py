@@ -13,7 +13,7 @@ from quire.contract.call import Call
 from quire.contract.check import Level, enforce, is_watched, recording
 from quire.dispatch.choose import choose, chosen_by
 from quire.dispatch.platform import Platform
-from quire.kind import MOST, fact, facts, of_batch, of_cache, of_options, tensors_of
+from quire.kind import MOST, fact, facts, of_batch, of_cache, of_options, read_by
 from quire.options import PLAIN, Options
 from quire.problem import Problem, default_out_dtype
 
@@ -62,7 +62,7 @@ def attend(
     options = options or PLAIN
     key = None
     quick = check == "auto" and is_quick(q, cache, batch) and not reads_elsewhere(options, q)
-    if quick and (out is None or are_apart(out, q, cache.k, cache.v, *(new or ()), *tensors_of(options))):
+    if quick and (out is None or are_apart(out, q, *(new or ()), *read_by(cache, batch, options))):
         key = (of_cache(cache), of_batch(batch), of_options(options), fact(q), facts(new), fact(out), lse, kernel)
         bound = _bound.get(key)
         if bound is not None:
@@ -157,13 +157,15 @@ def reads_elsewhere(options: Options, q: torch.Tensor) -> bool:
     return False
 
 
-def are_apart(out: torch.Tensor, *others: torch.Tensor) -> bool:
+def are_apart(out: torch.Tensor, *others: torch.Tensor | None) -> bool:
     """Whether no other tensor lies in the same allocation as `out`. Others may still be apart, but that takes a closer look."""
     if not isinstance(out, torch.Tensor):
         return False
     mine = out.untyped_storage()
     first, last = mine.data_ptr(), mine.data_ptr() + mine.nbytes()
     for other in others:
+        if other is None:
+            continue
         theirs = other.untyped_storage()
         if theirs.data_ptr() < last and first < theirs.data_ptr() + theirs.nbytes():
             return False

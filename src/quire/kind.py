@@ -82,7 +82,8 @@ def of_options(options: Options) -> object:
     return (kind, *map(fact, tensors)) if tensors else kind
 
 
-def tensors_of(options: Options) -> tuple[torch.Tensor, ...]:
-    """The tensors among options."""
+def read_by(cache: KVCache, batch: Batch, options: Options) -> tuple[torch.Tensor | None, ...]:
+    """Every tensor that an attend reads, besides its queries and new tokens."""
     of_options(options)
-    return options.__dict__["_kind"][1]
+    scales, indices = (cache.k_scale, cache.v_scale), (batch.page_table, batch.kv_lens, batch.q_starts)
+    return (cache.k, cache.v, *scales, *indices, *options.__dict__["_kind"][1])

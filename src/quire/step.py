@@ -11,7 +11,7 @@ from quire.batch import Batch
 from quire.cache.kv_cache import KVCache
 from quire.contract.call import Call
 from quire.contract.check import Level, enforce
-from quire.kind import facts, of_batch, of_cache, of_options, tensors_of
+from quire.kind import facts, of_batch, of_cache, of_options, read_by
 from quire.options import PLAIN, Options
 from quire.write import choose_writer, store
 
@@ -48,7 +48,7 @@ def step(
     options = options or PLAIN
     key = None
     quick = check == "auto" and is_quick(q, cache, batch) and cache.ledger is None and not reads_elsewhere(options, q)
-    if quick and (out is None or are_apart(out, q, k, v, cache.k, cache.v, *tensors_of(options))):
+    if quick and (out is None or are_apart(out, q, k, v, batch.slots, *read_by(cache, batch, options))):
         tensors = facts((q, k, v, out, batch.slots))
         key = (of_cache(cache), of_batch(batch), of_options(options), tensors, lse, kernel)
         bound = _bound.get(key)

@@ -16,7 +16,7 @@ from quire.compat.vllm.strict import missing_tokens
 from quire.contract.call import Call
 from quire.contract.check import enforce, is_watched
 from quire.errors import ArgumentError, ContractError, describe
-from quire.kind import tensors_of
+from quire.kind import read_by
 from quire.options import Options
 from quire.problem import power_of_two
 
@@ -72,7 +72,7 @@ def attend(
     kind = (*kind_of(q, cache, batch, options, new, out), context_from, only)
     looked_at = on_host(q) or strict or is_watched() or reads_elsewhere(options, q)
     launch = None if looked_at else _launchers.get(kind)
-    if launch is None or not are_apart(out, q, cache.k, cache.v, *(new or ()), *tensors_of(options)):
+    if launch is None or not are_apart(out, q, *(new or ()), *read_by(cache, batch, options)):
         call = Mixture(cache, batch, q, options, new, out, context_from=context_from, only=only)
         enforce("attend", call, "full" if strict else "auto")
         launch = choose_kernel(q, cache, batch, options, new, out, False, None, context_from=context_from, only=only)
