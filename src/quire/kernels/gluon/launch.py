@@ -59,7 +59,7 @@ class Hopper(Plan):
         out, room, query, cache, rows, new, features = arguments
         shop = self._shop(arguments, constants)
         yield from before
-        yield Launch(units_kernel, (room.units, rows, cache, features), (shop, constants), (rows.seqs, 1, 1), 4, 1)
+        yield Launch(units_kernel, (room.units, rows, cache, features), (shop, constants), (rows.seqs, 1, 1), self.helpers, 1)
         long = Launch(
             prefill_kernel,
             (out, room.units, query, cache, rows, new, features, FIRST.value),

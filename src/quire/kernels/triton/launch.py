@@ -15,7 +15,7 @@ from quire.kernels.triton.attend import attend_kernel
 from quire.kernels.triton.balance import balance_kernel
 from quire.kernels.triton.combine import combine_kernel
 from quire.kernels.triton.target import Target, target_of
-from quire.kernels.triton.tuning import Tuning, tuning_for
+from quire.kernels.triton.tuning import SMALL, SMALL_GLUON, Tuning, tuning_for
 from quire.options import Options
 from quire.problem import dtype_name, is_fp8, power_of_two
 
@@ -26,6 +26,8 @@ ANY = 2**31 - 1
 FAR = 2**30
 """Further than any key: windows reach at most that far in 32 bits."""
 BYTES = {"fp16": 2, "bf16": 2, "fp32": 4}
+QUERIES = 64 * 1024
+"""Bytes that the queries of a short tile may take: the shared memory of the smallest card."""
 
 Pair = tuple[torch.Tensor, torch.Tensor] | None
 
@@ -80,9 +82,12 @@ class Plan:
         dot, balance = dot_type(q, cache, new)
         widths = [max(16, power_of_two(dim)) for dim in (cache.head_dim, cache.v_head_dim)]
         self.row = row = tuning or tuning_for(kernel, target, max(widths), BYTES[dot], cache.format.itemsize)
+        self.helpers = 1 if row in (SMALL, SMALL_GLUON) else 4
+        """Warps of those who make ready."""
         group = q.shape[1] // cache.kv_heads
         self.few = self._few(kernel, q, batch)
-        rows = 64 if options.batch_invariant else max(row.rows, min(64, power_of_two(self.few * group)))
+        most = min(64, QUERIES // (max(widths) * BYTES[dot]))
+        rows = most if options.batch_invariant else max(row.rows, min(most, power_of_two(self.few * group)))
         self.programs = max(1, int(target.multiprocessors * row.per_multiprocessor))
         # Plain decodes only: those were measured.
         alone = options.batch_invariant or options.mask is not None or new is not None
@@ -307,7 +312,7 @@ class Plan:
             (ready.at, ready.exponents, query._replace(at=query.at[0], exponents=None), rows.tokens * heads),
             (BALANCED, constants),
             (-(-rows.tokens * heads // BALANCED), 1, 1),
-            4,
+            self.helpers,
             1,
         )
         return [launch], (out, room, ready, cache, rows, new, features), constants._replace(Q_DIM=1)

@@ -18,10 +18,9 @@ from quire.cache.kv_cache import KVCache
 from quire.kernels.triton.arguments import Rows
 from quire.kernels.triton.bind import Bound
 from quire.kernels.triton.launch import ANY, Launch, Pair, as_bytes
+from quire.kernels.triton.tuning import AUDIT, Portion
 from quire.options import Options
 
-POSITIONS = 1024
-"""Positions that one program looks at."""
 LARGEST = tl.constexpr(2**63 - 1)
 
 
@@ -147,14 +146,22 @@ class Plan:
         context_from: int = 1,
         only: tuple[int, int] = (0, ANY),
         zero_padding: bool = False,
+        portion: Portion = AUDIT,
     ):
+        self.portion = portion
         left, _ = options.sides
         # Which new tokens somebody sees in a tree, its mask alone knows: they are left out.
         context_from = 0 if options.mask is not None else ANY if new is None else context_from
         self.constants = Needs(
-            POSITIONS, cache.page_size, batch.page_table.stride(1), None if left is None else min(left, ANY), context_from, *only
+            POSITIONS=portion.size,
+            PAGE_SIZE=cache.page_size,
+            TABLE_STEP=batch.page_table.stride(1),
+            LEFT=None if left is None else min(left, ANY),
+            CONTEXT_FROM=context_from,
+            FEWEST=only[0],
+            MOST=only[1],
         )
-        self.stretches = -(-batch.page_table.shape[1] * cache.page_size // POSITIONS)
+        self.stretches = -(-batch.page_table.shape[1] * cache.page_size // portion.size)
         self.grid = (batch.seqs * self.stretches, 1, 1)
         self.empty = not q.shape[0] or not self.grid[0]
 
@@ -185,7 +192,7 @@ class Plan:
     def launches(self, arguments: tuple[Any, ...]) -> list[Launch]:
         found, marks, rows, tree = arguments
         return [
-            Launch(audit_kernel, (found, marks, rows, tree, self.stretches), (self.constants,), self.grid, 4, 1),
+            Launch(audit_kernel, (found, marks, rows, tree, self.stretches), (self.constants,), self.grid, self.portion.warps, 1),
             Launch(keep_kernel, (found, marks, rows), (self.constants,), (1, 1, 1), 1, 1),
         ]
 

@@ -19,7 +19,7 @@ import quire.kernels.gluon
 import quire.kernels.triton
 from quire.kernels.triton.compiled import CARDS, Compiled, compile_apart
 from quire.kernels.triton.sample import Sample
-from quire.kernels.triton.tuning import SMALL, TABLE, Tuning
+from quire.kernels.triton.tuning import AUDIT, LEAST, SMALL, SMALL_GLUON, TABLE, WRITE, Tuning
 
 WIDTHS = (64, 128, 256, 512)
 SAMPLES = [
@@ -39,6 +39,10 @@ memory, `recipe_of(launch)` says what the compiler is asked for, and `.compile("
 _TUNING = """## How much a program computes
 
 The table is read top down: the first row that fits the card, the wider of the two heads, the products and the cache is taken.
+"""
+
+_PORTIONS = """A program of `write_kernel` stores {write.size} rows of a head with {write.warps} warps, one of `audit_kernel` looks
+at {audit.size} positions with {audit.warps}; {least.size} with {least.warps}, if asked for.
 """
 
 _COMPILED = """## What the compiler makes of it
@@ -75,9 +79,11 @@ def _modules() -> Iterable[pkgutil.ModuleInfo]:
 
 def tuning() -> str:
     """The table."""
-    cells = [[*(_cell(value) for value in row)] for row in (*TABLE, SMALL._replace(kernel="any, if asked for"))]
+    asked = (SMALL._replace(kernel="any, if asked for"), SMALL_GLUON._replace(kernel="of gluon, if asked for"))
+    cells = [[*(_cell(value) for value in row)] for row in (*TABLE, *asked)]
     meaning = "\n".join(f"- `{name}`: {text}" for name, text in _members(Tuning))
-    return f"{_TUNING}\n{_table(Tuning._fields, cells)}\n{meaning}\n"
+    others = _PORTIONS.format(write=WRITE, audit=AUDIT, least=LEAST)
+    return f"{_TUNING}\n{_table(Tuning._fields, cells)}\n{meaning}\n\n{others}"
 
 
 def compiled() -> str:

@@ -14,7 +14,7 @@ from quire.kernels.triton import ledger, write
 from quire.kernels.triton.launch import Launch, launches_of
 from quire.kernels.triton.launch import launches as attend
 from quire.kernels.triton.target import Target
-from quire.kernels.triton.tuning import SMALL
+from quire.kernels.triton.tuning import AUDIT, LEAST, SMALL, SMALL_GLUON, WRITE
 from quire.options import Options
 
 
@@ -84,16 +84,17 @@ class Sample:
         fields |= {name: tuple(value) for name, value in fields.items() if isinstance(value, list)}
         options = Options(**fields)
         if self.kernel == "write":
-            return write.launches(new, new, cache, batch, None, target=Target(arch, 100))
+            return write.launches(new, new, cache, batch, None, target=Target(arch, 100), portion=LEAST if self.small else WRITE)
         beside = (new, new) if self.new else None
         if self.kernel == "ledger":
-            return ledger.launches(q, cache, batch, options, beside, **self.how)
+            return ledger.launches(q, cache, batch, options, beside, portion=LEAST if self.small else AUDIT, **self.how)
         out, lse = _nothing(*q.shape, dtype=FORMATS[self.out_dtype].dtype), _nothing(*q.shape[:2]) if self.lse else None
         call = (q, cache, batch, options, beside, out)
         if self.kernel == "gluon":
             from quire.kernels.gluon.launch import Hopper
 
-            return launches_of(Hopper(*call, target=Target(arch, 100), **self.how), *call, lse)
+            tuning = SMALL_GLUON if self.small else None
+            return launches_of(Hopper(*call, target=Target(arch, 100), tuning=tuning, **self.how), *call, lse)
         return attend(self.kernel, *call, lse, target=Target(arch, 100), tuning=SMALL if self.small else None, **self.how)
 
     def __str__(self) -> str:

@@ -45,6 +45,22 @@ class Tuning(NamedTuple):
 
 SMALL = Tuning("", (), 512, 4, 4, 16, 16, 1, 16, 16, 1, 1, 1.0)
 """One warp and the smallest tiles: for emulators, and for whoever wants to read what a kernel does."""
+SMALL_GLUON = Tuning("gluon", ("sm90",), 128, 2, 2, 16, 16, 1, 128, 64, 2, 1, 1.0, registers=216)
+"""The same of gluon. Its long rows take three groups of four warps all the same: Hopper's matrix unit is asked by four."""
+
+
+class Portion(NamedTuple):
+    """How much a program of a kernel without products does, on every card."""
+
+    size: int
+    """Rows that are written, or positions that are looked at."""
+    warps: int
+
+
+WRITE = Portion(32, 4)
+AUDIT = Portion(1024, 4)
+LEAST = Portion(16, 1)
+"""For whoever asks for SMALL."""
 
 TABLE: tuple[Tuning, ...] = (
     Tuning("decode", ("interpreter",), 512, 4, 4, 16, 32, 1, 0, 0, 0, 1, 1.0, many=6, together=4),

@@ -15,10 +15,8 @@ from quire.kernels.triton.bind import Bound
 from quire.kernels.triton.formats import encode
 from quire.kernels.triton.launch import Launch, as_bytes, page_steps, scale_steps
 from quire.kernels.triton.target import Target, target_of
+from quire.kernels.triton.tuning import WRITE, Portion
 from quire.problem import power_of_two
-
-ROWS = 32
-"""Rows that one program stores."""
 
 
 class Tokens(NamedTuple):
@@ -174,9 +172,11 @@ class Plan:
         slots: torch.Tensor | None,
         *,
         target: Target | None = None,
+        portion: Portion = WRITE,
     ):
+        self.portion = portion
         self.constants = Store(
-            ROWS=ROWS,
+            ROWS=portion.size,
             KV_HEADS=cache.kv_heads,
             HEAD_DIM=cache.head_dim,
             V_DIM=cache.v_head_dim,
@@ -200,7 +200,7 @@ class Plan:
             PER_TOKEN=cache.scale_kind == "token",
             SEARCH=batch.seqs.bit_length(),
         )
-        self.grid = (-(-k.shape[0] * cache.kv_heads // ROWS), 1, 1)
+        self.grid = (-(-k.shape[0] * cache.kv_heads // portion.size), 1, 1)
         self.empty = not k.shape[0] or not batch.seqs
 
     def settles(self, *call: Any) -> bool:
@@ -256,7 +256,7 @@ class Plan:
         return pages, tokens
 
     def launches(self, arguments: tuple[Any, ...]) -> list[Launch]:
-        return [Launch(write_kernel, arguments, (self.constants,), self.grid, 4, 1)]
+        return [Launch(write_kernel, arguments, (self.constants,), self.grid, self.portion.warps, 1)]
 
 
 def launches(
@@ -272,7 +272,7 @@ def bind(k: torch.Tensor, v: torch.Tensor, cache: KVCache, batch: Batch, slots: 
     return Bound(Plan(k, v, cache, batch, slots))
 
 
-def launch(k: torch.Tensor, v: torch.Tensor, cache: KVCache, batch: Batch, slots: torch.Tensor | None) -> None:
+def launch(k: torch.Tensor, v: torch.Tensor, cache: KVCache, batch: Batch, slots: torch.Tensor | None, **how: Any) -> None:
     """Stores k and v at `slots`, by default the batch's, or where its table and lengths say."""
-    for one in launches(k, v, cache, batch, slots):
+    for one in launches(k, v, cache, batch, slots, **how):
         one()

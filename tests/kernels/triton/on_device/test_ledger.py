@@ -11,6 +11,7 @@ from quire import Batch, KVCache, Options, PagePool
 from quire.cache.ledger import Finding
 from quire.contract.call import Call
 from quire.kernels.triton import ledger as kernel
+from quire.kernels.triton.tuning import LEAST
 
 PAGE_SIZE = 4
 Q_LENS, KV_LENS = [1, 6, 0, 3], [30, 6, 9, 17]
@@ -145,11 +146,12 @@ def test_what_is_not_required_is_not_reported(name: str, device: str) -> None:
     assert s.launch() is None
 
 
-def test_a_missing_token_is_named(device: str) -> None:
+@pytest.mark.parametrize("how", [{}, {"portion": LEAST}], ids=["usual", "smallest"])
+def test_a_missing_token_is_named(how: dict[str, Any], device: str) -> None:
     s = Setting(device)
     s.forget(0, 21, 22)
     s.forget(3, 2)
-    report = s.launch()
+    report = s.launch(**how)
     assert report.missing == 3
     assert report.first == s.finding(0, 21, "never written")
     slot = s.slot(0, 21)

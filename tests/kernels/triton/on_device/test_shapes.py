@@ -38,6 +38,14 @@ def test_widest_head(device: str) -> None:
     attend("mixed", device, q_lens=[1, 18], kv_lens=[40, 18], head_dim=512, q_dtype="bf16", format="bf16", kv_heads=1)
 
 
+@pytest.mark.parametrize("how", [{"group": 40}, {"group": 4, "batch_invariant": True}], ids=["many heads", "batch-invariant"])
+@pytest.mark.parametrize("kernel", ["decode", "mixed"])
+def test_widest_head_of_wide_numbers(kernel: str, how: dict[str, Any], device: str) -> None:
+    """Tiles hold fewer rows than elsewhere, or their queries would not fit into the memory of small cards."""
+    usual = {"q_dtype": "fp32", "format": "fp32", "head_dim": 512, "kv_heads": 1}
+    attend(kernel, device, q_lens=[1, 18], kv_lens=[40, 18], **usual, **how)
+
+
 @pytest.mark.parametrize("multiprocessors", [1, 2, 7, 40])
 @pytest.mark.parametrize("kernel", ["decode", "mixed"])
 def test_any_number_of_programs(kernel: str, multiprocessors: int, device: str) -> None:

@@ -11,6 +11,7 @@ import torch
 from quire import Batch, KVCache
 from quire.kernels.torch import write as plain
 from quire.kernels.triton import write
+from quire.kernels.triton.tuning import LEAST
 from support.launched import bits
 from support.scenario import LARGEST, TYPES, place
 
@@ -64,11 +65,17 @@ def tokens_of(device: str, dtype: torch.dtype, kv_heads: int = 3) -> tuple[torch
 
 
 def same(
-    k: torch.Tensor, v: torch.Tensor, cache: KVCache, batch: Batch, slots: torch.Tensor | None, expected: KVCache | None = None
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cache: KVCache,
+    batch: Batch,
+    slots: torch.Tensor | None,
+    expected: KVCache | None = None,
+    **how: Any,
 ) -> None:
     """Writes with both, and compares every byte of the caches."""
     expected = expected or copy(cache)
-    write.launch(k, v, cache, batch, slots)
+    write.launch(k, v, cache, batch, slots, **how)
     plain.launch(k, v, expected, batch, slots)
     for name in ("k", "v", "k_scale", "v_scale"):
         mine, other = getattr(cache, name), getattr(expected, name)
@@ -106,6 +113,12 @@ def test_types(dtype: torch.dtype, index: torch.dtype, device: str) -> None:
 def test_any_number_of_heads(kv_heads: int, device: str) -> None:
     batch, _ = batch_of(device)
     same(*tokens_of(device, torch.bfloat16, kv_heads), cache_of(device, "int8", "nhd", "token", kv_heads), batch, None)
+
+
+def test_the_smallest_portion(device: str) -> None:
+    batch, slots = batch_of(device)
+    for given in (slots, None):
+        same(*tokens_of(device, torch.bfloat16), cache_of(device, "int8", "nhd", "token"), batch, given, portion=LEAST)
 
 
 def test_the_batchs_own_slots(device: str) -> None:
