@@ -25,7 +25,7 @@ def rocm(case: Case, **changes: Any) -> None:
         "key_cache": a["key_cache"],
         "value_cache": a["value_cache"],
         "num_kv_heads": a["key_cache"].shape[1],
-        "scale": a["query"].shape[2] ** -0.5,
+        "scale": case.options.get("sm_scale", a["query"].shape[2] ** -0.5),
         "block_tables": a["block_table"],
         "seq_lens": a["seq_lens"],
         "query_start_loc": a["query_start_loc"],
