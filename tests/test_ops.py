@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.optests.generate_tests import OpCheckError
 
 import quire
 from quire import ops
+from quire.errors import ArgumentError
 from support.scenario import TYPES, Scenario, build
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"))]
@@ -316,3 +318,39 @@ def test_a_real_call_while_torch_compiles(monkeypatch: pytest.MonkeyPatch) -> No
     q, k, v, cache, batch = a_step()
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     assert quire.step(q, k, v, cache, batch).shape == q.shape
+
+
+# Caches that are made within a graph.
+
+
+def wrapped(s: Scenario, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """An attend over pages that are wrapped on the spot, as an engine that owns them may do."""
+    cache = quire.KVCache.wrap(k, v, layout="nhd")
+    batch = quire.Batch(s.batch.page_table, s.batch.kv_lens, s.batch.q_starts)
+    out, lse = quire.attend(s.q, cache, batch, quire.Options(), lse=True)
+    return out, lse
+
+
+def test_a_cache_wrapped_in_a_graph(device: str) -> None:
+    s = build(3, **ROWS, device=device)
+    expected = wrapped(s, s.cache.k, s.cache.v)
+    got = torch.compile(lambda k, v: wrapped(s, k, v), backend="aot_eager", fullgraph=True)(s.cache.k, s.cache.v)
+    for mine, other in zip(got, expected):
+        assert torch.equal(mine[: s.live], other[: s.live])
+
+
+def test_pages_that_share_memory_are_refused_in_a_graph_too(device: str) -> None:
+    """Where tensors lie is known when the graph is run."""
+    s = build(3, **ROWS, device=device)
+    compiled = torch.compile(lambda k, v: wrapped(s, k, v), backend="aot_eager", fullgraph=True)
+    with pytest.raises(ArgumentError, match="memory shared with k_pages"):
+        compiled(s.cache.k, s.cache.k[:])
+
+
+def test_tensors_that_stand_for_others() -> None:
+    """What a tool that estimates memory does: nothing is compiled, and nothing is computed."""
+    s = build(3, **ROWS)
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        k, v, s.q = (mode.from_tensor(t) for t in (s.cache.k, s.cache.v, s.q))
+        out, lse = wrapped(s, k, v)
+    assert out.shape == s.q.shape and lse.shape == s.q.shape[:2] and type(out) is type(s.q)

@@ -55,7 +55,7 @@ def attend(
 
     Returns `out`, or `(out, lse)` with the natural-log LSE, fp32 `[tokens, q_heads]`, if `lse` is True. `kernel` forces a kernel by
     name or raises. `check="full"` reads values on any device, not only in host memory."""
-    if torch.compiler.is_compiling() and is_traced(q):
+    if is_traced(q):
         from quire import ops
 
         return ops.attend(q, cache, batch, options, new, out, lse, kernel, check)
@@ -186,6 +186,8 @@ def capturing(tensor: torch.Tensor) -> bool:
 
 
 def is_traced(rows: torch.Tensor) -> bool:
-    """Whether a graph is made of this very call, while torch compiles: the call then becomes an operator of the graph. An operator
-    that is run meanwhile, here or in another thread, has real tensors."""
-    return torch.compiler.is_dynamo_compiling() or type(rows) is not torch.Tensor
+    """Whether a graph is made of this very call, or its tensors only stand for others: the call then becomes an operator of the
+    graph. An operator that is run while torch compiles, here or in another thread, has real tensors."""
+    if torch.compiler.is_dynamo_compiling():
+        return True
+    return type(rows) is not torch.Tensor and (torch.compiler.is_compiling() or hasattr(rows, "fake_mode"))

@@ -41,7 +41,7 @@ def step(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """`write(k, v, cache, batch)`, then `attend(q, cache, batch, options)`. Both are checked, and both kernels
     chosen, before anything is written. `kernel` names the attention kernel."""
-    if torch.compiler.is_compiling() and is_traced(q):
+    if is_traced(q):
         from quire import ops
 
         return ops.step(q, k, v, cache, batch, options, out, lse, kernel, check)

@@ -32,7 +32,7 @@ def write(
     `slots` (`[tokens]`, -1 to skip) default to the batch's, and those to what its page table and lengths say. Rows beyond the
     batch's last new token are padding and are not written, whatever their slots say. The batch's copies are applied first. If a
     rule is broken, nothing is written."""
-    if torch.compiler.is_compiling() and is_traced(k):
+    if is_traced(k):
         from quire import ops
 
         return ops.write(k, v, cache, batch, slots, kernel, check)

@@ -19,10 +19,15 @@ def overlaps_itself(t: torch.Tensor) -> bool:
 def share_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether two tensors may touch the same bytes, whoever owns them. Views that keep to different columns of the same rows are
     apart: the parts of a fused projection, or K and V of a joint page."""
-    if not a.numel() or not b.numel() or a.device != b.device or a.device.type == "meta":
+    if _has_no_address(a) or _has_no_address(b) or not a.numel() or not b.numel() or a.device != b.device:
         return False
     (first, last), (start, stop) = _span(a), _span(b)
     return first < stop and start < last and not _columns_apart(a, b)
+
+
+def _has_no_address(t: torch.Tensor) -> bool:
+    """Whether it only stands for a tensor: a graph is being made, and where its tensors will lie nobody knows."""
+    return t.device.type == "meta" or torch.compiler.is_dynamo_compiling() or hasattr(t, "fake_mode")
 
 
 def _span(t: torch.Tensor) -> tuple[int, int]:
