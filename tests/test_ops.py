@@ -339,12 +339,51 @@ def test_a_cache_wrapped_in_a_graph(device: str) -> None:
         assert torch.equal(mine[: s.live], other[: s.live])
 
 
-def test_pages_that_share_memory_are_refused_in_a_graph_too(device: str) -> None:
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_more_pages_in_a_graph(dynamic: bool | None) -> None:
+    s = build(3, **ROWS)
+    graph = torch.compile(lambda k, v: wrapped(s, k, v), backend="aot_eager", fullgraph=True, dynamic=dynamic)
+    for more in range(3):
+        k, v = (torch.cat((pages, torch.zeros(more, *pages.shape[1:]))) for pages in (s.cache.k, s.cache.v))
+        assert torch.equal(graph(k, v)[0][: s.live], wrapped(s, k, v)[0][: s.live])
+
+
+def test_another_scale_in_a_graph() -> None:
+    s = build(3, **ROWS, format="int8")
+    batch = quire.Batch(s.batch.page_table, s.batch.kv_lens, s.batch.q_starts)
+
+    def attend(scale: float) -> torch.Tensor:
+        cache = quire.KVCache.wrap(s.cache.k, s.cache.v, layout="nhd", k_scale=scale, v_scale=scale)
+        return quire.attend(s.q, cache, batch)
+
+    graph = torch.compile(attend, backend="aot_eager", fullgraph=True)
+    for scale in (0.1, 0.2, 0.3):
+        assert torch.equal(graph(scale)[: s.live], attend(scale)[: s.live])
+
+
+def test_memory_that_is_shared_is_refused_in_a_graph_too(device: str) -> None:
     """Where tensors lie is known when the graph is run."""
     s = build(3, **ROWS, device=device)
-    compiled = torch.compile(lambda k, v: wrapped(s, k, v), backend="aot_eager", fullgraph=True)
-    with pytest.raises(ArgumentError, match="memory shared with k_pages"):
-        compiled(s.cache.k, s.cache.k[:])
+    pages, graph = s.cache.k, torch.compile(lambda k, v: wrapped(s, k, v), backend="aot_eager", fullgraph=True)
+    for again in (pages[:], torch.utils.dlpack.from_dlpack(pages)):
+        with pytest.raises(ArgumentError, match="memory shared with k_pages"):
+            graph(pages, again)
+    with pytest.raises(ArgumentError, match="memory of its own for each element"):
+        graph(pages, torch.zeros(1, device=device).expand(pages.shape))
+
+
+def test_scales_that_share_memory_are_refused_in_a_graph_too() -> None:
+    s = build(3, **ROWS, format="int8", scales="token")
+    k, v = new_tokens(s)
+
+    def step(k_scale: torch.Tensor, v_scale: torch.Tensor) -> torch.Tensor:
+        cache = quire.KVCache.wrap(s.cache.k, s.cache.v, layout="nhd", k_scale=k_scale, v_scale=v_scale)
+        return quire.step(s.q, k, v, cache, quire.Batch(s.batch.page_table, s.batch.kv_lens, s.batch.q_starts))
+
+    scales = s.cache.k_scale
+    assert scales is not None and scales.dim() == 3
+    with pytest.raises(ArgumentError, match="scales that share memory"):
+        torch.compile(step, backend="aot_eager", fullgraph=True)(scales, scales[:])
 
 
 def test_tensors_that_stand_for_others() -> None:

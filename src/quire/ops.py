@@ -24,7 +24,6 @@ from quire.batch import Batch
 from quire.cache.format import FORMATS
 from quire.cache.kv_cache import KVCache
 from quire.cache.layout import LAYOUTS
-from quire.cache.memory import share_memory
 from quire.contract.check import Level
 from quire.errors import ArgumentError
 from quire.options import PLAIN, Options
@@ -162,9 +161,7 @@ def _refuse(refused: str | None) -> None:
 
 def _cache(k: torch.Tensor, v: torch.Tensor, k_scale: Any, v_scale: Any, layout: str, format: str) -> KVCache:
     cache = KVCache(k, v, LAYOUTS[layout], FORMATS[format], k_scale, v_scale, None, False)
-    # One that was wrapped within a graph was wrapped when nobody knew where its tensors would lie.
-    if k.untyped_storage()._cdata == v.untyped_storage()._cdata and share_memory(k, v):
-        raise ArgumentError("v_pages", "memory shared with k_pages", "memory of its own")
+    cache.check_memory()
     return cache
 
 

@@ -20,9 +20,6 @@ if TYPE_CHECKING:
 
 Scale = float | torch.Tensor | None
 
-FIXED = frozenset(("k", "v", "k_view", "v_view", "layout", "format", "pages", "page_size", "kv_heads", "head_dim", "v_head_dim"))
-"""What a cache is made of: it stays. Scales, ledger and pool may be replaced."""
-
 
 class KVCache:
     """Pages of keys and values of one layer. Data only: `quire.write` fills it, `quire.attend` reads it.
@@ -43,7 +40,7 @@ class KVCache:
         pool: PagePool | None,
         ledger: bool,
     ):
-        self.k, self.v, self.layout, self.format = k, v, layout, format
+        self._k, self._v, self.layout, self.format = k, v, layout, format
         self.k_view, self.v_view = layout.k.view(k), layout.v.view(v)
         self.k_scale, self.v_scale, self.pool = k_scale, v_scale, pool
         pages, kv_heads, slot_hi, slot_lo, _, _ = self.k_view.shape
@@ -56,10 +53,14 @@ class KVCache:
         self.copied: deque[tuple[tuple[int, int], ...]] = deque(maxlen=256)
         """The copies that were applied lately: an attend whose batch asks for others comes too early."""
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name in FIXED and name in self.__dict__:
-            raise AttributeError(f"{name} of a cache is what it was made of and cannot be replaced: wrap the other pages anew")
-        super().__setattr__(name, value)
+    @property
+    def k(self) -> torch.Tensor:
+        """It stays: views, sizes and the kind of a cache are worked out once. Other pages are another cache."""
+        return self._k
+
+    @property
+    def v(self) -> torch.Tensor:
+        return self._v
 
     @classmethod
     def allocate(
@@ -161,21 +162,28 @@ class KVCache:
             raise ArgumentError("k_pages", describe(k), "page_size and kv_heads of 1 or more")
         if pool is not None and (pool.pages, pool.page_size) != (pages, page_size):
             raise ArgumentError("pool", f"{pool.pages} pages of {pool.page_size}", f"{pages} pages of {page_size}, as k_pages has")
-        for name, view in (("k_pages", k_view), ("v_pages", v_view)):
-            if overlaps_itself(view):
-                raise ArgumentError(name, f"strides {view.stride()} over {list(view.shape)}", "memory of its own for each element")
-        if share_memory(k, v):
-            raise ArgumentError("v_pages", "memory shared with k_pages", "memory of its own")
         shapes = {"[]": (), "[kv_heads]": (kv_heads,), "[pages, page_size, kv_heads]": (pages, page_size, kv_heads)}
         scale = [_scale(name, value, found, shapes, k.device) for name, value in (("k_scale", k_scale), ("v_scale", v_scale))]
         if scale[0] is not None and scale[1] is not None and (scale[0].dim() == 3) != (scale[1].dim() == 3):
             raise ArgumentError(
                 "v_scale", describe(scale[1]), f"one per token and head, as k_scale {describe(scale[0])}, or neither"
             )
-        if scale[0] is not None and scale[1] is not None and scale[0].dim() == 3:
-            if overlaps_itself(scale[0]) or overlaps_itself(scale[1]) or share_memory(scale[0], scale[1]):
+        cache = cls(k, v, order, found, scale[0], scale[1], pool, ledger)
+        cache.check_memory()
+        return cache
+
+    def check_memory(self) -> None:
+        """Raises if a write of one element would change another. Within a graph nobody knows where its tensors will lie: this is
+        looked at when it runs."""
+        for name, view in (("k_pages", self.k_view), ("v_pages", self.v_view)):
+            if overlaps_itself(view):
+                raise ArgumentError(name, f"strides {view.stride()} over {list(view.shape)}", "memory of its own for each element")
+        if share_memory(self.k, self.v):
+            raise ArgumentError("v_pages", "memory shared with k_pages", "memory of its own")
+        k_scale, v_scale = self.k_scale, self.v_scale
+        if k_scale is not None and v_scale is not None and k_scale.dim() == 3:
+            if overlaps_itself(k_scale) or overlaps_itself(v_scale) or share_memory(k_scale, v_scale):
                 raise ArgumentError("v_scale", "scales that share memory", "memory of its own for each: write computes them")
-        return cls(k, v, order, found, scale[0], scale[1], pool, ledger)
 
     @property
     def device(self) -> torch.device:
@@ -240,7 +248,7 @@ def _scale(
             raise ArgumentError(name, None, "a scale: int8 holds whole numbers from -127 to 127")
         value = 1.0
     if not isinstance(value, torch.Tensor):
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value <= 0:
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
             raise ArgumentError(name, describe(value), "a finite number above 0")
         return torch.tensor(float(value), dtype=torch.float32, device=device)
     if value.dtype is not torch.float32 or tuple(value.shape) not in shapes.values():
