@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +17,13 @@ import torch
 from quire.bench import case
 from quire.bench.tune import (
     KINDS,
+    Found,
     Kind,
     OnCard,
     Pool,
     Ready,
     Trial,
+    alike,
     attempt,
     best_of,
     candidates,
@@ -30,7 +34,6 @@ from quire.bench.tune import (
 )
 from quire.bench.workloads import Workload
 from quire.cli import main, tune
-from quire.kernels.triton.launch import launches
 from quire.kernels.triton.target import Target
 from quire.kernels.triton.tuning import TABLE, Tuning
 from quire.kernels.triton.tuning import __dict__ as names
@@ -191,19 +194,46 @@ LEFT = {"rows", "least"}
 
 @pytest.mark.parametrize("kernel, never", [("decode", OF_LONG_ROWS), ("mixed", {"registers", "many", "together"})])
 def test_every_column_is_searched_that_a_kernel_has(kernel: str, never: set[str]) -> None:
-    """And each candidate is a launch of its own on a workload, at least: what changes nothing need not be tried."""
     searched = {name for grid in rounds_of(kernel) for name in grid}
     assert searched == set(Tuning._fields) - GIVEN - LEFT - never
-    kind = Kind(kernel, 2, 128)
-    shells = [without_memory(workload) for workload in kind.workloads()]
 
-    def recipe(row: Tuning) -> str:
-        todo = [launches(kernel, *shell, None, torch.empty_like(shell[0]), None, target=CARD, tuning=row) for shell in shells]
-        return str([(launch.constants, launch.grid, launch.how) for mine in todo for launch in mine])
 
-    for grid in rounds_of(kernel)[1:]:
-        rows = candidates(kind.current(CARD), grid)
-        assert len(set(map(recipe, rows))) == len(rows)
+def test_workloads_tell_candidates_apart() -> None:
+    """On Hopper, where two columns were found to matter: there some values of each are launches of their own."""
+    rows = candidates(CURRENT._replace(together=1), {"many": (None, 3, 4, 6, 8)})
+    assert [row.many for row in alike("decode", KIND.workloads(), CARD, rows)] == [8], "as many units has no workload"
+    rows = candidates(CURRENT, {"together": (1, 2, 4)})
+    assert alike("decode", KIND.workloads(), CARD, rows) == {}
+
+
+def test_one_of_several_that_launch_the_same_is_tried() -> None:
+    """The first: the table's row, or what an earlier round found."""
+    bytes_row = Kind("decode", 1, 128).current(CARD)
+    ground = Field(lambda row: 1.0 / len(ground.bound))  # whoever comes last seems to be the fastest
+    same = partial(alike, "decode", Kind("decode", 1, 128).workloads(), CARD)
+    grids = [{"opening": (2, 3)}, {"many": (None, 3, 1000)}]
+    found = search(KIND, bytes_row, grids, [ground], ground.timer, same=same)
+    assert {row.many for row in ground.bound} == {None} and {row.opening for row in ground.bound} == {2, 3}
+    assert [trial.fault for trial in found.trials if trial.row.many] == ["the same launches as another candidate"] * 2
+
+
+def test_progress_counts_every_round(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    counted: list[int] = []
+
+    @contextmanager
+    def progress(total: int, **how: Any) -> Iterator[Callable[[str], None]]:
+        counted.append(total)
+        yield lambda words: None
+
+    def tuned(kind: Kind, **how: Any) -> Found:
+        row = Trial(kind.current(CARD), (1.0,))
+        return Found(kind, [row], row, row)
+
+    monkeypatch.setattr(tune, "_missing", lambda: None)
+    monkeypatch.setattr(tune, "_progress", progress)
+    monkeypatch.setattr(tune, "tune", tuned)
+    assert main(["tune", "--only", "16-bit cache, head_dim 128"]) == 0
+    assert counted == [len(rounds_of("decode")) + len(rounds_of("mixed"))]
 
 
 @pytest.mark.parametrize("row", [*TABLE, CURRENT._replace(opening=3, registers=168)], ids=literal)

@@ -279,8 +279,14 @@ def test_what_is_kept_is_used_with_care(monkeypatch: pytest.MonkeyPatch, tmp_pat
         case.check()
         store()
     assert len(attention._launchers) == 1 and len(write._writers) == 1
-    case.arguments["output"] = case.arguments["query"]
-    with pytest.raises(ContractError, match="out"):
+    indices = case.arguments["seq_lens"]
+    memory = torch.zeros(case.output.numel() * 2, dtype=torch.uint8)
+    over = memory[: indices.numel() * 4].view(torch.int32).copy_(indices)
+    case.arguments |= {"output": memory.view(case.output.dtype).view(case.output.shape), "seq_lens": over}
+    with pytest.raises(ContractError, match="memory shared with seqused_k"):
+        unified(case)
+    case.arguments |= {"output": case.arguments["query"], "seq_lens": indices}
+    with pytest.raises(ContractError, match="memory shared with q"):
         unified(case)
 
 

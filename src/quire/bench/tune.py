@@ -101,6 +101,22 @@ def candidates(start: Tuning, grid: Grid) -> list[Tuning]:
     return list(dict.fromkeys((start, *points)))
 
 
+def alike(kernel: str, workloads: Sequence[Workload], target: Target, rows: Sequence[Tuning]) -> dict[Tuning, str]:
+    """Candidates that launch on every workload what one before them launches, and which one that is: the faster of two that are the
+    same would be chosen by luck, and do something else in other batches."""
+    from quire.kernels.triton.launch import launches
+
+    first: dict[str, Tuning] = {}
+    found = {}
+    shells = [without_memory(workload) for workload in workloads]
+    for row in rows:
+        todo = [launches(kernel, *shell, None, torch.empty_like(shell[0]), None, target=target, tuning=row) for shell in shells]
+        recipe = str([(launch.constants, launch.grid, launch.how) for mine in todo for launch in mine])
+        if first.setdefault(recipe, row) != row:
+            found[row] = "the same launches as another candidate"
+    return found
+
+
 def literal(row: Tuning) -> str:
     """The row as source, to paste.
 
@@ -215,17 +231,19 @@ def search(
     grounds: Sequence[Ground],
     timer: Timer,
     *,
+    same: Callable[[Sequence[Tuning]], Mapping[Tuning, str]] = lambda rows: {},
     prepare: Callable[[Sequence[Tuning]], Mapping[Tuning, str]] = lambda rows: {},
     tell: Callable[[str], None] = lambda words: None,
 ) -> Found:
-    """The best row for a kind. `prepare` is given the candidates of a round before they are tried, and may rule some out: it names
-    them, and why."""
+    """The best row for a kind. `same` is given all candidates so far, `prepare` those of a round before they are tried; both may
+    rule some out: they name them, and why."""
     tried: dict[Tuning, Trial] = {}
     for number, grid in enumerate(rounds, start=1):
         leader = best_of(tried.values())
         rows = [row for row in candidates(leader.row if leader else current, grid) if row not in tried]
         tell(f"{kind.label}: round {number} of {len(rounds)}, {len(rows)} candidates")
-        dead = prepare(rows)
+        twins = same([*tried, *rows])
+        dead = {**twins, **prepare([row for row in rows if row not in twins])}
         for row in rows:
             tried[row] = Trial(row, fault=dead[row]) if row in dead else attempt(row, grounds, timer)
     leader = best_of(tried.values())

@@ -35,7 +35,7 @@ def share_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def _stands_for_another(t: torch.Tensor) -> bool:
-    return torch.compiler.is_dynamo_compiling() or hasattr(t, "fake_mode")
+    return torch.compiler.is_dynamo_compiling() or (type(t) is not torch.Tensor and hasattr(t, "fake_mode"))
 
 
 def _place(t: torch.Tensor) -> Place:

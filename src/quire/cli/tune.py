@@ -30,9 +30,9 @@ quire/kernels/triton/tuning.py: nothing is tuned while the library is used. For 
 Triton, this verb makes the rows. For each kernel, width of the cache's elements and head_dim it compiles the candidates (in --jobs
 processes, seconds each), checks every result, times what is right on two to five workloads of `quire bench`, and ends with the best
 by the geometric mean of the times, timed once more in turns with the row of the table. Candidates that do not compile, need more
-memory than there is, spill registers or are wrong are named and never chosen. A row takes hundreds of compilations: minutes, fewer
-with more CPUs or with --quick. The GPU should have nothing else to do. The rows of gluon, which are for Hopper alone, are not
-searched.
+memory than there is, spill registers, are wrong or are the same launches as another are named and never chosen. A row takes
+hundreds of compilations: minutes, fewer with more CPUs or with --quick. The GPU should have nothing else to do. The rows of gluon,
+which are for Hopper alone, are not searched.
 
 What to do with it: paste the printed rows into TABLE, above the first row that fits the card now and in the order in which they are
 printed (the table is read top down, the first row that fits is taken); then run the tests, and `quire bench --device cuda`.
@@ -92,14 +92,15 @@ def tune(kind: Kind, *, quick: bool, jobs: int, tell: Any) -> Found:
 
     from quire.bench.gpu import _release
     from quire.bench.timing import by_events
-    from quire.bench.tune import OnCard, Pool, rounds_of, search
+    from quire.bench.tune import OnCard, Pool, alike, rounds_of, search
     from quire.kernels.triton.target import target_of
 
     target = target_of(torch.device("cuda", torch.cuda.current_device()))
     workloads = kind.workloads(quick)
     grounds = [OnCard(kind.kernel, workload) for workload in workloads]
-    prepare = partial(Pool(jobs), kind.kernel, workloads, target)
-    found = search(kind, kind.current(target), rounds_of(kind.kernel, quick), grounds, by_events, prepare=prepare, tell=tell)
+    what = (kind.kernel, workloads, target)
+    how = {"same": partial(alike, *what), "prepare": partial(Pool(jobs), *what), "tell": tell}
+    found = search(kind, kind.current(target), rounds_of(kind.kernel, quick), grounds, by_events, **how)
     del grounds
     _release()
     return found

@@ -147,7 +147,7 @@ class Plan:
             OPENING=row.opening,
             EXTRAS=extras,
             MAINS=mains,
-            MANY_UNITS=row.many,
+            MANY_UNITS=row.many if extras else None,
             INVARIANT=options.batch_invariant,
             Q_FORMAT=dtype_name(q.dtype) if is_fp8(q.dtype) else "float",
             OUT=dtype_name(out.dtype) if is_fp8(out.dtype) else "float",
