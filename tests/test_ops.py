@@ -13,6 +13,7 @@ from torch.testing._internal.optests.generate_tests import OpCheckError
 
 import quire
 from quire import ops
+from quire.attend import is_traced
 from quire.errors import ArgumentError
 from support.scenario import TYPES, Scenario, build
 
@@ -311,6 +312,18 @@ def test_export() -> None:
     program = torch.export.export(Attend(), (q, *index))
     assert "torch.ops.quire.attend" in program.graph_module.code
     same(program.module()(q, *index), quire.attend(q, cache, batch))
+
+
+class Subclass(torch.Tensor):
+    """What some ways of tracing hand to a function."""
+
+
+@pytest.mark.parametrize("compiling", [True, False])
+def test_who_is_traced(compiling: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: compiling)
+    assert is_traced(torch.ones(1).as_subclass(Subclass)) == compiling
+    assert not is_traced(torch.ones(1))
+    assert is_traced(FakeTensorMode().from_tensor(torch.ones(1)))
 
 
 def test_a_real_call_while_torch_compiles(monkeypatch: pytest.MonkeyPatch) -> None:

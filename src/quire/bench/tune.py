@@ -102,8 +102,8 @@ def candidates(start: Tuning, grid: Grid) -> list[Tuning]:
 
 
 def alike(kernel: str, workloads: Sequence[Workload], target: Target, rows: Sequence[Tuning]) -> dict[Tuning, str]:
-    """Candidates that launch on every workload what one before them launches, and which one that is: the faster of two that are the
-    same would be chosen by luck, and do something else in other batches."""
+    """Candidates that launch on every workload what one before them launches: the faster of two that are the same would be chosen
+    by luck, and do something else in other batches."""
     from quire.kernels.triton.launch import launches
 
     first: dict[str, Tuning] = {}
