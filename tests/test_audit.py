@@ -12,7 +12,7 @@ import torch
 import quire
 from quire.dispatch.choose import choose
 from quire.dispatch.kernel import Kernel
-from quire.dispatch.platform import NAMED, Platform
+from quire.platform import NAMED, Platform
 from quire.problem import Problem
 
 operator: Any = import_module("quire.attend")  # as an attribute of quire it is the function

@@ -11,7 +11,7 @@ from quire.cache.pool import PagePool
 from quire.contract.check import check, checked
 from quire.contract.rule import Violation
 from quire.dispatch.decision import Decision
-from quire.dispatch.platform import Platform
+from quire.platform import Platform
 from quire.errors import ArgumentError, ContractError, KernelError, OutOfPages, QuireError
 from quire.explain import explain
 from quire.merge import merge

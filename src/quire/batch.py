@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -37,7 +37,6 @@ class Batch:
         "max_kv_len",
         "copies",
         "sequences",
-        "kind",
         "_slot_buffer",
     )
 
@@ -65,8 +64,6 @@ class Batch:
         """(source, target) pages to copy before this batch is written: a pool's copy-on-write. `write` applies them."""
         self.sequences = None if sequences is None else tuple(sequences)
         """The pool's sequences, row by row; they let a ledger tell one sequence's tokens from another's."""
-        self.kind: tuple[Any, object] = (None, None)
-        """What `quire.kind` worked out about it."""
         self._slot_buffer: torch.Tensor | None = None
 
     @property

@@ -10,9 +10,9 @@ from quire.contract.call import Call
 from quire.contract.check import enforce_static
 from quire.dispatch.choose import choose
 from quire.dispatch.decision import Decision
-from quire.dispatch.platform import Platform
+from quire.platform import Platform
 from quire.options import PLAIN, Options
-from quire.problem import Problem
+from quire.problem import Extent, Problem
 
 
 def explain(
@@ -30,4 +30,4 @@ def explain(
     call that `attend` would refuse for its shapes, types or options is refused here too."""
     enforce_static("explain", Call(cache, batch, q, options or PLAIN, new, out))
     problem = Problem.of(q, cache, batch, options, new=new, out=out, lse=lse)
-    return choose(problem, Platform.detect(q.device) if platform is None else platform)
+    return choose(problem, Extent.of(q, cache, batch), Platform.detect(q.device) if platform is None else platform)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
 
 import torch
 
@@ -11,6 +13,19 @@ from quire.errors import ArgumentError, describe
 
 FAR = 2**62
 """The most a window can reach: positions are 64-bit."""
+
+
+
+class Traits(NamedTuple):
+    """What options say beyond their tensors, and a kernel is compiled for."""
+
+    causal: str
+    """yes, no or per-sequence."""
+    window: tuple[int | None, int | None]
+    softcap: bool
+    batch_invariant: bool
+    negative_scale: bool
+
 
 Window = int | tuple[int | None, int | None] | None
 Scalar = float | torch.Tensor | None
@@ -118,6 +133,12 @@ class Options:
         if isinstance(self.window, int):
             return self.window - 1, self.window - 1
         return self.window
+
+    @cached_property
+    def traits(self) -> Traits:
+        causal = "per-sequence" if isinstance(self.causal, torch.Tensor) else "yes" if self.causal else "no"
+        negative = self.scale is not None and self.scale < 0
+        return Traits(causal, self.sides, self.softcap is not None, self.batch_invariant, negative)
 
     def __repr__(self) -> str:
         given = []

@@ -1,24 +1,74 @@
-"""A call without its tensors: every fact that rules, kernels, benchmarks and bug reports speak about."""
+"""A call without its tensors: what a kernel is compiled for (`Problem`), and how large one batch is (`Extent`).
+
+A serving engine never repeats a batch, but a layer stays what it is. All that a kernel is compiled for is in the Problem, nothing
+that changes from batch to batch is: the Problem and the chosen kernel are the key of the one cache of launchers.
+"""
 
 from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass, fields, replace
+from functools import lru_cache
+from math import gcd
 from typing import Any
 
 import torch
 
 from quire.batch import Batch
-from quire.cache.kv_cache import KVCache
-from quire.options import PLAIN, Options
+from quire.cache.format import FORMATS
+from quire.cache.kv_cache import KVCache, Pages, Storage
+from quire.cache.layout import LAYOUTS
+from quire.options import PLAIN, Options, Traits
+
+ANY = 2**31 - 1
+"""More new tokens than any sequence has."""
+ALIGNED = 16
+"""Bytes: where the kernels of aligned problems expect their tensors to begin."""
+
+
+@dataclass(frozen=True)
+class Extent:
+    """How large one batch is: counts, and upper bounds of its lengths. They choose a kernel and size its launch, and nothing is
+    compiled for them.
+
+    >>> print(Extent(seqs=64, tokens=64, max_q_len=1, max_kv_len=4096))
+    decode, q <= 1, kv <= 4096
+    """
+
+    seqs: int = 1
+    tokens: int = 1
+    max_q_len: int = 1
+    """Upper bound of the new tokens of one sequence."""
+    max_kv_len: int = 1
+    """Upper bound of the tokens of one sequence."""
+
+    @classmethod
+    def of(cls, rows: torch.Tensor, cache: KVCache, batch: Batch) -> Extent:
+        """The extent of a call whose queries (or new keys) are `rows`. Lengths come from the hints or, without them, from shapes:
+        never from a device."""
+        tokens, room = rows.shape[0], batch.page_table.shape[-1] * cache.page_size
+        max_q_len, max_kv_len = batch.max_q_len, batch.max_kv_len
+        return cls(
+            batch.kv_lens.shape[0],
+            tokens,
+            tokens if max_q_len is None or max_q_len > tokens else max_q_len,
+            room if max_kv_len is None or max_kv_len > room else max_kv_len,
+        )
+
+    @property
+    def mix(self) -> str:
+        return "decode" if self.max_q_len <= 1 else "mixed" if self.seqs > 1 else "prefill"
+
+    def __str__(self) -> str:
+        return f"{self.mix}, q <= {self.max_q_len}, kv <= {self.max_kv_len}"
 
 
 @dataclass(frozen=True)
 class Problem:
-    """The host facts of one `attend`. Hashable, no tensors, no device reads, one line of text, JSON both ways.
+    """The host facts of one layer's calls. Hashable, no tensors, no device reads, one line of text, JSON both ways.
 
-    >>> print(Problem(q_heads=32, kv_heads=8, head_dim=128, page_size=16, max_q_len=1, max_kv_len=4096))
-    decode, q <= 1, kv <= 4096, 32/8 heads x 128, pages of 16 nhd bf16, q bf16
+    >>> print(Problem(q_heads=32, kv_heads=8, head_dim=128, page_size=16))
+    32/8 heads x 128, pages of 16 nhd bf16, q bf16
     """
 
     q_heads: int
@@ -36,12 +86,7 @@ class Problem:
     scales: str = "none"
     """none, tensor, head or token."""
     index: str = "int32"
-    """The types of page_table, kv_lens and q_starts, joined by '+' if they differ."""
-    seqs: int = 1
-    max_q_len: int = 1
-    """Upper bound of the new tokens of one sequence, as a power of two."""
-    max_kv_len: int = 1
-    """Upper bound of the tokens of one sequence, as a power of two."""
+    """The type of page_table, kv_lens and q_starts; the three types joined by '+' if they differ."""
     form: str = "full"
     """full: the cache holds every token. context: the new tokens come as k and v."""
     causal: str = "yes"
@@ -54,14 +99,72 @@ class Problem:
     lse: bool = False
     batch_invariant: bool = False
     device: str = "cpu"
+    memory: str = "aligned"
+    """aligned: every tensor begins at a multiple of 16 bytes, its last axis and the index tensors have stride 1, and its other
+    strides are what a projection's views have. generic: anything else."""
+    new_dtype: str = ""
+    """The type of the new keys and values in context form; empty in the constructor means: as q_dtype, bf16 for fp8 queries."""
+    alibi_dtype: str = "fp32"
+    sinks_dtype: str = "fp32"
+    positions: str = "none"
+    """The type of a tree's positions: none, int32 or int64."""
+    slots: str = "int64"
+    """The type of the slots of a write; int64 if none are given."""
+    q_scale: str = "none"
+    """none, number (also a tensor of another device, which is read on the host) or tensor."""
+    out_scale: str = "none"
+    negative_scale: bool = False
+    context_from: int = 1
+    """Sequences with at least that many new tokens take them from `new`. Other than 1 in vLLM's operators alone."""
+    only: tuple[int, int] = (0, ANY)
+    """Sequences with fewer or more new tokens are not part of the call. Narrower in vLLM's operators alone."""
+    k_pages: Pages | None = None
+    """How K's pages lie in memory; None in the constructor means: as `KVCache.allocate` makes them."""
+    v_pages: Pages | None = None
+    k_scale_strides: tuple[int, ...] | None = None
+    """Strides of K's scales by page, slot and head; None in the constructor means: contiguous."""
+    v_scale_strides: tuple[int, ...] | None = None
+    far: bool = False
+    """Whether an element of the cache lies 2^31 elements or more behind the first."""
 
     def __post_init__(self) -> None:
         fill = object.__setattr__
         fill(self, "v_head_dim", self.v_head_dim or self.head_dim)
         fill(self, "out_dtype", self.out_dtype or self.q_dtype)
-        fill(self, "window", tuple(self.window))
-        for name in ("seqs", "max_q_len", "max_kv_len"):
-            fill(self, name, power_of_two(getattr(self, name)))
+        if self.form == "context":
+            fill(self, "new_dtype", self.new_dtype or ("bf16" if self.q_dtype.startswith("e") else self.q_dtype))
+        for name in ("window", "only"):
+            fill(self, name, tuple(getattr(self, name)))
+        for name in ("k_pages", "v_pages"):
+            pages = getattr(self, name) or self._allocated_pages(name)
+            fill(self, name, Pages(tuple(pages[0]), *pages[1:]))
+        for name in ("k_scale_strides", "v_scale_strides"):
+            strides = getattr(self, name)
+            fill(self, name, tuple(self._allocated_scales() if strides is None else strides))
+        # A Problem is looked up in every call.
+        fill(self, "_hash", hash(tuple(getattr(self, name) for name in FIELDS)))
+
+    def __hash__(self) -> int:
+        return self._hash  # type: ignore[attr-defined]
+
+    def _allocated_pages(self, name: str) -> Pages:
+        """How a page of `KVCache.allocate` lies in memory."""
+        layout = LAYOUTS[self.layout]
+        order = layout.k if name == "k_pages" else layout.v
+        dim = self.head_dim if name == "k_pages" else self.v_head_dim
+        x = 16 // FORMATS[self.format].itemsize
+        if order.split and (self.page_size if order.split == "slot" else dim) % x:
+            x = 1
+        if layout.joint:
+            joint = torch.empty(order.shape(2, self.page_size, self.kv_heads, self.head_dim + self.v_head_dim, x), device="meta")
+            storage = layout.parts(joint, head_dim=self.head_dim)[name == "v_pages"]
+        else:
+            storage = torch.empty(order.shape(2, self.page_size, self.kv_heads, dim, x), device="meta")
+        return Pages.of(order.view(storage))
+
+    def _allocated_scales(self) -> tuple[int, ...]:
+        per_token = (self.page_size * self.kv_heads, self.kv_heads, 1)
+        return {"none": (), "tensor": (0, 0, 0), "head": (0, 0, 1), "token": per_token}[self.scales]
 
     @classmethod
     def of(
@@ -74,39 +177,54 @@ class Problem:
         new: tuple[torch.Tensor, torch.Tensor] | None = None,
         out: torch.Tensor | None = None,
         lse: bool = False,
+        context_from: int = 1,
+        only: tuple[int, int] = (0, ANY),
     ) -> Problem:
-        """The facts of a call. Lengths come from the hints or, without them, from shapes: never from a device."""
+        """The facts of a call of `attend`, from shapes, strides, types and options: no value is read."""
         options = options or PLAIN
-        tokens, q_heads, head_dim = q.shape
-        room = batch.page_table.shape[-1] * cache.page_size
-        per_row = isinstance(options.causal, torch.Tensor)
-        index = dict.fromkeys(dtype_name(t.dtype) for t in (batch.page_table, batch.kv_lens, batch.q_starts))
-        return cls(
-            q_heads=q_heads,
-            kv_heads=cache.kv_heads,
-            head_dim=head_dim,
-            page_size=cache.page_size,
-            v_head_dim=cache.v_head_dim,
-            q_dtype=dtype_name(q.dtype),
-            out_dtype=dtype_name(out.dtype if out is not None else default_out_dtype(q.dtype, options)),
-            format=cache.format.name,
-            layout=cache.layout.name,
-            scales=cache.scale_kind,
-            index="+".join(index),
-            seqs=batch.seqs,
-            max_q_len=tokens if batch.max_q_len is None else min(batch.max_q_len, tokens),
-            max_kv_len=room if batch.max_kv_len is None else min(batch.max_kv_len, room),
-            form="full" if new is None else "context",
-            causal="per-sequence" if per_row else ("yes" if options.causal else "no"),
-            window=options.sides,
-            softcap=options.softcap is not None,
-            alibi=options.alibi is not None,
-            sinks=options.sinks is not None,
-            mask=options.mask is not None,
-            lse=lse,
-            batch_invariant=options.batch_invariant,
-            device=q.device.type,
+        storage = cache.storage
+        aligned = storage.aligned and _is_aligned(q, storage.head_dim) and _is_contiguous(batch)
+        if out is not None:
+            aligned = aligned and _is_aligned(out, storage.v_head_dim)
+        if new is not None:
+            aligned = aligned and _is_aligned(new[0], storage.head_dim) and _is_aligned(new[1], storage.v_head_dim)
+        alibi, sinks, mask, positions = options.alibi, options.sinks, options.mask, options.positions
+        if mask is not None:
+            aligned = aligned and mask.stride(1) == 1
+        return _problem(
+            storage,
+            options.traits,
+            q.shape[1],
+            q.dtype,
+            None if out is None else out.dtype,
+            None if new is None else new[0].dtype,
+            None if alibi is None else alibi.dtype,
+            None if sinks is None else sinks.dtype,
+            None if positions is None else positions.dtype,
+            mask is not None,
+            _index_types(batch),
+            None,
+            _scale_kind(options.q_scale, q.device),
+            _scale_kind(options.out_scale, q.device),
+            lse,
+            aligned,
+            q.device,
+            context_from,
+            only,
         )
+
+    @classmethod
+    def of_write(
+        cls, k: torch.Tensor, v: torch.Tensor, cache: KVCache, batch: Batch, slots: torch.Tensor | None = None
+    ) -> Problem:
+        """The facts of a call of `write`: its keys and values stand where an attend has queries."""
+        storage = cache.storage
+        aligned = storage.aligned and _is_aligned(k, storage.head_dim) and _is_aligned(v, storage.v_head_dim)
+        aligned = aligned and _is_contiguous(batch) and (slots is None or slots.stride(0) == 1)
+        types, written = _index_types(batch), None if slots is None else slots.dtype
+        nothing = (None,) * 5
+        rest = ("none", "none", False, aligned, k.device, 1, (0, ANY))
+        return _problem(storage, PLAIN.traits, storage.kv_heads, k.dtype, *nothing, False, types, written, *rest)
 
     @property
     def group(self) -> int:
@@ -124,8 +242,18 @@ class Problem:
             names.append("context-form")
         return tuple(names)
 
+    @property
+    def index_types(self) -> tuple[str, str, str]:
+        """The types of page_table, kv_lens and q_starts."""
+        names = self.index.split("+")
+        table, lens, starts = names if len(names) == 3 else (names[0], names[0], names[-1])
+        return table, lens, starts
+
     def replace(self, **changes: Any) -> Problem:
         return replace(self, **changes)
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -135,19 +263,111 @@ class Problem:
         return cls(**json.loads(text))
 
     def __str__(self) -> str:
-        kind = "decode" if self.max_q_len == 1 else "mixed" if self.seqs > 1 else "prefill"
         dim = f"{self.head_dim}" if self.v_head_dim == self.head_dim else f"{self.head_dim}/{self.v_head_dim}"
-        parts = [kind, f"q <= {self.max_q_len}", f"kv <= {self.max_kv_len}", f"{self.q_heads}/{self.kv_heads} heads x {dim}"]
         scales = "" if self.scales == "none" else f" (scale per {self.scales})"
-        parts.append(f"pages of {self.page_size} {self.layout} {self.format}{scales}")
-        parts.append(f"q {self.q_dtype}" + ("" if self.out_dtype == self.q_dtype else f" -> {self.out_dtype}"))
+        parts = [
+            f"{self.q_heads}/{self.kv_heads} heads x {dim}",
+            f"pages of {self.page_size} {self.layout} {self.format}{scales}",
+            f"q {self.q_dtype}" + ("" if self.out_dtype == self.q_dtype else f" -> {self.out_dtype}"),
+        ]
         parts += [f"window {self.window}" if name == "window" else name for name in self.features]
         if self.index != "int32":
             parts.append(f"index {self.index}")
+        if self.memory != "aligned":
+            parts.append("strided or misaligned memory")
         return ", ".join(parts)
 
 
 FIELDS = tuple(field.name for field in fields(Problem))
+
+
+@lru_cache(maxsize=4096)
+def _problem(
+    storage: Storage,
+    traits: Traits,
+    q_heads: int,
+    q_dtype: torch.dtype,
+    out_dtype: torch.dtype | None,
+    new_dtype: torch.dtype | None,
+    alibi: torch.dtype | None,
+    sinks: torch.dtype | None,
+    positions: torch.dtype | None,
+    mask: bool,
+    index: tuple[torch.dtype, torch.dtype, torch.dtype],
+    slots: torch.dtype | None,
+    q_scale: str,
+    out_scale: str,
+    lse: bool,
+    aligned: bool,
+    device: torch.device,
+    context_from: int,
+    only: tuple[int, int],
+) -> Problem:
+    """Equal facts give one object: it is made once, and found by its identity from then on."""
+    types = [dtype_name(dtype) for dtype in index]
+    return Problem(
+        q_heads=q_heads,
+        kv_heads=storage.kv_heads,
+        head_dim=storage.head_dim,
+        page_size=storage.page_size,
+        v_head_dim=storage.v_head_dim,
+        q_dtype=dtype_name(q_dtype),
+        out_dtype=dtype_name(default_out_dtype(q_dtype, out_scale != "none") if out_dtype is None else out_dtype),
+        format=storage.format,
+        layout=storage.layout,
+        scales=storage.scales,
+        index=types[0] if len(set(types)) == 1 else "+".join(types),
+        form="full" if new_dtype is None else "context",
+        causal=traits.causal,
+        window=traits.window,
+        softcap=traits.softcap,
+        alibi=alibi is not None,
+        sinks=sinks is not None,
+        mask=mask,
+        lse=lse,
+        batch_invariant=traits.batch_invariant,
+        device=str(device),
+        memory="aligned" if aligned else "generic",
+        new_dtype="" if new_dtype is None else dtype_name(new_dtype),
+        alibi_dtype="fp32" if alibi is None else dtype_name(alibi),
+        sinks_dtype="fp32" if sinks is None else dtype_name(sinks),
+        positions="none" if positions is None else dtype_name(positions),
+        slots="int64" if slots is None else dtype_name(slots),
+        q_scale=q_scale,
+        out_scale=out_scale,
+        negative_scale=traits.negative_scale,
+        context_from=context_from,
+        only=only,
+        k_pages=storage.k_pages,
+        v_pages=storage.v_pages,
+        k_scale_strides=storage.k_scale_strides,
+        v_scale_strides=storage.v_scale_strides,
+        far=storage.far,
+    )
+
+
+def _is_aligned(tensor: torch.Tensor, dim: int) -> bool:
+    """Whether a tensor [tokens, heads, dim] may be read sixteen bytes at a time, as the views of a fused projection may."""
+    token, head, last = tensor.stride()
+    unit = gcd(ALIGNED, dim)
+    if last != 1 or token % unit or head % unit or token >= 2**31 or head >= 2**31:
+        return False
+    return (tensor.data_ptr() or tensor.storage_offset() * tensor.element_size()) % ALIGNED == 0
+
+
+def _is_contiguous(batch: Batch) -> bool:
+    return batch.page_table.stride(1) == 1 and batch.kv_lens.stride(0) == 1 and batch.q_starts.stride(0) == 1
+
+
+def _index_types(batch: Batch) -> tuple[torch.dtype, torch.dtype, torch.dtype]:
+    return batch.page_table.dtype, batch.kv_lens.dtype, batch.q_starts.dtype
+
+
+def _scale_kind(scale: float | torch.Tensor | None, device: torch.device) -> str:
+    if scale is None:
+        return "none"
+    return "tensor" if isinstance(scale, torch.Tensor) and scale.device == device else "number"
+
 
 _NAMES = {
     torch.float32: "fp32",
@@ -168,10 +388,10 @@ def is_fp8(dtype: torch.dtype) -> bool:
     return dtype.itemsize == 1 and dtype.is_floating_point
 
 
-def default_out_dtype(q_dtype: torch.dtype, options: Options) -> torch.dtype:
-    """The type of an output nobody gave: the query's; e4m3fn under an out_scale; bf16 for fp8 queries, since an fp8 output
-    needs a scale of its own."""
-    if options.out_scale is not None:
+def default_out_dtype(q_dtype: torch.dtype, scaled: bool) -> torch.dtype:
+    """The type of an output that is not given. With an `out_scale`: fp8 queries' own type, e4m3fn for others. Without: the
+    queries' type, bf16 for fp8 queries, since an fp8 output needs a scale of its own."""
+    if scaled:
         return q_dtype if is_fp8(q_dtype) else torch.float8_e4m3fn
     return torch.bfloat16 if is_fp8(q_dtype) else q_dtype
 

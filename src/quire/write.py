@@ -1,20 +1,16 @@
-"""Cache writes: check the call, copy the pages that copy-on-write asks for, store, and note it in the ledger."""
+"""Cache writes: check the call, copy the pages that copy-on-write asks for, store, and record it in the ledger."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
-from quire.attend import Launch, capturing, is_quick, is_traced, remember
+from quire.attend import is_traced
 from quire.batch import Batch
 from quire.cache.kv_cache import KVCache
 from quire.contract.call import Call
-from quire.contract.check import Level, enforce, recording
-from quire.dispatch.choose import choose, chosen_by
-from quire.dispatch.platform import Platform
-from quire.kind import fact, of_batch, of_cache
-from quire.problem import Problem
+from quire.contract.check import Level, enforce
+from quire.dispatch.kernel import Launcher
+from quire.launch import launcher_for
 
 
 def write(
@@ -36,47 +32,28 @@ def write(
         from quire import ops
 
         return ops.write(k, v, cache, batch, slots, kernel, check)
-    key = None
-    if check == "auto" and cache.ledger is None and is_quick(k, cache, batch):
-        key = (of_cache(cache), of_batch(batch), fact(k), fact(v), fact(batch.slots if slots is None else slots), kernel)
-        bound = _bound.get(key)
-        if bound is not None:
-            bound[0](k, v, cache, batch, slots)
-            return
-    enforce("write", Call(cache, batch, k=k, v=v, slots=slots), check)
-    launch = choose_writer(k, v, cache, batch, slots, kernel)
-    store(launch, k, v, cache, batch, slots)
-    remember(_bound, key, launch)
+    call = Call(cache, batch, k=k, v=v, slots=slots)
+    enforce("write", call, check)
+    store(launcher_for("write", call, kernel), call)
 
 
-_bound: dict[Any, tuple[Launch, ...]] = {}
-
-
-def choose_writer(
-    k: torch.Tensor, v: torch.Tensor, cache: KVCache, batch: Batch, slots: torch.Tensor | None, kernel: str | None
-) -> Launch:
-    """A launcher for writes like this one, which keeps the contract; raises if there is none."""
-    problem = Problem.of(k, cache, batch)
-    platform = Platform.detect(k.device)
-    decision = choose(problem, platform, operation="write", kernel=kernel, capturing=capturing(k))
-    launch = chosen_by(decision).bind(k, v, cache, batch, slots)
-    recorder = recording()
-    return launch if recorder is None else recorder.writer(launch)
-
-
-def store(launch: Launch, k: torch.Tensor, v: torch.Tensor, cache: KVCache, batch: Batch, slots: torch.Tensor | None) -> None:
-    """Copies, stores, and notes."""
-    cache.copy_pages(batch.copies)
-    launch(k, v, cache, batch, slots)
+def store(launcher: Launcher, call: Call) -> None:
+    """Copies pages, stores the new tokens, and records them."""
+    cache, batch = call.cache, call.batch
+    if batch.copies:
+        cache.copy_pages(batch.copies)
+    launcher(call)
     if cache.ledger is not None:
-        _note(cache, batch, batch.slots_of_tokens(k.shape[0], cache.page_size, slots))
+        _record(call)
 
 
-def _note(cache: KVCache, batch: Batch, slots: torch.Tensor) -> None:
+def _record(call: Call) -> None:
     """Tells the ledger which position of which sequence each slot holds now."""
-    assert cache.ledger is not None
+    cache, batch, ledger = call.cache, call.batch, call.cache.ledger
+    assert ledger is not None and call.k is not None
     if not batch.seqs:
         return
+    slots = batch.slots_of_tokens(call.k.shape[0], cache.page_size, call.slots)
     row = batch.rows_of_tokens(slots.shape[0])
     live = row < batch.seqs
     row = row.clamp(max=batch.seqs - 1)
@@ -84,4 +61,4 @@ def _note(cache: KVCache, batch: Batch, slots: torch.Tensor) -> None:
     writers = None
     if batch.sequences is not None:
         writers = torch.tensor([sequence.id for sequence in batch.sequences], device=slots.device)[row]
-    cache.ledger.record(torch.where(live, slots, -1), at, writers)
+    ledger.record(torch.where(live, slots, -1), at, writers)

@@ -17,7 +17,7 @@ from quire.bench.measured import Measured, compared
 from quire.bench.page import page
 from quire.bench.report import host_table, notes, report, table, title, verdict
 from quire.bench.workloads import CUDA_WORKLOADS, Workload
-from quire.dispatch.platform import Platform
+from quire.platform import Platform
 
 LIMITS = Limits(4.5e12, 780e12, 4.0e12)
 DECODE, QUANTISED, PREFILL = (

@@ -14,7 +14,7 @@ import torch
 from quire.bench import case, contestants, gpu, limits, peers, run, timing, workloads
 from quire.bench.workloads import Workload
 from quire.cli import main
-from quire.dispatch.platform import Platform
+from quire.platform import Platform
 
 SMALL = Workload("small", ((1, 40), (70, 10), (1, 0)), "fp32", q_heads=4, kv_heads=2, head_dim=16)
 

@@ -12,7 +12,7 @@ import pytest
 
 import quire
 from quire.cli import main
-from quire.dispatch.platform import NAMED, Platform
+from quire.platform import NAMED, Platform
 from quire.problem import Problem
 
 SEEDS_QUESTION = "--as vllm --arch gfx942 --q-heads 64 --kv-heads 64 --head-dim 128 --page-size 32 --kv-dtype fp8_e5m2"

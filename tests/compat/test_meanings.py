@@ -11,7 +11,7 @@ import torch
 from compat.calls import close_in_fp8, in_cache, kernel_2d, rocm, unified
 from compat.case import Case, build
 from quire.compat.vllm import caches, chunked_prefill_paged_decode, context_attention_fwd
-from quire.dispatch.platform import Platform
+from quire.platform import Platform
 
 MIXED: dict[str, Any] = {"q_lens": [1, 9, 1, 30, 0, 2], "seq_lens": [40, 40, 1, 75, 33, 18]}
 DECODES: dict[str, Any] = {"q_lens": [1, 1, 1, 1], "seq_lens": [40, 1, 130, 17]}

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tests")]
 
 from quire.cli import main  # noqa: E402
-from quire.dispatch.platform import Platform  # noqa: E402
+from quire.platform import Platform  # noqa: E402
 from support import interpreter  # noqa: E402
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from quire.conformance import tensorfile
 from quire.conformance.record import Recorder, load
 from quire.conformance.replay import here, then
 from quire.contract.check import is_watched
-from quire.dispatch.platform import Platform
+from quire.platform import Platform
 
 CACHES: dict[str, dict[str, Any]] = {
     "nhd bf16": {"dtype": torch.bfloat16},

@@ -8,7 +8,7 @@ import pytest
 
 from quire.dispatch.choose import choose, launcher_of
 from quire.dispatch.kernel import Kernel, OneOf, Span
-from quire.dispatch.platform import NAMED, Platform
+from quire.platform import NAMED, Platform
 from quire.errors import ArgumentError, KernelError
 from quire.problem import Problem
 

@@ -11,7 +11,7 @@ import pytest
 
 from quire.dispatch.catalogue import CATALOGUE
 from quire.dispatch.kernel import AllOf, Call, Except, Finding, Kernel, Limit, MultipleOf, OneOf, Span, judge, words
-from quire.dispatch.platform import Platform
+from quire.platform import Platform
 from quire.errors import KernelError
 from quire.problem import Problem
 

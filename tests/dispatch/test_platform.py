@@ -10,7 +10,7 @@ import torch
 
 from quire.dispatch import platform as module
 from quire.dispatch.catalogue import CATALOGUE
-from quire.dispatch.platform import NAMED, Platform
+from quire.platform import NAMED, Platform
 from quire.errors import ArgumentError
 
 # name: vendor, family, KiB of shared memory, warp, fp8

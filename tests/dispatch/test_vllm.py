@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from quire.dispatch.platform import Platform
+from quire.platform import Platform
 from quire.dispatch.vllm import CONSEQUENCES, KERNELS, NOTES, RULES, VllmCall, explain_vllm
 from quire.errors import ArgumentError
 

@@ -17,7 +17,7 @@ if not interpreter.ON and not torch.cuda.is_available():
     pytest.skip("no GPU here", allow_module_level=True)
 
 import quire
-from quire.dispatch.platform import Platform
+from quire.platform import Platform
 from quire.kernels.triton.launch import dot_type
 from quire.problem import default_out_dtype
 from support.scenario import TYPES, Scenario

@@ -117,7 +117,7 @@ AGAINST = {
     "dispatch imports an operation": ("quire.dispatch.choose", "from quire.attend import attend"),
     "an operation imports the package": ("quire.dispatch.choose", "import quire"),
     "by a public name": ("quire.contract.check", "from quire import attend"),
-    "a kernel imports dispatch": ("quire.kernels.torch.attend", "from quire.dispatch.platform import Platform"),
+    "a kernel imports dispatch": ("quire.kernels.torch.attend", "from quire.platform import Platform"),
     "a kernel imports another folder": ("quire.kernels.triton.decode", "from quire.kernels.torch.read import read"),
     "rules import a kernel": ("quire.contract.check", "from quire.kernels.torch.attend import attend"),
     "a kernel imports the reference": ("quire.kernels.torch.attend", "from quire.reference import attention"),

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from quire.bench.limits import Limits
 from quire.bench.measured import Measured, compared
-from quire.dispatch.platform import Platform
+from quire.platform import Platform
 
 
 class Unit(NamedTuple):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -19,6 +19,44 @@ if TYPE_CHECKING:
     from quire.cache.pool import PagePool
 
 Scale = float | torch.Tensor | None
+
+
+class Pages(NamedTuple):
+    """How the pages of K or V lie in memory."""
+
+    strides: tuple[int, ...]
+    """Of [page, head, slot/, slot%, dim/, dim%]. An axis of length 1 counts 0: what is multiplied with it vanishes, and the
+    compiler sees what is aligned."""
+    slot_part: int
+    """The length of slot%."""
+    dim_part: int
+    """The length of dim%."""
+
+    @classmethod
+    def of(cls, view: torch.Tensor) -> Pages:
+        strides = tuple(stride if size > 1 else 0 for stride, size in zip(view.stride(), view.shape))
+        return cls(strides, view.shape[3], view.shape[5])
+
+
+class Storage(NamedTuple):
+    """All of a cache that a kernel is compiled for."""
+
+    kv_heads: int
+    head_dim: int
+    v_head_dim: int
+    page_size: int
+    format: str
+    layout: str
+    scales: str
+    k_pages: Pages
+    v_pages: Pages
+    k_scale_strides: tuple[int, ...]
+    """By page, slot and head, 0 where one scale serves all; empty without scales."""
+    v_scale_strides: tuple[int, ...]
+    far: bool
+    """Whether an element lies 2^31 elements or more behind the first: offsets then take 64 bits."""
+    aligned: bool
+    """Whether K and V begin at multiples of 16 bytes."""
 
 
 class KVCache:
@@ -42,25 +80,67 @@ class KVCache:
     ):
         self._k, self._v, self.layout, self.format = k, v, layout, format
         self.k_view, self.v_view = layout.k.view(k), layout.v.view(v)
-        self.k_scale, self.v_scale, self.pool = k_scale, v_scale, pool
+        self._k_scale, self._v_scale, self.pool = k_scale, v_scale, pool
         pages, kv_heads, slot_hi, slot_lo, _, _ = self.k_view.shape
         self.pages, self.kv_heads, self.page_size = pages, kv_heads, slot_hi * slot_lo
         self.head_dim = self.k_view.shape[4] * self.k_view.shape[5]
         self.v_head_dim = self.v_view.shape[4] * self.v_view.shape[5]
         self.ledger = Ledger(pages, self.page_size, k.device, pool) if ledger else None
-        self.kind: tuple[Any, object] = (None, None)
-        """What `quire.kind` worked out about it."""
+        self._storage: Storage | None = None
         self.copied: deque[tuple[tuple[int, int], ...]] = deque(maxlen=256)
         """The copies that were applied lately: an attend whose batch asks for others comes too early."""
 
     @property
     def k(self) -> torch.Tensor:
-        """It stays: views, sizes and the kind of a cache are worked out once. Other pages are another cache."""
+        """It stays: views and sizes of a cache are worked out once. Other pages are another cache."""
         return self._k
 
     @property
     def v(self) -> torch.Tensor:
         return self._v
+
+    @property
+    def k_scale(self) -> torch.Tensor | None:
+        return self._k_scale
+
+    @k_scale.setter
+    def k_scale(self, scale: torch.Tensor | None) -> None:
+        self._k_scale, self._storage = scale, None
+
+    @property
+    def v_scale(self) -> torch.Tensor | None:
+        return self._v_scale
+
+    @v_scale.setter
+    def v_scale(self, scale: torch.Tensor | None) -> None:
+        self._v_scale, self._storage = scale, None
+
+    @property
+    def storage(self) -> Storage:
+        """What a kernel is compiled for, worked out again when a scale is replaced."""
+        if self._storage is None:
+            self._storage = self._describe_storage()
+        return self._storage
+
+    def _describe_storage(self) -> Storage:
+        views = (self.k_view, self.v_view)
+        reach = max(sum((size - 1) * stride for size, stride in zip(view.shape, view.stride())) for view in views)
+        begins = (t.data_ptr() or t.storage_offset() * t.element_size() for t in (self._k, self._v))
+        return Storage(
+            self.kv_heads,
+            self.head_dim,
+            self.v_head_dim,
+            self.page_size,
+            self.format.name,
+            self.layout.name,
+            self.scale_kind,
+            Pages.of(self.k_view),
+            Pages.of(self.v_view),
+            _scale_strides(self._k_scale),
+            _scale_strides(self._v_scale),
+            reach >= 2**31,
+            not any(begin % 16 for begin in begins),
+        )
 
     @classmethod
     def allocate(
@@ -229,6 +309,10 @@ class KVCache:
             f"KVCache({self.pages} pages x {self.page_size} slots x {self.kv_heads} heads x {dims}, {self.format}, "
             f"layout={self.layout}{scales}, {self.device})"
         )
+
+
+def _scale_strides(scale: torch.Tensor | None) -> tuple[int, ...]:
+    return () if scale is None else (0,) * (3 - scale.dim()) + scale.stride()
 
 
 def _movable(tensor: torch.Tensor) -> torch.Tensor:

@@ -106,7 +106,7 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
 def _measure_cpu(args: argparse.Namespace) -> dict[str, Any]:
     from quire.bench import limits, run, workloads
     from quire.bench.report import report
-    from quire.dispatch.platform import Platform
+    from quire.platform import Platform
 
     chosen = _chosen(args, workloads.CPU_WORKLOADS)
     platform, bounds = Platform.detect("cpu"), limits.cpu_limits()
@@ -128,7 +128,7 @@ def _measure_gpu(args: argparse.Namespace) -> dict[str, Any]:
     from quire.bench.limits import gpu_limits
     from quire.bench.peers import load
     from quire.bench.report import report
-    from quire.dispatch.platform import Platform
+    from quire.platform import Platform
 
     chosen = _chosen(args, workloads.CUDA_WORKLOADS)
     platform = Platform.detect("cuda")

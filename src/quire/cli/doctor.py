@@ -20,7 +20,7 @@ from quire.cli import version
 from quire.dispatch.catalogue import CATALOGUE
 from quire.dispatch.choose import OPERATIONS, choose, launcher_of
 from quire.dispatch.kernel import BUILD
-from quire.dispatch.platform import Platform, cpu_flags
+from quire.platform import Platform, cpu_flags
 from quire.kernels.native import library
 from quire.problem import Problem
 

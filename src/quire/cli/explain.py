@@ -9,7 +9,7 @@ from quire.cache.format import FORMATS
 from quire.cache.layout import LAYOUTS
 from quire.dispatch.choose import OPERATIONS, choose
 from quire.dispatch.decision import Decision
-from quire.dispatch.platform import NAMED, Platform
+from quire.platform import NAMED, Platform
 from quire.dispatch.vllm import RULES, VllmCall, explain_vllm
 from quire.errors import ArgumentError, KernelError
 from quire.problem import Problem

@@ -147,7 +147,7 @@ def _short(value: float | None) -> str:
 
 
 def _report(found: Sequence[Found], quick: bool) -> dict[str, Any]:
-    from quire.dispatch.platform import Platform
+    from quire.platform import Platform
 
     rows = [one.to_dict() for one in found]
     return {"platform": Platform.detect("cuda").to_dict(), "software": _software(), "quick": quick, "rows": rows}

@@ -29,7 +29,7 @@ from quire.contract.call import Call
 from quire.contract.check import recorded_by, violations
 from quire.contract.rule import Violation
 from quire.dispatch.decision import Decision
-from quire.dispatch.platform import Platform
+from quire.platform import Platform
 from quire.errors import ArgumentError, QuireError
 from quire.options import PLAIN, Options
 from quire.problem import Problem

@@ -29,7 +29,7 @@ from quire.conformance.seeds import (
     operator,
     suspect,
 )
-from quire.dispatch.platform import Platform
+from quire.platform import Platform
 from quire.dispatch.vllm import VllmCall, explain_vllm
 
 REPORTED: dict[str, Any] = {"mismatched": 8192, "elements": 43_720_704, "error": 1.685546875, "at": (5336, 0, 0)}

@@ -11,6 +11,7 @@ from quire.batch import Batch
 from quire.cache.kv_cache import KVCache
 from quire.errors import ArgumentError, describe
 from quire.options import PLAIN, Options
+from quire.problem import ANY
 
 
 @dataclass
@@ -27,6 +28,14 @@ class Call:
     k: torch.Tensor | None = None
     v: torch.Tensor | None = None
     slots: torch.Tensor | None = None
+    lse: torch.Tensor | None = None
+    """Where an attend writes its LSE, fp32 `[tokens, q_heads]`."""
+    context_from: int = 1
+    """Sequences with at least that many new tokens take them from `new`; the others find all of theirs in the cache."""
+    only: tuple[int, int] = (0, ANY)
+    """Sequences with fewer or more new tokens are not part of the call."""
+    zero_padding: bool = False
+    """Whether rows of `out` that belong to no sequence become zero."""
 
     def __post_init__(self) -> None:
         # Whatever is no plain tensor has no shape to check: it is refused before any rule looks at it.
@@ -37,7 +46,7 @@ class Call:
             raise ArgumentError("new", describe(self.new), "a pair (k, v), or None")
         if (self.k is None) != (self.v is None):
             raise ArgumentError("v" if self.v is None else "k", None, "both k and v, or neither")
-        named = {"q": self.q, "k": self.k, "v": self.v, "out": self.out, "slots": self.slots}
+        named = {"q": self.q, "k": self.k, "v": self.v, "out": self.out, "lse": self.lse, "slots": self.slots}
         named |= {} if self.new is None else {"new[0]": self.new[0], "new[1]": self.new[1]}
         for name, tensor in named.items():
             if tensor is None and not name.startswith("new"):

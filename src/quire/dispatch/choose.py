@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import lru_cache
-from typing import Any
 
 from quire.dispatch.catalogue import CATALOGUE
 from quire.dispatch.decision import Candidate, Decision
-from quire.dispatch.kernel import Call, Kernel, OneOf, judge
-from quire.dispatch.platform import Platform
+from quire.dispatch.kernel import Kernel, OneOf, Request, judge
 from quire.errors import ArgumentError, KernelError
-from quire.problem import Problem
+from quire.platform import Platform
+from quire.problem import Extent, Problem
 
 OPERATIONS = ("attend", "write", "audit")
 
 
 def choose(
     problem: Problem,
+    extent: Extent,
     platform: Platform,
     *,
     operation: str = "attend",
@@ -25,28 +24,54 @@ def choose(
     capturing: bool = False,
     catalogue: tuple[Kernel, ...] = CATALOGUE,
 ) -> Decision:
-    """The decision for a call. Without a kernel's name it may be that none fits: `launcher_of` raises then.
+    """The decision for a call, with every limit asked. Without a kernel's name it may be that none fits: `chosen_by` raises then.
 
     With a name, that kernel runs or a KernelError says which of its limits do not hold: nothing else runs in its place."""
-    return _choose(problem, platform, operation, kernel, capturing, catalogue)
-
-
-@lru_cache(maxsize=4096)
-def _choose(
-    problem: Problem, platform: Platform, operation: str, kernel: str | None, capturing: bool, catalogue: tuple[Kernel, ...]
-) -> Decision:
     if operation not in OPERATIONS:
         raise ArgumentError("operation", repr(operation), str(OneOf(OPERATIONS)))
-    call = Call(problem, platform, capturing)
-    candidates = tuple(Candidate(k, judge(k.limits, call)) for k in catalogue if k.operation == operation)
+    request = Request(problem, extent, platform, capturing)
+    candidates = tuple(Candidate(k, judge(k.limits, request)) for k in catalogue if k.operation == operation)
     names = [candidate.kernel.name for candidate in candidates]
     if kernel is not None and kernel not in names:
         raise KernelError(f"kernel: given {kernel!r}; allowed for {operation}: {', '.join(names) or 'none'}")
     able = (c.kernel for c in candidates if not c.refusals and kernel in (None, c.kernel.name))
-    decision = Decision(problem, platform, operation, next(able, None), candidates, kernel, capturing)
+    decision = Decision(problem, extent, platform, operation, next(able, None), candidates, kernel, capturing)
     if kernel is not None and decision.chosen is None:
         raise KernelError(f"kernel {kernel!r} was asked for and cannot {operation} this", decision)
     return decision
+
+
+def kernel_for(
+    problem: Problem,
+    extent: Extent,
+    platform: Platform,
+    operation: str,
+    kernel: str | None,
+    capturing: bool,
+    catalogue: tuple[Kernel, ...] = CATALOGUE,
+) -> Kernel:
+    """The kernel that `choose` chooses, or its error. What depends on the layer and the machine is asked once for all batches."""
+    for able in _able(problem, platform, operation, kernel, capturing, catalogue):
+        limits = able.batch_limits
+        if not limits or all(f.holds for f in judge(limits, Request(problem, extent, platform, capturing))):
+            return able
+    return chosen_by(
+        choose(problem, extent, platform, operation=operation, kernel=kernel, capturing=capturing, catalogue=catalogue)
+    )
+
+
+@lru_cache(maxsize=4096)
+def _able(
+    problem: Problem, platform: Platform, operation: str, kernel: str | None, capturing: bool, catalogue: tuple[Kernel, ...]
+) -> tuple[Kernel, ...]:
+    """The kernels that can run some batch of a problem, the most preferred first."""
+    request = Request(problem, Extent(), platform, capturing)
+    found = []
+    for one in catalogue:
+        if one.operation == operation and kernel in (None, one.name):
+            if all(f.holds for f in judge([limit for limit in one.limits if not limit.of_batch], request)):
+                found.append(one)
+    return tuple(found)
 
 
 def chosen_by(decision: Decision) -> Kernel:
@@ -54,8 +79,3 @@ def chosen_by(decision: Decision) -> Kernel:
     if decision.chosen is None:
         raise KernelError(f"no kernel can {decision.operation} this", decision)
     return decision.chosen
-
-
-def launcher_of(decision: Decision) -> Callable[..., Any]:
-    """The launcher of the chosen kernel."""
-    return chosen_by(decision).load()

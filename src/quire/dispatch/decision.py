@@ -6,8 +6,8 @@ from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 from quire.dispatch.kernel import Finding, Kernel
-from quire.dispatch.platform import Platform
-from quire.problem import Problem
+from quire.platform import Platform
+from quire.problem import Extent, Problem
 
 
 class Candidate(NamedTuple):
@@ -36,6 +36,7 @@ class Decision:
     """The answer to "which kernel ran, and why?". Print it."""
 
     problem: Problem
+    extent: Extent
     platform: Platform
     operation: str
     chosen: Kernel | None
@@ -59,7 +60,8 @@ class Decision:
         better = self.next_better
         return {
             "operation": self.operation,
-            "problem": {**asdict(self.problem), "window": list(self.problem.window)},
+            "problem": self.problem.to_dict(),
+            "extent": asdict(self.extent),
             "platform": self.platform.to_dict(),
             "asked": self.asked,
             "capturing": self.capturing,
@@ -79,7 +81,7 @@ class Decision:
     def __str__(self) -> str:
         chosen = f"{self.chosen.name} ({self.chosen.summary})" if self.chosen else "none"
         lines = [
-            f"{self.operation}: {self.problem}" + (", inside a CUDA graph" if self.capturing else ""),
+            f"{self.operation}: {self.extent}, {self.problem}" + (", inside a CUDA graph" if self.capturing else ""),
             f"on {self.platform}",
             f"chosen: {chosen}, because {self.because}",
         ]

@@ -11,9 +11,9 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from quire.dispatch.platform import Platform
 from quire.errors import KernelError
-from quire.problem import Problem
+from quire.platform import Platform
+from quire.problem import Extent, Problem
 
 PACKAGE = Path(__file__).parents[1]
 BUILD = "install a C++17 compiler (g++ or clang++), then Quire once more: its build makes the native kernels"
@@ -103,6 +103,8 @@ class Limit:
     allowed: Allowed
     change: str | None = None
     """What a person can do to satisfy it; None if it is the machine that refuses."""
+    of_batch: bool = False
+    """Whether the answer depends on the batch, not on the layer and the machine alone."""
 
 
 class Finding(NamedTuple):
@@ -121,11 +123,11 @@ class Finding(NamedTuple):
         return f"{self.rule}: given {words(self.given)}, allowed {self.allowed}"
 
 
-def judge(limits: Iterable[Limit], call: Any) -> tuple[Finding, ...]:
-    """Asks every limit about a call. None hides a later one: whoever wants to change something wants to know all of it."""
+def judge(limits: Iterable[Limit], request: Any) -> tuple[Finding, ...]:
+    """Asks every limit about a request. None hides a later one: a person who wants to change something needs to know all of it."""
     findings = []
     for limit in limits:
-        given = limit.given(call)
+        given = limit.given(request)
         findings.append(Finding(limit.rule, given, str(limit.allowed), given in limit.allowed, limit.change))
     return tuple(findings)
 
@@ -137,12 +139,19 @@ def words(value: Any) -> str:
     return {True: "yes", False: "no"}[value] if isinstance(value, bool) else str(value)
 
 
-class Call(NamedTuple):
+class Request(NamedTuple):
     """What the limits of a kernel are asked about."""
 
     problem: Problem
+    extent: Extent
     platform: Platform
     capturing: bool = False
+
+
+class Launcher(Protocol):
+    """Launches calls of one problem with one kernel."""
+
+    def __call__(self, call: Any) -> None: ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -156,9 +165,8 @@ class Kernel:
     """attend, write or audit."""
     summary: str
     launcher: str
-    """'module:function', imported at the first launch and not before."""
-    binder: str | None = None
-    """'module:function' that makes a launcher for calls of one kind, if there is something to prepare once for all of them."""
+    """'module:function', imported at the first launch and not before. The function makes the launcher of a problem on a platform,
+    which then takes calls."""
     vendors: tuple[str, ...] | None = None
     families: tuple[str, ...] | None = None
     arches: tuple[str, ...] | None = None
@@ -174,6 +182,7 @@ class Kernel:
     formats: tuple[str, ...] | None = None
     scales: tuple[str, ...] | None = None
     layouts: tuple[str, ...] | None = None
+    memory: tuple[str, ...] | None = None
     page_size: OneOf | MultipleOf | Span | None = None
     head_dim: OneOf | MultipleOf | Span | None = None
     v_head_dim: OneOf | MultipleOf | Span | None = None
@@ -189,31 +198,25 @@ class Kernel:
     def limits(self) -> tuple[Limit, ...]:
         return tuple(_limits(self))
 
-    def load(self) -> Callable[..., Any]:
-        """The launcher."""
-        return self._loaded
+    @cached_property
+    def batch_limits(self) -> tuple[Limit, ...]:
+        """Those that have to be asked for every batch."""
+        return tuple(limit for limit in self.limits if limit.of_batch)
 
-    def bind(self, *call: Any, **how: Any) -> Callable[..., Any]:
-        """A launcher for calls like this one: the same but for what tensors hold and where they lie. `how` stays as it is."""
-        if self.binder is not None:
-            return self._loaded_binder(*call, **how)
-        return partial(self._loaded, **how) if how else self._loaded
+    def launcher_for(self, problem: Problem, platform: Platform) -> Launcher:
+        """What launches calls of a problem on a platform."""
+        return self._factory(problem, platform)
 
     @cached_property
-    def _loaded(self) -> Callable[..., Any]:
+    def _factory(self) -> Callable[[Problem, Platform], Launcher]:
         return self._import(self.launcher)
 
-    @cached_property
-    def _loaded_binder(self) -> Callable[..., Any]:
-        return self._import(self.binder or self.launcher)
-
-    def _import(self, place: str) -> Callable[..., Any]:
+    def _import(self, place: str) -> Any:
         module, _, function = place.partition(":")
         try:
-            found: Callable[..., Any] = getattr(importlib.import_module(module), function)
+            return getattr(importlib.import_module(module), function)
         except (ImportError, AttributeError) as error:
             raise KernelError(f"kernel {self.name!r} cannot {self.operation}: {place} does not load: {error}") from error
-        return found
 
 
 def _limits(kernel: Kernel) -> Iterator[Limit]:
@@ -228,7 +231,7 @@ def _limits(kernel: Kernel) -> Iterator[Limit]:
     def all_of(names: tuple[str, ...]) -> AllOf | None:
         return AllOf(names) if names else None
 
-    rows: tuple[tuple[str, Callable[[Call], Any], Allowed | None, str | None], ...] = (
+    rows: tuple[tuple[str, Callable[[Request], Any], Allowed | None, str | None], ...] = (
         ("vendor", attrgetter("platform.vendor"), one_of(kernel.vendors), None),
         ("family", attrgetter("platform.family"), one_of(kernel.families), None),
         ("arch", attrgetter("platform.arch"), one_of(kernel.arches), None),
@@ -236,25 +239,26 @@ def _limits(kernel: Kernel) -> Iterator[Limit]:
         ("installed", lambda _: tuple(filter(find_spec, kernel.needs)), all_of(kernel.needs), "install {}"),
         ("built", lambda _: (PACKAGE / str(kernel.library)).exists(), OneOf((True,)) if kernel.library else None, BUILD),
         ("q_dtype", attrgetter("problem.q_dtype"), one_of(kernel.q_dtypes), "give q as {}"),
-        ("types", lambda call: f"{call.problem.q_dtype} over {call.problem.format}", one_of(kernel.pairs), "give {}"),
+        ("types", lambda request: f"{request.problem.q_dtype} over {request.problem.format}", one_of(kernel.pairs), "give {}"),
         ("format", attrgetter("problem.format"), one_of(kernel.formats), "store the cache as {}"),
         ("scales", attrgetter("problem.scales"), one_of(kernel.scales), "set scales to {}"),
         ("layout", attrgetter("problem.layout"), one_of(kernel.layouts), "set layout to {}"),
+        ("memory", attrgetter("problem.memory"), one_of(kernel.memory), "give contiguous tensors that begin at multiples of 16 bytes"),
         ("page_size", attrgetter("problem.page_size"), kernel.page_size, "set page_size to {}"),
         ("head_dim", attrgetter("problem.head_dim"), kernel.head_dim, "use a head_dim of {}"),
         ("v_head_dim", attrgetter("problem.v_head_dim"), kernel.v_head_dim, "use a v_head_dim of {}"),
         ("group", attrgetter("problem.group"), kernel.group, "use a group (q_heads / kv_heads) of {}"),
-        ("max_q_len", attrgetter("problem.max_q_len"), at_most(kernel.max_q_len), "give {} new tokens of a sequence in one call"),
-        ("max_kv_len", attrgetter("problem.max_kv_len"), at_most(kernel.max_kv_len), "keep {} tokens in a sequence"),
+        ("max_q_len", attrgetter("extent.max_q_len"), at_most(kernel.max_q_len), "give {} new tokens of a sequence in one call"),
+        ("max_kv_len", attrgetter("extent.max_kv_len"), at_most(kernel.max_kv_len), "keep {} tokens in a sequence"),
     )
     for rule, given, allowed, change in rows:
         if allowed is not None:
-            yield Limit(rule, given, allowed, change and change.format(allowed))
+            yield Limit(rule, given, allowed, change and change.format(allowed), of_batch=rule in ("max_q_len", "max_kv_len"))
     for feature in kernel.without:
         yield Limit(feature, partial(_uses, feature), OneOf((False,)), f"do without {feature}")
     if not kernel.capturable:
         yield Limit("capturing", attrgetter("capturing"), OneOf((False,)), "launch it outside of a CUDA graph")
 
 
-def _uses(feature: str, call: Call) -> bool:
-    return feature in call.problem.features
+def _uses(feature: str, request: Request) -> bool:
+    return feature in request.problem.features

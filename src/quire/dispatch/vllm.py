@@ -13,7 +13,7 @@ from operator import attrgetter
 from typing import Any, NamedTuple
 
 from quire.dispatch.kernel import Except, Finding, Limit, OneOf, Span, judge, words
-from quire.dispatch.platform import Platform
+from quire.platform import Platform
 from quire.errors import ArgumentError
 
 TITLES = {"today": "vLLM's rule of today (a014e35f38c)", "seeds": "vLLM's rule of November 2025 (seeds, e5534249196)"}

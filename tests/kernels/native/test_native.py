@@ -13,7 +13,7 @@ import torch
 
 import quire
 from quire.cache.format import FORMATS
-from quire.dispatch.platform import cpu_flags
+from quire.platform import cpu_flags
 from quire.errors import KernelError
 from quire.kernels.native import attend, library, write
 from support.kernels import NO_LIBRARY, levels

@@ -19,7 +19,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from quire.dispatch.platform import Platform
+from quire.platform import Platform
 from quire.kernels.triton import compiled
 from quire.kernels.triton.compiled import CARDS, Compiled, compile_apart
 from quire.kernels.triton.recipe import recipe_of

@@ -4,38 +4,29 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import torch
 
-from quire.attend import Launch, are_apart, capturing, choose_kernel, reads_elsewhere
 from quire.batch import Batch
 from quire.cache.kv_cache import KVCache
-from quire.compat.vllm.caches import MOST, facts, on_host
 from quire.compat.vllm.strict import missing_tokens
 from quire.contract.call import Call
-from quire.contract.check import enforce, is_watched
+from quire.contract.check import enforce
 from quire.errors import ArgumentError, ContractError, describe
-from quire.kind import read_by
+from quire.launch import launcher_for
 from quire.options import Options
-from quire.problem import power_of_two
+from quire.problem import ANY
 
-ANY = 2**31 - 1
 EVERY, DECODE, PREFILL = (0, ANY), (1, 1), (2, ANY)
 """How many new tokens the rows have that a call is about: vLLM's decodes have one."""
 
 New = tuple[torch.Tensor, torch.Tensor] | None
-
-_launchers: dict[Any, Launch] = {}
 
 
 @dataclass
 class Mixture(Call):
     """A call whose sequences do not all keep the same contract: those with at least `context_from` new tokens take them from
     `new`, the others from the cache; and those outside of `only` are not part of it."""
-
-    context_from: int = 1
-    only: tuple[int, int] = EVERY
 
     @cached_property
     def taken(self) -> torch.Tensor:
@@ -64,41 +55,18 @@ def attend(
     only: tuple[int, int] = EVERY,
     strict: bool = False,
 ) -> None:
-    """Writes `out`. Values are checked where they lie in host memory, under `strict` and in `quire.checked()`; what shapes and
-    types say is checked, and turned into a launcher, once for calls of a kind, unless a call needs to be looked at by itself."""
+    """Writes `out`. Values are checked where they lie in host memory, under `strict` and in `quire.checked()`."""
     for name, tensor in (("q", q), ("out", out)):
         if not isinstance(tensor, torch.Tensor):
             raise ArgumentError(name, describe(tensor), "a tensor")
-    kind = (*kind_of(q, cache, batch, options, new, out), context_from, only)
-    looked_at = on_host(q) or strict or is_watched() or reads_elsewhere(options, q)
-    launch = None if looked_at else _launchers.get(kind)
-    if launch is None or not are_apart(out, q, *(new or ()), *read_by(cache, batch, options)):
-        call = Mixture(cache, batch, q, options, new, out, context_from=context_from, only=only)
-        enforce("attend", call, "full" if strict else "auto")
-        launch = choose_kernel(q, cache, batch, options, new, out, False, None, context_from=context_from, only=only)
-        if not looked_at:
-            if len(_launchers) >= MOST:
-                _launchers.clear()
-            _launchers[kind] = launch
-        if strict and new is not None:
-            missing = missing_tokens(call)
-            if missing:
-                raise ContractError("attend", missing)
-    launch(q, cache, batch, options, new, out, None)
-
-
-def kind_of(q: torch.Tensor, cache: KVCache, batch: Batch, options: Options, new: New, out: torch.Tensor) -> Any:
-    """All that the static rules and the dispatcher look at."""
-    hints = (None if hint is None else power_of_two(hint) for hint in (batch.max_q_len, batch.max_kv_len))
-    return (
-        cache.layout.name,
-        cache.format.name,
-        *hints,
-        capturing(q),
-        *facts(q, cache.k, cache.v, cache.k_scale, cache.v_scale, batch.page_table, batch.kv_lens, batch.q_starts, out),
-        *facts(*(new or ())),
-        *facts(*(getattr(options, name) for name in Options.__dataclass_fields__)),
-    )
+    call = Mixture(cache, batch, q, options, new, out, context_from=context_from, only=only)
+    enforce("attend", call, "full" if strict else "auto")
+    launcher = launcher_for("attend", call)
+    if strict and new is not None:
+        missing = missing_tokens(call)
+        if missing:
+            raise ContractError("attend", missing)
+    launcher(call)
 
 
 def new_tokens(key: torch.Tensor | None, value: torch.Tensor | None) -> New:

@@ -10,7 +10,7 @@ import torch
 from quire.cache.format import FORMATS, Format, format_of
 from quire.cache.kv_cache import KVCache, Scale
 from quire.cache.layout import layout_named
-from quire.dispatch.platform import Platform
+from quire.platform import Platform
 from quire.errors import ArgumentError, describe
 
 PLAIN = {"auto": None, "half": "fp16", "float16": "fp16", "bfloat16": "bf16", "float": "fp32", "float32": "fp32"}
@@ -48,11 +48,6 @@ def format_named(kv_cache_dtype: str, dtype: torch.dtype, device: torch.device) 
     if named not in (None, found.name):
         raise ArgumentError("kv_cache_dtype", f"{kv_cache_dtype!r} over {dtype} storage", f"{FORMATS[named].dtype} storage")
     return found
-
-
-def on_host(tensor: torch.Tensor) -> bool:
-    """Whether values lie in host memory: there every call is checked, by its values too."""
-    return tensor.device.type == "cpu"
 
 
 def platform_fp8(device: torch.device) -> Format:

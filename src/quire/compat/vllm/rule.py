@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from quire.dispatch.platform import Platform
+from quire.platform import Platform
 from quire.dispatch.vllm import VllmCall, explain_vllm
 from quire.errors import ArgumentError
 from quire.problem import dtype_name

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any
 
 import torch
 
-from quire.attend import Launch, capturing
 from quire.batch import INDEX_TYPES, Batch
 from quire.cache.kv_cache import KVCache, Scale
 from quire.compat.vllm.border import operator
-from quire.compat.vllm.caches import MOST, facts, on_host, token_major, x_packed
+from quire.compat.vllm.caches import token_major, x_packed
 from quire.contract.call import Call
-from quire.contract.check import enforce, is_watched
+from quire.contract.check import enforce
 from quire.errors import ArgumentError, describe
-from quire.write import choose_writer
-
-_writers: dict[Any, Launch] = {}
+from quire.launch import launcher_for
 
 
 @operator()
@@ -52,29 +48,19 @@ def reshape_and_cache_flash(
 
 
 def store(key: torch.Tensor, value: torch.Tensor, cache: KVCache, slot_mapping: torch.Tensor) -> None:
-    """Checks and chooses as `attend` does here: values in host memory always, shapes and types once for calls of a kind."""
+    """Every negative slot skips its token here, -1 alone does in a call of `quire.write`."""
     if not isinstance(slot_mapping, torch.Tensor) or slot_mapping.dim() != 1 or slot_mapping.dtype not in INDEX_TYPES:
         raise ArgumentError("slots", describe(slot_mapping), "a tensor [tokens] of int32 or int64")
     tokens = slot_mapping.shape[0]
     key, value = key[:tokens], value[:tokens]
-    kind = (cache.layout.name, cache.format.name, capturing(key), *facts(key, value, cache.k, cache.v, slot_mapping))
-    kind += facts(cache.k_scale, cache.v_scale)
-    # As one sequence of new tokens without a table: the slots say where they go.
-    # What a graph that is being recorded makes is the graph's own.
-    make = _one_sequence.__wrapped__ if capturing(key) else _one_sequence
-    table, lens, starts = make(tokens, slot_mapping.device, _stream(slot_mapping.device))
-    batch = Batch(table, lens, starts, slots=slot_mapping, max_q_len=tokens, max_kv_len=tokens)
-    looked_at = on_host(key) or is_watched()
-    launch = None if looked_at else _writers.get(kind)
-    if launch is None:
-        checked = Batch(table, lens, starts, slots=slot_mapping.clamp(min=-1), max_q_len=tokens, max_kv_len=tokens)
-        enforce("write", Call(cache, checked, k=key, v=value), "auto")
-        launch = choose_writer(key, value, cache, batch, None, None)
-        if not looked_at:
-            if len(_writers) >= MOST:
-                _writers.clear()
-            _writers[kind] = launch
-    launch(key, value, cache, batch, None)
+    # As one sequence of new tokens without a table: the slots say where they go. What is made while a graph is captured belongs to
+    # that graph.
+    capturing = key.is_cuda and torch.cuda.is_current_stream_capturing()
+    make = _one_sequence.__wrapped__ if capturing else _one_sequence
+    batch = Batch(*make(tokens, slot_mapping.device, _stream(slot_mapping.device)), max_q_len=tokens, max_kv_len=tokens)
+    enforce("write", Call(cache, batch, k=key, v=value, slots=slot_mapping.clamp(min=-1)), "auto")
+    call = Call(cache, batch, k=key, v=value, slots=slot_mapping)
+    launcher_for("write", call)(call)
 
 
 @lru_cache(maxsize=256)

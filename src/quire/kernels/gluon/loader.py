@@ -55,7 +55,7 @@ def load(units, query, cache, rows, new, features, rings, count, T: gl.constexpr
 @gluon.jit
 def look_up(rows, row, key, end, C: gl.constexpr):
     """The page of each key below `end`: there is one, `units` has looked."""
-    column = row.to(gl.int64) * rows.table_row + key // C.PAGE_SIZE * C.TABLE_STEP
+    column = row.to(gl.int64) * rows.table_row + key // C.PAGE_SIZE * rows.table_step
     return gl.load(rows.page_table + column, mask=key < end, other=0)
 
 
@@ -68,8 +68,8 @@ def load_keys(cache, new, ring, unit, page, key, end, tile, dim, T: gl.constexpr
     if C.NEW:
         token = (unit.start + key - unit.context).to(gl.int64)
         at = gl.where(key >= unit.cached, new.k + (token * new.k_token + unit.kv_head * new.k_head), at)
-        if step != C.NEW_K_DIM:
-            step = gl.where(key >= unit.cached, C.NEW_K_DIM, step)[:, None]
+        if step != new.k_dim:
+            step = gl.where(key >= unit.cached, new.k_dim, step)[:, None]
     fill(ring, at, step, (key >= unit.low) & (key < end), dim, C.HEAD_DIM, tile, T, C)
 
 
@@ -82,8 +82,8 @@ def load_values(cache, new, ring, unit, page, key, end, tile, dim, T: gl.constex
     if C.NEW:
         token = (unit.start + key - unit.context).to(gl.int64)
         at = gl.where(key >= unit.cached, new.v + (token * new.v_token + unit.kv_head * new.v_head), at)
-        if step != C.NEW_V_DIM:
-            step = gl.where(key >= unit.cached, C.NEW_V_DIM, step)[:, None]
+        if step != new.v_dim:
+            step = gl.where(key >= unit.cached, new.v_dim, step)[:, None]
     fill(ring, at, step, (key >= unit.low) & (key < end), dim, C.V_DIM, tile, T, C)
 
 
@@ -117,7 +117,7 @@ def load_queries(
     for half in gl.static_range(2):
         index = gl.arange(0, HALF, gl.SliceLayout(1, LAYOUT)) + half * HALF
         mine = place(rows, features, row, start, q_len, kv_len, q_tile, head, index, T, C)
-        at = mine.token.to(gl.int64)[:, None] * query.token + mine.head[:, None] * query.head + dim[None, :] * C.Q_DIM
+        at = mine.token.to(gl.int64)[:, None] * query.token + mine.head[:, None] * query.head + dim[None, :] * query.dim
         mask = mine.live[:, None] & (dim < C.HEAD_DIM)[None, :]
         queries = rings.q.places.index(nth % QUEUE * 2 + half)
         if T.COPIES:

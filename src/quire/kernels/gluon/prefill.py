@@ -19,14 +19,14 @@ from quire.kernels.gluon.computer import compute
 from quire.kernels.gluon.loader import load
 from quire.kernels.gluon.rings import QUEUE, THREADS, Rings, ring_of
 
-FIRST = gl.constexpr(2)
-SECOND = gl.constexpr(3)
-"""Which launch it is. Not 0 and 1: a kernel would be compiled for each."""
+FIRST = gl.constexpr(0)
+SECOND = gl.constexpr(1)
+"""Which launch it is."""
 
 
 @gluon.jit
 def prefill_kernel(
-    out, units, query, cache, rows, new, features, launch, T: gl.constexpr, C: gl.constexpr
+    out, units, query, cache, rows, new, features, launch, programs_beside, T: gl.constexpr, C: gl.constexpr
 ):  # fmt: skip
     if C.EARLY:
         if launch == FIRST:
@@ -40,7 +40,7 @@ def prefill_kernel(
         ring_of(DTYPE, T.STAGES, T.KEYS, C.V_WIDTH, 1, FILLERS),
     )
     count = gl.load(units + 1) * T.HEADS
-    makes_room = (launch == FIRST) & (gl.program_id(0) >= T.PROGRAMS_BESIDE) & (gl.load(units + 2) > 0)
+    makes_room = (launch == FIRST) & (gl.program_id(0) >= programs_beside) & (gl.load(units + 2) > 0)
     count = gl.where(makes_room, 0, count)
     gl.warp_specialize(
         [

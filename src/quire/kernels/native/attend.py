@@ -7,6 +7,9 @@ Both are one source that is compiled for several instruction sets, `kernels.cpp`
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 
 from quire.batch import Batch
@@ -14,9 +17,8 @@ from quire.cache.kv_cache import KVCache
 from quire.kernels.native.call import UNBOUNDED, Array, Attend, Index, array, batch_of, cache_of, index
 from quire.kernels.native.library import library
 from quire.options import Options, Scalar
-
-ANY = 2**31 - 1
-"""More new tokens than any sequence has."""
+from quire.platform import Platform
+from quire.problem import ANY, Problem
 
 
 def launch(
@@ -79,6 +81,18 @@ def launch(
             level=native.level,
         )
     )
+
+
+def launcher(problem: Problem, platform: Platform) -> Callable[[Any], None]:
+    """What launches calls: nothing is prepared for a problem here."""
+
+    def launch_call(call: Any) -> None:
+        launch(
+            call.q, call.cache, call.batch, call.options, call.new, call.out, call.lse,
+            context_from=call.context_from, only=call.only, zero_padding=call.zero_padding,
+        )  # fmt: skip
+
+    return launch_call
 
 
 def _number(value: Scalar) -> float:

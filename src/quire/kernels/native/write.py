@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 
 from quire.batch import Batch
 from quire.cache.kv_cache import KVCache
 from quire.kernels.native.call import Index, Write, array, batch_of, cache_of, index
 from quire.kernels.native.library import library
+from quire.platform import Platform
+from quire.problem import Problem
 
 
 def launch(k: torch.Tensor, v: torch.Tensor, cache: KVCache, batch: Batch, slots: torch.Tensor | None) -> None:
@@ -26,3 +31,12 @@ def launch(k: torch.Tensor, v: torch.Tensor, cache: KVCache, batch: Batch, slots
             level=native.level,
         )
     )
+
+
+def launcher(problem: Problem, platform: Platform) -> Callable[[Any], None]:
+    """What launches calls: nothing is prepared for a problem here."""
+
+    def launch_call(call: Any) -> None:
+        launch(call.k, call.v, call.cache, call.batch, call.slots)
+
+    return launch_call

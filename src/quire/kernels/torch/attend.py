@@ -12,8 +12,9 @@ CPUs that advertise AMX without its palette, as some hypervisors do, and would r
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -24,9 +25,8 @@ from quire.kernels.torch.read import Reader
 from quire.kernels.torch.sight import Sight
 from quire.kernels.torch.strip import Strip
 from quire.options import Options
-
-ANY = 2**31 - 1
-"""More new tokens than any sequence has."""
+from quire.platform import Platform
+from quire.problem import ANY, Problem
 
 
 class Tile(NamedTuple):
@@ -140,3 +140,15 @@ def _needs_bad_page(pages: torch.Tensor, cache: KVCache, low: int, high: int, st
         visible = strip.sight.visible(low, high, pages.device)
         seen |= True if visible is None else visible.any(0)
     return (bad & seen).any()
+
+
+def launcher(problem: Problem, platform: Platform) -> Callable[[Any], None]:
+    """What launches calls: nothing is prepared for a problem here."""
+
+    def launch_call(call: Any) -> None:
+        launch(
+            call.q, call.cache, call.batch, call.options, call.new, call.out, call.lse,
+            context_from=call.context_from, only=call.only, zero_padding=call.zero_padding,
+        )  # fmt: skip
+
+    return launch_call

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 
 from quire.batch import Batch
 from quire.cache.format import Format
 from quire.cache.kv_cache import KVCache
+from quire.platform import Platform
+from quire.problem import Problem
 
 
 @torch.no_grad()
@@ -37,3 +42,12 @@ def token_scale(x: torch.Tensor, format: Format) -> torch.Tensor:
     assert format.largest is not None
     scale = x.abs().amax(-1) / format.largest
     return torch.where(scale == 0, 1.0, scale)
+
+
+def launcher(problem: Problem, platform: Platform) -> Callable[[Any], None]:
+    """What launches calls: nothing is prepared for a problem here."""
+
+    def launch_call(call: Any) -> None:
+        launch(call.k, call.v, call.cache, call.batch, call.slots)
+
+    return launch_call

@@ -14,6 +14,8 @@ class Rows(NamedTuple):
     page_table: Any
     table_row: Any
     """Distance between two rows of the table."""
+    table_step: Any
+    """Distance between two columns of it."""
     table_width: Any
     kv_lens: Any
     kv_lens_step: Any
@@ -21,8 +23,11 @@ class Rows(NamedTuple):
     q_starts_step: Any
     causal: Any
     """One bool a row, or None."""
+    causal_step: Any
     seqs: Any
     tokens: Any
+    short: Any
+    """Rows up to that many new tokens are short: their keys are split over programs."""
 
 
 class Query(NamedTuple):
@@ -31,6 +36,7 @@ class Query(NamedTuple):
     at: Any
     token: Any
     head: Any
+    dim: Any
     exponents: Any
 
 
@@ -50,9 +56,11 @@ class New(NamedTuple):
     k: Any
     k_token: Any
     k_head: Any
+    k_dim: Any
     v: Any
     v_token: Any
     v_head: Any
+    v_dim: Any
 
 
 class Features(NamedTuple):
@@ -76,24 +84,44 @@ class Features(NamedTuple):
 
 
 class Out(NamedTuple):
-    """`[tokens, q_heads, v_head_dim]`, and the LSE `[tokens, q_heads]`, contiguous, or None."""
+    """`[tokens, q_heads, v_head_dim]`, and the LSE `[tokens, q_heads]` or None."""
 
     at: Any
     token: Any
     head: Any
+    dim: Any
     lse: Any
+    lse_token: Any
+    lse_head: Any
+    zero_padding: Any
+    """1 if rows that belong to no sequence become zero."""
 
 
-class Room(NamedTuple):
-    """Where programs leave what they gathered of a unit that others share: two places a share, `[programs, 2, rows]`.
+class Workspace(NamedTuple):
+    """Where programs store partial results of units that are split: two places a share, `[programs, 2, rows]`.
 
     One piece of memory: weighted values `[.., v width]`, then the largest logit `[..]`, then the sum of weights `[..]`, in fp32;
-    then a note for each share, int32 `[programs, 5]`."""
+    then a header for each share, int32 `[programs, 5]`."""
 
     at: Any
     programs: Any
-    units: Any
-    """Where long rows that are cut into units wait to be taken, or None."""
+    extras: Any
+    """Programs, the last, that take a unit each if there are many."""
+    mains: Any
+    """The others, of each head; 1 at least."""
+    many_units: Any
+    """How many units a program make many."""
+    beside: Any
+    """1 if the kernel that is launched next may run beside this one from the start."""
+
+
+class Geometry(NamedTuple):
+    """A tile of short rows as numbers, for `combine`, which is compiled once for all of them. See `Tile`."""
+
+    rows: Any
+    together: Any
+    tokens: Any
+    heads: Any
 
 
 class Tile(NamedTuple):
@@ -135,13 +163,6 @@ class Constants(NamedTuple):
     """head_dim as a tile is wide: a power of two, 16 at least."""
     V_WIDTH: int
     PAGE_SIZE: int
-    TABLE_STEP: int
-    """Distance between two columns of the page table."""
-    Q_DIM: int
-    """Distance between two elements of a query; likewise for the others."""
-    OUT_DIM: int
-    NEW_K_DIM: int
-    NEW_V_DIM: int
     K_STEPS: tuple[int, ...]
     """Strides of [page, head, slot/, slot%, dim/, dim%]."""
     K_SLOTS: int
@@ -182,35 +203,57 @@ class Constants(NamedTuple):
     """Only rows with FEWEST to MOST new tokens are computed; others are left as they are."""
     MOST: int
     SHORT: int
-    """Rows up to that many new tokens are short: their keys are shared out evenly over programs."""
+    """The least that `Rows.short` can be."""
     LEAST: int
     """The least work that is worth a program, in key tiles."""
     OPENING: int
     """What opening a unit costs, in key tiles."""
-    EXTRAS: int
-    """Programs, the last, that take a unit each if there are many."""
-    MAINS: int
-    """The others, of each head."""
-    MANY_UNITS: int | None
-    """How many a program make many."""
+    TAIL: bool
+    """Whether the last units may be scheduled dynamically, on `Workspace.extras` programs more."""
     INVARIANT: bool
-    """No unit is shared out: its bits then follow from itself alone."""
+    """No unit is split: its bits then follow from itself alone."""
     Q_FORMAT: str
     """The queries' format if they are fp8, else 'float'."""
     OUT: str
     """The output's format if it is fp8, else 'float'."""
     OUT_NUMBER: bool
     """Whether `Features.out_scale` is a number and not a pointer."""
-    ZERO_PADDING: bool
     SCAN: int
     """Rows of the batch that are looked at at once."""
-    MANY: bool
-    """Whether the batch has more rows than that."""
     WIDE: bool
-    """Whether the work of the batch, in tiles, could exceed 31 bits."""
+    """Whether the work of a batch, in tiles, may exceed 31 bits."""
     UNIFORM: bool
     """Whether the compiler must be told what all threads agree on."""
     EARLY: bool
     """Whether `combine` may be launched before `attend` has ended: it waits for it on the card."""
-    BESIDE: bool
-    """Whether what is launched next may run beside this from the start."""
+
+
+class Finish(NamedTuple):
+    """What `combine` is compiled for: those of the constants that the end of a unit depends on."""
+
+    KV_HEADS: int
+    GROUP: int
+    V_DIM: int
+    V_WIDTH: int
+    V_SCALE_STEPS: tuple[int, ...] | None
+    PER_KEY: bool
+    OUT: str
+    OUT_NUMBER: bool
+    EARLY: bool
+
+    @classmethod
+    def of(cls, constants: Constants) -> Finish:
+        return cls(*(getattr(constants, name) for name in cls._fields))
+
+
+class Balance(NamedTuple):
+    """What `balance` is compiled for."""
+
+    KV_HEADS: int
+    GROUP: int
+    HEAD_DIM: int
+    K_WIDTH: int
+
+    @classmethod
+    def of(cls, constants: Constants) -> Balance:
+        return cls(*(getattr(constants, name) for name in cls._fields))

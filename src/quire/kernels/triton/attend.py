@@ -20,6 +20,7 @@ from quire.kernels.triton.schedule import (
     share_begin,
     share_of,
     shares_of,
+    short_totals,
     short_work,
     total_work,
     uniform,
@@ -31,16 +32,16 @@ from quire.kernels.triton.units import finish, load_queries, locate, nothing_yet
 @triton.jit
 def attend_kernel(out, room, query, cache, rows, new, features, SHORT: tl.constexpr, LONG: tl.constexpr, C: tl.constexpr):
     program = tl.program_id(0)
-    if C.BESIDE:
-        tl.extra.cuda.gdc_launch_dependents()
-    if program < room.programs:
-        if C.ZERO_PADDING or out.lse is not None:
-            zero_padding(out, rows, program, room.programs, C)
-        short_rows(out, room, query, cache, rows, new, features, program, SHORT, C)
-        if C.EARLY and not C.BESIDE:
+    if C.EARLY:
+        if room.beside != 0:
             tl.extra.cuda.gdc_launch_dependents()
-        elif C.BESIDE:
-            if program == 0:
+    if program < room.programs:
+        zero_padding(out, rows, program, room.programs, C)
+        short_rows(out, room, query, cache, rows, new, features, program, SHORT, C)
+        if C.EARLY:
+            if room.beside == 0:
+                tl.extra.cuda.gdc_launch_dependents()
+            elif program == 0:
                 tl.extra.cuda.gdc_wait()
     elif LONG is not None:
         long_row(out, query, cache, rows, new, features, program - room.programs, LONG, C)
@@ -49,9 +50,9 @@ def attend_kernel(out, room, query, cache, rows, new, features, SHORT: tl.conste
 @triton.jit
 def short_rows(out, room, query, cache, rows, new, features, program, T: tl.constexpr, C: tl.constexpr):
     """One program's share of the short rows."""
-    one_head = total_work(rows, False, T, C)
+    one_head, units = short_totals(rows, T, C)
     total = one_head * T.HEADS
-    shares = shares_of(rows, total, room.programs, T, C)
+    shares = shares_of(rows, total, units, room, T, C)
     share = share_of(program, shares, T, C)
     at = share_begin(share, shares, T, C)
     end = share_begin(share + 1, shares, T, C)
@@ -131,7 +132,7 @@ def leave(room, share, second, weighted, top, weights, broken, T: tl.constexpr, 
     index = tl.arange(0, T.ROWS)
     dim = tl.arange(0, C.V_WIDTH)
     place = (share * 2 + second.to(tl.int32)) * T.ROWS + index
-    tops, totals, _ = parts_of(room, T, C)
+    tops, totals, _ = parts_of(room, T.ROWS, C)
     tl.store(room.at + place[:, None] * C.V_WIDTH + dim[None, :], weighted)
     tl.store(tops + place, top)
     tl.store(totals + place, tl.where(broken, float("nan"), weights))
@@ -141,7 +142,7 @@ def leave(room, share, second, weighted, top, weights, broken, T: tl.constexpr, 
 def note(room, share, parts, second, token, tokens, head, T: tl.constexpr, C: tl.constexpr):
     """Notes of which unit a share has the first part of several: how many they are, in which place its own is, where the unit's
     queries are. 0 parts: none."""
-    _, _, notes = parts_of(room, T, C)
+    _, _, notes = parts_of(room, T.ROWS, C)
     tl.store(notes + share * 5, parts)
     tl.store(notes + share * 5 + 1, second)
     tl.store(notes + share * 5 + 2, token)
@@ -229,7 +230,7 @@ def misses_page(rows, cache, unit, C: tl.constexpr):
         for first in range(begin // C.PAGE_SIZE, end, C.SCAN):
             column = first + tl.arange(0, C.SCAN)
             needed = column < end
-            page = tl.load(rows.page_table + unit.row.to(tl.int64) * rows.table_row + column * C.TABLE_STEP, mask=needed, other=0)
+            page = tl.load(rows.page_table + unit.row.to(tl.int64) * rows.table_row + column * rows.table_step, mask=needed, other=0)
             _, exists = existing(page, cache.pages)
             missing += tl.sum((needed & ~exists).to(tl.int32))
     return uniform(missing, C) > 0
@@ -240,12 +241,13 @@ def zero_padding(out, rows, program, programs, C: tl.constexpr):
     """Zeros for rows of the LSE, and of an output that is new, which belong to no sequence."""
     WIDTH: tl.constexpr = C.V_WIDTH
     dim = tl.arange(0, WIDTH)
-    used = tl.load(rows.q_starts + rows.seqs * rows.q_starts_step).to(tl.int32)
-    for nth in range(used + program, rows.tokens, programs):
-        token = tl.full([], 0, tl.int64) + nth
-        for head in range(C.KV_HEADS * C.GROUP):
-            if C.ZERO_PADDING:
-                at = token * out.token + head * out.head + dim * C.OUT_DIM
-                tl.store(out.at + at, tl.zeros([WIDTH], out.at.dtype.element_ty), mask=dim < C.V_DIM)
-            if out.lse is not None:
-                tl.store(out.lse + token * (C.KV_HEADS * C.GROUP) + head, 0.0)
+    if (out.zero_padding != 0) | (out.lse is not None):
+        used = tl.load(rows.q_starts + rows.seqs * rows.q_starts_step).to(tl.int32)
+        for nth in range(used + program, rows.tokens, programs):
+            token = tl.full([], 0, tl.int64) + nth
+            for head in range(C.KV_HEADS * C.GROUP):
+                if out.zero_padding != 0:
+                    at = token * out.token + head * out.head + dim * out.dim
+                    tl.store(out.at + at, tl.zeros([WIDTH], out.at.dtype.element_ty), mask=dim < C.V_DIM)
+                if out.lse is not None:
+                    tl.store(out.lse + token * out.lse_token + head * out.lse_head, 0.0)

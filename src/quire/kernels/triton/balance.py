@@ -16,7 +16,7 @@ def balance_kernel(ready, exponents, query, count, ROWS: tl.constexpr, C: tl.con
     token = (row // (C.KV_HEADS * C.GROUP)).to(tl.int64)
     head = row % (C.KV_HEADS * C.GROUP)
     inside = (row < count)[:, None] & (dim < C.HEAD_DIM)[None, :]
-    at = token[:, None] * query.token + head[:, None] * query.head + dim[None, :] * C.Q_DIM
+    at = token[:, None] * query.token + head[:, None] * query.head + dim[None, :] * query.dim
     q, exponent = balanced(tl.load(query.at + at, mask=inside, other=0.0))
     tl.store(ready + row.to(tl.int64)[:, None] * C.HEAD_DIM + dim[None, :], q, mask=inside)
     tl.store(exponents + row, exponent, mask=row < count)

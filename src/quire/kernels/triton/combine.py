@@ -1,5 +1,5 @@
 """Adds up the units that several shares have parts of. Program (s, r): row r, and every so many further, of the unit whose first
-part share s of `attend` had, if others have more of it."""
+part share s of `attend` had, if others have more of it. It is compiled once for all tiles of short rows."""
 
 from __future__ import annotations
 
@@ -13,49 +13,45 @@ PARTS = tl.constexpr(32)
 
 
 @triton.jit
-def combine_kernel(out, room, cache, features, T: tl.constexpr, C: tl.constexpr):
+def combine_kernel(out, room, cache, features, tile, C: tl.constexpr):
     share = tl.program_id(0)
     if C.EARLY:
         tl.extra.cuda.gdc_wait()
-    tops, totals, notes = parts_of(room, T, C)
-    parts = tl.load(notes + share * 5)
-    second = tl.load(notes + share * 5 + 1)
-    token = tl.load(notes + share * 5 + 2)
-    tokens = tl.load(notes + share * 5 + 3)
-    head = tl.load(notes + share * 5 + 4)
+    _, _, headers = parts_of(room, tile.rows, C)
+    parts = tl.load(headers + share * 5)
+    second = tl.load(headers + share * 5 + 1)
+    token = tl.load(headers + share * 5 + 2)
+    tokens = tl.load(headers + share * 5 + 3)
+    head = tl.load(headers + share * 5 + 4)
     if parts > 0:
-        for index in range(tl.program_id(1), T.ROWS, tl.num_programs(1)):
-            if C.GROUP < T.ROWS:
-                MEMBER: tl.constexpr = T.TOKENS * C.GROUP
-                q_head = (head * T.TOGETHER + index // MEMBER) * C.GROUP + index % C.GROUP
-                nth = index % MEMBER // C.GROUP
-                live = (index < MEMBER * T.TOGETHER) & (nth < tokens)
-            else:
-                PARTS_OF_GROUP: tl.constexpr = T.HEADS // C.KV_HEADS
-                of_group = (head % PARTS_OF_GROUP) * T.ROWS + index
-                q_head = head // PARTS_OF_GROUP * C.GROUP + of_group
-                nth = index * 0
-                live = of_group < C.GROUP
+        for index in range(tl.program_id(1), tile.rows, tl.num_programs(1)):
+            # The query of a row: see `place`. A group that fills a tile is cut into parts.
+            in_member = tile.tokens * C.GROUP
+            parts_of_group = tl.maximum(tile.heads // C.KV_HEADS, 1)
+            whole = C.GROUP < tile.rows
+            nth = tl.where(whole, index % in_member // C.GROUP, 0)
+            of_group = tl.where(whole, index % C.GROUP, head % parts_of_group * tile.rows + index)
+            kv_head = tl.where(whole, head * tile.together + index // in_member, head // parts_of_group)
+            live = tl.where(whole, (index < in_member * tile.together) & (nth < tokens), of_group < C.GROUP)
             if live:
-                add_up(out, room, tops, totals, cache, features, share, index, parts, second, token + nth, q_head, T, C)
+                q_head = kv_head * C.GROUP + of_group
+                add_up(out, room, cache, features, share, index, parts, second, token + nth, q_head, tile.rows, C)
 
 
 @triton.jit
-def add_up(
-    out, room, tops, totals, cache, features, share, index, parts, second, token, q_head,
-    T: tl.constexpr, C: tl.constexpr,
-):  # fmt: skip
+def add_up(out, room, cache, features, share, index, parts, second, token, q_head, rows, C: tl.constexpr):
     """One row of a unit, from its parts in the order of their shares. All but the first share begin in this unit: their part is in
     their first place."""
     WIDTH: tl.constexpr = C.V_WIDTH
     dim = tl.arange(0, WIDTH)
+    tops, totals, _ = parts_of(room, rows, C)
     top = tl.full([1], float("-inf"), tl.float32)
     total = tl.zeros([1], tl.float32)
     weighted = tl.zeros([1, WIDTH], tl.float32)
     for first in range(0, parts, PARTS):
         part = first + tl.arange(0, PARTS)
         mine = part < parts
-        place = ((share + part) * 2 + tl.where(part == 0, second, 0)) * T.ROWS + index
+        place = ((share + part) * 2 + tl.where(part == 0, second, 0)) * rows + index
         part_top = tl.load(tops + place, mask=mine, other=float("-inf"))
         part_total = tl.load(totals + place, mask=mine, other=0.0)
         part_weighted = tl.load(room.at + place[:, None] * WIDTH + dim[None, :], mask=mine[:, None], other=0.0)

@@ -13,29 +13,11 @@ from dataclasses import asdict
 from typing import Any, NamedTuple
 
 from quire.kernels.triton.sample import Sample
+from quire.platform import Platform
 
 
-class Card(NamedTuple):
-    """A target of the compiler, and what one program can have there."""
-
-    backend: str
-    number: int | str
-    warp: int
-    shared_memory: int
-    """Bytes."""
-
-
-CARDS: dict[str, Card] = {
-    "sm80": Card("cuda", 80, 32, 163 * 1024),
-    "sm89": Card("cuda", 89, 32, 99 * 1024),
-    "sm90": Card("cuda", 90, 32, 227 * 1024),
-    "sm100": Card("cuda", 100, 32, 227 * 1024),
-    "gfx90a": Card("hip", "gfx90a", 64, 64 * 1024),
-    "gfx942": Card("hip", "gfx942", 64, 64 * 1024),
-    "gfx950": Card("hip", "gfx950", 64, 160 * 1024),
-    "gfx1100": Card("hip", "gfx1100", 32, 64 * 1024),
-    "gfx1201": Card("hip", "gfx1201", 32, 64 * 1024),
-}
+ARCHES = ("sm80", "sm89", "sm90", "sm100", "gfx90a", "gfx942", "gfx950", "gfx1100", "gfx1201")
+"""The cards that documents and tests compile for."""
 
 _MATRIX = r"wgmma\.mma_async|mma\.sync|tcgen05\.mma|v_mfma_\w+|v_wmma_\w+"
 _NOTABLE = re.compile(
@@ -65,10 +47,8 @@ class Compiled(NamedTuple):
 
 def compile_for(arch: str, sample: Sample) -> list[Compiled]:
     """The kernels of a call, in the order of their launches."""
-    from quire.kernels.triton.recipe import recipe_of
-
-    card = CARDS[arch]
-    return [_read(recipe_of(launch).compile(card.backend, card.number, card.warp)) for launch in sample.launches(arch)]
+    platform = Platform.named(arch)
+    return [_read(recipe.compile(platform)) for recipe in sample.recipes(arch)]
 
 
 def compile_apart(work: Iterable[tuple[str, Sample]]) -> list[list[Compiled] | str]:

@@ -1,25 +1,24 @@
 """The ledger's check. One program takes a stretch of one row's positions, finds the slots of those that the row needs from the
-cache, and counts the ones that do not hold their token; then a single program keeps the first of them, for a report.
+cache, and counts the ones that do not hold their token; then a single program of a second launch, of no stretches, keeps the first
+of them, for a report.
 
 Which one is kept does not depend on the order of programs: packed as a number, the lowest row and position is the largest.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 
-from quire.batch import Batch
-from quire.cache.kv_cache import KVCache
 from quire.kernels.triton.arguments import Rows
-from quire.kernels.triton.bind import Bound
-from quire.kernels.triton.launch import ANY, Launch, Pair, as_bytes
+from quire.kernels.triton.launcher import At, Launch, Launcher, platform_of
+from quire.kernels.triton.program import Program
 from quire.kernels.triton.tuning import AUDIT, Portion
-from quire.options import Options
+from quire.platform import Platform
+from quire.problem import ANY, Extent, Problem
 
 LARGEST = tl.constexpr(2**63 - 1)
 
@@ -45,7 +44,6 @@ class Needs(NamedTuple):
 
     POSITIONS: int
     PAGE_SIZE: int
-    TABLE_STEP: int
     LEFT: int | None
     """Keys that a query sees to its left; None is all of them."""
     CONTEXT_FROM: int
@@ -57,6 +55,15 @@ class Needs(NamedTuple):
 
 @triton.jit
 def audit_kernel(found, marks, rows, tree, stretches, N: tl.constexpr):
+    if stretches > 0:
+        count_wrong(found, marks, rows, tree, stretches, N)
+    else:
+        keep_first(found, marks, rows, N)
+
+
+@triton.jit
+def count_wrong(found, marks, rows, tree, stretches, N: tl.constexpr):
+    """Counts the positions of one stretch of a row that do not hold their token."""
     row = (tl.program_id(0) // stretches).to(tl.int64)
     position = (tl.program_id(0) % stretches).to(tl.int64) * N.POSITIONS + tl.arange(0, N.POSITIONS)
     first, end = needed_of(rows, tree, row, N)
@@ -98,7 +105,7 @@ def slot_of(marks, rows, row, position, needed, N: tl.constexpr):
     """The slot of each position, and whether it has one: what the table leaves out is another rule's business."""
     column = position // N.PAGE_SIZE
     needed &= column < rows.table_width
-    page = tl.load(rows.page_table + row * rows.table_row + column * N.TABLE_STEP, mask=needed, other=-1).to(tl.int64)
+    page = tl.load(rows.page_table + row * rows.table_row + column * rows.table_step, mask=needed, other=-1).to(tl.int64)
     needed &= (page >= 0) & (page < marks.pages)
     return tl.where(needed, page * N.PAGE_SIZE + position % N.PAGE_SIZE, 0), needed
 
@@ -114,8 +121,8 @@ def marks_of(marks, slot, position, needed):
 
 
 @triton.jit
-def keep_kernel(found, marks, rows, N: tl.constexpr):
-    """Keeps the token that `audit_kernel` packed, unless one is kept already: of several calls, the first that found any."""
+def keep_first(found, marks, rows, N: tl.constexpr):
+    """Keeps the token that `count_wrong` packed, unless one is kept already: of several calls, the first that found any."""
     packed = tl.load(found + 1)
     kept = tl.load(found + 2)
     row = (LARGEST - packed) >> 32
@@ -132,83 +139,44 @@ def keep_kernel(found, marks, rows, N: tl.constexpr):
     tl.store(found + 8, now, mask=wrong)
 
 
-class Plan:
-    """What the checks of calls of a kind have in common."""
+class AuditLauncher(Launcher):
+    """Launches the check of a ledger."""
 
-    def __init__(
-        self,
-        q: torch.Tensor,
-        cache: KVCache,
-        batch: Batch,
-        options: Options,
-        new: Pair,
-        *,
-        context_from: int = 1,
-        only: tuple[int, int] = (0, ANY),
-        zero_padding: bool = False,
-        portion: Portion = AUDIT,
-    ):
-        self.portion = portion
-        left, _ = options.sides
-        # Which new tokens somebody sees in a tree, its mask alone knows: they are left out.
-        context_from = 0 if options.mask is not None else ANY if new is None else context_from
-        self.constants = Needs(
+    def __init__(self, problem: Problem, platform: Platform, portion: Portion = AUDIT):
+        super().__init__(problem, platform)
+        # Its tensors are read number by number: one kernel serves any memory.
+        self.units, self.portion = None, portion
+        left, _ = problem.window
+        # Which new tokens are seen in a tree, its mask alone knows: they are left out.
+        context_from = 0 if problem.mask else ANY if problem.form == "full" else problem.context_from
+        needs = Needs(
             POSITIONS=portion.size,
-            PAGE_SIZE=cache.page_size,
-            TABLE_STEP=batch.page_table.stride(1),
+            PAGE_SIZE=problem.page_size,
             LEFT=None if left is None else min(left, ANY),
             CONTEXT_FROM=context_from,
-            FEWEST=only[0],
-            MOST=only[1],
+            FEWEST=problem.only[0],
+            MOST=problem.only[1],
         )
-        self.stretches = -(-batch.page_table.shape[1] * cache.page_size // portion.size)
-        self.grid = (batch.seqs * self.stretches, 1, 1)
-        self.empty = not q.shape[0] or not self.grid[0]
+        self.program = Program(audit_kernel, (needs,), None, portion.warps)
 
-    def settles(self, *call: Any) -> bool:
-        return self.empty
-
-    def tensors(self, *call: Any) -> list[torch.Tensor]:
-        """The tensors of one check in the order of `arguments`."""
-        found: list[torch.Tensor] = []
-        self.arguments(*call, at=found.append)
-        return found
-
-    def arguments(self, *call: Any, at: Callable[[torch.Tensor], Any]) -> tuple[Any, ...]:
-        """The arguments of one check of q, cache, batch, options, new; `at` says what stands for a tensor."""
-        q, cache, batch, options, _ = call
-        ledger = cache.ledger
-        table, kv_lens, q_starts, positions = batch.page_table, batch.kv_lens, batch.q_starts, options.positions
-        return (
-            at(ledger.violations),
-            Marks(at(ledger.position), at(ledger.issue), at(ledger.current), cache.pages),
-            Rows(
-                *(at(table), table.stride(0), table.shape[1], at(kv_lens), kv_lens.stride(0), at(q_starts), q_starts.stride(0)),
-                *(None, batch.seqs, q.shape[0]),
-            ),
-            Tree(None, None) if positions is None else Tree(at(positions), positions.stride(0)),
-        )
-
-    def launches(self, arguments: tuple[Any, ...]) -> list[Launch]:
-        found, marks, rows, tree = arguments
-        return [
-            Launch(audit_kernel, (found, marks, rows, tree, self.stretches), (self.constants,), self.grid, self.portion.warps, 1),
-            Launch(keep_kernel, (found, marks, rows), (self.constants,), (1, 1, 1), 1, 1),
-        ]
+    def launches(self, call: Any, extent: Extent, at: At) -> Iterator[Launch]:
+        cache, batch, ledger, positions = call.cache, call.batch, call.cache.ledger, call.options.positions
+        table, kv_lens, q_starts = batch.page_table, batch.kv_lens, batch.q_starts
+        stretches = -(-table.shape[1] * cache.page_size // self.portion.size)
+        programs = extent.seqs * stretches
+        if not extent.tokens or not programs:
+            return
+        marks = Marks(at(ledger.position), at(ledger.issue), at(ledger.current), cache.pages)
+        rows = Rows(
+            at(table), *table.stride(), table.shape[1], at(kv_lens), *kv_lens.stride(), at(q_starts), *q_starts.stride(),
+            None, None, extent.seqs, extent.tokens, ANY,
+        )  # fmt: skip
+        tree = Tree(None, None) if positions is None else Tree(at(positions), positions.stride(0))
+        found = at(ledger.violations)
+        yield self.program, (programs, 1, 1), (found, marks, rows, tree, stretches), False
+        yield self.program, (1, 1, 1), (found, marks, rows, tree, 0), False
 
 
-def launches(q: torch.Tensor, cache: KVCache, batch: Batch, options: Options, new: Pair, **how: Any) -> list[Launch]:
-    """The launches of a check, or none if no row needs anything. No tensor is read."""
-    plan = Plan(q, cache, batch, options, new, **how)
-    return [] if plan.empty else plan.launches(plan.arguments(q, cache, batch, options, new, at=as_bytes))
-
-
-def bind(q: torch.Tensor, cache: KVCache, batch: Batch, options: Options, new: Pair, **how: Any) -> Callable[..., None]:
-    """A launcher for checks of calls like this one."""
-    return Bound(Plan(q, cache, batch, options, new, **how))
-
-
-def launch(q: torch.Tensor, cache: KVCache, batch: Batch, options: Options, new: Pair, **how: Any) -> None:
+def launcher(problem: Problem, platform: Platform) -> AuditLauncher:
     """Counts the tokens that an attend needs from the cache and that are not there into the ledger's `violations`."""
-    for one in launches(q, cache, batch, options, new, **how):
-        one()
+    return AuditLauncher(problem, platform_of(problem, platform))

@@ -17,23 +17,24 @@ import triton
 
 import quire.kernels.gluon
 import quire.kernels.triton
-from quire.kernels.triton.compiled import CARDS, Compiled, compile_apart
+from quire.kernels.triton.compiled import ARCHES, Compiled, compile_apart
 from quire.kernels.triton.sample import Sample
 from quire.kernels.triton.tuning import AUDIT, LEAST, SMALL, SMALL_GLUON, TABLE, WRITE, Tuning
+from quire.platform import Platform
 
 WIDTHS = (64, 128, 256, 512)
 SAMPLES = [
     *(Sample(kernel, width, format) for kernel in ("decode", "mixed") for width in WIDTHS for format in ("bf16", "e4m3fn")),
     *(Sample("write", format=format) for format in ("bf16", "e4m3fn")),
-    Sample("ledger"),
+    Sample("audit"),
 ]
 HOPPER = [Sample("gluon", width, format) for width in (64, 128) for format in ("bf16", "e4m3fn")]
 
 _HEAD = """# The GPU kernels
 
 Printed from the objects by `make docs`, which compiles them for every card below; a test keeps the first two parts so. No GPU is
-needed for any of this: `quire.kernels.triton.sample.Sample("decode").launches("gfx942")` makes the launches of a call without
-memory, `recipe_of(launch)` says what the compiler is asked for, and `.compile("hip", "gfx942", 64)` asks it.
+needed for any of this: `quire.kernels.triton.sample.Sample("decode").recipes("gfx942")` says what the compiler is asked for, and
+`.compile(quire.Platform.named("gfx942"))` of each asks it.
 """
 
 _TUNING = """## How much a program computes
@@ -89,8 +90,8 @@ def tuning() -> str:
 def compiled() -> str:
     """Memory, registers and instructions by card. Cards are compiled for side by side, each in a process of its own."""
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        found = pool.map(lambda arch: compile_apart([(arch, sample) for sample in samples_for(arch)]), CARDS)
-        return "\n".join(_card(arch, results) for arch, results in zip(CARDS, found))
+        found = pool.map(lambda arch: compile_apart([(arch, sample) for sample in samples_for(arch)]), ARCHES)
+        return "\n".join(_card(arch, results) for arch, results in zip(ARCHES, found))
 
 
 def samples_for(arch: str) -> list[Sample]:
@@ -107,7 +108,7 @@ def _card(arch: str, results: list[list[Compiled] | str]) -> str:
             what = (sample.kernel, kernel.kernel, str(sample.head_dim), sample.format)
             rows.append([*what, str(kernel.warps), memory, str(kernel.registers), str(kernel.spilled), kernel.matrix])
     heads = ("call", "kernel", "head_dim", "cache", "warps", "shared KiB", "registers", "spilled", "products")
-    return f"### {arch}: {CARDS[arch].shared_memory // 1024} KiB of shared memory for a program\n\n{_table(heads, rows)}"
+    return f"### {arch}: {Platform.named(arch).program_memory // 1024} KiB of shared memory for a program\n\n{_table(heads, rows)}"
 
 
 def _members(record: type) -> list[tuple[str, str]]:

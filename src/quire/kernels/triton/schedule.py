@@ -66,14 +66,14 @@ def short_work(rows, q_len, kv_len, T: tl.constexpr, C: tl.constexpr):
     _, tiles = key_tiles(rows, q_len, kv_len, T, C)
     units = (q_len + T.TOKENS - 1) // T.TOKENS
     tiles = tiles * 0 + 1 if C.INVARIANT else tiles + C.OPENING
-    wanted = is_wanted(q_len, C) & (q_len > 0) & (q_len <= C.SHORT)
+    wanted = is_wanted(q_len, C) & (q_len > 0) & (q_len <= rows.short)
     return tl.where(wanted, counted(units, C) * tiles, 0)
 
 
 @triton.jit
-def long_work(q_len, T: tl.constexpr, C: tl.constexpr):
+def long_work(rows, q_len, T: tl.constexpr, C: tl.constexpr):
     """Query tiles of a row, 0 if it is not a long one."""
-    wanted = is_wanted(q_len, C) & (q_len > C.SHORT)
+    wanted = is_wanted(q_len, C) & (q_len > rows.short)
     return tl.where(wanted, counted((q_len + T.TOKENS - 1) // T.TOKENS, C), 0)
 
 
@@ -81,105 +81,104 @@ def long_work(q_len, T: tl.constexpr, C: tl.constexpr):
 def work_of(rows, row, LONG: tl.constexpr, T: tl.constexpr, C: tl.constexpr):
     """The work of some rows and one head; 0 beyond the last."""
     _, q_len, kv_len = lengths(rows, row, row < rows.seqs)
-    return long_work(q_len, T, C) if LONG else short_work(rows, q_len, kv_len, T, C)
+    return long_work(rows, q_len, T, C) if LONG else short_work(rows, q_len, kv_len, T, C)
 
 
 @triton.jit
 def total_work(rows, LONG: tl.constexpr, T: tl.constexpr, C: tl.constexpr):
     """The work of all rows and one head."""
-    total = tl.sum(work_of(rows, tl.arange(0, C.SCAN), LONG, T, C))
-    if C.MANY:
-        for base in range(C.SCAN, rows.seqs, C.SCAN):
-            total += tl.sum(work_of(rows, base + tl.arange(0, C.SCAN), LONG, T, C))
+    total = counted(rows.seqs * 0, C)
+    for base in range(0, rows.seqs, C.SCAN):
+        total += tl.sum(work_of(rows, base + tl.arange(0, C.SCAN), LONG, T, C))
     return uniform(total, C)
+
+
+@triton.jit
+def short_totals(rows, T: tl.constexpr, C: tl.constexpr):
+    """The work of all short rows and one head, and their units of all heads."""
+    total = counted(rows.seqs * 0, C)
+    units = counted(rows.seqs * 0, C)
+    for base in range(0, rows.seqs, C.SCAN):
+        row = base + tl.arange(0, C.SCAN)
+        _, q_len, kv_len = lengths(rows, row, row < rows.seqs)
+        total += tl.sum(short_work(rows, q_len, kv_len, T, C))
+        units += tl.sum(short_units(rows, q_len, T, C))
+    return uniform(total, C), uniform(units, C)
 
 
 @triton.jit
 def find_row(rows, at, LONG: tl.constexpr, T: tl.constexpr, C: tl.constexpr):
     """The row whose work contains the piece `at`, and where its work begins."""
-    row = tl.arange(0, C.SCAN)
-    work = work_of(rows, row, LONG, T, C)
-    passed = (tl.cumsum(work) <= at) & (row < rows.seqs)
-    found = tl.sum(passed.to(tl.int32))
-    begin = tl.sum(tl.where(passed, work, 0))
-    if C.MANY:
-        before = tl.sum(work)
-        for base in range(C.SCAN, rows.seqs, C.SCAN):
-            row = base + tl.arange(0, C.SCAN)
-            work = work_of(rows, row, LONG, T, C)
-            passed = (before + tl.cumsum(work) <= at) & (row < rows.seqs)
-            found += tl.sum(passed.to(tl.int32))
-            begin += tl.sum(tl.where(passed, work, 0))
-            before += tl.sum(work)
+    found = rows.seqs * 0
+    begin = counted(found, C)
+    before = begin
+    for base in range(0, rows.seqs, C.SCAN):
+        row = base + tl.arange(0, C.SCAN)
+        work = work_of(rows, row, LONG, T, C)
+        passed = (before + tl.cumsum(work) <= at) & (row < rows.seqs)
+        found += tl.sum(passed.to(tl.int32))
+        begin += tl.sum(tl.where(passed, work, 0))
+        before += tl.sum(work)
     return uniform(found, C), uniform(begin, C)
 
 
 class Shares(NamedTuple):
     """How `total` pieces of work are shared out: into `parts` shares, all alike.
 
-    Or, with many units a program, head by head: a head's work is `parts` units of average size, MAINS programs take `each` of
+    Or, with many units a program, head by head: a head's work is `parts` units of average size, `mains` programs take `each` of
     them, and what is left are shares of one unit. Those begin wherever programs have ended: the halves of a card are not equally
-    fast, and the faster one so gets more to do. Who computes a share changes no bit of it."""
+    fast, and the faster one so gets more to do. Which program computes a share changes no bit of it."""
 
     total: Any
     parts: Any
     each: Any
     """0: all alike"""
+    mains: Any
 
 
 @triton.jit
-def shares_of(rows, total, programs, T: tl.constexpr, C: tl.constexpr):
+def shares_of(rows, total, units, room, T: tl.constexpr, C: tl.constexpr):
     """Shares all alike are as many as there are programs, or nearly as many if units are of one length, and then need not be cut,
     or not at unequal places; and none for less work than is worth it."""
-    units = total_units(rows, T, C)
     _, q_len, kv_len = lengths(rows, 0, True)
     alike = short_work(rows, q_len, kv_len, T, C) * rows.seqs * T.HEADS == total
-    at_once = programs - C.EXTRAS
+    at_once = room.programs - room.extras
     in_parts = units * (at_once // tl.maximum(units, 1))
     each = (units + at_once - 1) // at_once
     uncut = (units + each - 1) // tl.maximum(each, 1)
     even = tl.where(units <= at_once, in_parts, uncut)
     sharers = tl.where(alike & (even * 16 >= at_once * 15), even, at_once)
     sharers = tl.minimum(sharers, tl.maximum(total // C.LEAST, 1)).to(tl.int32)
-    if C.EXTRAS == 0:
-        return Shares(total, sharers, 0)
+    if not C.TAIL:
+        return Shares(total, sharers, 0, 1)
     else:
         parts = (units // T.HEADS).to(tl.int32)
-        each = tl.maximum(parts * 15 // 16 // C.MAINS, (parts - C.EXTRAS // T.HEADS + C.MAINS - 1) // C.MAINS)
-        many = each >= C.MANY_UNITS
-        return Shares(total, tl.where(many, parts, sharers), tl.where(many, each, 0))
+        mains = room.mains
+        each = tl.maximum(parts * 15 // 16 // mains, (parts - room.extras // T.HEADS + mains - 1) // mains)
+        many = (room.extras > 0) & (each >= room.many_units)
+        return Shares(total, tl.where(many, parts, sharers), tl.where(many, each, 0), mains)
 
 
 @triton.jit
 def share_of(program, shares, T: tl.constexpr, C: tl.constexpr):
     """Which share a program takes. Shares are counted in the order of the work, programs in the order in which they begin."""
-    if C.EXTRAS == 0:
+    if not C.TAIL:
         return program
     else:
         # No branches here and below: with them Triton 3.7 no longer pipelines the loop that follows.
-        MAINS: tl.constexpr = C.MAINS
-        left = shares.parts - MAINS * shares.each
-        nth = program - MAINS * T.HEADS
-        main = program // MAINS * (MAINS + left) + program % MAINS
-        small = nth // tl.maximum(left, 1) * (MAINS + left) + MAINS + nth % tl.maximum(left, 1)
+        mains = shares.mains
+        left = shares.parts - mains * shares.each
+        nth = program - mains * T.HEADS
+        main = program // mains * (mains + left) + program % mains
+        small = nth // tl.maximum(left, 1) * (mains + left) + mains + nth % tl.maximum(left, 1)
         share = tl.where(nth < 0, main, small)
         return tl.where((shares.each > 0) & (nth < left * T.HEADS), share, program)
 
 
 @triton.jit
-def total_units(rows, T: tl.constexpr, C: tl.constexpr):
-    """The units of all short rows."""
-    units = tl.sum(short_units(rows, tl.arange(0, C.SCAN), T, C))
-    if C.MANY:
-        for base in range(C.SCAN, rows.seqs, C.SCAN):
-            units += tl.sum(short_units(rows, base + tl.arange(0, C.SCAN), T, C))
-    return uniform(units, C)
-
-
-@triton.jit
-def short_units(rows, row, T: tl.constexpr, C: tl.constexpr):
-    _, q_len, _ = lengths(rows, row, row < rows.seqs)
-    wanted = is_wanted(q_len, C) & (q_len > 0) & (q_len <= C.SHORT)
+def short_units(rows, q_len, T: tl.constexpr, C: tl.constexpr):
+    """A row's units of all heads, 0 if it is not a short one."""
+    wanted = is_wanted(q_len, C) & (q_len > 0) & (q_len <= rows.short)
     return tl.where(wanted, counted((q_len + T.TOKENS - 1) // T.TOKENS * T.HEADS, C), 0)
 
 
@@ -188,11 +187,12 @@ def share_begin(share, shares, T: tl.constexpr, C: tl.constexpr):
     """Where a share of the work begins."""
     part = share
     parts = shares.parts
-    if C.EXTRAS > 0:
-        MAINS: tl.constexpr = C.MAINS
-        width = MAINS + parts - MAINS * shares.each
+    if C.TAIL:
+        mains = shares.mains
+        # 1 at least: what is not used is computed all the same.
+        width = tl.maximum(mains + parts - mains * shares.each, 1)
         nth = share % width
-        in_head = tl.minimum(nth, MAINS) * shares.each + tl.maximum(nth - MAINS, 0)
+        in_head = tl.minimum(nth, mains) * shares.each + tl.maximum(nth - mains, 0)
         part = tl.where(shares.each > 0, share // width * parts + in_head, share)
         parts = tl.where(shares.each > 0, parts * T.HEADS, parts)
     return (tl.minimum(part, parts).to(tl.int64) * shares.total // parts).to(shares.total.dtype)
@@ -202,15 +202,15 @@ def share_begin(share, shares, T: tl.constexpr, C: tl.constexpr):
 def share_at(at, shares, T: tl.constexpr, C: tl.constexpr):
     """The share that a piece is in: the last that begins at it or before."""
     parts = shares.parts
-    if C.EXTRAS > 0:
+    if C.TAIL:
         parts = tl.where(shares.each > 0, parts * T.HEADS, parts)
     part = (((at.to(tl.int64) + 1) * parts - 1) // shares.total).to(tl.int32)
-    if C.EXTRAS == 0:
+    if not C.TAIL:
         return part
     else:
-        MAINS: tl.constexpr = C.MAINS
+        mains = shares.mains
         nth = part % shares.parts
-        in_mains = MAINS * shares.each
-        place = tl.where(nth < in_mains, nth // tl.maximum(shares.each, 1), MAINS + nth - in_mains)
-        width = MAINS + shares.parts - in_mains
+        in_mains = mains * shares.each
+        place = tl.where(nth < in_mains, nth // tl.maximum(shares.each, 1), mains + nth - in_mains)
+        width = mains + shares.parts - in_mains
         return tl.where(shares.each > 0, part // shares.parts * width + place, part)

@@ -13,7 +13,7 @@ LOG2E = tl.constexpr(1.4426950408889634)
 @triton.jit
 def look_up(rows, unit, key, end, C: tl.constexpr):
     """What the table says is the page of each key below `end`, existing or not."""
-    column = unit.row.to(tl.int64) * rows.table_row + key // C.PAGE_SIZE * C.TABLE_STEP
+    column = unit.row.to(tl.int64) * rows.table_row + key // C.PAGE_SIZE * rows.table_step
     return tl.load(rows.page_table + column, mask=key < tl.minimum(end, unit.cached), other=0)
 
 
@@ -137,7 +137,7 @@ def meet(
         if SOURCE != "pages":
             token = (unit.start + key - unit.context).to(tl.int64)[:, None]
             fresh = (inside & (key >= unit.cached))[:, None]
-            at = token * new.k_token + head * new.k_head + k_dim[None, :] * C.NEW_K_DIM
+            at = token * new.k_token + head * new.k_head + k_dim[None, :] * new.k_dim
             if HIDE or C.K_WIDTH != C.HEAD_DIM:
                 k_new = as_factor(tl.load(new.k + at, mask=fresh & (k_dim < C.HEAD_DIM)[None, :], other=0.0), C)
             else:
@@ -196,7 +196,7 @@ def _values(
             v = v.to(tl.float32) * v_scale[:, None]
         v = as_factor(v, C)
     if SOURCE != "pages":
-        at = token * new.v_token + head * new.v_head + dim[None, :] * C.NEW_V_DIM
+        at = token * new.v_token + head * new.v_head + dim[None, :] * new.v_dim
         if HIDE or C.V_WIDTH != C.V_DIM:
             v_new = as_factor(tl.load(new.v + at, mask=fresh & (dim < C.V_DIM)[None, :], other=0.0), C)
         else:

@@ -5,8 +5,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from quire.kernels.triton.target import Target
-
 
 class Tuning(NamedTuple):
     """One row: for these cards, formats and heads up to this width, that much."""
@@ -38,9 +36,11 @@ class Tuning(NamedTuple):
     registers: int | None = None
     """At most so many a thread, where the compiler can be told; None leaves it to the compiler. Of gluon: a computing thread's."""
     many: int | None = None
-    """With so many units a program, the last are left to whoever is ready first; None: never."""
+    """With so many units a program, the last of them are scheduled dynamically; None: never."""
     together: int = 1
     """Key heads in a tile of short rows, at most, if their queries fit."""
+    scan: int = 256
+    """Rows of the batch, and columns of its table, that are looked at at once."""
 
 
 SMALL = Tuning("", (), 512, 4, 4, 16, 16, 1, 16, 16, 1, 1, 1.0)
@@ -63,8 +63,9 @@ LEAST = Portion(16, 1)
 """For whoever asks for SMALL."""
 
 TABLE: tuple[Tuning, ...] = (
-    Tuning("decode", ("interpreter",), 512, 4, 4, 16, 32, 1, 0, 0, 0, 1, 1.0, many=6, together=4),
-    Tuning("mixed", ("interpreter",), 512, 4, 4, 16, 32, 1, 32, 32, 1, 1, 1.0),
+    # Rows are scanned 16 at a time here, so that small tests scan more than once.
+    Tuning("decode", ("interpreter",), 512, 4, 4, 16, 32, 1, 0, 0, 0, 1, 1.0, many=6, together=4, scan=16),
+    Tuning("mixed", ("interpreter",), 512, 4, 4, 16, 32, 1, 32, 32, 1, 1, 1.0, scan=16),
     Tuning("decode", ("sm90",), 128, 2, 1, 16, 32, 3, 0, 0, 0, 1, 8.0),
     Tuning("decode", ("sm90",), 128, 2, 2, 16, 64, 3, 0, 0, 0, 4, 2.0, many=6, together=2),
     # It spills some 200 bytes a thread, and is still the fastest by 10 % and more: docs/performance.md.
@@ -89,10 +90,10 @@ TABLE: tuple[Tuning, ...] = (
 )
 
 
-def tuning_for(kernel: str, target: Target, width: int, element: int, stored: int) -> Tuning:
+def tuning_for(kernel: str, arch: str, width: int, element: int, stored: int) -> Tuning:
     """The first row that fits."""
     for row in TABLE:
-        fits = not row.arches or target.arch.startswith(row.arches)
+        fits = not row.arches or arch.startswith(row.arches)
         if row.kernel == kernel and fits and width <= row.width and element <= row.element and stored <= row.stored:
             return row
-    raise LookupError(f"no row of tuning for {kernel}, {target.arch}, width {width}, {element} bytes")
+    raise LookupError(f"no row of tuning for {kernel}, {arch}, width {width}, {element} bytes")

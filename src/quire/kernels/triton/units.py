@@ -82,7 +82,7 @@ def place(rows, features, row, start, q_len, kv_len, q_tile, head, index, T: tl.
         position = tl.load(features.positions + token.to(tl.int64) * features.positions_step, mask=live, other=0).to(tl.int32)
     right = kv_len * 0
     if C.CAUSAL is None:
-        one_way = tl.load(rows.causal + row) != 0
+        one_way = tl.load(rows.causal + row * rows.causal_step) != 0
         right = tl.where(one_way, 0, kv_len + q_len if C.RIGHT is None else C.RIGHT)
     elif not C.CAUSAL:
         right = right + (kv_len + q_len if C.RIGHT is None else C.RIGHT)
@@ -118,7 +118,7 @@ def place(rows, features, row, start, q_len, kv_len, q_tile, head, index, T: tl.
 def load_queries(query, cache, features, unit, T: tl.constexpr, C: tl.constexpr):
     """A unit's queries `[ROWS, K_WIDTH]`, ready for the product, and the scale of their scores, in units of log 2."""
     dim = tl.arange(0, C.K_WIDTH)
-    at = unit.token.to(tl.int64)[:, None] * query.token + unit.head[:, None] * query.head + dim[None, :] * C.Q_DIM
+    at = unit.token.to(tl.int64)[:, None] * query.token + unit.head[:, None] * query.head + dim[None, :] * query.dim
     q = tl.load(query.at + at, mask=unit.live[:, None] & (dim < C.HEAD_DIM)[None, :], other=0)
     q = decode(q, tl.constexpr(C.Q_FORMAT), C.HARDWARE)
     if C.NEGATE:
@@ -194,17 +194,17 @@ def finish(weighted, top, total, head, live, features, cache, kv_head, C: tl.con
 def store(out, token, head, live, result, lse, broken, dim, C: tl.constexpr):
     """Stores a unit's output and LSE; NaN if one of its pages did not exist."""
     result = tl.where(broken, float("nan"), result)
-    at = token.to(tl.int64)[:, None] * out.token + head[:, None] * out.head + dim[None, :] * C.OUT_DIM
+    at = token.to(tl.int64)[:, None] * out.token + head[:, None] * out.head + dim[None, :] * out.dim
     mask = live[:, None] & (dim < C.V_DIM)[None, :]
     tl.store(out.at + at, encode(result, tl.constexpr(C.OUT), False).to(out.at.dtype.element_ty), mask=mask)
     if out.lse is not None:
         lse = tl.where(broken, float("nan"), lse)
-        tl.store(out.lse + token.to(tl.int64) * (C.KV_HEADS * C.GROUP) + head, lse, mask=live)
+        tl.store(out.lse + token.to(tl.int64) * out.lse_token + head * out.lse_head, lse, mask=live)
 
 
 @triton.jit
-def parts_of(room, T: tl.constexpr, C: tl.constexpr):
-    """The largest logits, the sums of weights and the notes in a room, behind the weighted values."""
-    places = room.programs * 2 * T.ROWS
+def parts_of(room, rows, C: tl.constexpr):
+    """The largest logits, the sums of weights and the headers in a workspace of tiles of so many rows, behind the weighted values."""
+    places = room.programs * 2 * rows
     tops = room.at + places * C.V_WIDTH
     return tops, tops + places, (tops + 2 * places).to(tl.pointer_type(tl.int32), bitcast=True)

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
-from quire.batch import Batch
-from quire.cache.kv_cache import KVCache
-from quire.kernels.triton.bind import Bound
+from quire.cache.format import FORMATS
 from quire.kernels.triton.formats import encode
-from quire.kernels.triton.launch import Launch, as_bytes, page_steps, scale_steps
-from quire.kernels.triton.target import Target, target_of
+from quire.kernels.triton.launcher import At, Launch, Launcher, platform_of
+from quire.kernels.triton.program import Program
 from quire.kernels.triton.tuning import WRITE, Portion
-from quire.problem import power_of_two
+from quire.platform import Platform
+from quire.problem import Extent, Problem, power_of_two
 
 
 class Tokens(NamedTuple):
@@ -25,13 +24,18 @@ class Tokens(NamedTuple):
     k: Any
     k_token: Any
     k_head: Any
+    k_dim: Any
     v: Any
     v_token: Any
     v_head: Any
+    v_dim: Any
     slots: Any
     slots_step: Any
+    has_slots: Any
+    """1 if `slots` are given; else what stands there is not read."""
     page_table: Any
     table_row: Any
+    table_step: Any
     table_width: Any
     kv_lens: Any
     kv_lens_step: Any
@@ -39,6 +43,8 @@ class Tokens(NamedTuple):
     q_starts_step: Any
     seqs: Any
     tokens: Any
+    search: Any
+    """Halvings that find a token's sequence among all of them."""
 
 
 class Pages(NamedTuple):
@@ -60,10 +66,7 @@ class Store(NamedTuple):
     V_DIM: int
     K_WIDTH: int
     V_WIDTH: int
-    K_DIM: int
-    V_STEP: int
     PAGE_SIZE: int
-    TABLE_STEP: int
     K_STEPS: tuple[int, ...]
     K_SLOTS: int
     K_DIMS: int
@@ -77,8 +80,6 @@ class Store(NamedTuple):
     V_SCALE_STEPS: tuple[int, ...] | None
     PER_TOKEN: bool
     """Whether scales are computed here, one a token and head."""
-    SEARCH: int
-    """Halvings that find a token's sequence among all of them."""
 
 
 @triton.jit
@@ -90,7 +91,7 @@ def write_kernel(pages, tokens, S: tl.constexpr):
 
     dim = tl.arange(0, S.K_WIDTH)
     mask = live[:, None] & (dim < S.HEAD_DIM)[None, :]
-    at = token.to(tl.int64)[:, None] * tokens.k_token + head[:, None] * tokens.k_head + dim[None, :] * S.K_DIM
+    at = token.to(tl.int64)[:, None] * tokens.k_token + head[:, None] * tokens.k_head + dim[None, :] * tokens.k_dim
     k = tl.load(tokens.k + at, mask=mask, other=0.0)
     if S.LARGEST is not None:
         scale = pages.k_scale + page * S.K_SCALE_STEPS[0] + slot * S.K_SCALE_STEPS[1] + head * S.K_SCALE_STEPS[2]
@@ -101,7 +102,7 @@ def write_kernel(pages, tokens, S: tl.constexpr):
 
     dim = tl.arange(0, S.V_WIDTH)
     mask = live[:, None] & (dim < S.V_DIM)[None, :]
-    at = token.to(tl.int64)[:, None] * tokens.v_token + head[:, None] * tokens.v_head + dim[None, :] * S.V_STEP
+    at = token.to(tl.int64)[:, None] * tokens.v_token + head[:, None] * tokens.v_head + dim[None, :] * tokens.v_dim
     v = tl.load(tokens.v + at, mask=mask, other=0.0)
     if S.LARGEST is not None:
         scale = pages.v_scale + page * S.V_SCALE_STEPS[0] + slot * S.V_SCALE_STEPS[1] + head * S.V_SCALE_STEPS[2]
@@ -116,7 +117,9 @@ def slot_of(pages, tokens, token, S: tl.constexpr):
     """The page and the slot in it of each token, and whether it is written: not padding, not skipped, its page existing."""
     end = tl.load(tokens.q_starts + tokens.seqs * tokens.q_starts_step)
     live = (token < tokens.tokens) & (token < end)
-    if tokens.slots is not None:
+    page = tl.zeros(token.shape, tl.int64) - 1
+    slot = tl.zeros(token.shape, tl.int64)
+    if tokens.has_slots != 0:
         found = tl.load(tokens.slots + token.to(tl.int64) * tokens.slots_step, mask=live, other=-1).to(tl.int64)
         live &= found >= 0
         page = found // S.PAGE_SIZE
@@ -125,7 +128,7 @@ def slot_of(pages, tokens, token, S: tl.constexpr):
         # The sequence whose tokens end behind this one: `low` sequences end before it or at it.
         low = token * 0
         high = token * 0 + tokens.seqs
-        for _ in range(S.SEARCH):
+        for _ in range(tokens.search):
             middle = (low + high) // 2
             stop = tl.load(tokens.q_starts + (middle + 1) * tokens.q_starts_step, mask=live & (low < high), other=0)
             passed = (stop <= token) & (low < high)
@@ -137,9 +140,8 @@ def slot_of(pages, tokens, token, S: tl.constexpr):
         live &= (position >= 0) & (position // S.PAGE_SIZE < tokens.table_width)
         column = position // S.PAGE_SIZE
         slot = position % S.PAGE_SIZE
-        page = tl.load(tokens.page_table + row.to(tl.int64) * tokens.table_row + column * S.TABLE_STEP, mask=live, other=-1).to(
-            tl.int64
-        )
+        at = row.to(tl.int64) * tokens.table_row + column * tokens.table_step
+        page = tl.load(tokens.page_table + at, mask=live, other=-1).to(tl.int64)
     live &= (page >= 0) & (page < pages.pages)
     return tl.where(live, page, 0), tl.where(live, slot, 0), live
 
@@ -160,119 +162,56 @@ def quantised(x, scale, live, S: tl.constexpr):
     return encode(tl.div_rn(x, tl.broadcast_to(factor[:, None], x.shape)), tl.constexpr(S.FORMAT), S.HARDWARE)
 
 
-class Plan:
-    """What writes of a kind have in common."""
+class WriteLauncher(Launcher):
+    """Launches writes."""
 
-    def __init__(
-        self,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        cache: KVCache,
-        batch: Batch,
-        slots: torch.Tensor | None,
-        *,
-        target: Target | None = None,
-        portion: Portion = WRITE,
-    ):
+    def __init__(self, problem: Problem, platform: Platform, portion: Portion = WRITE):
+        super().__init__(problem, platform)
         self.portion = portion
-        self.constants = Store(
+        k, v = problem.k_pages, problem.v_pages
+        assert k is not None and v is not None
+        constants = Store(
             ROWS=portion.size,
-            KV_HEADS=cache.kv_heads,
-            HEAD_DIM=cache.head_dim,
-            V_DIM=cache.v_head_dim,
-            K_WIDTH=power_of_two(cache.head_dim),
-            V_WIDTH=power_of_two(cache.v_head_dim),
-            K_DIM=k.stride(2),
-            V_STEP=v.stride(2),
-            PAGE_SIZE=cache.page_size,
-            TABLE_STEP=batch.page_table.stride(1),
-            K_STEPS=page_steps(cache.k_view),
-            K_SLOTS=cache.k_view.shape[3],
-            K_DIMS=cache.k_view.shape[5],
-            V_STEPS=page_steps(cache.v_view),
-            V_SLOTS=cache.v_view.shape[3],
-            V_DIMS=cache.v_view.shape[5],
-            FORMAT=cache.format.name,
-            HARDWARE=(target or target_of(k.device)).hardware_encodes,
-            LARGEST=cache.format.largest,
-            K_SCALE_STEPS=scale_steps(cache.k_scale),
-            V_SCALE_STEPS=scale_steps(cache.v_scale),
-            PER_TOKEN=cache.scale_kind == "token",
-            SEARCH=batch.seqs.bit_length(),
+            KV_HEADS=problem.kv_heads,
+            HEAD_DIM=problem.head_dim,
+            V_DIM=problem.v_head_dim,
+            K_WIDTH=power_of_two(problem.head_dim),
+            V_WIDTH=power_of_two(problem.v_head_dim),
+            PAGE_SIZE=problem.page_size,
+            K_STEPS=k.strides,
+            K_SLOTS=k.slot_part,
+            K_DIMS=k.dim_part,
+            V_STEPS=v.strides,
+            V_SLOTS=v.slot_part,
+            V_DIMS=v.dim_part,
+            FORMAT=problem.format,
+            HARDWARE=platform.encodes_fp8,
+            LARGEST=FORMATS[problem.format].largest,
+            K_SCALE_STEPS=problem.k_scale_strides or None,
+            V_SCALE_STEPS=problem.v_scale_strides or None,
+            PER_TOKEN=problem.scales == "token",
         )
-        self.grid = (-(-k.shape[0] * cache.kv_heads // portion.size), 1, 1)
-        self.empty = not k.shape[0] or not batch.seqs
+        self.program = Program(write_kernel, (constants,), self.units, portion.warps)
+        self.slots = getattr(torch, problem.slots)
 
-    def settles(self, *call: Any) -> bool:
-        return self.empty
-
-    def tensors(
-        self, k: torch.Tensor, v: torch.Tensor, cache: KVCache, batch: Batch, slots: torch.Tensor | None
-    ) -> list[torch.Tensor]:
-        """The tensors of one write in the order of `arguments`."""
-        slots = batch.slots if slots is None else slots
-        found = [cache.k, cache.v]
-        if cache.k_scale is not None and cache.v_scale is not None:
-            found += (cache.k_scale, cache.v_scale)
-        found += (k, v) if slots is None else (k, v, slots)
-        return [*found, batch.page_table, batch.kv_lens, batch.q_starts]
-
-    def arguments(
-        self,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        cache: KVCache,
-        batch: Batch,
-        slots: torch.Tensor | None,
-        *,
-        at: Callable[[torch.Tensor], Any],
-    ) -> tuple[Any, ...]:
-        """The arguments of one write; `at` says what stands for a tensor."""
-        take = map(at, self.tensors(k, v, cache, batch, slots)).__next__
-        slots = batch.slots if slots is None else slots
+    def launches(self, call: Any, extent: Extent, at: At) -> Iterator[Launch]:
+        if not extent.tokens or not extent.seqs:
+            return
+        k, v, cache, batch, slots = call.k, call.v, call.cache, call.batch, call.given_slots
+        has_slots = slots is not None
+        if slots is None:
+            slots = torch.empty(0, dtype=self.slots, device=k.device)
+        scales = (None, None) if cache.k_scale is None else (at(cache.k_scale), at(cache.v_scale))
         table, kv_lens, q_starts = batch.page_table, batch.kv_lens, batch.q_starts
-        k_pages, v_pages = take(), take()
-        k_scale, v_scale = (None, None) if cache.k_scale is None else (take(), take())
-        pages = Pages(k_pages, v_pages, k_scale, v_scale, cache.pages)
         tokens = Tokens(
-            k=take(),
-            k_token=k.stride(0),
-            k_head=k.stride(1),
-            v=take(),
-            v_token=v.stride(0),
-            v_head=v.stride(1),
-            slots=None if slots is None else take(),
-            slots_step=None if slots is None else slots.stride(0),
-            page_table=take(),
-            table_row=table.stride(0),
-            table_width=table.shape[1],
-            kv_lens=take(),
-            kv_lens_step=kv_lens.stride(0),
-            q_starts=take(),
-            q_starts_step=q_starts.stride(0),
-            seqs=batch.seqs,
-            tokens=k.shape[0],
-        )
-        return pages, tokens
-
-    def launches(self, arguments: tuple[Any, ...]) -> list[Launch]:
-        return [Launch(write_kernel, arguments, (self.constants,), self.grid, self.portion.warps, 1)]
+            at(k), *k.stride(), at(v), *v.stride(), at(slots), *slots.stride(), int(has_slots),
+            at(table), *table.stride(), table.shape[1], at(kv_lens), *kv_lens.stride(), at(q_starts), *q_starts.stride(),
+            extent.seqs, extent.tokens, extent.seqs.bit_length(),
+        )  # fmt: skip
+        grid = (-(-extent.tokens * self.problem.kv_heads // self.portion.size), 1, 1)
+        yield self.program, grid, (Pages(at(cache.k), at(cache.v), *scales, cache.pages), tokens), False
 
 
-def launches(
-    k: torch.Tensor, v: torch.Tensor, cache: KVCache, batch: Batch, slots: torch.Tensor | None, **how: Any
-) -> list[Launch]:
-    """The launch of a write, or none if there is nothing to store. No tensor is read."""
-    plan = Plan(k, v, cache, batch, slots, **how)
-    return [] if plan.empty else plan.launches(plan.arguments(k, v, cache, batch, slots, at=as_bytes))
-
-
-def bind(k: torch.Tensor, v: torch.Tensor, cache: KVCache, batch: Batch, slots: torch.Tensor | None) -> Callable[..., None]:
-    """A launcher for writes like this one."""
-    return Bound(Plan(k, v, cache, batch, slots))
-
-
-def launch(k: torch.Tensor, v: torch.Tensor, cache: KVCache, batch: Batch, slots: torch.Tensor | None, **how: Any) -> None:
-    """Stores k and v at `slots`, by default the batch's, or where its table and lengths say."""
-    for one in launches(k, v, cache, batch, slots, **how):
-        one()
+def launcher(problem: Problem, platform: Platform) -> WriteLauncher:
+    """Stores k and v at the slots given, by default where the batch's table and lengths say."""
+    return WriteLauncher(problem, platform_of(problem, platform))

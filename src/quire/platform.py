@@ -39,6 +39,37 @@ class Platform:
     multiprocessors: int | None = None
     """None where only the name is known."""
 
+    @property
+    def program_memory(self) -> int:
+        """Bytes of shared memory that one program can have. NVIDIA's driver keeps 1 KiB of a multiprocessor's for itself."""
+        return self.shared_memory - (1024 if self.vendor == "nvidia" else 0)
+
+    @property
+    def capability(self) -> int:
+        """The compute capability of an NVIDIA GPU, 90 for sm90; 0 elsewhere."""
+        return int(self.arch[2:]) if self.vendor == "nvidia" else 0
+
+    @property
+    def converts_e4m3fn(self) -> bool:
+        """Whether one instruction converts e4m3fn to fp16, as on NVIDIA GPUs since sm89."""
+        return self.capability >= 89
+
+    @property
+    def encodes_fp8(self) -> bool:
+        """Whether one instruction converts fp32 to e4m3fn and e5m2, rounding once and saturating, as on NVIDIA GPUs since sm90. For
+        sm89 the compiler goes by way of fp16 and rounds twice."""
+        return self.capability >= 90
+
+    @property
+    def launches_dependents(self) -> bool:
+        """Whether a kernel can be launched before the one it depends on has ended, as on NVIDIA GPUs since sm90."""
+        return self.capability >= 90
+
+    @property
+    def compiler_target(self) -> tuple[str, int | str, int]:
+        """Backend, architecture and warp width, as Triton's GPUTarget takes them."""
+        return ("cuda", self.capability, self.warp) if self.vendor == "nvidia" else ("hip", self.arch, self.warp)
+
     @classmethod
     def detect(cls, device: torch.device | str | None = None) -> Platform:
         """The platform of a torch device; by default the accelerator of this machine, or its CPU if it has none."""
@@ -109,6 +140,9 @@ _SHARED_MEMORY_KIB = {
     "gfx1201": 64,
     "gfx1250": 320,
 }
+
+INTERPRETER = Platform("interpreter", "interpreter", "interpreter", "interpreter", multiprocessors=3)
+"""Triton's interpreter, which runs kernels on the CPU: for tests."""
 
 NAMED: dict[str, Platform] = {
     **{arch: _gpu(arch, kib * 1024) for arch, kib in _SHARED_MEMORY_KIB.items()},

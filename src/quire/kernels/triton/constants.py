@@ -1,0 +1,88 @@
+"""The constants of the attention kernels: all of them follow from the problem, the platform and a row of tuning."""
+
+from __future__ import annotations
+
+from quire.cache.format import FORMATS
+from quire.kernels.triton.arguments import Constants, Tile
+from quire.kernels.triton.tuning import Tuning
+from quire.platform import Platform
+from quire.problem import Problem, power_of_two
+
+FAR = 2**30
+"""Further than any key: windows reach at most that far in 32 bits."""
+BYTES = {"fp16": 2, "bf16": 2, "fp32": 4}
+
+
+def dot_type(problem: Problem) -> tuple[str, bool]:
+    """The type of the products, and whether queries are balanced for it.
+
+    Whatever has eight bits fits fp16, and hardware turns it into fp16 sooner than into bf16. Two kinds of floats meet in fp32."""
+    floats = {name for name in (problem.q_dtype, problem.format, problem.new_dtype) if name in BYTES}
+    in_bytes = FORMATS[problem.format].itemsize == 1
+    if floats == {"bf16"} and in_bytes and problem.form == "full" and problem.scales != "token":
+        return "fp16", True
+    if len(floats) > 1 or "fp32" in floats:
+        return "fp32", False
+    return next(iter(floats), "fp16"), False
+
+
+def widths_of(problem: Problem) -> tuple[int, int]:
+    """K's and V's head_dim as tiles are wide."""
+    return max(16, power_of_two(problem.head_dim)), max(16, power_of_two(problem.v_head_dim))
+
+
+def constants_of(problem: Problem, platform: Platform, row: Tuning, short: Tile, long: Tile | None) -> Constants:
+    """What a kernel over these tiles is compiled for. Generic memory takes the counts of work in 64 bits, too: batches of too much
+    work for 32 are launched as if they were generic."""
+    dot, balance = dot_type(problem)
+    generic = problem.memory == "generic"
+    k_width, v_width = widths_of(problem)
+    k, v = problem.k_pages, problem.v_pages
+    assert k is not None and v is not None
+    left, right = problem.window
+    q_format, out_format = (name if FORMATS[name].itemsize == 1 else "float" for name in (problem.q_dtype, problem.out_dtype))
+    return Constants(
+        KV_HEADS=problem.kv_heads,
+        GROUP=problem.group,
+        HEAD_DIM=problem.head_dim,
+        V_DIM=problem.v_head_dim,
+        K_WIDTH=k_width,
+        V_WIDTH=v_width,
+        PAGE_SIZE=problem.page_size,
+        K_STEPS=k.strides,
+        K_SLOTS=k.slot_part,
+        K_DIMS=k.dim_part,
+        V_STEPS=v.strides,
+        V_SLOTS=v.slot_part,
+        V_DIMS=v.dim_part,
+        FAR=problem.far,
+        BYTES=FORMATS[problem.format].itemsize == 1,
+        FORMAT=problem.format,
+        HARDWARE=platform.converts_e4m3fn,
+        K_SCALE_STEPS=problem.k_scale_strides or None,
+        V_SCALE_STEPS=problem.v_scale_strides or None,
+        PER_KEY=problem.scales == "token" or (problem.scales != "none" and problem.form == "context"),
+        DOT=dot,
+        BALANCE=None if not balance else "here" if long is None or generic else "before",
+        NEGATE=problem.negative_scale,
+        CAUSAL={"yes": True, "no": False}.get(problem.causal),
+        NEW=problem.form == "context",
+        TREE=problem.mask,
+        LEFT=None if left is None else min(left, FAR),
+        RIGHT=None if right is None else min(right, FAR),
+        CONTEXT_FROM=problem.context_from,
+        FEWEST=problem.only[0],
+        MOST=problem.only[1],
+        SHORT=short.TOKENS,
+        LEAST=row.least,
+        OPENING=row.opening,
+        TAIL=row.many is not None and long is None,
+        INVARIANT=problem.batch_invariant,
+        Q_FORMAT=q_format,
+        OUT=out_format,
+        OUT_NUMBER=problem.out_scale != "tensor",
+        SCAN=row.scan,
+        WIDE=generic,
+        UNIFORM=platform.vendor == "nvidia",
+        EARLY=platform.launches_dependents and not problem.batch_invariant,
+    )

@@ -1,0 +1,94 @@
+"""A kernel with its constants, compiled once for each device and launched from then on by the driver alone."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from triton import knobs
+from triton.runtime import driver
+
+from quire.kernels.triton.recipe import Recipe, recipe_of
+from quire.platform import Platform
+
+
+class Loaded(NamedTuple):
+    """A compiled kernel on a device, and what launches it: in the order of the stream, or before the kernel before it has ended."""
+
+    kernel: Any
+    run: Any
+    run_early: Any
+
+
+_loaded: dict[tuple[str, int], Loaded] = {}
+"""By key and device: problems may share kernels."""
+compile_hooks: list[Callable[[Recipe], None]] = []
+"""Called with what is about to be compiled, or loaded from the compile cache."""
+
+
+class Program:
+    """One kernel and all that it is compiled for, but for the types of its arguments."""
+
+    __slots__ = ("constants", "kernel", "loaded", "registers", "stages", "units", "warps")
+
+    def __init__(
+        self,
+        kernel: Any,
+        constants: tuple[Any, ...],
+        units: tuple[int, int] | None,
+        warps: int,
+        stages: int = 1,
+        registers: int | None = None,
+    ):
+        self.kernel, self.constants, self.units = kernel, constants, units
+        self.warps, self.stages = warps, stages
+        self.registers = registers
+        """At most so many a thread; None leaves it to the compiler."""
+        self.loaded: dict[int, Loaded] = {}
+        """By device."""
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What the compiler is told besides the constants."""
+        options: dict[str, Any] = {"num_warps": self.warps, "num_stages": self.stages}
+        return options | ({} if self.registers is None else {"maxnreg": self.registers})
+
+    def recipe(self, arguments: tuple[Any, ...]) -> Recipe:
+        return recipe_of(self.kernel, arguments, self.constants, self.options, self.units)
+
+    def load(self, arguments: tuple[Any, ...], platform: Platform, device: int) -> None:
+        """Compiles for the current device, or finds what another problem has compiled."""
+        recipe = self.recipe(arguments)
+        key = recipe.key(platform), device
+        if key not in _loaded:
+            for hook in compile_hooks:
+                hook(recipe)
+            kernel = recipe.compile(platform)
+            early = copy.copy(kernel.run)
+            early.launch_pdl = True
+            _loaded[key] = Loaded(kernel, kernel.run, early)
+        self.loaded[device] = _loaded[key]
+
+    def interpret(self, grid: tuple[int, int, int], arguments: tuple[Any, ...]) -> None:
+        """Runs in Triton's interpreter."""
+        self.kernel[grid](*arguments, *self.constants, **self.options)
+
+
+def launch(program: Program, device: int, grid: tuple[int, int, int], arguments: tuple[Any, ...], early: bool) -> None:
+    """Launches a loaded program on the current stream of the current device; `early`: before the kernel before it has ended."""
+    kernel, run, run_early = program.loaded[device]
+    stream = driver.active.get_current_stream(device)
+    enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+    # Triton's hooks are chains, which may be empty.
+    enter = enter if getattr(enter, "calls", enter) else None
+    leave = leave if getattr(leave, "calls", leave) else None
+    arguments = (*arguments, *program.constants)
+    facts = None if enter is None else kernel.launch_metadata(grid, stream, *arguments)
+    (run_early if early else run)(*grid, stream, kernel.function, kernel.packed_metadata, facts, enter, leave, *arguments)
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Eight-bit tensors enter as bytes: not every target knows every format."""
+    return tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
