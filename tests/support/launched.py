@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from quire.kernels.triton import launch
-from quire.kernels.triton.target import Target, target_of
+from quire.contract.call import Call
+from quire.kernels.triton.constants import dot_type
+from quire.kernels.triton.launcher import AttendLauncher
+from quire.kernels.triton.tuning import Tuning
+from quire.platform import INTERPRETER, Platform
+from quire.problem import ANY, Problem
 from support.scenario import TYPES, Scenario, build
 
 GUARD = 40.0
@@ -28,15 +33,44 @@ def run(
     inputs = [s.q, s.cache.k_bytes, s.cache.v_bytes, s.cache.k_scale, s.cache.v_scale, *(s.new or ())]
     inputs += [s.batch.page_table, s.batch.kv_lens, s.batch.q_starts]
     before = [None if t is None else bits(t).clone() for t in inputs]
-    getattr(launch, f"launch_{kernel}")(s.q, s.cache, s.batch, s.options, s.new, out, logs, **how)
+    call, launcher = prepared(kernel, s, out, logs, **how)
+    launcher(call)
     for tensor, copy in zip(inputs, before):
         assert tensor is None or torch.equal(bits(tensor), copy), "an input was written"
     return out, logs
 
 
+def prepared(
+    kernel: str,
+    s: Scenario,
+    out: torch.Tensor,
+    lse: torch.Tensor | None = None,
+    *,
+    context_from: int = 1,
+    only: tuple[int, int] = (0, ANY),
+    zero_padding: bool = False,
+    platform: Platform | None = None,
+    tuning: Tuning | None = None,
+) -> tuple[Call, AttendLauncher]:
+    """A scenario as a call, and what launches it."""
+    call = Call(
+        s.cache, s.batch, s.q, s.options, s.new, out, lse=lse, context_from=context_from, only=only, zero_padding=zero_padding
+    )
+    problem = problem_of(s, out, lse is not None, context_from=context_from, only=only)
+    return call, AttendLauncher(kernel, problem, platform or platform_at(s.q.device), tuning)
+
+
+def problem_of(s: Scenario, out: torch.Tensor | None = None, lse: bool = False, **how: Any) -> Problem:
+    return Problem.of(s.q, s.cache, s.batch, s.options, new=s.new, out=out, lse=lse, **how)
+
+
+def platform_at(device: torch.device | str) -> Platform:
+    return INTERPRETER if torch.device(device).type == "cpu" else Platform.detect(device)
+
+
 def check(kernel: str, s: Scenario, out: torch.Tensor, lse: torch.Tensor | None, scale: float = 1.0) -> None:
     """Within the budget of the type that the kernel multiplies in; padding rows of the output as they were, zeros in the LSE's."""
-    s.check(out, lse, scale, TYPES[launch.dot_type(s.q, s.cache, s.new)[0]])
+    s.check(out, lse, scale, TYPES[dot_type(problem_of(s))[0]])
     assert (out[s.live :].float() == GUARD).all(), "a padding row was written"
     assert lse is None or (lse[s.live :] == 0).all(), "a padding row's LSE is not 0"
 
@@ -49,9 +83,9 @@ def attend(kernel: str, device: str, *, seed: int = 1, how: dict[str, Any] | Non
     return out
 
 
-def card(device: str, multiprocessors: int) -> Target:
-    """The card at hand, as if it had that many multiprocessors: as many programs share out the work, or a multiple of it."""
-    return Target(target_of(torch.device(device)).arch, multiprocessors)
+def card(device: str, multiprocessors: int) -> Platform:
+    """The card at hand, as if it had that many multiprocessors: as many programs split the work, or a multiple of it."""
+    return replace(platform_at(device), multiprocessors=multiprocessors)
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
