@@ -63,9 +63,8 @@ LEAST = Portion(16, 1)
 """For whoever asks for SMALL."""
 
 TABLE: tuple[Tuning, ...] = (
-    # Rows are scanned 16 at a time here, so that small tests scan more than once.
-    Tuning("decode", ("interpreter",), 512, 4, 4, 16, 32, 1, 0, 0, 0, 1, 1.0, many=6, together=4, scan=16),
-    Tuning("mixed", ("interpreter",), 512, 4, 4, 16, 32, 1, 32, 32, 1, 1, 1.0, scan=16),
+    Tuning("decode", ("interpreter",), 512, 4, 4, 16, 32, 1, 0, 0, 0, 1, 1.0, many=6, together=4),
+    Tuning("mixed", ("interpreter",), 512, 4, 4, 16, 32, 1, 32, 32, 1, 1, 1.0),
     Tuning("decode", ("sm90",), 128, 2, 1, 16, 32, 3, 0, 0, 0, 1, 8.0),
     Tuning("decode", ("sm90",), 128, 2, 2, 16, 64, 3, 0, 0, 0, 4, 2.0, many=6, together=2),
     # It spills some 200 bytes a thread, and is still the fastest by 10 % and more: docs/performance.md.

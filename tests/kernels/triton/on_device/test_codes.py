@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from quire.kernels.triton.formats import decode, encode
-from quire.kernels.triton.target import target_of
+from support.launched import platform_at
 from support.scenario import LARGEST, TYPES
 
 EIGHT_BITS = ["e4m3fn", "e4m3fnuz", "e5m2", "int8"]
@@ -44,7 +44,7 @@ def test_every_code_is_decoded(format: str, hardware: bool, device: str) -> None
 @pytest.mark.parametrize("format, hardware", [*((f, False) for f in EIGHT_BITS), ("e4m3fn", True), ("e5m2", True)])
 def test_numbers_are_encoded_to_the_nearest(format: str, hardware: bool, device: str) -> None:
     """Each number of the format, the middle between two neighbours, and what lies just beside both; and beyond the largest."""
-    if hardware and not target_of(torch.device(device)).hardware_encodes:
+    if hardware and not platform_at(device).encodes_fp8:
         pytest.skip("only a card has that instruction")
     count = 4096
     exact = torch.arange(256, dtype=torch.uint8).view(TYPES[format]).double()

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from quire import Batch
-from quire.kernels.triton import launch
+from quire.problem import ANY
 from support.launched import GUARD, attend, bits, card, check, run
 from support.scenario import Scenario, build
 
@@ -81,7 +81,7 @@ def test_a_length_beyond_the_table_harms_no_neighbour(kernel: str, device: str) 
     """With so many heads, the tiles of that one row are more than 32 bits count."""
     s = build(34, q_lens=[1] * 4, kv_lens=[50, 70, 20, 33], kv_heads=48, head_dim=16, device=device)
     s.batch.kv_lens[1] = 2**31 - 33
-    out, lse = run(kernel, s, target=card(device, 3))
+    out, lse = run(kernel, s, platform=card(device, 3))
     assert lse is not None
     nan_at(s, out, lse, 1)
 
@@ -122,7 +122,7 @@ def test_padding_rows_can_be_zeroed(with_lse: bool, kernel: str, device: str) ->
 
 
 @BOTH
-@pytest.mark.parametrize("fewest, most", [(1, 1), (2, launch.ANY), (1, 2), (2, 19), (4, 20), (21, 30)])
+@pytest.mark.parametrize("fewest, most", [(1, 1), (2, ANY), (1, 2), (2, 19), (4, 20), (21, 30)])
 def test_only_rows_of_some_lengths(fewest: int, most: int, kernel: str, device: str) -> None:
     s = build(35, **LENS, device=device)
     out, lse = run(kernel, s, only=(fewest, most))
@@ -153,7 +153,7 @@ def test_same_inputs_same_bits(kernel: str, device: str) -> None:
 def test_batch_invariant_bits(format: str, q_dtype: str, device: str) -> None:
     """A row alone, its last queries alone, another hint, another card: the same bits."""
     s = build(37, [3, 25, 1], [40, 190, 70], format=format, q_dtype=q_dtype, window=(150, 0), batch_invariant=True, device=device)
-    whole, lse = run("mixed", s, target=card(device, 8))
+    whole, lse = run("mixed", s, platform=card(device, 8))
     check("mixed", s, whole, lse)
     for last in (25, 7, 1):
         tokens = slice(28 - last, 28)
@@ -161,7 +161,7 @@ def test_batch_invariant_bits(format: str, q_dtype: str, device: str) -> None:
         alone = replace(
             s, q=s.q[tokens], batch=Batch(s.batch.page_table[1:2], s.batch.kv_lens[1:2], starts, max_q_len=last), live=last
         )
-        out, _ = run("decode", alone, target=card(device, 5))
+        out, _ = run("decode", alone, platform=card(device, 5))
         assert torch.equal(bits(out), bits(whole[tokens]))
 
 

@@ -10,8 +10,11 @@ import torch
 from quire import Batch, KVCache, Options, PagePool
 from quire.cache.ledger import Finding
 from quire.contract.call import Call
-from quire.kernels.triton import ledger as kernel
-from quire.kernels.triton.tuning import LEAST
+from quire.kernels.triton.ledger import AuditLauncher
+from quire.kernels.triton.program import as_bytes
+from quire.kernels.triton.tuning import AUDIT, LEAST, Portion
+from quire.problem import ANY, Extent, Problem
+from support.launched import platform_at
 
 PAGE_SIZE = 4
 Q_LENS, KV_LENS = [1, 6, 0, 3], [30, 6, 9, 17]
@@ -66,9 +69,19 @@ class Setting:
         for position in positions:
             self.note(row, range(position, position + 1), held=-1)
 
+    def prepared(
+        self, *, context_from: int = 1, only: tuple[int, int] = (0, ANY), portion: Portion = AUDIT
+    ) -> tuple[Call, AuditLauncher]:
+        call = Call(self.cache, self.batch, self.q, self.options, self.new, context_from=context_from, only=only)
+        problem = Problem.of(
+            self.q, self.cache, self.batch, self.options, new=self.new, context_from=context_from, only=only
+        )
+        return call, AuditLauncher(problem, platform_at(self.device), portion)
+
     def launch(self, **how: Any) -> Any:
         """One check; what the ledger reports."""
-        kernel.launch(self.q, self.cache, self.batch, self.options, self.new, **how)
+        call, launcher = self.prepared(**how)
+        launcher(call)
         return self.ledger.report()
 
     def finding(self, row: int, position: int, reason: str) -> Finding:
@@ -227,7 +240,8 @@ def test_what_a_pool_hands_out_again_is_stale(device: str) -> None:
         if write:
             assert cache.ledger is not None
             cache.ledger.record(slots, at)
-        kernel.launch(torch.zeros(count, 1, 16, device=device), cache, batch, Options(), None)
+        q = torch.zeros(count, 1, 16, device=device)
+        AuditLauncher(Problem.of(q, cache, batch), platform_at(device))(Call(cache, batch, q))
         return batch
 
     a, b = pool.sequence(), pool.sequence()
@@ -259,16 +273,17 @@ def test_counts_add_up_and_the_first_call_is_kept(device: str) -> None:
 def test_nothing_to_look_at(q_lens: list[int], kv_lens: list[int], width: int, device: str) -> None:
     s = Setting(device, q_lens=q_lens, kv_lens=kv_lens, width=width)
     s.ledger.position.fill_(-1)
-    assert kernel.launches(s.q, s.cache, s.batch, s.options, s.new) == []
+    call, launcher = s.prepared()
+    assert list(launcher.launches(call, Extent.of(s.q, s.cache, s.batch), as_bytes)) == []
     assert s.launch() is None
 
 
-def test_a_bound_launcher_looks_at_the_call_it_is_given(device: str) -> None:
+def test_a_launcher_looks_at_the_call_it_is_given(device: str) -> None:
     first, second = Setting(device), Setting(device)
     second.forget(1, 3)
-    bound = kernel.bind(first.q, first.cache, first.batch, first.options, first.new)
+    launcher = first.prepared()[1]
     for _ in range(2):
         for s in (first, second):
-            bound(s.q, s.cache, s.batch, s.options, s.new)
+            launcher(s.prepared()[0])
     assert first.ledger.report() is None
     assert second.ledger.report() == (2, second.finding(1, 3, "never written"))

@@ -9,10 +9,9 @@ import pytest
 import torch
 
 from quire import Batch, KVCache
-from quire.kernels.triton.launch import Plan
 from quire.kernels.triton.tuning import tuning_for
-from quire.kind import of_batch
-from support.launched import attend, card, check, run
+from quire.problem import Extent
+from support.launched import attend, card, check, prepared, run
 from support.scenario import build
 
 LENS: dict[str, Any] = {"q_lens": [1, 20, 3], "kv_lens": [5, 40, 70]}
@@ -50,10 +49,10 @@ def test_widest_head_of_wide_numbers(kernel: str, how: dict[str, Any], device: s
 @pytest.mark.parametrize("kernel", ["decode", "mixed"])
 def test_any_number_of_programs(kernel: str, multiprocessors: int, device: str) -> None:
     """A unit alone with a program, shared by two, by many, and by more than `combine` adds at a time; programs without work."""
-    target = card(device, multiprocessors)
-    row = tuning_for(kernel, target, 16, 4, 4)._replace(per_multiprocessor=1.0)
+    platform = card(device, multiprocessors)
+    row = tuning_for(kernel, platform.arch, 16, 4, 4)._replace(per_multiprocessor=1.0)
     for least in (1, row.least):
-        how = {"target": target, "tuning": row._replace(least=least)}
+        how = {"platform": platform, "tuning": row._replace(least=least)}
         attend(kernel, device, q_lens=[1, 1, 2], kv_lens=[1400, 33, 2], kv_heads=1, how=how)
         attend(kernel, device, q_lens=[1, 0, 19], kv_lens=[100, 0, 40], form="context", sinks=True, how=how)
 
@@ -65,9 +64,9 @@ def test_any_number_of_programs(kernel: str, multiprocessors: int, device: str) 
 )  # fmt: skip
 def test_many_units_a_program(kv_lens: list[int], multiprocessors: int, device: str) -> None:
     """Most are taken in runs, the last by whoever is ready. Rows without new tokens count for nothing, few or nearly all."""
-    target = card(device, multiprocessors)
-    row = tuning_for("decode", target, 16, 4, 4)._replace(per_multiprocessor=1.0, least=1)
-    how = {"target": target, "tuning": row}
+    platform = card(device, multiprocessors)
+    row = tuning_for("decode", platform.arch, 16, 4, 4)._replace(per_multiprocessor=1.0, least=1)
+    how = {"platform": platform, "tuning": row}
     for q_lens in ([1] * 24, [0, 1, 2, 1] * 6, [0] * 20 + [1, 2, 1, 0]):
         attend("decode", device, q_lens=q_lens, kv_lens=kv_lens, kv_heads=2, head_dim=16, how=how)
 
@@ -85,17 +84,14 @@ def test_wrong_hints_do_no_harm(kernel: str, hint: int, device: str) -> None:
     check(kernel, s, *run(kernel, s))
 
 
-@pytest.mark.parametrize("group", [1, 3, 5, 7])
-def test_hints_of_one_kind_make_one_plan(group: int, device: str) -> None:
-    """A launcher is kept for calls of a kind, and kinds round hints: it must not matter which call of a kind came first."""
-    plans: dict[Any, set[Any]] = {}
-    for hint in range(1, 20):
-        s = build(2, [17, 3, 1], [40, 5, 9], group=group, device=device)
-        s.batch.max_q_len = hint
-        out = torch.empty_like(s.q)
-        plan = Plan("decode", s.q, s.cache, s.batch, s.options, None, out)
-        plans.setdefault(of_batch(s.batch), set()).add((plan.short, plan.programs, plan.grid, plan.few))
-    assert len(plans) > 3 and all(len(made) == 1 for made in plans.values())
+@pytest.mark.parametrize("group", [1, 3, 5, 7, 16, 40])
+def test_few_tiles_serve_every_batch(group: int, device: str) -> None:
+    """Nothing is compiled for a batch: whatever its size and its hints, it gets one of the tiles that were known beforehand."""
+    s = build(2, [17, 3, 1], [40, 5, 9], group=group, device=device)
+    _, launcher = prepared("decode", s, torch.empty_like(s.q))
+    sizes = [(seqs, tokens) for seqs in (1, 7, 130, 5000) for tokens in (seqs, 3 * seqs + 5, 17 * seqs)]
+    got = {launcher.tiles.schedule(Extent(seqs, tokens, hint, 64)).tile for seqs, tokens in sizes for hint in range(1, 40)}
+    assert got <= set(launcher.programs) and len(launcher.programs) <= 5
 
 
 @pytest.mark.parametrize("kernel", ["decode", "mixed"])
@@ -114,7 +110,7 @@ def test_more_tiles_than_32_bits_count(kernel: str, device: str) -> None:
     table = torch.full((3, 5_000_000), -1, dtype=torch.int32, device=device)
     table[:, : s.batch.page_table.shape[1]] = s.batch.page_table
     s.batch.page_table = table
-    check(kernel, s, *run(kernel, s, target=card(device, 2)))
+    check(kernel, s, *run(kernel, s, platform=card(device, 2)))
 
 
 @pytest.mark.parametrize("kernel", ["decode", "mixed"])

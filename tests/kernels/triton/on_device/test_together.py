@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from quire.kernels.triton.launch import Plan
 from quire.kernels.triton.tuning import tuning_for
-from support.launched import card, check, run
+from quire.problem import Extent
+from support.launched import card, check, prepared, run
 from support.scenario import Scenario, build
 
 LENS: dict[str, Any] = {"q_lens": [1] * 6, "kv_lens": [5, 70, 33, 1, 130, 16]}
@@ -36,9 +36,9 @@ CASES: dict[str, dict[str, Any]] = {
 
 def packed(device: str, together: int = 4, multiprocessors: int = 1) -> dict[str, Any]:
     """Fewer programs than units, so that heads are put together."""
-    target = card(device, multiprocessors)
-    row = tuning_for("decode", target, 64, 4, 4)
-    return {"target": target, "tuning": row._replace(per_multiprocessor=1.0, together=together)}
+    platform = card(device, multiprocessors)
+    row = tuning_for("decode", platform.arch, 64, 4, 4)
+    return {"platform": platform, "tuning": row._replace(per_multiprocessor=1.0, together=together)}
 
 
 def made(seed: int, device: str, **case: Any) -> Scenario:
@@ -50,8 +50,9 @@ def made(seed: int, device: str, **case: Any) -> Scenario:
 
 
 def tile_of(s: Scenario, **how: Any) -> Any:
-    out = torch.empty(s.q.shape[0], s.q.shape[1], s.cache.v_head_dim, dtype=torch.float32)
-    return Plan("decode", s.q, s.cache, s.batch, s.options, s.new, out, **how).short
+    out = torch.empty(s.q.shape[0], s.q.shape[1], s.cache.v_head_dim, dtype=torch.float32, device=s.q.device)
+    _, launcher = prepared("decode", s, out, **how)
+    return launcher.tiles.schedule(Extent.of(s.q, s.cache, s.batch)).tile
 
 
 @pytest.mark.parametrize("name, together", [("plain", 2), *((name, 4) for name in CASES)])

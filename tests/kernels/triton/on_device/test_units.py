@@ -8,8 +8,11 @@ import triton
 import triton.language as tl
 
 from quire.kernels.gluon.units import FIELDS, HEADER, units_kernel
-from quire.kernels.triton.launch import ANY, Plan, as_bytes
+from quire.kernels.triton.launcher import arguments_of
+from quire.kernels.triton.program import as_bytes
 from quire.kernels.triton.schedule import find_row, total_work
+from quire.problem import ANY, Extent
+from support.launched import prepared
 from support.scenario import build
 
 TOKENS = 8
@@ -18,11 +21,12 @@ TOKENS = 8
 
 def units_of(s, **how) -> list[list[int]]:  # type: ignore[no-untyped-def]
     """What the kernel writes down: first how many were taken, how many there are and the short rows, then the units."""
-    plan = Plan("mixed", s.q, s.cache, s.batch, s.options, s.new, s.q, **how)
-    assert plan.long is not None and plan.long.TOKENS == TOKENS
-    _, _, _, cache, rows, _, features = plan.arguments(s.q, s.cache, s.batch, s.options, s.new, s.q, None, at=as_bytes)
+    call, launcher = prepared("mixed", s, s.q, **how)
+    assert launcher.long is not None and launcher.long.TOKENS == TOKENS
+    _, cache, rows, _, features = arguments_of(call, as_bytes, Extent.of(s.q, s.cache, s.batch))
+    rows = rows._replace(short=launcher.tiles.short[1, 1].TOKENS)
     units = torch.full((HEADER.value + 200 * FIELDS.value,), -7, dtype=torch.int32, device=s.q.device)
-    units_kernel[(s.batch.seqs,)](units, rows, cache, features, plan.long, plan.constants)
+    units_kernel[(s.batch.seqs,)](units, rows, cache, features, launcher.long, launcher.constants)
     taken, count, short = units[:3].tolist()
     assert (units[HEADER.value + count * FIELDS.value :] == -7).all(), "something was written behind the last unit"
     return [[taken, count, short], *units[HEADER.value :].view(-1, FIELDS.value)[:count, :6].tolist()]
@@ -84,12 +88,15 @@ def test_work_beyond_32_bits_is_counted(device: str) -> None:
     s = build(5, [1] * 100, [2] * 100, kv_heads=1, device=device)
     s.batch.page_table = s.batch.page_table[:1, :1].expand(100, 2**27)
     s.batch.kv_lens.fill_(2**31 - 64)
-    plan = Plan("decode", s.q, s.cache, s.batch, s.options, s.new, s.q)
-    assert plan.constants.WIDE
-    rows = plan.arguments(s.q, s.cache, s.batch, s.options, s.new, s.q, None, at=as_bytes)[4]
+    extent = Extent.of(s.q, s.cache, s.batch)
+    call, launcher = prepared("decode", s, s.q)
+    assert launcher.tiles.most_work(extent, s.batch.page_table.shape[1] * s.cache.page_size) >= 2**31
+    constants, tile = launcher.generic.constants, launcher.generic.tiles.short[1, 1]
+    assert constants.WIDE
+    _, _, rows, _, _ = arguments_of(call, as_bytes, extent)
     found = torch.zeros(3, dtype=torch.int64, device=device)
-    one = -(-(2**31 - 64) // plan.short.KEYS) + plan.constants.OPENING
+    one = -(-(2**31 - 64) // tile.KEYS) + constants.OPENING
     at = 97 * one + 5
     assert at >= 2**31
-    count_kernel[(1,)](found, rows, at, plan.short, plan.constants)
+    count_kernel[(1,)](found, rows, at, tile, constants)
     assert found.tolist() == [100 * one, 97, 97 * one]
