@@ -16,7 +16,8 @@ from quire.errors import ArgumentError, ContractError, KernelError, OutOfPages, 
 from quire.explain import explain
 from quire.merge import merge
 from quire.options import Options
-from quire.problem import Problem
+from quire.prepare import Prepared, prepare
+from quire.problem import Extent, Problem
 from quire.step import step
 from quire.write import write
 
@@ -32,12 +33,15 @@ __all__ = [
     "step",
     "merge",
     "explain",
+    "prepare",
     "check",
     "checked",
     "record",
     "Decision",
     "Violation",
     "Problem",
+    "Extent",
+    "Prepared",
     "Platform",
     "QuireError",
     "ArgumentError",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from quire.batch import Batch
@@ -10,9 +12,14 @@ from quire.contract.call import Call
 from quire.contract.check import enforce_static
 from quire.dispatch.choose import choose
 from quire.dispatch.decision import Decision
-from quire.platform import Platform
+from quire.dispatch.kernel import OneOf
+from quire.errors import ArgumentError
+from quire.launch import described
 from quire.options import PLAIN, Options
-from quire.problem import Extent, Problem
+from quire.platform import Platform
+from quire.problem import is_fp8
+
+OPERATIONS = ("attend", "write", "step", "audit")
 
 
 def explain(
@@ -23,11 +30,35 @@ def explain(
     *,
     new: tuple[torch.Tensor, torch.Tensor] | None = None,
     out: torch.Tensor | None = None,
-    lse: bool = False,
+    lse: bool | torch.Tensor = False,
+    k: torch.Tensor | None = None,
+    v: torch.Tensor | None = None,
+    slots: torch.Tensor | None = None,
+    operation: str = "attend",
     platform: Platform | None = None,
 ) -> Decision:
-    """The decision that `attend` would make for this call, here or on another `platform`. Nothing is computed, no value is read; a
-    call that `attend` would refuse for its shapes, types or options is refused here too."""
-    enforce_static("explain", Call(cache, batch, q, options or PLAIN, new, out))
-    problem = Problem.of(q, cache, batch, options, new=new, out=out, lse=lse)
-    return choose(problem, Extent.of(q, cache, batch), Platform.detect(q.device) if platform is None else platform)
+    """The decision that an operation would make for this call, here or on another `platform`. Nothing is computed, no value is read,
+    tensors of torch's meta device will do; a call that the operation would refuse for its shapes, types or options is refused here.
+
+    `operation` is attend, write, step or audit. A write and a step are explained for `k` and `v`, by default contiguous tensors of
+    q's type (bf16 for fp8 queries). `Decision.compiled` has a key for each kernel that the operation needs: those of a step include
+    its write's."""
+    if operation not in OPERATIONS:
+        raise ArgumentError("operation", repr(operation), str(OneOf(OPERATIONS)))
+    options = options or PLAIN
+    logs = q.new_empty(q.shape[:2], dtype=torch.float32) if lse is True else None if lse is False else lse
+    if operation in ("write", "step") and k is None and v is None and isinstance(q, torch.Tensor) and q.dim() == 3:
+        dtype = torch.bfloat16 if is_fp8(q.dtype) else q.dtype
+        k, v = (q.new_empty((q.shape[0], cache.kv_heads, dim), dtype=dtype) for dim in (cache.head_dim, cache.v_head_dim))
+    if operation == "write":
+        call = Call(cache, batch, k=k, v=v, slots=slots)
+    else:
+        call = Call(cache, batch, q, options, new, out, k, v, slots, lse=logs)
+    enforce_static("explain", call)
+    platform = Platform.detect(q.device) if platform is None else platform
+    needed = {"step": ("write", "attend")}.get(operation, (operation,))
+    if cache.ledger is not None and "attend" in needed:
+        needed = (*needed, "audit")
+    decisions = {one: choose(*described(one, call), platform, operation=one) for one in needed}
+    first = decisions["attend" if operation == "step" else operation]
+    return replace(first, operation=operation, beside=tuple(d for one, d in decisions.items() if d is not first))

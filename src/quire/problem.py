@@ -226,6 +226,12 @@ class Problem:
         rest = ("none", "none", False, aligned, k.device, 1, (0, ANY))
         return _problem(storage, PLAIN.traits, storage.kv_heads, k.dtype, *nothing, False, types, written, *rest)
 
+    def of_writes(self) -> Problem:
+        """The problem of the writes of the same layer, whose new keys and values are of the queries' type, bf16 beside fp8."""
+        plain = {field.name: field.default for field in fields(Problem) if field.name in _NOT_OF_WRITES}
+        dtype = "bf16" if FORMATS[self.q_dtype].itemsize == 1 else self.q_dtype
+        return replace(self, **plain, q_heads=self.kv_heads, q_dtype=dtype, out_dtype=dtype)
+
     @property
     def group(self) -> int:
         return self.q_heads // self.kv_heads
@@ -279,6 +285,10 @@ class Problem:
 
 
 FIELDS = tuple(field.name for field in fields(Problem))
+_NOT_OF_WRITES = (
+    *("form", "causal", "window", "softcap", "alibi", "sinks", "mask", "lse", "batch_invariant", "new_dtype", "alibi_dtype"),
+    *("sinks_dtype", "positions", "q_scale", "out_scale", "negative_scale", "context_from", "only"),
+)
 
 
 @lru_cache(maxsize=4096)

@@ -52,8 +52,10 @@ def kernel_for(
 ) -> Kernel:
     """The kernel that `choose` chooses, or its error. What depends on the layer and the machine is asked once for all batches."""
     for able in _able(problem, platform, operation, kernel, capturing, catalogue):
-        limits = able.batch_limits
-        if not limits or all(f.holds for f in judge(limits, Request(problem, extent, platform, capturing))):
+        for limit in able.batch_limits:
+            if limit.given(Request(problem, extent, platform, capturing)) not in limit.allowed:
+                break
+        else:
             return able
     return chosen_by(
         choose(problem, extent, platform, operation=operation, kernel=kernel, capturing=capturing, catalogue=catalogue)
@@ -71,6 +73,16 @@ def _able(
         if one.operation == operation and kernel in (None, one.name):
             if all(f.holds for f in judge([limit for limit in one.limits if not limit.of_batch], request)):
                 found.append(one)
+    return tuple(found)
+
+
+def kernels_for(problem: Problem, platform: Platform, operation: str) -> tuple[Kernel, ...]:
+    """The kernels that batches of a problem get: those before the first without a limit on batches, and that one."""
+    found: list[Kernel] = []
+    for kernel in _able(problem, platform, operation, None, False, CATALOGUE):
+        found.append(kernel)
+        if not kernel.batch_limits:
+            break
     return tuple(found)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from quire.dispatch.kernel import Finding, Kernel
@@ -45,6 +46,15 @@ class Decision:
     asked: str | None = None
     """The name of the kernel, if one was asked for."""
     capturing: bool = False
+    beside: tuple[Decision, ...] = ()
+    """What else the operation launches: the write of a step, the audit of a cache with a ledger."""
+
+    @cached_property
+    def compiled(self) -> tuple[str, ...]:
+        """A key for each compiled kernel that the call needs: a hash of all that `triton.compile` is given. Kernels that are not
+        compiled at run time have none. No device is needed."""
+        keys = () if self.chosen is None else self.chosen.keys_for(self.problem, self.extent, self.platform)
+        return tuple(dict.fromkeys((*keys, *(key for one in self.beside for key in one.compiled))))
 
     @property
     def next_better(self) -> Candidate | None:

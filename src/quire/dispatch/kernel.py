@@ -9,7 +9,7 @@ from functools import cached_property, partial
 from importlib.util import find_spec
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from quire.errors import KernelError
 from quire.platform import Platform
@@ -154,6 +154,21 @@ class Launcher(Protocol):
     def __call__(self, call: Any) -> None: ...
 
 
+@runtime_checkable
+class Compiling(Protocol):
+    """A launcher whose kernels are compiled at run time."""
+
+    workspace_bytes: int
+
+    def __call__(self, call: Any) -> None: ...
+
+    def keys(self, extent: Extent | None = None) -> tuple[str, ...]:
+        """A key for each kernel that a batch needs; without an extent, that some batch needs."""
+
+    def prepare(self, device: int | None) -> Iterable[tuple[str, Callable[[], None]]]:
+        """The kernels that some batch needs, by key, and what compiles each, for a device also loads it."""
+
+
 @dataclass(frozen=True, eq=False)
 class Kernel:
     """One implementation of one operation and where it works. A limit of None is no limit.
@@ -206,6 +221,11 @@ class Kernel:
     def launcher_for(self, problem: Problem, platform: Platform) -> Launcher:
         """What launches calls of a problem on a platform."""
         return self._factory(problem, platform)
+
+    def keys_for(self, problem: Problem, extent: Extent, platform: Platform) -> tuple[str, ...]:
+        """Keys of the kernels that a batch of a problem needs compiled; empty if nothing is compiled at run time."""
+        launcher = self.launcher_for(problem, platform)
+        return launcher.keys(extent) if isinstance(launcher, Compiling) else ()
 
     @cached_property
     def _factory(self) -> Callable[[Problem, Platform], Launcher]:

@@ -11,7 +11,7 @@ from quire.kernels.gluon.prefill import FIRST, SECOND, prefill_kernel
 from quire.kernels.gluon.units import FIELDS, HEADER, units_kernel
 from quire.kernels.triton.arguments import Query
 from quire.kernels.triton.constants import constants_of
-from quire.kernels.triton.launcher import At, AttendLauncher, Launch, arguments_of, finish_empty
+from quire.kernels.triton.launcher import LARGE, At, AttendLauncher, Launch, arguments_of, finish_empty
 from quire.kernels.triton.program import Program
 from quire.kernels.triton.tile_selection import PROCESSORS
 from quire.kernels.triton.tuning import Tuning
@@ -67,6 +67,9 @@ class HopperLauncher(AttendLauncher):
         strides = (self.units[0],) if problem.form == "full" else self.units
         paged = all(steps[5] == 1 and not any(step % 8 for step in steps[:4]) for steps in (constants.K_STEPS, constants.V_STEPS))
         return not constants.BYTES and paged and all(unit == 16 for unit in strides)
+
+    def all_launches(self, call: Any, at: At) -> Iterator[Launch]:
+        return self.launches(call, LARGE, at)
 
     def launches(self, call: Any, extent: Extent, at: At) -> Iterator[Launch]:
         q, batch = call.q, call.batch

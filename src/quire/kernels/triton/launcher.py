@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from functools import partial
 from math import gcd
 from typing import Any
 
@@ -16,6 +17,7 @@ from quire.kernels.triton.balance import balance_kernel
 from quire.kernels.triton.combine import combine_kernel
 from quire.kernels.triton.constants import constants_of
 from quire.kernels.triton.program import Program, as_bytes, launch
+from quire.kernels.triton.specimen import specimen
 from quire.kernels.triton.tile_selection import Schedule, Tiles
 from quire.kernels.triton.tuning import SMALL, SMALL_GLUON, Tuning
 from quire.platform import INTERPRETER, Platform
@@ -23,6 +25,8 @@ from quire.problem import ANY, Extent, Problem
 
 BALANCED = 16
 """Query rows that one program balances."""
+LARGE = Extent(seqs=8, tokens=64, max_q_len=8, max_kv_len=1024)
+"""Some batch: what is compiled for it does not depend on its size."""
 NO_NEW = New(*[None] * 8)
 
 Launch = tuple[Program, tuple[int, int, int], tuple[Any, ...], bool]
@@ -39,6 +43,8 @@ class Launcher:
         aligned = problem.memory == "aligned"
         self.units = (gcd(16, problem.head_dim), gcd(16, problem.v_head_dim)) if aligned else None
         """What the strides of K's and V's heads are multiples of; None in generic memory."""
+        self.workspace_bytes = 0
+        """What a call allocates for partial results at most."""
 
     def launches(self, call: Any, extent: Extent, at: At) -> Iterator[Launch]:
         """The launches of a call in order; none if it has nothing to launch."""
@@ -67,12 +73,29 @@ class Launcher:
         """Compiles what a call needs and loads it."""
         for program, _, arguments, _ in self.launches(call, extent, as_bytes):
             if device not in program.loaded:
-                program.load(arguments, self.platform, device)
+                program.load(arguments, self.platform, device, self.problem)
 
-    def keys(self, call: Any, extent: Extent) -> tuple[str, ...]:
-        """A key for each compiled kernel that a call needs: a hash of what `triton.compile` is given."""
-        launches = self.launches(call, extent, as_bytes)
-        return tuple(dict.fromkeys(program.recipe(arguments).key(self.platform) for program, _, arguments, _ in launches))
+    def keys(self, extent: Extent | None = None) -> tuple[str, ...]:
+        """A key for each compiled kernel that a batch needs: a hash of what `triton.compile` is given. Without an extent, for each
+        that some batch of the problem needs."""
+        return tuple(dict.fromkeys(program.recipe(arguments).key(self.platform) for program, arguments in self.needed(extent)))
+
+    def prepare(self, device: int | None) -> Iterator[tuple[str, Callable[[], None]]]:
+        """Each kernel that some batch of the problem needs, by its key, and a function that compiles it and, for a device, loads
+        it."""
+        for program, arguments in self.needed():
+            recipe = program.recipe(arguments)
+            if device is None:
+                yield recipe.key(self.platform), partial(recipe.compile, self.platform)
+            else:
+                yield recipe.key(self.platform), partial(program.load, arguments, self.platform, device)
+
+    def needed(self, extent: Extent | None = None) -> Iterator[tuple[Program, tuple[Any, ...]]]:
+        """The programs of a batch, or of every batch, and arguments of the types that calls of the problem have."""
+        call = specimen(self.problem, extent or LARGE)
+        launches = self.all_launches(call, as_bytes) if extent is None else self.launches(call, extent, as_bytes)
+        for program, _, arguments, _ in launches:
+            yield program, arguments
 
 
 class AttendLauncher(Launcher):
@@ -94,6 +117,8 @@ class AttendLauncher(Launcher):
             self.balance = Program(balance_kernel, (BALANCED, Balance.of(constants)), self.units, self.warps)
         self.combine = Program(combine_kernel, (Finish.of(constants),), self.units, 1)
         self.constants = constants
+        schedules = (Schedule(tile, 2 * self.tiles.programs, 0, 1, 0) for tile in self.programs)
+        self.workspace_bytes = 4 * max(map(self.workspace, schedules))
         self._generic: AttendLauncher | None = None
 
     def _attend(self, tile: Tile) -> Program:
@@ -135,8 +160,7 @@ class AttendLauncher(Launcher):
         yield from self.combined(schedule, out, room, cache, features)
 
     def all_launches(self, call: Any, at: At) -> Iterator[Launch]:
-        launches = list(self.launches(call, Extent.of(call.q, call.cache, call.batch), at))
-        for program, *rest in launches:
+        for program, *rest in self.launches(call, LARGE, at):
             for one in self.programs.values() if program.kernel is attend_kernel else [program]:
                 yield one, *rest
 

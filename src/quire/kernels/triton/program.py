@@ -12,6 +12,7 @@ from triton.runtime import driver
 
 from quire.kernels.triton.recipe import Recipe, recipe_of
 from quire.platform import Platform
+from quire.problem import Problem
 
 
 class Loaded(NamedTuple):
@@ -24,8 +25,8 @@ class Loaded(NamedTuple):
 
 _loaded: dict[tuple[str, int], Loaded] = {}
 """By key and device: problems may share kernels."""
-compile_hooks: list[Callable[[Recipe], None]] = []
-"""Called with what is about to be compiled, or loaded from the compile cache."""
+compile_hooks: list[Callable[[Problem, str], None]] = []
+"""Called with the problem of a call that compiles a kernel, or loads it from the compile cache, and with the kernel's name."""
 
 
 class Program:
@@ -58,13 +59,14 @@ class Program:
     def recipe(self, arguments: tuple[Any, ...]) -> Recipe:
         return recipe_of(self.kernel, arguments, self.constants, self.options, self.units)
 
-    def load(self, arguments: tuple[Any, ...], platform: Platform, device: int) -> None:
-        """Compiles for the current device, or finds what another problem has compiled."""
+    def load(self, arguments: tuple[Any, ...], platform: Platform, device: int, problem: Problem | None = None) -> None:
+        """Compiles for the current device, or finds what another problem has compiled. `problem` is that of a call which needs it
+        now."""
         recipe = self.recipe(arguments)
         key = recipe.key(platform), device
         if key not in _loaded:
-            for hook in compile_hooks:
-                hook(recipe)
+            for hook in compile_hooks if problem is not None else ():
+                hook(problem, self.kernel.__name__)
             kernel = recipe.compile(platform)
             early = copy.copy(kernel.run)
             early.launch_pdl = True
