@@ -9,8 +9,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass, fields, replace
 from functools import lru_cache
-from math import gcd
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -26,8 +25,7 @@ ALIGNED = 16
 """Bytes: where the kernels of aligned problems expect their tensors to begin."""
 
 
-@dataclass(frozen=True)
-class Extent:
+class Extent(NamedTuple):
     """How large one batch is: counts, and upper bounds of its lengths. They choose a kernel and size its launch, and nothing is
     compiled for them.
 
@@ -46,10 +44,10 @@ class Extent:
     def of(cls, rows: torch.Tensor, cache: KVCache, batch: Batch) -> Extent:
         """The extent of a call whose queries (or new keys) are `rows`. Lengths come from the hints or, without them, from shapes:
         never from a device."""
-        tokens, room = rows.shape[0], batch.page_table.shape[-1] * cache.page_size
-        max_q_len, max_kv_len = batch.max_q_len, batch.max_kv_len
+        tokens, (seqs, columns) = rows.shape[0], batch.page_table.shape
+        room, max_q_len, max_kv_len = columns * cache.page_size, batch.max_q_len, batch.max_kv_len
         return cls(
-            batch.kv_lens.shape[0],
+            seqs,
             tokens,
             tokens if max_q_len is None or max_q_len > tokens else max_q_len,
             room if max_kv_len is None or max_kv_len > room else max_kv_len,
@@ -180,17 +178,18 @@ class Problem:
         context_from: int = 1,
         only: tuple[int, int] = (0, ANY),
     ) -> Problem:
-        """The facts of a call of `attend`, from shapes, strides, types and options: no value is read."""
+        """The facts of a call of `attend`, from shapes, strides, types and options: no value is read. It runs in every call."""
         options = options or PLAIN
-        storage = cache.storage
-        aligned = storage.aligned and _is_aligned(q, storage.head_dim) and _is_contiguous(batch)
-        if out is not None:
-            aligned = aligned and _is_aligned(out, storage.v_head_dim)
+        storage, table, kv_lens, q_starts = cache.storage, batch.page_table, batch.kv_lens, batch.q_starts
+        aligned = storage.aligned and table.stride(1) == 1 and kv_lens.stride(0) == 1 and q_starts.stride(0) == 1
+        k_unit, v_unit = storage.stride_units
+        tensors = [(q, k_unit)] if out is None else [(q, k_unit), (out, v_unit)]
         if new is not None:
-            aligned = aligned and _is_aligned(new[0], storage.head_dim) and _is_aligned(new[1], storage.v_head_dim)
+            tensors += [(new[0], k_unit), (new[1], v_unit)]
+        for tensor, unit in tensors:
+            aligned = aligned and _is_aligned(tensor, unit)
         alibi, sinks, mask, positions = options.alibi, options.sinks, options.mask, options.positions
-        if mask is not None:
-            aligned = aligned and mask.stride(1) == 1
+        q_scale, out_scale = options.q_scale, options.out_scale
         return _problem(
             storage,
             options.traits,
@@ -202,12 +201,12 @@ class Problem:
             None if sinks is None else sinks.dtype,
             None if positions is None else positions.dtype,
             mask is not None,
-            _index_types(batch),
+            (table.dtype, kv_lens.dtype, q_starts.dtype),
             None,
-            _scale_kind(options.q_scale, q.device),
-            _scale_kind(options.out_scale, q.device),
+            "none" if q_scale is None else _scale_kind(q_scale, q.device),
+            "none" if out_scale is None else _scale_kind(out_scale, q.device),
             lse,
-            aligned,
+            aligned and (mask is None or mask.stride(1) == 1),
             q.device,
             context_from,
             only,
@@ -218,10 +217,11 @@ class Problem:
         cls, k: torch.Tensor, v: torch.Tensor, cache: KVCache, batch: Batch, slots: torch.Tensor | None = None
     ) -> Problem:
         """The facts of a call of `write`: its keys and values stand where an attend has queries."""
-        storage = cache.storage
-        aligned = storage.aligned and _is_aligned(k, storage.head_dim) and _is_aligned(v, storage.v_head_dim)
-        aligned = aligned and _is_contiguous(batch) and (slots is None or slots.stride(0) == 1)
-        types, written = _index_types(batch), None if slots is None else slots.dtype
+        storage, (k_unit, v_unit) = cache.storage, cache.storage.stride_units
+        table, kv_lens, q_starts = batch.page_table, batch.kv_lens, batch.q_starts
+        aligned = storage.aligned and table.stride(1) == 1 and kv_lens.stride(0) == 1 and q_starts.stride(0) == 1
+        aligned = aligned and _is_aligned(k, k_unit) and _is_aligned(v, v_unit) and (slots is None or slots.stride(0) == 1)
+        types, written = (table.dtype, kv_lens.dtype, q_starts.dtype), None if slots is None else slots.dtype
         nothing = (None,) * 5
         rest = ("none", "none", False, aligned, k.device, 1, (0, ANY))
         return _problem(storage, PLAIN.traits, storage.kv_heads, k.dtype, *nothing, False, types, written, *rest)
@@ -356,26 +356,15 @@ def _problem(
     )
 
 
-def _is_aligned(tensor: torch.Tensor, dim: int) -> bool:
+def _is_aligned(tensor: torch.Tensor, unit: int) -> bool:
     """Whether a tensor [tokens, heads, dim] may be read sixteen bytes at a time, as the views of a fused projection may."""
     token, head, last = tensor.stride()
-    unit = gcd(ALIGNED, dim)
     if last != 1 or token % unit or head % unit or token >= 2**31 or head >= 2**31:
         return False
     return (tensor.data_ptr() or tensor.storage_offset() * tensor.element_size()) % ALIGNED == 0
 
 
-def _is_contiguous(batch: Batch) -> bool:
-    return batch.page_table.stride(1) == 1 and batch.kv_lens.stride(0) == 1 and batch.q_starts.stride(0) == 1
-
-
-def _index_types(batch: Batch) -> tuple[torch.dtype, torch.dtype, torch.dtype]:
-    return batch.page_table.dtype, batch.kv_lens.dtype, batch.q_starts.dtype
-
-
-def _scale_kind(scale: float | torch.Tensor | None, device: torch.device) -> str:
-    if scale is None:
-        return "none"
+def _scale_kind(scale: float | torch.Tensor, device: torch.device) -> str:
     return "tensor" if isinstance(scale, torch.Tensor) and scale.device == device else "number"
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Iterable
+from functools import cached_property
+from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -57,6 +59,8 @@ class Storage(NamedTuple):
     """Whether an element lies 2^31 elements or more behind the first: offsets then take 64 bits."""
     aligned: bool
     """Whether K and V begin at multiples of 16 bytes."""
+    stride_units: tuple[int, int]
+    """What the strides of K's and V's heads are multiples of in aligned memory: a head's length, as far as vectors care."""
 
 
 class KVCache:
@@ -86,41 +90,28 @@ class KVCache:
         self.head_dim = self.k_view.shape[4] * self.k_view.shape[5]
         self.v_head_dim = self.v_view.shape[4] * self.v_view.shape[5]
         self.ledger = Ledger(pages, self.page_size, k.device, pool) if ledger else None
-        self._storage: Storage | None = None
         self.copied: deque[tuple[tuple[int, int], ...]] = deque(maxlen=256)
         """The copies that were applied lately: an attend whose batch asks for others comes too early."""
 
-    @property
-    def k(self) -> torch.Tensor:
-        """It stays: views and sizes of a cache are worked out once. Other pages are another cache."""
-        return self._k
+    # Views and sizes are worked out once, so the pages stay: other pages are another cache. Getters in C cost nothing in a call.
+    k = property(attrgetter("_k"))
+    v = property(attrgetter("_v"))
 
-    @property
-    def v(self) -> torch.Tensor:
-        return self._v
+    def _set_k_scale(self, scale: torch.Tensor | None) -> None:
+        self._k_scale = scale
+        self.__dict__.pop("storage", None)
 
-    @property
-    def k_scale(self) -> torch.Tensor | None:
-        return self._k_scale
+    def _set_v_scale(self, scale: torch.Tensor | None) -> None:
+        self._v_scale = scale
+        self.__dict__.pop("storage", None)
 
-    @k_scale.setter
-    def k_scale(self, scale: torch.Tensor | None) -> None:
-        self._k_scale, self._storage = scale, None
+    k_scale = property(attrgetter("_k_scale"), _set_k_scale)
+    v_scale = property(attrgetter("_v_scale"), _set_v_scale)
 
-    @property
-    def v_scale(self) -> torch.Tensor | None:
-        return self._v_scale
-
-    @v_scale.setter
-    def v_scale(self, scale: torch.Tensor | None) -> None:
-        self._v_scale, self._storage = scale, None
-
-    @property
+    @cached_property
     def storage(self) -> Storage:
         """What a kernel is compiled for, worked out again when a scale is replaced."""
-        if self._storage is None:
-            self._storage = self._describe_storage()
-        return self._storage
+        return self._describe_storage()
 
     def _describe_storage(self) -> Storage:
         views = (self.k_view, self.v_view)
@@ -140,6 +131,7 @@ class KVCache:
             _scale_strides(self._v_scale),
             reach >= 2**31,
             not any(begin % 16 for begin in begins),
+            (math.gcd(16, self.head_dim), math.gcd(16, self.v_head_dim)),
         )
 
     @classmethod

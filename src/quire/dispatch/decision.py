@@ -71,7 +71,7 @@ class Decision:
         return {
             "operation": self.operation,
             "problem": self.problem.to_dict(),
-            "extent": asdict(self.extent),
+            "extent": self.extent._asdict(),
             "platform": self.platform.to_dict(),
             "asked": self.asked,
             "capturing": self.capturing,

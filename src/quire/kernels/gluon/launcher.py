@@ -9,9 +9,9 @@ import torch
 
 from quire.kernels.gluon.prefill import FIRST, SECOND, prefill_kernel
 from quire.kernels.gluon.units import FIELDS, HEADER, units_kernel
-from quire.kernels.triton.arguments import Query
+from quire.kernels.triton.arguments import Geometry, Query, Workspace
 from quire.kernels.triton.constants import constants_of
-from quire.kernels.triton.launcher import LARGE, At, AttendLauncher, Launch, arguments_of, finish_empty
+from quire.kernels.triton.launcher import LARGE, At, AttendLauncher, Launch, arguments_of, balanced, finish_empty
 from quire.kernels.triton.program import Program
 from quire.kernels.triton.tile_selection import PROCESSORS
 from quire.kernels.triton.tuning import Tuning
@@ -50,8 +50,9 @@ class HopperLauncher(AttendLauncher):
         self.decode = AttendLauncher("decode", problem, platform, decode)
         self.processors = platform.multiprocessors or PROCESSORS
         assert self.long is not None
-        self.short_tile = self.decode.tiles.short[1, 1]
-        constants = constants_of(problem, platform, self.row, self.short_tile, self.long)
+        # Their tiles and those of a decode are the same, and so is the kernel.
+        self.tiles.short, self.programs = {(1, 1): self.decode.tiles.short[1, 1]}, {}
+        constants = constants_of(problem, platform, self.row, self.tiles.short[1, 1], self.long)
         tile = HopperTile(*self.long, *self._registers(), COPIES=self._copies())
         self.cut = Program(units_kernel, (tile, constants), self.units, self.warps)
         self.prefill = Program(prefill_kernel, (tile, constants), self.units, 4)
@@ -72,36 +73,33 @@ class HopperLauncher(AttendLauncher):
         return self.launches(call, LARGE, at)
 
     def launches(self, call: Any, extent: Extent, at: At) -> Iterator[Launch]:
-        q, batch = call.q, call.batch
+        q = call.q
         if not extent.tokens or not extent.seqs:
             finish_empty(call)
             return
-        if self.tiles.most_work(extent, batch.page_table.shape[1] * call.cache.page_size) >= 2**31:
+        schedule = self.schedule(call, extent)
+        if not schedule.fits:
             yield from self.generic.launches(call, extent, at)
             return
         given = ready = Query(at(q), *q.stride(), None)
         if self.balance is not None:
-            halves = torch.empty(q.shape, dtype=torch.float16, device=q.device)
-            exponents = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
-            yield self.balanced(given, extent, at(halves), at(exponents))
+            halves, exponents = balanced(q)
+            yield self.balancing(given, extent, at(halves), at(exponents))
             ready = Query(at(halves), *halves.stride(), at(exponents))
-        out, cache, rows, new, features = arguments_of(call, at, extent)
-        rows = rows._replace(short=self.short_tile.TOKENS)
+        tile, programs = schedule.tile, schedule.programs
         assert self.long is not None
-        most = self.long_programs(self.short_tile, extent) // self.long.HEADS
-        listed = torch.empty(HEADER.value + FIELDS.value * most, dtype=torch.int32, device=q.device)
-        units = at(listed)
+        out, cache, rows, new, features = arguments_of(call, at, extent, tile.TOKENS)
+        listed = torch.empty(HEADER.value + FIELDS.value * schedule.long_tiles, dtype=torch.int32, device=q.device)
+        units, workers = at(listed), max(1, min(self.processors, schedule.long_tiles * self.long.HEADS))
         yield self.cut, (extent.seqs, 1, 1), (units, rows, cache, features), False
-        workers = max(1, min(self.processors, most * self.long.HEADS))
         long = (out, units, ready, cache, rows, new, features)
         yield self.prefill, (workers, 1, 1), (*long, FIRST.value, workers // 2), False
-        schedule = self.tiles.schedule(extent)._replace(tile=self.short_tile)
-        workspace = torch.empty(self.workspace(schedule), dtype=torch.float32, device=q.device)
-        room = self.split_over(schedule, at(workspace), beside=True)
-        beside = self.decode.programs[self.short_tile]
-        yield beside, (schedule.programs, 1, 1), (out, room, given, cache, rows, new, features), True
+        workspace = torch.empty(schedule.workspace, dtype=torch.float32, device=q.device)
+        room = Workspace(at(workspace), programs, 0, 1, self.decode.row.many or 0, 1)
+        yield self.decode.programs[tile], (programs, 1, 1), (out, room, given, cache, rows, new, features), True
         yield self.prefill, (workers, 1, 1), (*long, SECOND.value, workers // 2), True
-        yield from self.combined(schedule, out, room, cache, features)
+        geometry = Geometry(tile.ROWS, tile.TOGETHER, tile.TOKENS, tile.HEADS)
+        yield self.combine, (programs, schedule.combined_rows, 1), (out, room, cache, features, geometry), self.constants.EARLY
 
 
 def launcher(problem: Problem, platform: Platform) -> HopperLauncher:

@@ -6,27 +6,29 @@ import math
 from collections.abc import Callable, Iterator
 from functools import partial
 from math import gcd
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from triton import knobs
+from triton.runtime import driver
 
 from quire.kernels.triton.arguments import Balance, Cache, Finish, Features, Geometry, New, Out, Query, Rows, Tile, Workspace
 from quire.kernels.triton.attend import attend_kernel
 from quire.kernels.triton.balance import balance_kernel
 from quire.kernels.triton.combine import combine_kernel
 from quire.kernels.triton.constants import constants_of
-from quire.kernels.triton.program import Program, as_bytes, launch
+from quire.kernels.triton.program import Program, as_bytes
 from quire.kernels.triton.specimen import specimen
-from quire.kernels.triton.tile_selection import Schedule, Tiles
+from quire.kernels.triton.tile_selection import FEW, Tiles
 from quire.kernels.triton.tuning import SMALL, SMALL_GLUON, Tuning
 from quire.platform import INTERPRETER, Platform
-from quire.problem import ANY, Extent, Problem
+from quire.problem import ANY, Extent, Problem, power_of_two
 
 BALANCED = 16
 """Query rows that one program balances."""
 LARGE = Extent(seqs=8, tokens=64, max_q_len=8, max_kv_len=1024)
 """Some batch: what is compiled for it does not depend on its size."""
+LOG2E = math.log2(math.e)
 NO_NEW = New(*[None] * 8)
 
 Launch = tuple[Program, tuple[int, int, int], tuple[Any, ...], bool]
@@ -64,10 +66,19 @@ class Launcher:
             with torch.cuda.device(device):
                 self(call)
         else:
+            stream = driver.active.get_current_stream(device.index)
+            # Triton's hooks are chains, which may be empty.
+            enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+            enter = enter if getattr(enter, "calls", enter) else None
+            leave = leave if getattr(leave, "calls", leave) else None
             for program, grid, arguments, early in self.launches(call, extent, torch.Tensor.data_ptr):
                 if device.index not in program.loaded:
                     self.load(call, extent, device.index)
-                launch(program, device.index, grid, arguments, early)
+                kernel, run, run_early = program.loaded[device.index]
+                arguments = (*arguments, *program.constants)
+                facts = None if enter is None else kernel.launch_metadata(grid, stream, *arguments)
+                run = run_early if early else run
+                run(*grid, stream, kernel.function, kernel.packed_metadata, facts, enter, leave, *arguments)
 
     def load(self, call: Any, extent: Extent, device: int) -> None:
         """Compiles what a call needs and loads it."""
@@ -98,6 +109,25 @@ class Launcher:
             yield program, arguments
 
 
+class Schedule(NamedTuple):
+    """How one batch is launched."""
+
+    tile: Tile
+    """Of the short rows."""
+    programs: int
+    """That the short rows are split over."""
+    extras: int
+    mains: int
+    combined_rows: int
+    """Rows of a tile, at most, that hold queries."""
+    long_tiles: int
+    """Tiles of queries that the long rows can have, at most, of one head."""
+    workspace: int
+    """The numbers that partial results and their headers take."""
+    fits: bool
+    """Whether its work, in key tiles, can be counted in 32 bits."""
+
+
 class AttendLauncher(Launcher):
     """Launches attention: short rows split over programs and combined, long rows by tiles of queries."""
 
@@ -117,14 +147,16 @@ class AttendLauncher(Launcher):
             self.balance = Program(balance_kernel, (BALANCED, Balance.of(constants)), self.units, self.warps)
         self.combine = Program(combine_kernel, (Finish.of(constants),), self.units, 1)
         self.constants = constants
-        schedules = (Schedule(tile, 2 * self.tiles.programs, 0, 1, 0) for tile in self.programs)
-        self.workspace_bytes = 4 * max(map(self.workspace, schedules))
+        self.workspace_bytes = 4 * max(self._workspace(tile, 2 * self.tiles.programs) for tile in self.programs)
         self._generic: AttendLauncher | None = None
 
     def _attend(self, tile: Tile) -> Program:
         row, constants = self.row, constants_of(self.problem, self.platform, self.row, tile, self.long)
         stages = max(row.stages, row.long_stages)
         return Program(attend_kernel, (tile, self.long, constants), self.units, row.warps, stages, row.registers)
+
+    def _workspace(self, tile: Tile, programs: int) -> int:
+        return programs * (2 * tile.ROWS * (self.constants.V_WIDTH + 2) + 5)
 
     @property
     def generic(self) -> AttendLauncher:
@@ -134,106 +166,121 @@ class AttendLauncher(Launcher):
             self._generic = AttendLauncher("mixed", problem, self.platform, self.tuning)
         return self._generic
 
+    def schedule(self, call: Any, extent: Extent) -> Schedule:
+        """The tile of a batch's short rows, the programs that share them out, and what these need."""
+        tiles, problem, long = self.tiles, self.problem, self.long
+        seqs, tokens, max_q_len, _ = extent
+        few, heads, programs = 1, 1, tiles.programs
+        if tiles.every_row_is_short and max_q_len > 1:
+            few = min(power_of_two(max_q_len), FEW)
+        # More than one key head in a tile only if units are more than programs: a unit that is split must be added up, and more of
+        # them would be split.
+        while (few, 2 * heads) in tiles.short and min(tokens, seqs) * problem.kv_heads > programs * heads:
+            heads *= 2
+        tile = tiles.short[few, heads]
+        extras, units = 0, min(tokens, tokens // tile.TOKENS + seqs) * tile.HEADS
+        if self.constants.TAIL and units >= self.row.many * programs and programs >= tile.HEADS:  # type: ignore[operator]
+            extras = programs
+        long_tiles = 0 if long is None else tokens // long.TOKENS + min(seqs, tokens // (tile.TOKENS + 1))
+        keys = call.batch.page_table.shape[1] * problem.page_size + tokens
+        most = (units if long is None else seqs * tile.HEADS) * (keys // tile.STEP + 3 + self.row.opening)
+        return Schedule(
+            tile,
+            programs + extras,
+            extras,
+            max(1, programs // tile.HEADS),
+            min(tile.ROWS, few * problem.group * heads),
+            long_tiles,
+            (programs + extras) * (2 * tile.ROWS * (self.constants.V_WIDTH + 2) + 5),
+            self.units is None or most < 2**31,
+        )
+
     def launches(self, call: Any, extent: Extent, at: At) -> Iterator[Launch]:
-        q, batch = call.q, call.batch
+        q = call.q
         if not extent.tokens or not extent.seqs:
             finish_empty(call)
             return
-        room = batch.page_table.shape[1] * call.cache.page_size
-        if self.units is not None and self.tiles.most_work(extent, room) >= 2**31:
+        schedule = self.schedule(call, extent)
+        if not schedule.fits:
             yield from self.generic.launches(call, extent, at)
             return
-        schedule = self.tiles.schedule(extent)
         query = Query(at(q), *q.stride(), None)
         if self.balance is not None:
-            ready = torch.empty(q.shape, dtype=torch.float16, device=q.device)
-            exponents = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
-            yield self.balanced(query, extent, at(ready), at(exponents))
+            ready, exponents = balanced(q)
+            yield self.balancing(query, extent, at(ready), at(exponents))
             query = Query(at(ready), *ready.stride(), at(exponents))
-        out, cache, rows, new, features = arguments_of(call, at, extent)
-        if self.long is not None:
-            rows = rows._replace(short=schedule.tile.TOKENS)
-        workspace = torch.empty(self.workspace(schedule), dtype=torch.float32, device=q.device)
-        room = self.split_over(schedule, at(workspace))
-        grid = (schedule.programs + self.long_programs(schedule.tile, extent), 1, 1)
-        yield self.programs[schedule.tile], grid, (out, room, query, cache, rows, new, features), False
-        yield from self.combined(schedule, out, room, cache, features)
+        tile, programs = schedule.tile, schedule.programs
+        workspace = torch.empty(schedule.workspace, dtype=torch.float32, device=q.device)
+        room = Workspace(at(workspace), programs, schedule.extras, schedule.mains, self.row.many or 0, 0)
+        short, heads = (ANY, 0) if self.long is None else (tile.TOKENS, self.long.HEADS)
+        out, cache, rows, new, features = arguments_of(call, at, extent, short)
+        grid = (programs + schedule.long_tiles * heads, 1, 1)
+        yield self.programs[tile], grid, (out, room, query, cache, rows, new, features), False
+        if not self.constants.INVARIANT:
+            geometry = Geometry(tile.ROWS, tile.TOGETHER, tile.TOKENS, tile.HEADS)
+            grid = (programs, schedule.combined_rows, 1)
+            yield self.combine, grid, (out, room, cache, features, geometry), self.constants.EARLY
 
     def all_launches(self, call: Any, at: At) -> Iterator[Launch]:
         for program, *rest in self.launches(call, LARGE, at):
             for one in self.programs.values() if program.kernel is attend_kernel else [program]:
                 yield one, *rest
 
-    def balanced(self, query: Query, extent: Extent, ready: Any, exponents: Any) -> Launch:
+    def balancing(self, query: Query, extent: Extent, ready: Any, exponents: Any) -> Launch:
         """The launch that balances queries."""
         assert self.balance is not None
         count = extent.tokens * self.problem.q_heads
         return self.balance, (-(-count // BALANCED), 1, 1), (ready, exponents, query, count), False
 
-    def workspace(self, schedule: Schedule) -> int:
-        """The numbers that partial results and their headers take."""
-        return schedule.programs * (2 * schedule.tile.ROWS * (self.constants.V_WIDTH + 2) + 5)
 
-    def split_over(self, schedule: Schedule, workspace: Any, beside: bool = False) -> Workspace:
-        """How the short rows are split over programs, and where these store partial results."""
-        return Workspace(workspace, schedule.programs, schedule.extras, schedule.mains, self.row.many or 0, int(beside))
-
-    def long_programs(self, tile: Tile, extent: Extent) -> int:
-        """Tiles of queries that the long rows can have at most."""
-        if self.long is None:
-            return 0
-        rows = min(extent.seqs, extent.tokens // (tile.TOKENS + 1))
-        return (extent.tokens // self.long.TOKENS + rows) * self.long.HEADS
-
-    def combined(self, schedule: Schedule, out: Out, room: Workspace, cache: Cache, features: Features) -> Iterator[Launch]:
-        """The launch that combines partial results, if there can be any."""
-        if not self.constants.INVARIANT:
-            tile = schedule.tile
-            geometry = Geometry(tile.ROWS, tile.TOGETHER, tile.TOKENS, tile.HEADS)
-            grid = (schedule.programs, schedule.combined_rows, 1)
-            yield self.combine, grid, (out, room, cache, features, geometry), self.constants.EARLY
+def balanced(q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Memory for balanced queries and what they were divided by."""
+    ready = torch.empty(q.shape, dtype=torch.float16, device=q.device)
+    return ready, torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
 
 
-def arguments_of(call: Any, at: At, extent: Extent) -> tuple[Out, Cache, Rows, New, Features]:
-    """The arguments of the attention kernels, but for queries and workspace."""
-    cache, batch, options, lse = call.cache, call.batch, call.options, call.lse
-    lse_arguments = (None, None, None) if lse is None else (at(lse), *lse.stride())
-    out = Out(at(call.out), *call.out.stride(), *lse_arguments, int(call.zero_padding))
-    k_scale, v_scale = (None, None) if cache.k_scale is None else (at(cache.k_scale), at(cache.v_scale))
-    pages = Cache(at(cache.k), at(cache.v), k_scale, v_scale, cache.pages)
+def arguments_of(call: Any, at: At, extent: Extent, short: int) -> tuple[Out, Cache, Rows, New, Features]:
+    """The arguments of the attention kernels, but for queries and workspace. Rows of up to `short` new tokens are short."""
+    cache, batch, options, out, lse, new = call.cache, call.batch, call.options, call.out, call.lse, call.new
     table, kv_lens, q_starts = batch.page_table, batch.kv_lens, batch.q_starts
-    causal, causal_step = _strided(options.causal, at)
-    rows = Rows(
-        at(table), *table.stride(), table.shape[1], at(kv_lens), *kv_lens.stride(), at(q_starts), *q_starts.stride(),
-        causal, causal_step, extent.seqs, extent.tokens, ANY,
-    )  # fmt: skip
-    new = NO_NEW
-    if call.new is not None:
-        k, v = call.new
-        new = New(at(k), *k.stride(), at(v), *v.stride())
-    mask = (None, None, None) if options.mask is None else (at(options.mask), *options.mask.stride())
-    q_scale, out_scale = options.q_scale, options.out_scale
+    causal, alibi, sinks, mask, positions = options.causal, options.alibi, options.sinks, options.mask, options.positions
+    k_scale, v_scale, q_scale, out_scale = cache.k_scale, cache.v_scale, options.q_scale, options.out_scale
     scale = call.q.shape[2] ** -0.5 if options.scale is None else options.scale
-    on_device = [isinstance(x, torch.Tensor) and x.device == call.q.device for x in (q_scale, out_scale)]
-    if q_scale is not None and not on_device[0]:
-        scale *= float(q_scale)
-    features = Features(
-        # Not 0: what is hidden must stay at minus infinity.
-        max(abs(scale) * math.log2(math.e), 2.0**-126),
-        options.softcap if options.softcap is None else float(options.softcap),
-        *_strided(options.alibi, at),
-        *_strided(options.sinks, at),
-        *mask,
-        *_strided(options.positions, at),
-        at(q_scale) if on_device[0] else None,
-        at(out_scale) if on_device[1] else None if out_scale is None else float(out_scale),
+    if q_scale is not None:
+        if isinstance(q_scale, torch.Tensor) and q_scale.device == out.device:
+            q_scale = at(q_scale)
+        else:
+            scale, q_scale = scale * float(q_scale), None
+    if out_scale is not None:
+        on_device = isinstance(out_scale, torch.Tensor) and out_scale.device == out.device
+        out_scale = at(out_scale) if on_device else float(out_scale)
+    return (
+        Out(at(out), *out.stride(), *((None,) * 3 if lse is None else (at(lse), *lse.stride())), int(call.zero_padding)),
+        Cache(
+            at(cache.k),
+            at(cache.v),
+            None if k_scale is None else at(k_scale),
+            None if v_scale is None else at(v_scale),
+            cache.pages,
+        ),
+        Rows(
+            *(at(table), *table.stride(), table.shape[1], at(kv_lens), *kv_lens.stride(), at(q_starts), *q_starts.stride()),
+            *((None, None) if causal is True or causal is False else (at(causal), causal.stride(0))),
+            *(extent.seqs, extent.tokens, short),
+        ),
+        NO_NEW if new is None else New(at(new[0]), *new[0].stride(), at(new[1]), *new[1].stride()),
+        Features(
+            # Not 0: what is hidden must stay at minus infinity.
+            max(abs(scale) * LOG2E, 2.0**-126),
+            None if options.softcap is None else float(options.softcap),
+            *((None, None) if alibi is None else (at(alibi), alibi.stride(0))),
+            *((None, None) if sinks is None else (at(sinks), sinks.stride(0))),
+            *((None, None, None) if mask is None else (at(mask), *mask.stride())),
+            *((None, None) if positions is None else (at(positions), positions.stride(0))),
+            q_scale,
+            out_scale,
+        ),
     )
-    return out, pages, rows, new, features
-
-
-def _strided(value: Any, at: At) -> tuple[Any, Any]:
-    """A tensor [n] and its stride; None for what is no tensor."""
-    return (at(value), value.stride(0)) if isinstance(value, torch.Tensor) else (None, None)
 
 
 def finish_empty(call: Any) -> None:

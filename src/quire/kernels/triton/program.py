@@ -7,8 +7,6 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from triton import knobs
-from triton.runtime import driver
 
 from quire.kernels.triton.recipe import Recipe, recipe_of
 from quire.platform import Platform
@@ -76,19 +74,6 @@ class Program:
     def interpret(self, grid: tuple[int, int, int], arguments: tuple[Any, ...]) -> None:
         """Runs in Triton's interpreter."""
         self.kernel[grid](*arguments, *self.constants, **self.options)
-
-
-def launch(program: Program, device: int, grid: tuple[int, int, int], arguments: tuple[Any, ...], early: bool) -> None:
-    """Launches a loaded program on the current stream of the current device; `early`: before the kernel before it has ended."""
-    kernel, run, run_early = program.loaded[device]
-    stream = driver.active.get_current_stream(device)
-    enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
-    # Triton's hooks are chains, which may be empty.
-    enter = enter if getattr(enter, "calls", enter) else None
-    leave = leave if getattr(leave, "calls", leave) else None
-    arguments = (*arguments, *program.constants)
-    facts = None if enter is None else kernel.launch_metadata(grid, stream, *arguments)
-    (run_early if early else run)(*grid, stream, kernel.function, kernel.packed_metadata, facts, enter, leave, *arguments)
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:

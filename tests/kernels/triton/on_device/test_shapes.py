@@ -88,9 +88,9 @@ def test_wrong_hints_do_no_harm(kernel: str, hint: int, device: str) -> None:
 def test_few_tiles_serve_every_batch(group: int, device: str) -> None:
     """Nothing is compiled for a batch: whatever its size and its hints, it gets one of the tiles that were known beforehand."""
     s = build(2, [17, 3, 1], [40, 5, 9], group=group, device=device)
-    _, launcher = prepared("decode", s, torch.empty_like(s.q))
+    call, launcher = prepared("decode", s, torch.empty_like(s.q))
     sizes = [(seqs, tokens) for seqs in (1, 7, 130, 5000) for tokens in (seqs, 3 * seqs + 5, 17 * seqs)]
-    got = {launcher.tiles.schedule(Extent(seqs, tokens, hint, 64)).tile for seqs, tokens in sizes for hint in range(1, 40)}
+    got = {launcher.schedule(call, Extent(seqs, tokens, hint, 64)).tile for seqs, tokens in sizes for hint in range(1, 40)}
     assert got <= set(launcher.programs) and len(launcher.programs) <= 5
 
 

@@ -51,8 +51,8 @@ def made(seed: int, device: str, **case: Any) -> Scenario:
 
 def tile_of(s: Scenario, **how: Any) -> Any:
     out = torch.empty(s.q.shape[0], s.q.shape[1], s.cache.v_head_dim, dtype=torch.float32, device=s.q.device)
-    _, launcher = prepared("decode", s, out, **how)
-    return launcher.tiles.schedule(Extent.of(s.q, s.cache, s.batch)).tile
+    call, launcher = prepared("decode", s, out, **how)
+    return launcher.schedule(call, Extent.of(s.q, s.cache, s.batch)).tile
 
 
 @pytest.mark.parametrize("name, together", [("plain", 2), *((name, 4) for name in CASES)])

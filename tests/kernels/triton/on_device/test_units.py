@@ -23,8 +23,8 @@ def units_of(s, **how) -> list[list[int]]:  # type: ignore[no-untyped-def]
     """What the kernel writes down: first how many were taken, how many there are and the short rows, then the units."""
     call, launcher = prepared("mixed", s, s.q, **how)
     assert launcher.long is not None and launcher.long.TOKENS == TOKENS
-    _, cache, rows, _, features = arguments_of(call, as_bytes, Extent.of(s.q, s.cache, s.batch))
-    rows = rows._replace(short=launcher.tiles.short[1, 1].TOKENS)
+    short = launcher.tiles.short[1, 1].TOKENS
+    _, cache, rows, _, features = arguments_of(call, as_bytes, Extent.of(s.q, s.cache, s.batch), short)
     units = torch.full((HEADER.value + 200 * FIELDS.value,), -7, dtype=torch.int32, device=s.q.device)
     units_kernel[(s.batch.seqs,)](units, rows, cache, features, launcher.long, launcher.constants)
     taken, count, short = units[:3].tolist()
@@ -90,10 +90,10 @@ def test_work_beyond_32_bits_is_counted(device: str) -> None:
     s.batch.kv_lens.fill_(2**31 - 64)
     extent = Extent.of(s.q, s.cache, s.batch)
     call, launcher = prepared("decode", s, s.q)
-    assert launcher.tiles.most_work(extent, s.batch.page_table.shape[1] * s.cache.page_size) >= 2**31
+    assert not launcher.schedule(call, extent).fits
     constants, tile = launcher.generic.constants, launcher.generic.tiles.short[1, 1]
     assert constants.WIDE
-    _, _, rows, _, _ = arguments_of(call, as_bytes, extent)
+    _, _, rows, _, _ = arguments_of(call, as_bytes, extent, ANY)
     found = torch.zeros(3, dtype=torch.int64, device=device)
     one = -(-(2**31 - 64) // tile.KEYS) + constants.OPENING
     at = 97 * one + 5
