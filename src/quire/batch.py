@@ -38,6 +38,7 @@ class Batch:
         "copies",
         "sequences",
         "kind",
+        "validated",
         "_slot_buffer",
     )
 
@@ -67,6 +68,8 @@ class Batch:
         """The pool's sequences, row by row; they let a ledger tell one sequence's tokens from another's."""
         self.kind: tuple[Any, object] = (None, None)
         """What `quire.kind` worked out about it."""
+        self.validated: Any = None
+        """For which calls its values were found legal: `quire.contract.validated`."""
         self._slot_buffer: torch.Tensor | None = None
 
     @property

@@ -50,6 +50,8 @@ class KVCache:
         self.ledger = Ledger(pages, self.page_size, k.device, pool) if ledger else None
         self.kind: tuple[Any, object] = (None, None)
         """What `quire.kind` worked out about it."""
+        self.packed: Any = None
+        """What the native kernels keep about it."""
         self.copied: deque[tuple[tuple[int, int], ...]] = deque(maxlen=256)
         """The copies that were applied lately: an attend whose batch asks for others comes too early."""
 

@@ -28,7 +28,7 @@ class Violation:
     slot: int | None = None
     picture: str = ""
     harmless: bool = False
-    """Reported, and the result is right all the same: a hint that is too low costs speed only."""
+    """Reported, and the result is right all the same: a hint that is too low costs speed only, a NaN token shows in its own rows."""
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)

@@ -12,6 +12,7 @@ CPUs that advertise AMX without its palette, as some hypervisors do, and would r
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -19,6 +20,7 @@ import torch
 
 from quire.batch import Batch
 from quire.cache.kv_cache import KVCache
+from quire.kernels.torch.broken import broken_sequences
 from quire.kernels.torch.exact import exact_products
 from quire.kernels.torch.read import Reader
 from quire.kernels.torch.sight import Sight
@@ -77,6 +79,9 @@ def launch(
     tokens are left alone: nothing of them is read, and their output stays as it was. Rows of the LSE that belong to no sequence
     become zero, and those of the output under `zero_padding`."""
     starts, kv_lens = batch.q_starts.tolist(), batch.kv_lens.tolist()
+    if starts[0] != 0 or starts[-1] > q.shape[0] or any(stop < start for start, stop in pairwise(starts)):
+        _make_nan(slice(0, q.shape[0]), out, lse)  # nobody knows whose rows these are
+        return
     causal = options.causal.tolist() if isinstance(options.causal, torch.Tensor) else [options.causal] * batch.seqs
     if zero_padding:
         out[starts[-1] :] = 0
@@ -88,20 +93,20 @@ def launch(
     values = Reader(cache.v, cache.layout.v, cache.format, cache.v_scale, tile.keys)
     room = torch.empty(min(tile.span, longest), *q.shape[1:], dtype=torch.float32, device=q.device)
     on_host = q.device.type == "cpu"
+    broken = broken_sequences(cache, batch, options, starts, kv_lens, ANY if new is None else context_from)
     for seq, ((token, stop), kv_len) in enumerate(zip(pairwise(starts), kv_lens)):
         q_len = stop - token
-        if not only[0] <= q_len <= only[1]:
+        if q_len == 0 or not only[0] <= q_len <= only[1]:
             continue
-        context, pages, bad = kv_len - q_len, batch.page_table[seq], []
+        if broken[seq]:
+            _make_nan(slice(token, stop), out, lse)
+            continue
+        context, table, bad = kv_len - q_len, batch.page_table[seq], []
         k_new = v_new = None
         if new is not None and q_len >= context_from:
             k_new, v_new = (x[token:stop] for x in new)
-        # On the host the contract was checked, and only a tree mask can leave gaps; elsewhere nobody has looked.
-        table = pages
-        if not on_host or options.mask is not None:
-            missing = max(0, -(-kv_len // cache.page_size) - pages.shape[0])
-            table = torch.nn.functional.pad(pages, (0, missing), value=-1)
-            pages = table.clamp(0, cache.pages - 1)
+        # A tree may leave gaps in its table: what nobody sees is read from any page, and then hidden.
+        pages = table if options.mask is None else table.clamp(0, cache.pages - 1)
         for begin in range(0, q_len, tile.span):
             strips = []
             for first in range(begin, min(begin + tile.span, q_len), tile.strip):
@@ -112,29 +117,48 @@ def launch(
             # A prefill's rows keep all threads busy; a decode's few are cut over the keys.
             cuts = on_host and q_len == 1 and options.mask is None and not options.batch_invariant
             parts = torch.get_num_threads() if cuts else 1
-            lowest, highest = min(s.sight.low for s in strips), max(s.sight.high for s in strips)
-            for at in range(lowest // tile.keys * tile.keys, highest, tile.keys):
-                low, high = max(at, lowest), min(at + tile.keys, highest)
+            for low, high in _tiles([strip.sight for strip in strips], tile.keys):
                 k = keys.read(pages, low, high, k_new, context, parts, shared=len(strips) > 1)
                 v = values.read(pages, low, high, v_new, context, parts, shared=len(strips) > 1)
                 for strip in strips:
                     strip.meet(k, v, low, high)
-                if not on_host:
+                if options.mask is not None:
                     cut = high if k_new is None else max(low, min(high, context))
                     bad.append(_needs_bad_page(table, cache, low, cut, strips))
             for strip in strips:
                 strip.store(out, lse)
         if bad and bool(torch.stack(bad).any()):
-            for written in (out, lse):
-                if written is not None:
-                    written[token:stop].copy_(torch.full((), math.nan))
+            _make_nan(slice(token, stop), out, lse)
+
+
+def _tiles(sights: list[Sight], keys: int) -> Iterator[tuple[int, int]]:
+    """The tiles of keys that one of them can see. Between the context that a tree's window shows and the new tokens there may be
+    any number of keys that nobody sees."""
+    lowest, highest = min(sight.low for sight in sights), max(sight.high for sight in sights)
+    seen, context = max(sight.context_seen for sight in sights), sights[0].context
+    at = lowest // keys * keys
+    while at < highest:
+        if at >= seen and at + keys <= context:
+            at = context // keys * keys
+            continue
+        yield max(at, lowest), min(at + keys, highest)
+        at += keys
+
+
+def _make_nan(tokens: slice, out: torch.Tensor, lse: torch.Tensor | None) -> None:
+    for written in (out, lse):
+        if written is not None:
+            written[tokens].copy_(torch.full((), math.nan, device=written.device))
 
 
 def _needs_bad_page(pages: torch.Tensor, cache: KVCache, low: int, high: int, strips: list[Strip]) -> torch.Tensor:
     """Whether a key of [low, high) that somebody sees lies in a page that does not exist. It was not dereferenced, and its
     sequence becomes NaN."""
-    page = pages[torch.arange(low, high, device=pages.device) // cache.page_size]
-    bad = (page < 0) | (page >= cache.pages)
+    column = torch.arange(low, high, device=pages.device) // cache.page_size
+    bad = column >= pages.shape[0]
+    if pages.shape[0]:
+        page = pages[column.clamp(max=pages.shape[0] - 1)]
+        bad |= (page < 0) | (page >= cache.pages)
     seen = torch.zeros_like(bad)
     for strip in strips:
         visible = strip.sight.visible(low, high, pages.device)
