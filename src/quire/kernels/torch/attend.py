@@ -78,7 +78,8 @@ def launch(
     `new`; the others find all of theirs in the cache. Under `only=(low, high)`, those with fewer than `low` or more than `high` new
     tokens are left alone: nothing of them is read, and their output stays as it was. Rows of the LSE that belong to no sequence
     become zero, and those of the output under `zero_padding`."""
-    starts, kv_lens = batch.q_starts.tolist(), batch.kv_lens.tolist()
+    # Read once: what somebody else writes to them meanwhile leads nobody astray.
+    starts, kv_lens, page_table = batch.q_starts.tolist(), batch.kv_lens.tolist(), batch.page_table.clone()
     if starts[0] != 0 or starts[-1] > q.shape[0] or any(stop < start for start, stop in pairwise(starts)):
         _make_nan(slice(0, q.shape[0]), out, lse)  # nobody knows whose rows these are
         return
@@ -93,7 +94,7 @@ def launch(
     values = Reader(cache.v, cache.layout.v, cache.format, cache.v_scale, tile.keys)
     room = torch.empty(min(tile.span, longest), *q.shape[1:], dtype=torch.float32, device=q.device)
     on_host = q.device.type == "cpu"
-    broken = broken_sequences(cache, batch, options, starts, kv_lens, ANY if new is None else context_from)
+    broken = broken_sequences(cache, page_table, options, starts, kv_lens, ANY if new is None else context_from)
     for seq, ((token, stop), kv_len) in enumerate(zip(pairwise(starts), kv_lens)):
         q_len = stop - token
         if q_len == 0 or not only[0] <= q_len <= only[1]:
@@ -101,7 +102,7 @@ def launch(
         if broken[seq]:
             _make_nan(slice(token, stop), out, lse)
             continue
-        context, table, bad = kv_len - q_len, batch.page_table[seq], []
+        context, table, bad = kv_len - q_len, page_table[seq], []
         k_new = v_new = None
         if new is not None and q_len >= context_from:
             k_new, v_new = (x[token:stop] for x in new)

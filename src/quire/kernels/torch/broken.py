@@ -6,17 +6,16 @@ from itertools import pairwise
 
 import torch
 
-from quire.batch import Batch
 from quire.cache.kv_cache import KVCache
 from quire.options import Options
 
 
 def broken_sequences(
-    cache: KVCache, batch: Batch, options: Options, starts: list[int], kv_lens: list[int], context_from: int
+    cache: KVCache, page_table: torch.Tensor, options: Options, starts: list[int], kv_lens: list[int], context_from: int
 ) -> list[bool]:
     """For each sequence. Those with at least `context_from` new tokens find none of them in the cache. A tree is asked key by key
     where it is read: here only for its length."""
-    size, width = cache.page_size, batch.page_table.shape[1]
+    size, width = cache.page_size, page_table.shape[1]
     room = width * size
     left, _ = options.sides
     broken, firsts, ends = [], [], []
@@ -37,11 +36,11 @@ def broken_sequences(
         ends.append(min(end, room))
     if not broken or not width or options.mask is not None:
         return broken
-    device = batch.page_table.device
+    device = page_table.device
     column = torch.arange(width, device=device) * size
     low, high = (torch.tensor(bounds, device=device)[:, None] for bounds in (firsts, ends))
     needed = (low < high) & (column < high) & (column + size > low)
-    bad = needed & ((batch.page_table < 0) | (batch.page_table >= cache.pages))
+    bad = needed & ((page_table < 0) | (page_table >= cache.pages))
     return [a or b for a, b in zip(broken, bad.any(1).tolist())]
 
 
