@@ -1,4 +1,4 @@
-"""The quick answers against the rules, on random calls: they never accept what a rule refuses, and they accept what is usual."""
+"""The fast static check and the native validation against the rules, on random legal and illegal calls."""
 
 from __future__ import annotations
 
@@ -74,7 +74,8 @@ class Draw:
         return KVCache.wrap(stored, stored.clone(), layout="nhd", format="e4m3fn", pool=pool, **scales)
 
     def options(self, q_heads: int, operation: str) -> Options:
-        pick, given = self.chance.choice, {}
+        pick = self.chance.choice
+        given: dict[str, Any] = {}
         given["window"] = pick((None, None, 1, 3, (2, 0), (0, 2), (None, 1), (1, None)))
         kind = pick(("plain", "plain", "open", "rows", "tree"))
         if kind == "open":
@@ -184,7 +185,9 @@ def spoil_values(draw: Draw) -> None:
         at = draw.chance.randrange(draw.seqs + 1)
         batch.q_starts[at] = pick((0, 1, -1, int(batch.q_starts[at]) + 1, draw.tokens, draw.tokens + 1))
     elif place == "slots" and draw.tokens and "slots" in given:
-        given["slots"][draw.chance.randrange(draw.tokens)] = pick((-1, -2, 0, 1, draw.pages * draw.size, draw.pages * draw.size - 1))
+        given["slots"][draw.chance.randrange(draw.tokens)] = pick(
+            (-1, -2, 0, 1, draw.pages * draw.size, draw.pages * draw.size - 1)
+        )
     elif place == "holders" and cache.pool is not None:
         cache.pool.holders[draw.chance.randrange(draw.pages)] = 2
     elif place == "scale" and cache.k_scale is not None:

@@ -1,4 +1,4 @@
-"""A batch is looked at once, and again when torch has changed it. What torch did not see, the kernels do: NaN, and never a crash."""
+"""A batch is validated once, and again after torch changed it. A change that torch did not see gives NaN, never a crash."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ UNSEEN: dict[str, dict[str, Any]] = {
 
 
 def changed(s: Any, options: Options, kernel: str) -> Iterator[tuple[str, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """After one legal call, for each change through numpy: its name, the rows that must be NaN, and the results before and after."""
+    """After a legal call, for each change through numpy: its name, the rows that must be NaN, the results before and after."""
     arguments: dict[str, Any] = {"new": s.new, "lse": True, "kernel": kernel}
     before = quire.attend(s.q, s.cache, s.batch, options, **arguments)
     batch = s.batch
@@ -174,7 +174,9 @@ def changed(s: Any, options: Options, kernel: str) -> Iterator[tuple[str, torch.
     assert versions == [t._version for t in (batch.page_table, batch.kv_lens, batch.q_starts)]
 
 
-CASES = [(name, kernel) for name in UNSEEN for kernel in KERNELS if kernel == "native" or name in ("plain", "context", "tree-window")]
+CASES = [
+    (name, kernel) for name in UNSEEN for kernel in KERNELS if kernel == "native" or name in ("plain", "context", "tree-window")
+]
 
 
 @pytest.mark.parametrize("name, kernel", CASES)

@@ -59,9 +59,7 @@ class Call:
         if not (type(self.cache) is KVCache and type(self.batch) is Batch and type(self.options) is Options and self.new is None):
             return False
         for tensor in (self.q, self.k, self.v, self.out, self.slots):
-            if tensor is not None and (
-                type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or tensor.is_neg()
-            ):
+            if tensor is not None and (type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or tensor.is_neg()):
                 return False
         return (self.k is None) is (self.v is None)
 

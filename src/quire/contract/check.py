@@ -20,12 +20,12 @@ from quire.errors import ArgumentError, ContractError
 from quire.options import PLAIN, Options
 
 Level = Literal["auto", "full"]
-"""auto: static rules always, values where they lie in host memory, once for a batch. full: values wherever they lie, in every call."""
+"""auto: static rules always; values in host memory, once per unchanged batch. full: values on any device, in every call."""
 
 _STATIC: tuple[Check, ...] = tuple(find for rule in CONTRACT for find in rule.static)
 _ASKED = tuple(find for find in _STATIC if find not in fast.COVERED)
 _ASKED_VALUES = tuple(find for rule in CONTRACT for find in rule.values if find not in validated.COVERED)
-"""The checks that nothing quicker answers for: they run in every call."""
+"""Checks that neither the fast static check nor the native validation covers: they run in every call."""
 
 _READ = ("page_table", "kv_lens", "q_starts", "slots", "positions", "mask", "causal", "k", "v", "new[0]", "new[1]", "copies")
 """The arguments whose values the rules read."""
@@ -126,7 +126,7 @@ def violations(call: Call, level: Level) -> list[Violation]:
 def enforce(operation: str, call: Call, level: Level) -> None:
     """Raises if the call breaks the contract. Low hints pass, except under `checked()`.
 
-    A legal call is found to be one without its rules being run; those say what is wrong with one that is not."""
+    The fast checks accept a legal call. The rules run only if those are not sure, and produce the messages."""
     if level != "auto" and level != "full":
         raise ArgumentError("check", repr(level), "'auto' or 'full'")
     watch = _checked.get()

@@ -1,7 +1,6 @@
-"""A quick answer for the usual call: no static rule is broken. It says False where it is not sure, and the rules then decide.
+"""A fast static check: it accepts a usual legal call in a few microseconds. It returns False if it is not sure; the rules then decide.
 
-The rules look at every argument by name, so that they can say what is wrong with it. That takes hundreds of microseconds, and a
-short decode takes ten. What is here looks at each tensor once, in the order in which attributes are cheapest to read."""
+The rules collect every argument by name for their messages, which takes tens of microseconds, longer than a short decode."""
 
 from __future__ import annotations
 
@@ -26,7 +25,7 @@ COVERED = frozenset(
         static.own_memory,
     )
 )
-"""The static rules that it answers for. Any other is asked in every call."""
+"""The static checks that this module covers. All others run in every call."""
 
 _INDEX = frozenset((torch.int32, torch.int64))
 _FLOATS = frozenset(static.FLOATS)
@@ -35,7 +34,7 @@ _Tensor, _Strided = torch.Tensor, torch.strided
 
 
 def is_certainly_legal(call: Call) -> bool:
-    """Whether shapes, types, devices, strides and options break none of the rules that it covers. False: ask the rules."""
+    """Whether shapes, types, devices, strides and options break none of the rules that it covers. False: run the rules."""
     cache, batch, q, k, options = call.cache, call.batch, call.q, call.k, call.options
     table, lens, starts = batch.page_table, batch.kv_lens, batch.q_starts
     device = cache.k_view.device
@@ -140,8 +139,8 @@ def _output_is_legal(call: Call, q: torch.Tensor, out: torch.Tensor, device: tor
 
 
 def _are_apart(mine: torch.Tensor, *others: torch.Tensor | None) -> bool:
-    """Whether none of the others begins before this one ends, and ends after it begins. Those that interleave may still be apart:
-    that takes a closer look."""
+    """Whether the address range of the first tensor overlaps none of the others. Tensors with overlapping ranges may still use
+    different bytes: the rules decide."""
     first, end = _extent(mine)
     for other in others:
         if other is not None:

@@ -49,7 +49,8 @@ CONTRACT: tuple[Rule, ...] = (
         "`q_starts[0]` is 0, it never falls, and its last entry is at most the rows of q: rows beyond are padding, never "
         "read, their output and slots untouched. `kv_lens` counts all tokens, the new ones included, so `q_len <= kv_len`"
         " binds every sequence but those of a non-causal call in full form. A query that sees no key gives zeros and an "
-        "LSE of -inf, or of the sink. The length of a sequence without new tokens is not read. The host's maxima are hints: a low one is reported and never truncates.",
+        "LSE of -inf, or of the sink. The length of a sequence without new tokens is not read. The host's maxima are "
+        "hints: a low one is reported and never truncates.",
         binds="caller",
         values=(values.starts, values.lengths, values.hints),
     ),
@@ -72,8 +73,9 @@ CONTRACT: tuple[Rule, ...] = (
     Rule(
         "quantisation",
         "A quantised cache stores x / scale, saturating, and reads x * scale. The format is named, never guessed; a scale"
-        " is finite and above 0. The scale that `write` gives a token with a NaN or an infinity is not: `check` reports "
-        "it, and the rows that see the token are NaN. In context form the new tokens are used as given, unquantised, so a batch-invariant call"
+        " is finite and above 0. The scale that `write` computes for a token with a NaN or an infinity is not: `check` "
+        "reports it, and the rows that see the token are NaN. In context form the new tokens are used as given, "
+        "unquantised, so a batch-invariant call"
         " over a quantised cache takes the full form.",
         binds="caller and kernel",
         static=(static.quantisation,),

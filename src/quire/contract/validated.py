@@ -1,9 +1,9 @@
-"""Whether the values of a call are legal. Native code answers in one pass; without its library, the rules do. What was found about a
-batch is remembered with it, so that the layers of a model ask once.
+"""Validation of the values of a call in host memory: native code in one pass, or the rules if the library is not built.
 
-The memory holds while the batch has the same tensors and torch has not changed them: each of them counts its changes. Inference tensors
-do not count, and are looked at in every call. A change that torch does not see, through an alias of numpy, is not seen here either: the
-kernels look at every index they follow, and make its sequence NaN."""
+A batch remembers for which calls it was found legal, so that the layers of a model validate it once. The result is valid while the
+batch has the same tensors with the same `_version`. Inference tensors have no version and are validated in every call. A write
+that does not change the version (through a numpy alias) is not seen here: kernels check every index before they use it, and
+the output of that sequence is NaN."""
 
 from __future__ import annotations
 
@@ -30,25 +30,25 @@ COVERED = frozenset(
         values.residency,
     )
 )
-"""The rules of values that it answers for. Any other is asked in every call."""
+"""The value checks that this module covers. All others run in every call."""
 
 _MOST = 16
-"""Kinds of calls that a batch remembers: layers with and without a window, and the like."""
+"""Kinds of calls that a batch remembers, for example layers with and without a window."""
 _NO_SCALES = (0,) * 6
 
 
 class Memo(NamedTuple):
-    """Kinds of calls for which a batch was found legal, while its tensors are as `stamp` says."""
+    """Kinds of calls for which a batch is legal while `stamp` is unchanged."""
 
     stamp: tuple[int, ...]
     tensors: tuple[torch.Tensor, ...]
-    """Held, so that no other tensor gets the identity of one of them."""
+    """References, so that the ids in the stamp are not reused."""
     kinds: dict[Any, tuple[torch.Tensor, ...]]
     """Each with the tensors of its options."""
 
 
 def are_certainly_legal(call: Call, trust: bool) -> bool:
-    """Whether the values of a call in host memory break no rule. False: ask the rules. Without `trust` nothing is remembered."""
+    """Whether the values of a call in host memory break no rule. False: run the rules. Without `trust` the memo is not used."""
     batch = call.batch
     if call.cache.ledger is not None:
         return False
@@ -65,7 +65,7 @@ def are_certainly_legal(call: Call, trust: bool) -> bool:
 
 
 def _stamp(batch: Batch) -> tuple[int, ...] | None:
-    """Which tensors a batch has, and in what state; None if that cannot be told."""
+    """Identity, version and address of the tensors of a batch; None if one of them has no version."""
     table, lens, starts = batch.page_table, batch.kv_lens, batch.q_starts
     if table.is_inference() or lens.is_inference() or starts.is_inference():
         return None
@@ -77,7 +77,7 @@ def _stamp(batch: Batch) -> tuple[int, ...] | None:
 
 
 def _kind(call: Call) -> Any:
-    """All that the values of a batch are asked about, besides themselves; None if it cannot be told whether that is the same."""
+    """Everything else that the validation of a batch depends on; None if a tensor of the options has no version."""
     cache, q, options = call.cache, call.q, call.options
     own_slots = call.k is not None and call.slots is None and call.batch.slots is None
     rows = call.k if q is None else q
@@ -101,18 +101,18 @@ def _kind(call: Call) -> Any:
 
 
 def _remember(batch: Batch, stamp: tuple[int, ...], kind: Any, call: Call) -> None:
-    """The stamp was taken before the values were looked at: a change meanwhile makes it an old one."""
+    """The stamp was taken before the values were read, so a concurrent change makes it outdated."""
     options = call.options
     held = tuple(x for x in (options.causal, options.mask, options.positions) if isinstance(x, torch.Tensor))
     memo = batch.validated
     kinds = {} if memo is None or memo.stamp != stamp else memo.kinds
-    # One assignment, of something that nobody changes: threads may share a batch.
+    # One assignment of an object that is never modified: threads may share a batch.
     kinds = {kind: held} if len(kinds) >= _MOST else {**kinds, kind: held}
     batch.validated = Memo(stamp, (batch.page_table, batch.kv_lens, batch.q_starts), kinds)
 
 
 def _depends_on_more(call: Call) -> bool:
-    """Whether something besides the batch is asked about, which may have changed since."""
+    """Whether the call also depends on values outside of the batch: scales, given slots, holders of pages."""
     cache, options = call.cache, call.options
     if cache.k_scale is not None or isinstance(options.q_scale, torch.Tensor) or isinstance(options.out_scale, torch.Tensor):
         return True
@@ -131,7 +131,7 @@ _loaded: list[Library | None] = []
 
 
 def _native() -> Library | None:
-    """The library; None where it is not built, or does not load: the rules need no library."""
+    """The library; None if it is not built or does not load. The rules then validate."""
     if not _loaded:
         try:
             _loaded.append(library() if FILE.exists() else None)
@@ -141,7 +141,7 @@ def _native() -> Library | None:
 
 
 def _rules_hold(call: Call, whole: bool) -> bool:
-    """The same by the rules."""
+    """The same with the rules."""
     if whole:
         checks = [values.starts, values.lengths, values.table, values.slots, values.scales]
     else:
@@ -150,7 +150,7 @@ def _rules_hold(call: Call, whole: bool) -> bool:
 
 
 def _words(call: Call, whole: bool) -> bytes | None:
-    """The question in the words of the library; None if it cannot be asked."""
+    """The call as `Check` of `call.h`; None if it cannot be expressed: the rules then decide."""
     cache, batch, q, options = call.cache, call.batch, call.q, call.options
     causal, mask, positions = options.causal, options.mask, options.positions
     left, right = options.sides

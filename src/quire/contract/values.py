@@ -234,9 +234,7 @@ def scales(call: Call) -> Iterator[Violation]:
                 # What `write` makes of a token that holds a NaN or an infinity: its own rows show it, and no others.
                 harmless = math.isnan(value) or value == math.inf
                 given = f"{value}, as write gives a token with a NaN or an infinity" if harmless else str(value)
-                yield Violation(
-                    "quantisation", where, given, allowed, int(seq[i]), int(at[i]), picture=picture, harmless=harmless
-                )
+                yield Violation("quantisation", where, given, allowed, int(seq[i]), int(at[i]), picture=picture, harmless=harmless)
     if call.q is not None:
         for name in ("q_scale", "out_scale"):
             value = getattr(call.options, name)

@@ -56,8 +56,8 @@ struct Batch {
 
 };
 
-// One sequence as it was when the call began. The caller's index tensors are read once: what somebody else writes to them meanwhile
-// cannot lead a kernel astray. A sequence that has to become NaN is no work for a kernel: its q_len is 0 here.
+// One sequence, read from the index tensors once when the call begins, so that a concurrent change cannot cause an invalid access. A
+// sequence whose output is NaN has q_len 0 here: there is nothing to compute.
 struct Row {
     int64_t begin, q_len, kv_len;
 };
@@ -80,7 +80,7 @@ struct Attend {
     int64_t context_from, only_low, only_high, zero_padding, invariant;
     int64_t threads, level;
     Cache cache;
-    // From here on the library's own: a caller's structure ends before it.
+    // Set by the library; a caller's structure ends before it.
     const Row* rows;
 
     INLINE bool takes_new(int64_t seq) const { return new_k.data && rows[seq].q_len >= context_from; }
@@ -112,11 +112,11 @@ struct Scales {  // of K or of V
     int64_t page, slot, head;   // strides; of a list, `head` alone
 };
 
-// A call whose index values are asked about: what `quire.contract.values` demands, and nothing else.
+// A call whose index values are to be validated.
 struct Check {
     Batch batch;
     int64_t pages, page_size, tokens;
-    int64_t whole;             // whether the batch itself is asked about, or only what other tensors add to it
+    int64_t whole;             // whether to validate the batch itself, or only what depends on other tensors
     int64_t reads, has_new;    // an attend; one that takes new tokens from beside the cache
     int64_t context_from, only_low, only_high;
     int64_t left, right;

@@ -1,7 +1,7 @@
 """What a call is, in the words of the library: pointers, strides and numbers, packed in the order of `call.h`.
 
-A call is a few hundred bytes. What belongs to a cache is packed once and kept with it, since a structure of so many fields takes
-longer to fill than a short decode takes to compute.
+The part that describes a cache is packed once and kept with it: filling a ctypes structure of that size takes longer than a short
+decode.
 """
 
 from __future__ import annotations

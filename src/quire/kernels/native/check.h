@@ -1,5 +1,5 @@
-// Whether the index values and scales of a call are legal: what `quire.contract.values` demands, in one pass. It may say no where it is
-// not sure (lengths and positions beyond 2^61): the rules of the contract then decide.
+// Validates the index values and scales of a call in one pass, exactly as `quire.contract.values` does. It may reject a legal call with
+// lengths or positions beyond 2^61: the rules of the contract then decide.
 #pragma once
 #include <algorithm>
 #include <vector>
@@ -13,7 +13,7 @@ constexpr int64_t FAR_AWAY = int64_t(1) << 61;  // no token lies there, and sums
 template <class Id>
 bool ids_exist(const Id* row, int64_t step, int64_t first, int64_t last, int64_t pages) {
     bool good = true;
-    if (step == 1) {  // in a loop of its own: it becomes vector instructions
+    if (step == 1) {  // a separate loop, which the compiler vectorises
         for (int64_t c = first; c <= last; c++) good &= (row[c] >= 0) & (row[c] < pages);
     } else {
         for (int64_t c = first; c <= last; c++) good &= (row[c * step] >= 0) & (row[c * step] < pages);
@@ -61,7 +61,7 @@ class Checker {
     std::vector<Run>& runs;
     bool tokens_scaled = false, stores = false;
 
-    // Of a thread: it is asked for the same again and again.
+    // One per thread, reused by every call.
     static std::vector<Run>& memory() {
         static thread_local std::vector<Run> owned;
         return owned;
@@ -138,7 +138,7 @@ class Checker {
         if (low >= high) return true;
         if (!pages_exist(call.batch, seq, low, high, call.page_size, call.pages)) return false;
         if (!tokens_scaled) return true;
-        // What this very call writes first gets its scale then.
+        // Tokens that this call itself writes get their scales later.
         if (call.writes && !call.slots.data) high = std::min(high, context);
         for (int64_t key = low; key < high;) {
             int64_t column = key / call.page_size, slot = key % call.page_size;
@@ -156,7 +156,7 @@ class Checker {
         return true;
     }
 
-    // Scales of tokens. `write` makes a NaN of a NaN, and an infinite one of an infinity: those count, and show in their own rows.
+    // Scales per token. `write` computes NaN or infinity for a token with a NaN or an infinity: those are allowed.
     static bool are_positive(const Scales& s, int64_t page, int64_t slot, int64_t count) {
         if (!by_token(s)) return true;
         const float* first = s.data + page * s.page + slot * s.slot;

@@ -197,8 +197,8 @@ bool sees_from(const Attend& call, const Row& row, int64_t context, int64_t room
     return false;
 }
 
-// Whether a sequence cannot be computed: its length makes no sense, or a page that one of its queries needs does not exist. A tree is
-// asked key by key instead, where it is read: it may need only some of them.
+// Whether a sequence cannot be computed: its length is invalid, or a required page does not exist. With a tree mask, pages are checked
+// key by key when they are read: only some of them may be required.
 bool is_broken(const Attend& call, int64_t seq) {
     const Row& row = call.rows[seq];
     if (row.kv_len < 0 || row.kv_len > FAR_AWAY || (call.mask && row.q_len > call.mask_width)) return true;
@@ -240,7 +240,7 @@ void run(Attend& call) {
     const Level& level = level_of(call.level);
     bool sound;
     std::vector<Row> rows_now = rows_of(call, sound);
-    if (!sound) return nan_rows(call, 0, call.tokens);  // nobody knows whose rows these are
+    if (!sound) return nan_rows(call, 0, call.tokens);  // q_starts does not say which rows belong to which sequence
     call.rows = rows_now.data();
     zero_rows(call, call.batch.seqs ? rows_now.back().begin + rows_now.back().q_len : 0);
     for (int64_t seq = 0; seq < call.batch.seqs; seq++) {

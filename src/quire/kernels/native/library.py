@@ -46,7 +46,7 @@ class Library:
             raise MemoryError("write: no memory for the workspace of the native kernel")
 
     def is_legal(self, call: bytes) -> bool:
-        """Whether index values and scales are certainly legal. No says little: the rules of the contract decide."""
+        """Whether index values and scales are legal. False: the rules of the contract decide."""
         return self._check(call) == 1
 
 

@@ -112,7 +112,7 @@ struct Many {
         bool bad = false;
         const int64_t last = last_seen(s, unit);
         for (int64_t first = unit.low / KEYS * KEYS; first < unit.high; first += KEYS) {
-            // Between the context that a tree's window shows and the new tokens there may be any number of keys that nobody sees.
+            // Skip keys that no window of a tree shows: there may be any number of them before the new tokens.
             if (first >= last && first + KEYS <= s.context) first = s.context / KEYS * KEYS;
             if (first >= unit.high) break;
             int64_t low = most(first, unit.low), high = least(first + KEYS, unit.high);

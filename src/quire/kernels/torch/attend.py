@@ -78,10 +78,10 @@ def launch(
     `new`; the others find all of theirs in the cache. Under `only=(low, high)`, those with fewer than `low` or more than `high` new
     tokens are left alone: nothing of them is read, and their output stays as it was. Rows of the LSE that belong to no sequence
     become zero, and those of the output under `zero_padding`."""
-    # Read once: what somebody else writes to them meanwhile leads nobody astray.
+    # Read once, so that a concurrent change cannot cause an invalid access.
     starts, kv_lens, page_table = batch.q_starts.tolist(), batch.kv_lens.tolist(), batch.page_table.clone()
     if starts[0] != 0 or starts[-1] > q.shape[0] or any(stop < start for start, stop in pairwise(starts)):
-        _make_nan(slice(0, q.shape[0]), out, lse)  # nobody knows whose rows these are
+        _make_nan(slice(0, q.shape[0]), out, lse)  # q_starts does not say which rows belong to which sequence
         return
     causal = options.causal.tolist() if isinstance(options.causal, torch.Tensor) else [options.causal] * batch.seqs
     if zero_padding:
@@ -106,7 +106,7 @@ def launch(
         k_new = v_new = None
         if new is not None and q_len >= context_from:
             k_new, v_new = (x[token:stop] for x in new)
-        # A tree may leave gaps in its table: what nobody sees is read from any page, and then hidden.
+        # With a tree mask some cells may be invalid: hidden keys are read from any page, then masked.
         pages = table if options.mask is None else table.clamp(0, cache.pages - 1)
         for begin in range(0, q_len, tile.span):
             strips = []

@@ -1,4 +1,4 @@
-"""Which sequences cannot be computed: a length that makes no sense, or a page that is needed and does not exist. They become NaN."""
+"""Which sequences cannot be computed: a length is invalid, or a required page does not exist. Their output is NaN."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from quire.options import Options
 def broken_sequences(
     cache: KVCache, page_table: torch.Tensor, options: Options, starts: list[int], kv_lens: list[int], context_from: int
 ) -> list[bool]:
-    """For each sequence. Those with at least `context_from` new tokens find none of them in the cache. A tree is asked key by key
-    where it is read: here only for its length."""
+    """One flag per sequence. New tokens of sequences with at least `context_from` of them are not in the cache. With a tree mask
+    only lengths are checked here: its pages are checked key by key when they are read."""
     size, width = cache.page_size, page_table.shape[1]
     room = width * size
     left, _ = options.sides

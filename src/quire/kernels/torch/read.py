@@ -65,7 +65,7 @@ class Reader:
             first, last = start // self.page_size, -(-cut // self.page_size)
             ids = pages[first:last]
             if ids.shape[0] < last - first:
-                # A tree hides what its table has no cell for: any page will do.
+                # With a tree mask, keys without a cell are hidden: any page will do.
                 ids = torch.nn.functional.pad(ids, (0, last - first - ids.shape[0]))
             if self.whole_pages:
                 pieces.append(self._gather(ids, start, cut, parts if cut == stop else 1, shared))
