@@ -1,4 +1,5 @@
-"""A fast static check: it accepts a usual legal call in a few microseconds. It returns False if it is not sure; the rules then decide.
+"""A fast static check: it accepts a usual legal call in a few microseconds. False means that it is not sure: the rules then
+decide.
 
 The rules collect every argument by name for their messages, which takes tens of microseconds, longer than a short decode."""
 

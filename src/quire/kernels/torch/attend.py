@@ -41,6 +41,15 @@ class Tile(NamedTuple):
     """Query tokens that share a tile of keys while it is loaded."""
 
 
+class Row(NamedTuple):
+    """One sequence: the row of q where its new tokens start, and its lengths."""
+
+    token: int
+    q_len: int
+    kv_len: int
+    causal: bool
+
+
 def tile_for(cache: KVCache, q_heads: int, longest: int, batch_invariant: bool) -> Tile:
     """Keys such that a tile of K stays near the cores, strips of a thousand rows a group (torch's fused operator takes its large
     steps from 768 on), spans whose totals stay in megabytes.
@@ -84,10 +93,9 @@ def launch(
         _make_nan(slice(0, q.shape[0]), out, lse)  # q_starts does not say which rows belong to which sequence
         return
     causal = options.causal.tolist() if isinstance(options.causal, torch.Tensor) else [options.causal] * batch.seqs
-    if zero_padding:
-        out[starts[-1] :] = 0
-    if lse is not None:
-        lse[starts[-1] :] = 0
+    for padded in (out if zero_padding else None, lse):
+        if padded is not None:
+            padded[starts[-1] :] = 0
     longest = max((stop - start for start, stop in pairwise(starts)), default=0)
     tile = tile_for(cache, q.shape[1], longest, options.batch_invariant)
     keys = Reader(cache.k, cache.layout.k, cache.format, cache.k_scale, tile.keys)
@@ -109,12 +117,7 @@ def launch(
         # With a tree mask some cells may be invalid: hidden keys are read from any page, then masked.
         pages = table if options.mask is None else table.clamp(0, cache.pages - 1)
         for begin in range(0, q_len, tile.span):
-            strips = []
-            for first in range(begin, min(begin + tile.span, q_len), tile.strip):
-                count = min(tile.strip, q_len - first, begin + tile.span - first)
-                sight = Sight(options, token, first, count, q_len, kv_len, causal[seq])
-                tokens = slice(token + first, token + first + count)
-                strips.append(Strip(q, tokens, sight, cache.kv_heads, options, room[first - begin : first - begin + count]))
+            strips = _strips(q, cache, options, tile, room, Row(token, q_len, kv_len, causal[seq]), begin)
             # A prefill's rows keep all threads busy; a decode's few are cut over the keys.
             cuts = on_host and q_len == 1 and options.mask is None and not options.batch_invariant
             parts = torch.get_num_threads() if cuts else 1
@@ -130,6 +133,17 @@ def launch(
                 strip.store(out, lse)
         if bad and bool(torch.stack(bad).any()):
             _make_nan(slice(token, stop), out, lse)
+
+
+def _strips(q: torch.Tensor, cache: KVCache, options: Options, tile: Tile, room: torch.Tensor, row: Row, begin: int) -> list[Strip]:
+    """The strips of the span of queries that begins at the sequence's new token `begin`."""
+    strips = []
+    for first in range(begin, min(begin + tile.span, row.q_len), tile.strip):
+        count = min(tile.strip, row.q_len - first, begin + tile.span - first)
+        sight = Sight(options, row.token, first, count, row.q_len, row.kv_len, row.causal)
+        tokens = slice(row.token + first, row.token + first + count)
+        strips.append(Strip(q, tokens, sight, cache.kv_heads, options, room[first - begin : first - begin + count]))
+    return strips
 
 
 def _tiles(sights: list[Sight], keys: int) -> Iterator[tuple[int, int]]:
