@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -37,6 +37,7 @@ class Batch:
         "max_kv_len",
         "copies",
         "sequences",
+        "validated",
         "_slot_buffer",
     )
 
@@ -64,6 +65,8 @@ class Batch:
         """(source, target) pages to copy before this batch is written: a pool's copy-on-write. `write` applies them."""
         self.sequences = None if sequences is None else tuple(sequences)
         """The pool's sequences, row by row; they let a ledger tell one sequence's tokens from another's."""
+        self.validated: Any = None
+        """For which calls its values were found legal: `quire.contract.validated`."""
         self._slot_buffer: torch.Tensor | None = None
 
     @property

@@ -26,6 +26,7 @@ LAYERS = (
 RANK = {part: rank for rank, layer in enumerate(LAYERS) for part in layer}
 KERNELS_MAY_IMPORT = ("errors", "cache", "batch", "options", "problem")
 MAY_IMPORT_KERNELS = ("dispatch", "attend", "write", "step", "conformance", "bench", "compat", "integrations", "cli")
+THE_LIBRARY = ("quire.kernels.native.call", "quire.kernels.native.library")  # answers for the rules, too, whether values are legal
 MAY_IMPORT_REFERENCE = ("conformance", "bench", "demo", "cli")
 NEVER_IN_THE_KIT = ("write", "step")  # the kit fills caches by its own formula
 
@@ -85,6 +86,7 @@ def breaches(module: str, source: str) -> list[str]:
         elif other == "kernels":
             own_folder = folder_of(module) == folder_of(target)
             allowed = own_folder if part == "kernels" else part in MAY_IMPORT_KERNELS
+            allowed = allowed or (part == "contract" and target in THE_LIBRARY)
         elif part == "kernels":
             allowed = other in KERNELS_MAY_IMPORT
         elif part == "conformance" and other in NEVER_IN_THE_KIT:
@@ -120,6 +122,7 @@ AGAINST = {
     "a kernel imports dispatch": ("quire.kernels.torch.attend", "from quire.platform import Platform"),
     "a kernel imports another folder": ("quire.kernels.triton.decode", "from quire.kernels.torch.read import read"),
     "rules import a kernel": ("quire.contract.check", "from quire.kernels.torch.attend import attend"),
+    "rules import a native kernel": ("quire.contract.validated", "from quire.kernels.native.attend import launch"),
     "a kernel imports the reference": ("quire.kernels.torch.attend", "from quire.reference import attention"),
     "an operation imports the reference": ("quire.attend", "from quire import reference"),
     "an operation uses the reference": ("quire.attend", "import quire\nquire.reference.attention()"),
@@ -137,6 +140,7 @@ WITHIN = {
     "an operation imports another": ("quire.step", "from quire.write import write"),
     "an operation becomes one of a graph": ("quire.attend", "def f():\n    from quire import ops"),
     "a kernel imports its own folder": ("quire.kernels.triton.decode", "from quire.kernels.triton.tile import load"),
+    "rules ask the library": ("quire.contract.validated", "from quire.kernels.native.library import library"),
     "a kernel imports data": ("quire.kernels.triton.decode", "from quire.cache.kv_cache import KVCache"),
     "the kit imports the reference": ("quire.conformance.run", "from quire import reference"),
     "for type checkers alone": ("quire.errors", "if TYPE_CHECKING:\n    from quire.dispatch.decision import Decision"),

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Iterable
 from functools import cached_property
 from operator import attrgetter
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -90,6 +90,8 @@ class KVCache:
         self.head_dim = self.k_view.shape[4] * self.k_view.shape[5]
         self.v_head_dim = self.v_view.shape[4] * self.v_view.shape[5]
         self.ledger = Ledger(pages, self.page_size, k.device, pool) if ledger else None
+        self.packed: Any = None
+        """What the native kernels keep about it."""
         self.copied: deque[tuple[tuple[int, int], ...]] = deque(maxlen=256)
         """The copies that were applied lately: an attend whose batch asks for others comes too early."""
 

@@ -38,6 +38,8 @@ class Call:
     """Whether rows of `out` that belong to no sequence become zero."""
 
     def __post_init__(self) -> None:
+        if self._is_plain():
+            return
         # Whatever is no plain tensor has no shape to check: it is refused before any rule looks at it.
         for name, wanted in (("cache", KVCache), ("batch", Batch), ("options", Options)):
             if not isinstance(getattr(self, name), wanted):
@@ -56,6 +58,15 @@ class Call:
             if tensor.is_neg():
                 # torch negates when it reads; a kernel reads what lies there.
                 raise ArgumentError(name, "a view that torch negates when it reads it", "numbers as they lie: tensor.resolve_neg()")
+
+    def _is_plain(self) -> bool:
+        """Whether everything is certainly what it should be: the usual case, without a name for each argument."""
+        if not (type(self.cache) is KVCache and type(self.batch) is Batch and type(self.options) is Options and self.new is None):
+            return False
+        for tensor in (self.q, self.k, self.v, self.out, self.lse, self.slots):
+            if tensor is not None and (type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or tensor.is_neg()):
+                return False
+        return (self.k is None) is (self.v is None)
 
     @property
     def writes(self) -> bool:
@@ -123,7 +134,7 @@ class Call:
             starts[0] != 0
             or bool((starts[1:] < starts[:-1]).any())
             or int(starts[-1]) > self.tokens
-            or bool((self.kv_lens < 0).any())
+            or bool(((self.kv_lens < 0) & self.taken).any())
         ):
             return False
         mask = self.options.mask
@@ -132,43 +143,43 @@ class Call:
         return not bool((self.lens_bound & (lens > self.kv_lens)).any())
 
     @cached_property
+    def taken(self) -> torch.Tensor:
+        """The sequences that are computed, bool `[seqs]`: those with new tokens, as many as `only` says."""
+        return (self.q_lens >= max(self.only[0], 1)) & (self.q_lens <= self.only[1])
+
+    @cached_property
+    def takes_new(self) -> torch.Tensor:
+        """The sequences whose new tokens come from `new`, bool `[seqs]`."""
+        return self.q_lens >= self.context_from if self.new is not None else torch.zeros_like(self.taken)
+
+    @cached_property
     def lens_bound(self) -> torch.Tensor:
         """The sequences whose new tokens must be among their keys, bool `[seqs]`: all but those of non-causal calls."""
-        live = self.q_lens > 0
         if self.writes or self.new is not None or self.options.mask is not None:
-            return live
+            return self.taken
         if isinstance(self.options.causal, torch.Tensor):
-            return live & self.options.causal.cpu()
-        return live if self.options.causal else torch.zeros_like(live)
+            return self.taken & self.options.causal.cpu()
+        return self.taken if self.options.causal else torch.zeros_like(self.taken)
 
     @cached_property
     def first_needed(self) -> torch.Tensor:
-        """The first position of each sequence that one of its queries can see, `[seqs]`."""
+        """The first position of each sequence that one of its queries can see, `[seqs]`; without a tree mask."""
         left, _ = self.options.sides
         if left is None:
             return torch.zeros_like(self.kv_lens)
-        first = self.context.clone()
-        if self.options.positions is not None:
-            positions = self.options.positions.cpu().long()
-            for seq in (self.q_lens > 0).nonzero().flatten().tolist():
-                first[seq] = positions[self.q_starts[seq] : self.q_starts[seq + 1]].min()
-        return torch.minimum((first - left).clamp(min=0), self.context.clamp(min=0))
+        return torch.minimum((self.context - left).clamp(min=0), self.context.clamp(min=0))
 
     @cached_property
     def end_needed(self) -> torch.Tensor:
         """One past the last position of each sequence that an attend takes from the cache, `[seqs]`."""
-        end = self.context if self.new is not None else self.kv_lens
-        return torch.where(self.q_lens > 0, end, 0)
+        return torch.where(self.taken, torch.where(self.takes_new, self.context, self.kv_lens), 0)
 
     @cached_property
     def reach(self) -> torch.Tensor:
         """One past the last position of each sequence that an attend needs from the cache, 0 if it needs none, `[seqs]`."""
         reach = torch.where(self.first_needed < self.end_needed, self.end_needed, 0)
-        for seq, seen in self.tree_seen.items():
-            columns = seen.nonzero().flatten()
-            context = int(self.context[seq])
-            old = context if int(self.first_needed[seq]) < context else 0
-            reach[seq] = context + int(columns[-1]) + 1 if len(columns) else old
+        for seq, ranges in self.tree_needed.items():
+            reach[seq] = ranges[-1][1] if ranges else 0
         return reach
 
     @cached_property
@@ -176,29 +187,42 @@ class Call:
         """Every token that an attend reads from the cache and that its row of the table has a cell for: its sequence and its
         position, `[n]` each, in order."""
         room = self.page_table.shape[1] * self.cache.page_size
+        if self.options.mask is not None:
+            parts = [(seq, low, min(high, room)) for seq, ranges in self.tree_needed.items() for low, high in ranges if low < room]
+            empty = torch.zeros(0, dtype=torch.int64)
+            seqs = torch.cat([empty, *(torch.full((high - low,), seq) for seq, low, high in parts)])
+            return seqs, torch.cat([empty, *(torch.arange(low, high) for _, low, high in parts)])
         end = self.end_needed.clamp(max=room)
         first = torch.minimum(self.first_needed, end)
         counts = end - first
         begin = counts.cumsum(0) - counts
         seq = torch.repeat_interleave(torch.arange(len(counts)), counts)
-        at = torch.arange(int(counts.sum())) - begin[seq] + first[seq]
-        if not self.tree_seen:
-            return seq, at
-        seen = torch.ones_like(seq, dtype=torch.bool)
-        for s, of_new in self.tree_seen.items():
-            context = int(self.context[s])
-            low, high = max(int(first[s]), context), int(end[s])
-            if low < high:
-                offset = int(begin[s]) - int(first[s])
-                seen[offset + low : offset + high] = of_new[low - context : high - context]
-        return seq[seen], at[seen]
+        return seq, torch.arange(int(counts.sum())) - begin[seq] + first[seq]
 
     @cached_property
-    def tree_seen(self) -> dict[int, torch.Tensor]:
-        """With a tree mask over tokens in the cache: which of a sequence's new tokens any of them sees, bool `[q_len]` each."""
-        if self.options.mask is None or self.new is not None:
+    def tree_needed(self) -> dict[int, list[tuple[int, int]]]:
+        """With a tree mask: the positions of each sequence that an attend needs from the cache, as ranges in order."""
+        if self.options.mask is None:
             return {}
-        return {seq: self._tree_seen(seq) for seq in (self.q_lens > 0).nonzero().flatten().tolist()}
+        return {seq: self._tree_needed(seq) for seq in self.taken.nonzero().flatten().tolist()}
+
+    def _tree_needed(self, seq: int) -> list[tuple[int, int]]:
+        """The context that the window of a query shows, and the new tokens that one of them sees."""
+        start, stop, context = int(self.q_starts[seq]), int(self.q_starts[seq + 1]), int(self.context[seq])
+        left, right = self.options.sides
+        found: list[tuple[int, int]] = [(0, context)] if context > 0 else []
+        if self.options.positions is not None:
+            found = []
+            for at in sorted(self.options.positions[start:stop].cpu().tolist()):
+                low = 0 if left is None else max(0, at - left)
+                high = context if right is None else min(context, at + right + 1)
+                if found and low <= found[-1][1]:
+                    low, high = found[-1][0], max(high, found.pop()[1])
+                if low < high:
+                    found.append((low, high))
+        if bool(self.takes_new[seq]):
+            return found
+        return [*found, *((context + j, context + j + 1) for j in self._tree_seen(seq).nonzero().flatten().tolist())]
 
     def _tree_seen(self, seq: int) -> torch.Tensor:
         """Which of a sequence's new tokens any of them sees, bool `[q_len]`."""

@@ -12,14 +12,20 @@ import torch
 
 from quire.batch import Batch
 from quire.cache.kv_cache import KVCache
+from quire.contract import fast, validated
 from quire.contract.call import Call
-from quire.contract.rule import Violation
+from quire.contract.rule import Check, Violation
 from quire.contract.rules import CONTRACT
 from quire.errors import ArgumentError, ContractError
 from quire.options import PLAIN, Options
 
 Level = Literal["auto", "full"]
-"""auto: static rules always, values where they lie in host memory. full: values wherever they lie."""
+"""auto: static rules always; values in host memory, once per unchanged batch. full: values on any device, in every call."""
+
+_STATIC: tuple[Check, ...] = tuple(find for rule in CONTRACT for find in rule.static)
+_ASKED = tuple(find for find in _STATIC if find not in fast.COVERED)
+_ASKED_VALUES = tuple(find for rule in CONTRACT for find in rule.values if find not in validated.COVERED)
+"""Checks that neither the fast static check nor the native validation covers: they run in every call."""
 
 _READ = ("page_table", "kv_lens", "q_starts", "slots", "positions", "mask", "causal", "k", "v", "new[0]", "new[1]", "copies")
 """The arguments whose values the rules read."""
@@ -118,13 +124,29 @@ def violations(call: Call, level: Level) -> list[Violation]:
 
 
 def enforce(operation: str, call: Call, level: Level) -> None:
-    """Raises if the call breaks the contract. Low hints pass, except under `checked()`."""
-    if level not in ("auto", "full"):
+    """Raises if the call breaks the contract. Low hints pass, except under `checked()`.
+
+    The fast checks accept a legal call. The rules run only if those are not sure, and produce the messages."""
+    if level != "auto" and level != "full":
         raise ArgumentError("check", repr(level), "'auto' or 'full'")
     watch = _checked.get()
     strict = watch is not None and watch.strict
+    if not strict and _is_certainly_legal(call, level):
+        return
     broken = [v for v in violations(call, "full" if strict else level) if strict or not v.harmless]
     if broken:
         if watch is not None and watch.recorder is not None:
             watch.recorder.refused(operation, call, broken)
         raise ContractError(operation, broken)
+
+
+def _is_certainly_legal(call: Call, level: Level) -> bool:
+    """Whether no rule is broken; False where only the rules can tell."""
+    for find in _ASKED if fast.is_certainly_legal(call) else _STATIC:
+        for _ in find(call):
+            return False
+    if not call.cache.k_view.is_cpu:
+        return level == "auto"
+    if not validated.are_certainly_legal(call, trust=level == "auto"):
+        return False
+    return not any(not violation.harmless for find in _ASKED_VALUES for violation in find(call))

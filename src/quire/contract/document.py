@@ -11,7 +11,9 @@ _HEAD = """# The contract
 Printed from `quire.contract.rules.CONTRACT` by `make docs`; a test keeps it so. The ids are stable.
 
 What binds the caller is checked before a kernel runs: shapes, types and devices in every call, values (index tensors, scales, the
-ledger) always when they lie in host memory, elsewhere with `check="full"`, in `quire.check(...)` and in `with quire.checked():`.
+ledger) when they lie in host memory, elsewhere with `check="full"`, in `quire.check(...)` and in `with quire.checked():`. In host
+memory the index tensors of a batch are checked in its first call and after each change that torch counts (`_version`); with
+`check="full"` in every call.
 What binds the kernels is kept by the tests named.
 """
 

@@ -28,7 +28,7 @@ class Violation:
     slot: int | None = None
     picture: str = ""
     harmless: bool = False
-    """Reported, and the result is right all the same: a hint that is too low costs speed only."""
+    """Reported, but the call runs: a low hint costs speed only, and a NaN token affects only the rows that see it."""
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)

@@ -36,9 +36,10 @@ CONTRACT: tuple[Rule, ...] = (
     ),
     Rule(
         "table",
-        "The page table covers the required pages, and their ids lie in [0, pages). In host memory this is always "
-        "checked. On a GPU an id out of range is never dereferenced: the output of its sequence is NaN, and `check` names"
-        " the cell.",
+        "The page table covers the required pages, and their ids lie in [0, pages). In host memory this is checked for "
+        "every batch, and again after torch has changed one of its tensors. No kernel follows an id or a length out of "
+        "range: the output of its sequence is NaN on a GPU, and in host memory after a change that torch did not see "
+        "(through an alias of numpy); `check` names the cell.",
         binds="caller and kernel",
         values=(values.table,),
         proof="tests/contract/test_bad_input.py",
@@ -48,15 +49,18 @@ CONTRACT: tuple[Rule, ...] = (
         "`q_starts[0]` is 0, it never falls, and its last entry is at most the rows of q: rows beyond are padding, never "
         "read, their output and slots untouched. `kv_lens` counts all tokens, the new ones included, so `q_len <= kv_len`"
         " binds every sequence but those of a non-causal call in full form. A query that sees no key gives zeros and an "
-        "LSE of -inf, or of the sink. The host's maxima are hints: a low one is reported and never truncates.",
+        "LSE of -inf, or of the sink. The length of a sequence without new tokens is not read. The host's maxima are "
+        "hints: a low one is reported and never truncates.",
         binds="caller",
         values=(values.starts, values.lengths, values.hints),
     ),
     Rule(
         "ownership",
         "No slot is written twice in one call, slots lie inside the cache or are -1, and a page with several holders is "
-        "not written. With a ledger, a slot is written once each time it is handed out.",
+        "not written. What is written does not lie in the cache itself. With a ledger, a slot is written once each time it "
+        "is handed out.",
         binds="caller",
+        static=(static.own_memory,),
         values=(values.slots, values.written_once),
     ),
     Rule(
@@ -69,7 +73,9 @@ CONTRACT: tuple[Rule, ...] = (
     Rule(
         "quantisation",
         "A quantised cache stores x / scale, saturating, and reads x * scale. The format is named, never guessed; a scale"
-        " is finite and above 0. In context form the new tokens are used as given, unquantised, so a batch-invariant call"
+        " is finite and above 0. The scale that `write` computes for a token with a NaN or an infinity is not: `check` "
+        "reports it, and the rows that see the token are NaN. In context form the new tokens are used as given, "
+        "unquantised, so a batch-invariant call"
         " over a quantised cache takes the full form.",
         binds="caller and kernel",
         static=(static.quantisation,),

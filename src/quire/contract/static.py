@@ -154,3 +154,15 @@ def quantisation(call: Call) -> Iterator[Violation]:
     if options.batch_invariant and call.new is not None and cache.format.quantised:
         given = f"context form over {cache.format}: new tokens are exact now, quantised in the next call"
         yield Violation("quantisation", "batch_invariant", given, "full form (write first, then attend without new)")
+
+
+def own_memory(call: Call) -> Iterator[Violation]:
+    """A write that reads what it writes: what is stored would depend on the order of the tokens."""
+    if not call.writes:
+        return
+    cache = call.cache
+    written = {"the cache's K": cache.k, "the cache's V": cache.v, "k_scale": cache.k_scale, "v_scale": cache.v_scale}
+    for name, given in (("k", call.k), ("v", call.v)):
+        for other, tensor in written.items():
+            if isinstance(given, torch.Tensor) and tensor is not None and share_memory(given, tensor):
+                yield Violation("ownership", name, f"memory shared with {other}", "memory of its own: the write would change it")

@@ -31,7 +31,7 @@ def starts(call: Call) -> Iterator[Violation]:
 
 def lengths(call: Call) -> Iterator[Violation]:
     kv, q, bound = call.kv_lens, call.q_lens, call.lens_bound
-    for i in (kv < 0).nonzero().flatten().tolist():
+    for i in ((kv < 0) & call.taken).nonzero().flatten().tolist():
         yield Violation("lengths", f"kv_lens[{i}]", str(int(kv[i])), "0 or more", seq=i, picture=row_picture("kv_lens", kv, i))
     for i in (bound & (q > kv) & (kv >= 0)).nonzero().flatten().tolist():
         why = "they are written to its slots" if call.writes else "they are among its keys"
@@ -48,7 +48,8 @@ def lengths(call: Call) -> Iterator[Violation]:
 
 def hints(call: Call) -> Iterator[Violation]:
     batch = call.batch
-    for name, hint, lens in (("max_q_len", batch.max_q_len, call.q_lens), ("max_kv_len", batch.max_kv_len, call.kv_lens)):
+    kv_lens = torch.where(call.taken, call.kv_lens, 0)
+    for name, hint, lens in (("max_q_len", batch.max_q_len, call.q_lens), ("max_kv_len", batch.max_kv_len, kv_lens)):
         if hint is not None and len(lens) and int(lens.max()) > hint:
             i = int(lens.argmax())
             allowed = f"{int(lens[i])} or more: sequence {i} has as many (a hint: the result is right all the same)"
@@ -229,9 +230,11 @@ def scales(call: Call) -> Iterator[Violation]:
                 where = f"{name}[{int(page[i])}, {int(at[i]) % cache.page_size}, {head}]"
                 allowed = "a finite number above 0: the slot is required"
                 picture = _row(call, int(seq[i]), int(at[i]) // cache.page_size, f"position {int(at[i])}")
-                yield Violation(
-                    "quantisation", where, str(float(read[i, head])), allowed, seq=int(seq[i]), token=int(at[i]), picture=picture
-                )
+                value = float(read[i, head])
+                # What `write` makes of a token that holds a NaN or an infinity: its own rows show it, and no others.
+                harmless = math.isnan(value) or value == math.inf
+                given = f"{value}, as write gives a token with a NaN or an infinity" if harmless else str(value)
+                yield Violation("quantisation", where, given, allowed, int(seq[i]), int(at[i]), picture=picture, harmless=harmless)
     if call.q is not None:
         for name in ("q_scale", "out_scale"):
             value = getattr(call.options, name)

@@ -201,7 +201,7 @@ def test_the_best_instruction_set_runs() -> None:
 
 
 def test_a_library_of_other_sources_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(library.ctypes, "sizeof", lambda made: 8)
+    monkeypatch.setitem(library.SIZES, "check", 8)
     with pytest.raises(KernelError, match="built from other sources: build them anew"):
         library.Library(library.FILE)
 

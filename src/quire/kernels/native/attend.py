@@ -14,11 +14,13 @@ import torch
 
 from quire.batch import Batch
 from quire.cache.kv_cache import KVCache
-from quire.kernels.native.call import UNBOUNDED, Array, Attend, Index, array, batch_of, cache_of, index
+from quire.kernels.native.call import ABSENT, ATTEND, UNBOUNDED, array, batch_of, cache_of, index
 from quire.kernels.native.library import library
-from quire.options import Options, Scalar
+from quire.options import Options
 from quire.platform import Platform
 from quire.problem import ANY, Problem
+
+_NO_ARRAYS = (0,) * 10
 
 
 def launch(
@@ -40,46 +42,36 @@ def launch(
     become zero, and those of the output under `zero_padding`."""
     native = library()
     # Held until the call returns: the library is given pointers alone.
-    alibi, sinks = (None if x is None else x.detach().float().contiguous() for x in (options.alibi, options.sinks))
-    causal = options.causal if isinstance(options.causal, torch.Tensor) else None
-    mask, positions = options.mask, options.positions
-    left, right = (UNBOUNDED if side is None else side for side in options.sides)
-    scale = q.shape[2] ** -0.5 if options.scale is None else options.scale
+    alibi, sinks = _floats(options.alibi), _floats(options.sinks)
+    causal, mask, positions = options.causal, options.mask, options.positions
+    left, right = options.sides
     native.attend(
-        Attend(
-            q=array(q),
-            out=array(out),
-            new_k=Array() if new is None else array(new[0]),
-            new_v=Array() if new is None else array(new[1]),
-            lse=None if lse is None else lse.data_ptr(),
-            lse_token=0 if lse is None else lse.stride(0),
-            lse_head=0 if lse is None else lse.stride(1),
-            tokens=q.shape[0],
-            group=q.shape[1] // cache.kv_heads,
-            cache=cache_of(cache),
-            batch=batch_of(batch),
-            scale=scale * (_number(options.q_scale) or 1.0),
-            softcap=options.softcap or 0.0,
-            out_scale=_number(options.out_scale),
-            left=left,
-            right=right,
-            alibi=None if alibi is None else alibi.data_ptr(),
-            sinks=None if sinks is None else sinks.data_ptr(),
-            causal_of=None if causal is None else causal.data_ptr(),
-            causal_stride=0 if causal is None else causal.stride(0),
-            causal=causal is None and bool(options.causal),
-            mask=None if mask is None else mask.data_ptr(),
-            mask_token=0 if mask is None else mask.stride(0),
-            mask_column=0 if mask is None else mask.stride(1),
-            positions=Index() if positions is None else index(positions),
-            context_from=context_from,
-            only_low=only[0],
-            only_high=only[1],
-            zero_padding=zero_padding,
-            invariant=options.batch_invariant,
-            threads=torch.get_num_threads(),
-            level=native.level,
+        ATTEND.pack(
+            *array(q),
+            *array(out),
+            *(_NO_ARRAYS if new is None else (*array(new[0]), *array(new[1]))),
+            *((0, 0, 0) if lse is None else (lse.data_ptr(), *lse.stride())),
+            q.shape[0],
+            q.shape[1] // cache.kv_heads,
+            *batch_of(batch),
+            _scale(q, options),
+            options.softcap or 0.0,
+            0.0 if options.out_scale is None else float(options.out_scale),
+            UNBOUNDED if left is None else left,
+            UNBOUNDED if right is None else right,
+            0 if alibi is None else alibi.data_ptr(),
+            0 if sinks is None else sinks.data_ptr(),
+            *((0, 0, causal) if isinstance(causal, bool) else (causal.data_ptr(), causal.stride(0), 0)),
+            *(ABSENT if mask is None else (mask.data_ptr(), *mask.stride(), mask.shape[1])),
+            *(ABSENT if positions is None else index(positions)),
+            context_from,
+            *only,
+            zero_padding,
+            options.batch_invariant,
+            torch.get_num_threads(),
+            native.level,
         )
+        + cache_of(cache)
     )
 
 
@@ -95,6 +87,14 @@ def launcher(problem: Problem, platform: Platform) -> Callable[[Any], None]:
     return launch_call
 
 
-def _number(value: Scalar) -> float:
-    """A scale; 0 if there is none."""
-    return 0.0 if value is None else float(value)
+def _floats(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    """fp32, side by side."""
+    if tensor is None or (tensor.dtype is torch.float32 and tensor.is_contiguous()):
+        return tensor
+    return tensor.detach().float().contiguous()
+
+
+def _scale(q: torch.Tensor, options: Options) -> float:
+    """What multiplies a product of a query and a key."""
+    scale = q.shape[2] ** -0.5 if options.scale is None else options.scale
+    return scale if options.q_scale is None else scale * (float(options.q_scale) or 1.0)

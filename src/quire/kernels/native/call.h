@@ -54,8 +54,12 @@ struct Batch {
     Index table, kv_lens, q_starts;
     int64_t seqs, width;
 
-    INLINE int64_t begin(int64_t seq) const { return q_starts.at(seq); }
-    INLINE int64_t q_len(int64_t seq) const { return q_starts.at(seq + 1) - q_starts.at(seq); }
+};
+
+// One sequence, read from the index tensors once when the call begins, so that a concurrent change cannot cause an invalid access. A
+// sequence whose output is NaN has q_len 0 here: there is nothing to compute.
+struct Row {
+    int64_t begin, q_len, kv_len;
 };
 
 struct Attend {
@@ -63,7 +67,6 @@ struct Attend {
     float* lse;
     int64_t lse_token, lse_head;
     int64_t tokens, group;
-    Cache cache;
     Batch batch;
     double scale, softcap, out_scale;  // softcap and out_scale are 0 where there is none
     int64_t left, right;               // keys to each side, or UNBOUNDED
@@ -72,21 +75,63 @@ struct Attend {
     const uint8_t* causal_of;  // of each sequence; null where `causal` holds for all
     int64_t causal_stride, causal;
     const uint8_t* mask;
-    int64_t mask_token, mask_column;
+    int64_t mask_token, mask_column, mask_width;
     Index positions;  // data is null where they follow from the lengths
     int64_t context_from, only_low, only_high, zero_padding, invariant;
     int64_t threads, level;
+    Cache cache;
+    // Set by the library; a caller's structure ends before it.
+    const Row* rows;
 
-    INLINE bool takes_new(int64_t seq) const { return new_k.data && batch.q_len(seq) >= context_from; }
+    INLINE bool takes_new(int64_t seq) const { return new_k.data && rows[seq].q_len >= context_from; }
     INLINE bool is_causal(int64_t seq) const { return causal_of ? causal_of[seq * causal_stride] : causal; }
 };
 
+struct Range {
+    int64_t low, high;
+};
+
+// The keys of the context that a query of a tree sees, whose position was given; none if low >= high.
+INLINE Range context_seen(const Attend& call, int64_t at, int64_t context) {
+    int64_t low = call.left == UNBOUNDED ? 0 : at < INT64_MIN + call.left ? INT64_MIN : at - call.left;
+    int64_t high = call.right == UNBOUNDED || at >= INT64_MAX - call.right ? context : at + call.right + 1;
+    return {low < 0 ? 0 : low, high < context ? high : context};
+}
+
 struct Write {
     Array k, v;
-    Cache cache;
     Batch batch;
     Index slots;  // data is null where they follow from the table
     int64_t tokens, threads, level;
+    Cache cache;
+};
+
+struct Scales {  // of K or of V
+    const float* data;
+    int64_t count, heads;       // count: how many there are, if they are not of single tokens; else 0
+    int64_t page, slot, head;   // strides; of a list, `head` alone
+};
+
+// A call whose index values are to be validated.
+struct Check {
+    Batch batch;
+    int64_t pages, page_size, tokens;
+    int64_t whole;             // whether to validate the batch itself, or only what depends on other tensors
+    int64_t reads, has_new;    // an attend; one that takes new tokens from beside the cache
+    int64_t context_from, only_low, only_high;
+    int64_t left, right;
+    const uint8_t* causal_of;
+    int64_t causal_stride, causal;
+    const uint8_t* mask;
+    int64_t mask_token, mask_column, mask_width;
+    Index positions;
+    int64_t writes;
+    Index slots;             // data is null where they follow from the table
+    const int32_t* holders;  // how many sequences hold a page; null if nobody knows
+    Scales k_scale, v_scale;
+    const float *q_scale, *out_scale;
+
+    INLINE bool is_causal(int64_t seq) const { return causal_of ? causal_of[seq * causal_stride] : causal; }
 };
 
 // A piece of work: some rows of one sequence, over some of its keys. A row is a new token and a query head of the group.

@@ -1,116 +1,106 @@
-"""What a call is, in the words of the library: pointers, strides and numbers. `call.h` has the same."""
+"""What a call is, in the words of the library: pointers, strides and numbers, packed in the order of `call.h`.
+
+The part that describes a cache is packed once and kept with it: filling a ctypes structure of that size takes longer than a short
+decode.
+"""
 
 from __future__ import annotations
 
-import ctypes
-from collections.abc import Iterable
+import struct
+from typing import NamedTuple
 
 import torch
 
-from quire.batch import Batch as Rows
+from quire.batch import Batch
 from quire.cache.kv_cache import KVCache
 from quire.problem import dtype_name
 
 TYPES = {name: number for number, name in enumerate(("fp32", "fp16", "bf16", "e4m3fn", "e4m3fnuz", "e5m2", "int8"))}
+TYPE_OF = {
+    dtype: TYPES[dtype_name(dtype)]
+    for dtype in (
+        torch.float32,
+        torch.float16,
+        torch.bfloat16,
+        torch.float8_e4m3fn,
+        torch.float8_e4m3fnuz,
+        torch.float8_e5m2,
+        torch.int8,
+    )
+}
 UNBOUNDED = 2**63 - 1
+Words = tuple[int, ...]
+ABSENT: Words = (0, 0, 0, 0)
+"""An index tensor that is not there."""
+
+_ARRAYS, _INDEX, _BATCH, _PAGES = 4 * 5, 4, 3 * 4 + 2, 15
+ATTEND = struct.Struct(f"{_ARRAYS}q 5q {_BATCH}q 3d 11q {_INDEX}q 7q")
+"""The fields of `Attend` before its cache."""
+WRITE = struct.Struct(f"10q {_BATCH}q {_INDEX}q 3q")
+"""The fields of `Write` before its cache."""
+CACHE = struct.Struct(f"{2 * _PAGES}q 3q")
+CHECK = struct.Struct(f"{_BATCH}q 11q 3q 4q {_INDEX}q q {_INDEX}q q 12q 2q")
+SIZES = {"attend": ATTEND.size + CACHE.size, "write": WRITE.size + CACHE.size, "check": CHECK.size}
+"""Bytes of each structure: the library knows its own."""
 
 
-def _integers(names: str) -> list[tuple[str, type]]:
-    return [(name, ctypes.c_int64) for name in names.split()]
+class Packed(NamedTuple):
+    """A cache as bytes, and what they were made from."""
+
+    k_scale: torch.Tensor | None
+    v_scale: torch.Tensor | None
+    places: tuple[int, ...]
+    content: bytes
 
 
-def _pointers(names: str) -> list[tuple[str, type]]:
-    return [(name, ctypes.c_void_p) for name in names.split()]
-
-
-class Array(ctypes.Structure):
+def array(tensor: torch.Tensor) -> Words:
     """[tokens, heads, dim]."""
-
-    _fields_ = [*_pointers("data"), *_integers("token head dim type")]
-
-
-class Index(ctypes.Structure):
-    """Integers, each read in its own type."""
-
-    _fields_ = [*_pointers("data"), *_integers("row column wide")]
+    return tensor.data_ptr(), *tensor.stride(), TYPE_OF[tensor.dtype]
 
 
-class Pages(ctypes.Structure):
-    """[pages, heads, slot/, slot%, dim/, dim%], and the scales of slots and heads."""
-
-    _fields_ = [
-        *_pointers("data"),
-        *_integers("page head slot_high slot_low dim_high dim_low slot_part dim_part dim type"),
-        *_pointers("scale"),
-        *_integers("scale_page scale_slot scale_head"),
-    ]
+def index(tensor: torch.Tensor) -> Words:
+    """Integers of one axis, each read in its own type."""
+    return tensor.data_ptr(), tensor.stride(0), 0, tensor.dtype is torch.int64
 
 
-class Cache(ctypes.Structure):
-    _fields_ = [("k", Pages), ("v", Pages), *_integers("pages page_size heads")]
+def batch_of(batch: Batch) -> Words:
+    table, kv_lens, q_starts = batch.page_table, batch.kv_lens, batch.q_starts
+    wide = torch.int64
+    return (
+        table.data_ptr(), *table.stride(), table.dtype is wide,
+        kv_lens.data_ptr(), kv_lens.stride(0), 0, kv_lens.dtype is wide,
+        q_starts.data_ptr(), q_starts.stride(0), 0, q_starts.dtype is wide,
+        *table.shape,
+    )  # fmt: skip
 
 
-class Batch(ctypes.Structure):
-    _fields_ = [("table", Index), ("kv_lens", Index), ("q_starts", Index), *_integers("seqs width")]
+def cache_of(cache: KVCache) -> bytes:
+    """The pages and scales of a cache. Scales that were assigned anew, or that lie elsewhere by now, are packed anew."""
+    known: Packed | None = cache.packed
+    k_scale, v_scale = cache.k_scale, cache.v_scale
+    if known is not None and known.k_scale is k_scale and known.v_scale is v_scale and known.places == _places(cache):
+        return known.content
+    content = CACHE.pack(
+        *_pages(cache.k_view, cache.format.name, k_scale),
+        *_pages(cache.v_view, cache.format.name, v_scale),
+        cache.pages,
+        cache.page_size,
+        cache.kv_heads,
+    )
+    cache.packed = Packed(k_scale, v_scale, _places(cache), content)
+    return content
 
 
-class Attend(ctypes.Structure):
-    _fields_ = [
-        *((name, Array) for name in ("q", "out", "new_k", "new_v")),
-        *_pointers("lse"),
-        *_integers("lse_token lse_head tokens group"),
-        ("cache", Cache),
-        ("batch", Batch),
-        *((name, ctypes.c_double) for name in ("scale", "softcap", "out_scale")),
-        *_integers("left right"),
-        *_pointers("alibi sinks causal_of"),
-        *_integers("causal_stride causal"),
-        *_pointers("mask"),
-        *_integers("mask_token mask_column"),
-        ("positions", Index),
-        *_integers("context_from only_low only_high zero_padding invariant threads level"),
-    ]
+def _places(cache: KVCache) -> tuple[int, ...]:
+    if cache.k_scale is None or cache.v_scale is None:
+        return cache.k_view.data_ptr(), cache.v_view.data_ptr()
+    return cache.k_view.data_ptr(), cache.v_view.data_ptr(), cache.k_scale.data_ptr(), cache.v_scale.data_ptr()
 
 
-class Write(ctypes.Structure):
-    _fields_ = [
-        ("k", Array),
-        ("v", Array),
-        ("cache", Cache),
-        ("batch", Batch),
-        ("slots", Index),
-        *_integers("tokens threads level"),
-    ]
-
-
-def array(tensor: torch.Tensor) -> Array:
-    return Array(tensor.data_ptr(), *tensor.stride(), TYPES[dtype_name(tensor.dtype)])
-
-
-def index(tensor: torch.Tensor) -> Index:
-    row, column = (*tensor.stride(), 0)[:2]
-    return Index(tensor.data_ptr(), row, column, tensor.dtype is torch.int64)
-
-
-def pages(view: torch.Tensor, format: str, scale: torch.Tensor | None) -> Pages:
+def _pages(view: torch.Tensor, format: str, scale: torch.Tensor | None) -> Words:
     _, _, _, slot_part, dim_high, dim_part = view.shape
-    strides: Iterable[int] = (0, 0, 0)
+    strides: Words = (0, 0, 0)
     if scale is not None:
         strides = {0: (0, 0, 0), 1: (0, 0, *scale.stride()), 3: scale.stride()}[scale.dim()]
-    pointer = None if scale is None else scale.data_ptr()
-    return Pages(view.data_ptr(), *view.stride(), slot_part, dim_part, dim_high * dim_part, TYPES[format], pointer, *strides)
-
-
-def cache_of(cache: KVCache) -> Cache:
-    k, v = (pages(*part) for part in _parts(cache))
-    return Cache(k, v, cache.pages, cache.page_size, cache.kv_heads)
-
-
-def _parts(cache: KVCache) -> tuple[tuple[torch.Tensor, str, torch.Tensor | None], ...]:
-    format = cache.format.name
-    return (cache.k_view, format, cache.k_scale), (cache.v_view, format, cache.v_scale)
-
-
-def batch_of(batch: Rows) -> Batch:
-    lists = (index(tensor) for tensor in (batch.page_table, batch.kv_lens, batch.q_starts))
-    return Batch(*lists, batch.seqs, batch.page_table.shape[1])
+    pointer = 0 if scale is None else scale.data_ptr()
+    return (view.data_ptr(), *view.stride(), slot_part, dim_part, dim_high * dim_part, TYPES[format], pointer, *strides)

@@ -5,14 +5,16 @@
 #include <algorithm>
 #include <atomic>
 #include <condition_variable>
+#include <cstddef>
 #include <cstdlib>
+#include <cstring>
 #include <memory>
 #include <mutex>
 #include <new>
 #include <thread>
 #include <vector>
 
-#include "call.h"
+#include "check.h"
 #include "probe.h"
 
 namespace quire {
@@ -150,26 +152,74 @@ void share(int64_t threads, int64_t count, size_t room, Each each) {
     if (failed) throw std::bad_alloc();
 }
 
-struct Range {
-    int64_t low, high;
-};
+constexpr uint64_t NANS[TYPES] = {0x7FC00000, 0x7E00, 0x7FC0, 0x7F, 0x80, 0x7F, 0};  // a NaN of each type, the lowest bytes first
 
 // The keys that some of the new tokens [first, first + count) of a sequence can see.
 Range sees(const Attend& call, int64_t seq, int64_t first, int64_t count) {
-    int64_t kv_len = call.batch.kv_lens.at(seq), context = kv_len - call.batch.q_len(seq);
+    const Row& row = call.rows[seq];
+    int64_t context = row.kv_len - row.q_len;
     if (call.mask) {
-        int64_t low = 0;
-        if (call.left != UNBOUNDED && call.positions.data) {
-            int64_t least = INT64_MAX, token = call.batch.begin(seq);
-            for (int64_t t = first; t < first + count; t++) least = std::min(least, call.positions.at(token + t));
-            low = std::max<int64_t>(0, std::min(context, least - call.left));
+        int64_t low = call.positions.data ? std::max<int64_t>(0, context) : 0;
+        for (int64_t t = first; call.positions.data && t < first + count; t++) {
+            Range seen = context_seen(call, call.positions.at(row.begin + t), context);
+            if (seen.low < seen.high) low = std::min(low, seen.low);
         }
-        return {low, kv_len};
+        return {low, std::max(low, row.kv_len)};
     }
     int64_t right = call.is_causal(seq) ? 0 : call.right;
     int64_t low = call.left == UNBOUNDED ? 0 : std::max<int64_t>(0, context + first - call.left);
-    int64_t high = right == UNBOUNDED ? kv_len : std::max<int64_t>(0, std::min(kv_len, context + first + count + right));
+    int64_t high = right == UNBOUNDED ? row.kv_len : std::max<int64_t>(0, std::min(row.kv_len, context + first + count + right));
     return {low, std::max(low, high)};
+}
+
+// Every sequence as it is now; `sound` if q_starts divides the rows of q among them.
+std::vector<Row> rows_of(const Attend& call, bool& sound) {
+    std::vector<Row> rows(static_cast<size_t>(call.batch.seqs));
+    int64_t begin = call.batch.q_starts.at(0);
+    sound = begin == 0;
+    for (int64_t seq = 0; seq < call.batch.seqs; seq++) {
+        int64_t end = call.batch.q_starts.at(seq + 1);
+        if (end < begin || end > call.tokens) sound = false;
+        if (!sound) break;
+        rows[seq] = {begin, end - begin, call.batch.kv_lens.at(seq)};
+        begin = end;
+    }
+    return rows;
+}
+
+// Whether a query of a tree sees a key of the context from `room` on, for which the table has no cell.
+bool sees_from(const Attend& call, const Row& row, int64_t context, int64_t room) {
+    if (!call.positions.data) return true;
+    for (int64_t t = row.begin; t < row.begin + row.q_len; t++) {
+        Range seen = context_seen(call, call.positions.at(t), context);
+        if (std::max(seen.low, room) < seen.high) return true;
+    }
+    return false;
+}
+
+// Whether a sequence cannot be computed: its length is invalid, or a required page does not exist. With a tree mask, pages are checked
+// key by key when they are read: only some of them may be required.
+bool is_broken(const Attend& call, int64_t seq) {
+    const Row& row = call.rows[seq];
+    if (row.kv_len < 0 || row.kv_len > FAR_AWAY || (call.mask && row.q_len > call.mask_width)) return true;
+    int64_t context = row.kv_len - row.q_len, end = call.takes_new(seq) ? std::max<int64_t>(0, context) : row.kv_len;
+    int64_t columns = call.batch.width, size = call.cache.page_size;
+    if (call.mask) return context > columns * size && sees_from(call, row, context, columns * size);
+    int64_t low = call.left == UNBOUNDED ? 0 : std::max<int64_t>(0, context - call.left);
+    return low < end && !pages_exist(call.batch, seq, low, end, size, call.cache.pages);
+}
+
+void nan_rows(const Attend& call, int64_t first, int64_t count) {
+    int64_t heads = call.cache.heads * call.group, size = size_of(call.out.type);
+    const uint64_t nan = NANS[call.out.type];
+    for (int64_t token = first; token < first + count; token++) {
+        for (int64_t head = 0; head < heads; head++) {
+            if (call.lse) call.lse[token * call.lse_token + head * call.lse_head] = __builtin_nanf("");
+            for (int64_t d = 0; d < call.cache.v.dim; d++) {
+                std::memcpy(call.out.data + (token * call.out.token + head * call.out.head + d * call.out.dim) * size, &nan, size);
+            }
+        }
+    }
 }
 
 void zero_rows(const Attend& call, int64_t first) {
@@ -186,20 +236,30 @@ void zero_rows(const Attend& call, int64_t first) {
     }
 }
 
-void run(const Attend& call) {
+void run(Attend& call) {
     const Level& level = level_of(call.level);
-    zero_rows(call, call.batch.q_starts.at(call.batch.seqs));
+    bool sound;
+    std::vector<Row> rows_now = rows_of(call, sound);
+    if (!sound) return nan_rows(call, 0, call.tokens);  // q_starts does not say which rows belong to which sequence
+    call.rows = rows_now.data();
+    zero_rows(call, call.batch.seqs ? rows_now.back().begin + rows_now.back().q_len : 0);
+    for (int64_t seq = 0; seq < call.batch.seqs; seq++) {
+        Row& row = rows_now[seq];
+        if (row.q_len <= 0 || row.q_len < call.only_low || row.q_len > call.only_high || !is_broken(call, seq)) continue;
+        nan_rows(call, row.begin, row.q_len);
+        row.q_len = 0;
+    }
     std::vector<Unit> units;
     double total = 0;
     int64_t heads = call.cache.heads, tallest = level.most_rows(call), work_rows = 0;
     for (int64_t seq = 0; seq < call.batch.seqs; seq++) {
-        int64_t q_len = call.batch.q_len(seq), rows = q_len * call.group;
+        int64_t q_len = rows_now[seq].q_len, rows = q_len * call.group;
         if (q_len > 0 && !level.few(call, rows)) work_rows += rows * heads;
     }
     // Rows are cut into enough pieces for all threads, but not into slivers: each packs the keys anew.
     int64_t height = std::max<int64_t>(32, std::min(tallest, work_rows / (4 * call.threads)));
     for (int64_t seq = 0; seq < call.batch.seqs; seq++) {
-        int64_t q_len = call.batch.q_len(seq), rows = q_len * call.group;
+        int64_t q_len = rows_now[seq].q_len, rows = q_len * call.group;
         if (q_len <= 0 || q_len < call.only_low || q_len > call.only_high) continue;
         if (level.few(call, rows)) {
             Range keys = sees(call, seq, 0, q_len);
@@ -264,18 +324,19 @@ void run(const Attend& call) {
     int64_t threads = total * (call.cache.k.dim + call.cache.v.dim) < 1e6 ? 1 : call.threads;
     share(threads, static_cast<int64_t>(cut.size()), level.room(call), [&](int64_t i, char* mine) {
         const Unit& unit = cut[order[i]];
-        level.attend(call, unit, level.few(call, call.batch.q_len(unit.seq) * call.group), mine);
+        level.attend(call, unit, level.few(call, rows_now[unit.seq].q_len * call.group), mine);
     });
     share(threads, static_cast<int64_t>(joins.size()), 0, [&](int64_t i, char*) { level.join(call, joins[i]); });
 }
 
 // Where a token is to be stored, -1 for nowhere.
-int64_t slot_of(const Write& call, int64_t token, int64_t seq) {
+int64_t slot_of(const Write& call, int64_t token, int64_t seq, int64_t end, int64_t kv_len) {
     if (call.slots.data) return call.slots.at(token);
-    int64_t at = token - call.batch.q_starts.at(seq + 1) + call.batch.kv_lens.at(seq);
+    if (kv_len < 0 || kv_len > FAR_AWAY) return -1;
+    int64_t at = token - end + kv_len;
     if (at < 0 || at / call.cache.page_size >= call.batch.width) return -1;
     int64_t page = call.batch.table.at(seq, at / call.cache.page_size);
-    return page < 0 ? -1 : page * call.cache.page_size + at % call.cache.page_size;
+    return page < 0 || page >= call.cache.pages ? -1 : page * call.cache.page_size + at % call.cache.page_size;
 }
 
 void run(const Write& call) {
@@ -283,7 +344,8 @@ void run(const Write& call) {
     int64_t live = std::min(call.tokens, call.batch.q_starts.at(call.batch.seqs));
     std::vector<int64_t> slots(std::max<int64_t>(0, live), -1);
     for (int64_t seq = 0, token = 0; seq < call.batch.seqs; seq++) {
-        for (; token < std::min(live, call.batch.q_starts.at(seq + 1)); token++) slots[token] = slot_of(call, token, seq);
+        int64_t end = call.batch.q_starts.at(seq + 1), kv_len = call.batch.kv_lens.at(seq);
+        for (; token < std::min(live, end); token++) slots[token] = slot_of(call, token, seq, end, kv_len);
     }
     const int64_t room = call.cache.pages * call.cache.page_size, some = 16;
     int64_t pieces = (live + some - 1) / some;
@@ -294,15 +356,16 @@ void run(const Write& call) {
     });
 }
 
-template <class Call>
-int guarded(const Call* call) {
+template <class Do>
+int guarded(Do f) {
     try {
-        run(*call);
-        return 0;
+        return f();
     } catch (const std::bad_alloc&) {
-        return 1;
+        return -1;
     }
 }
+
+constexpr size_t GIVEN = offsetof(Attend, rows);  // bytes of a caller's structure
 
 }  // namespace
 }  // namespace quire
@@ -311,7 +374,33 @@ int guarded(const Call* call) {
 
 EXPORT unsigned quire_levels() { return quire::levels_here(); }
 EXPORT const char* quire_level_name(int level) { return level >= 0 && level < quire::LEVELS ? quire::LEVEL_NAMES[level] : nullptr; }
-EXPORT size_t quire_size_of_attend() { return sizeof(quire::Attend); }
+EXPORT size_t quire_size_of_attend() { return quire::GIVEN; }
 EXPORT size_t quire_size_of_write() { return sizeof(quire::Write); }
-EXPORT int quire_attend(const quire::Attend* call) { return quire::guarded(call); }
-EXPORT int quire_write(const quire::Write* call) { return quire::guarded(call); }
+EXPORT size_t quire_size_of_check() { return sizeof(quire::Check); }
+
+// 0, or -1 if there was no memory.
+EXPORT int quire_attend(const void* given) {
+    return quire::guarded([&] {
+        quire::Attend call;
+        std::memcpy(&call, given, quire::GIVEN);
+        quire::run(call);
+        return 0;
+    });
+}
+EXPORT int quire_write(const void* given) {
+    return quire::guarded([&] {
+        quire::Write call;
+        std::memcpy(&call, given, sizeof call);
+        quire::run(call);
+        return 0;
+    });
+}
+
+// 1 if a call's index values and scales are certainly legal, 0 if not, -1 if there was no memory.
+EXPORT int quire_check(const void* given) {
+    return quire::guarded([&] {
+        quire::Check call;
+        std::memcpy(&call, given, sizeof call);
+        return quire::is_legal(call) ? 1 : 0;
+    });
+}

@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 
 from quire.errors import KernelError
-from quire.kernels.native.call import Attend, Write
+from quire.kernels.native.call import SIZES
 
 FILE = Path(__file__).with_name("libquire.so")
 """Where the package's build puts it, if there is a compiler."""
@@ -20,28 +20,34 @@ class Library:
 
     def __init__(self, path: Path):
         try:
-            self.calls = ctypes.CDLL(str(path))
+            calls = ctypes.CDLL(str(path))
         except OSError as error:
             raise KernelError(f"the native kernels do not load: {error}") from error
-        self.calls.quire_level_name.restype = ctypes.c_char_p
-        for name, made in (("attend", Attend), ("write", Write)):
-            size = getattr(self.calls, f"quire_size_of_{name}")
-            size.restype = ctypes.c_size_t
-            if size() != ctypes.sizeof(made):
+        for name, size in SIZES.items():
+            own_size = getattr(calls, f"quire_size_of_{name}", None)
+            if own_size is None or own_size() != size:
                 raise KernelError(f"the native kernels in {path} were built from other sources: build them anew")
-        here: int = self.calls.quire_levels()
+            getattr(calls, f"quire_{name}").argtypes = (ctypes.c_char_p,)
+        calls.quire_level_name.restype = ctypes.c_char_p
+        self.calls = calls
+        self._attend, self._write, self._check = calls.quire_attend, calls.quire_write, calls.quire_check
+        here: int = calls.quire_levels()
         numbers = [n for n in range(here.bit_length()) if here >> n & 1]
-        self.levels = {self.calls.quire_level_name(n).decode(): n for n in numbers}
+        self.levels = {calls.quire_level_name(n).decode(): n for n in numbers}
         """The instruction sets that this CPU can execute, the best last, and the library's numbers for them."""
         self.level = numbers[-1]
 
-    def attend(self, call: Attend) -> None:
-        if self.calls.quire_attend(ctypes.byref(call)):
+    def attend(self, call: bytes) -> None:
+        if self._attend(call):
             raise MemoryError("attend: no memory for the workspace of the native kernel")
 
-    def write(self, call: Write) -> None:
-        if self.calls.quire_write(ctypes.byref(call)):
+    def write(self, call: bytes) -> None:
+        if self._write(call):
             raise MemoryError("write: no memory for the workspace of the native kernel")
+
+    def is_legal(self, call: bytes) -> bool:
+        """Whether index values and scales are legal. False: the rules of the contract decide."""
+        return self._check(call) == 1
 
 
 @cache

@@ -110,7 +110,11 @@ struct Many {
         memset(values, 0, padded_rows * v_lanes * 4);
         const Logits logits(call);
         bool bad = false;
+        const int64_t last = last_seen(s, unit);
         for (int64_t first = unit.low / KEYS * KEYS; first < unit.high; first += KEYS) {
+            // Skip keys that no window of a tree shows: there may be any number of them before the new tokens.
+            if (first >= last && first + KEYS <= s.context) first = s.context / KEYS * KEYS;
+            if (first >= unit.high) break;
             int64_t low = most(first, unit.low), high = least(first + KEYS, unit.high);
             bool seen[KEYS], some = true, plain = !s.tree || (high <= s.context && call.left == UNBOUNDED && call.right == UNBOUNDED);
             if (!plain) some = look(s, unit, first, low, high, seen);
@@ -123,6 +127,17 @@ struct Many {
             if (bad) have[i].total = __builtin_nanf("");
             leave(call, s, unit, head, unit.row + i, have[i], values + i * v_lanes);
         }
+    }
+
+    // One past the last key of the context that some row sees.
+    int64_t last_seen(const Sequence& s, const Unit& unit) const {
+        if (!s.tree || !call.positions.data) return s.context;
+        int64_t last = 0;
+        for (int64_t i = 0; i < unit.rows; i++) {
+            Range seen = context_seen(call, sights[i].at, s.context);
+            if (seen.low < seen.high) last = most(last, seen.high);
+        }
+        return last;
     }
 
     // Which keys of a tile some row of a tree sees.

@@ -17,9 +17,9 @@ struct Sequence {
 
     Sequence(const Attend& call, int64_t seq)
         : seq(seq),
-          token(call.batch.begin(seq)),
-          q_len(call.batch.q_len(seq)),
-          kv_len(call.batch.kv_lens.at(seq)),
+          token(call.rows[seq].begin),
+          q_len(call.rows[seq].q_len),
+          kv_len(call.rows[seq].kv_len),
           context(kv_len - q_len),
           fresh(call.takes_new(seq)),
           causal(call.is_causal(seq)),

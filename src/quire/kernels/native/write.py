@@ -9,27 +9,28 @@ import torch
 
 from quire.batch import Batch
 from quire.cache.kv_cache import KVCache
-from quire.kernels.native.call import Index, Write, array, batch_of, cache_of, index
+from quire.kernels.native.call import ABSENT, WRITE, array, batch_of, cache_of, index
 from quire.kernels.native.library import library
 from quire.platform import Platform
 from quire.problem import Problem
 
 
 def launch(k: torch.Tensor, v: torch.Tensor, cache: KVCache, batch: Batch, slots: torch.Tensor | None) -> None:
-    """Stores k and v `[tokens, kv_heads, dim]` at `slots` (by default the batch's, negative to skip), every head of them."""
+    """Stores k and v `[tokens, kv_heads, dim]` at `slots` (by default the batch's, negative to skip), every head of them.
+    A slot outside of the cache is skipped too."""
     native = library()
     slots = batch.slots if slots is None else slots
     native.write(
-        Write(
-            k=array(k),
-            v=array(v),
-            cache=cache_of(cache),
-            batch=batch_of(batch),
-            slots=Index() if slots is None else index(slots),
-            tokens=k.shape[0],
-            threads=torch.get_num_threads(),
-            level=native.level,
+        WRITE.pack(
+            *array(k),
+            *array(v),
+            *batch_of(batch),
+            *(ABSENT if slots is None else index(slots)),
+            k.shape[0],
+            torch.get_num_threads(),
+            native.level,
         )
+        + cache_of(cache)
     )
 
 

@@ -12,7 +12,7 @@ CPUs that advertise AMX without its palette, as some hypervisors do, and would r
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -20,6 +20,7 @@ import torch
 
 from quire.batch import Batch
 from quire.cache.kv_cache import KVCache
+from quire.kernels.torch.broken import broken_sequences
 from quire.kernels.torch.exact import exact_products
 from quire.kernels.torch.read import Reader
 from quire.kernels.torch.sight import Sight
@@ -37,6 +38,15 @@ class Tile(NamedTuple):
     keys: int
     span: int
     """Query tokens that share a tile of keys while it is loaded."""
+
+
+class Row(NamedTuple):
+    """One sequence: the row of q where its new tokens start, and its lengths."""
+
+    token: int
+    q_len: int
+    kv_len: int
+    causal: bool
 
 
 def tile_for(cache: KVCache, q_heads: int, longest: int, batch_invariant: bool) -> Tile:
@@ -76,65 +86,93 @@ def launch(
     `new`; the others find all of theirs in the cache. Under `only=(low, high)`, those with fewer than `low` or more than `high` new
     tokens are left alone: nothing of them is read, and their output stays as it was. Rows of the LSE that belong to no sequence
     become zero, and those of the output under `zero_padding`."""
-    starts, kv_lens = batch.q_starts.tolist(), batch.kv_lens.tolist()
+    # Read once, so that a concurrent change cannot cause an invalid access.
+    starts, kv_lens, page_table = batch.q_starts.tolist(), batch.kv_lens.tolist(), batch.page_table.clone()
+    if starts[0] != 0 or starts[-1] > q.shape[0] or any(stop < start for start, stop in pairwise(starts)):
+        _make_nan(slice(0, q.shape[0]), out, lse)  # q_starts does not say which rows belong to which sequence
+        return
     causal = options.causal.tolist() if isinstance(options.causal, torch.Tensor) else [options.causal] * batch.seqs
-    if zero_padding:
-        out[starts[-1] :] = 0
-    if lse is not None:
-        lse[starts[-1] :] = 0
+    for padded in (out if zero_padding else None, lse):
+        if padded is not None:
+            padded[starts[-1] :] = 0
     longest = max((stop - start for start, stop in pairwise(starts)), default=0)
     tile = tile_for(cache, q.shape[1], longest, options.batch_invariant)
     keys = Reader(cache.k, cache.layout.k, cache.format, cache.k_scale, tile.keys)
     values = Reader(cache.v, cache.layout.v, cache.format, cache.v_scale, tile.keys)
     room = torch.empty(min(tile.span, longest), *q.shape[1:], dtype=torch.float32, device=q.device)
     on_host = q.device.type == "cpu"
+    broken = broken_sequences(cache, page_table, options, starts, kv_lens, ANY if new is None else context_from)
     for seq, ((token, stop), kv_len) in enumerate(zip(pairwise(starts), kv_lens)):
         q_len = stop - token
-        if not only[0] <= q_len <= only[1]:
+        if q_len == 0 or not only[0] <= q_len <= only[1]:
             continue
-        context, pages, bad = kv_len - q_len, batch.page_table[seq], []
+        if broken[seq]:
+            _make_nan(slice(token, stop), out, lse)
+            continue
+        context, table, bad = kv_len - q_len, page_table[seq], []
         k_new = v_new = None
         if new is not None and q_len >= context_from:
             k_new, v_new = (x[token:stop] for x in new)
-        # On the host the contract was checked, and only a tree mask can leave gaps; elsewhere nobody has looked.
-        table = pages
-        if not on_host or options.mask is not None:
-            missing = max(0, -(-kv_len // cache.page_size) - pages.shape[0])
-            table = torch.nn.functional.pad(pages, (0, missing), value=-1)
-            pages = table.clamp(0, cache.pages - 1)
+        # With a tree mask some cells may be invalid: hidden keys are read from any page, then masked.
+        pages = table if options.mask is None else table.clamp(0, cache.pages - 1)
         for begin in range(0, q_len, tile.span):
-            strips = []
-            for first in range(begin, min(begin + tile.span, q_len), tile.strip):
-                count = min(tile.strip, q_len - first, begin + tile.span - first)
-                sight = Sight(options, token, first, count, q_len, kv_len, causal[seq])
-                tokens = slice(token + first, token + first + count)
-                strips.append(Strip(q, tokens, sight, cache.kv_heads, options, room[first - begin : first - begin + count]))
+            strips = _strips(q, cache, options, tile, room, Row(token, q_len, kv_len, causal[seq]), begin)
             # A prefill's rows keep all threads busy; a decode's few are cut over the keys.
             cuts = on_host and q_len == 1 and options.mask is None and not options.batch_invariant
             parts = torch.get_num_threads() if cuts else 1
-            lowest, highest = min(s.sight.low for s in strips), max(s.sight.high for s in strips)
-            for at in range(lowest // tile.keys * tile.keys, highest, tile.keys):
-                low, high = max(at, lowest), min(at + tile.keys, highest)
+            for low, high in _tiles([strip.sight for strip in strips], tile.keys):
                 k = keys.read(pages, low, high, k_new, context, parts, shared=len(strips) > 1)
                 v = values.read(pages, low, high, v_new, context, parts, shared=len(strips) > 1)
                 for strip in strips:
                     strip.meet(k, v, low, high)
-                if not on_host:
+                if options.mask is not None:
                     cut = high if k_new is None else max(low, min(high, context))
                     bad.append(_needs_bad_page(table, cache, low, cut, strips))
             for strip in strips:
                 strip.store(out, lse)
         if bad and bool(torch.stack(bad).any()):
-            for written in (out, lse):
-                if written is not None:
-                    written[token:stop].copy_(torch.full((), math.nan))
+            _make_nan(slice(token, stop), out, lse)
+
+
+def _strips(q: torch.Tensor, cache: KVCache, options: Options, tile: Tile, room: torch.Tensor, row: Row, begin: int) -> list[Strip]:
+    """The strips of the span of queries that begins at the sequence's new token `begin`."""
+    strips = []
+    for first in range(begin, min(begin + tile.span, row.q_len), tile.strip):
+        count = min(tile.strip, row.q_len - first, begin + tile.span - first)
+        sight = Sight(options, row.token, first, count, row.q_len, row.kv_len, row.causal)
+        tokens = slice(row.token + first, row.token + first + count)
+        strips.append(Strip(q, tokens, sight, cache.kv_heads, options, room[first - begin : first - begin + count]))
+    return strips
+
+
+def _tiles(sights: list[Sight], keys: int) -> Iterator[tuple[int, int]]:
+    """The tiles of keys that one of them can see. Between the context that a tree's window shows and the new tokens there may be
+    any number of keys that nobody sees."""
+    lowest, highest = min(sight.low for sight in sights), max(sight.high for sight in sights)
+    seen, context = max(sight.context_seen for sight in sights), sights[0].context
+    at = lowest // keys * keys
+    while at < highest:
+        if at >= seen and at + keys <= context:
+            at = context // keys * keys
+            continue
+        yield max(at, lowest), min(at + keys, highest)
+        at += keys
+
+
+def _make_nan(tokens: slice, out: torch.Tensor, lse: torch.Tensor | None) -> None:
+    for written in (out, lse):
+        if written is not None:
+            written[tokens].copy_(torch.full((), math.nan, device=written.device))
 
 
 def _needs_bad_page(pages: torch.Tensor, cache: KVCache, low: int, high: int, strips: list[Strip]) -> torch.Tensor:
     """Whether a key of [low, high) that somebody sees lies in a page that does not exist. It was not dereferenced, and its
     sequence becomes NaN."""
-    page = pages[torch.arange(low, high, device=pages.device) // cache.page_size]
-    bad = (page < 0) | (page >= cache.pages)
+    column = torch.arange(low, high, device=pages.device) // cache.page_size
+    bad = column >= pages.shape[0]
+    if pages.shape[0]:
+        page = pages[column.clamp(max=pages.shape[0] - 1)]
+        bad |= (page < 0) | (page >= cache.pages)
     seen = torch.zeros_like(bad)
     for strip in strips:
         visible = strip.sight.visible(low, high, pages.device)

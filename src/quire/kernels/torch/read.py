@@ -62,7 +62,11 @@ class Reader:
         cut = stop if new is None else max(start, min(stop, context))
         pieces = []
         if start < cut:
-            ids = pages[start // self.page_size : -(-cut // self.page_size)]
+            first, last = start // self.page_size, -(-cut // self.page_size)
+            ids = pages[first:last]
+            if ids.shape[0] < last - first:
+                # With a tree mask, keys without a cell are hidden: any page will do.
+                ids = torch.nn.functional.pad(ids, (0, last - first - ids.shape[0]))
             if self.whole_pages:
                 pieces.append(self._gather(ids, start, cut, parts if cut == stop else 1, shared))
             else:

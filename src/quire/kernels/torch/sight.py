@@ -18,12 +18,14 @@ class Sight:
         self.left, self.right = options.sides
         self.low, self.high = 0, kv_len
         self.first = self.context + first
+        self.context_seen = self.context
+        """One past the last key of the context that may be seen."""
         self.tree: torch.Tensor | None = None
         if options.mask is not None:
             self.tree = options.mask[token + first : token + first + count, :q_len]
             self.tree_at = None if options.positions is None else options.positions[token : token + q_len].long()
-            if self.left is not None and self.tree_at is not None:
-                self.low = max(0, min(self.context, int(self.tree_at[first : first + count].min()) - self.left))
+            if self.tree_at is not None:
+                self.low, self.context_seen = self._context_range(self.tree_at[first : first + count].tolist())
             self.tree_first = first
             return
         if causal:
@@ -32,6 +34,16 @@ class Sight:
             self.low = max(0, self.first - self.left)
         if self.right is not None:
             self.high = max(0, min(kv_len, self.first + count + self.right))
+
+    def _context_range(self, positions: list[int]) -> tuple[int, int]:
+        """From the first to one past the last key of the context that a query at one of these positions sees."""
+        first, end = self.context, 0
+        for at in positions:
+            low = 0 if self.left is None else max(0, at - self.left)
+            high = self.context if self.right is None else min(self.context, at + self.right + 1)
+            if low < high:
+                first, end = min(first, low), max(end, high)
+        return max(0, first), end
 
     def distance(self, low: int, high: int, device: torch.device) -> torch.Tensor:
         """q_pos - k_pos over keys [low, high), `[count, high - low]`."""

@@ -16,9 +16,10 @@ from quire.problem import Problem
 
 @torch.no_grad()
 def launch(k: torch.Tensor, v: torch.Tensor, cache: KVCache, batch: Batch, slots: torch.Tensor | None) -> None:
-    """Stores k and v `[tokens, kv_heads, dim]` at `slots` (by default the batch's, negative to skip), every head of them."""
+    """Stores k and v `[tokens, kv_heads, dim]` at `slots` (by default the batch's, negative to skip), every head of them.
+    A slot outside of the cache is skipped too."""
     slots = batch.slots_of_tokens(k.shape[0], cache.page_size, slots)
-    live = (slots >= 0).nonzero().squeeze(1)
+    live = ((slots >= 0) & (slots < cache.pages * cache.page_size)).nonzero().squeeze(1)
     slots = slots[live]
     page, offset = slots // cache.page_size, slots % cache.page_size
     for x, view, scale in ((k, cache.k_view, cache.k_scale), (v, cache.v_view, cache.v_scale)):

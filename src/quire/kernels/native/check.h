@@ -1,0 +1,220 @@
+// Validates the index values and scales of a call in one pass, exactly as `quire.contract.values` does. It may reject a legal call with
+// lengths or positions beyond 2^61: the rules of the contract then decide.
+#pragma once
+#include <algorithm>
+#include <vector>
+
+#include "call.h"
+
+namespace quire {
+
+constexpr int64_t FAR_AWAY = int64_t(1) << 61;  // no token lies there, and sums of two such numbers still fit
+
+template <class Id>
+bool ids_exist(const Id* row, int64_t step, int64_t first, int64_t last, int64_t pages) {
+    bool good = true;
+    if (step == 1) {  // a separate loop, which the compiler vectorises
+        for (int64_t c = first; c <= last; c++) good &= (row[c] >= 0) & (row[c] < pages);
+    } else {
+        for (int64_t c = first; c <= last; c++) good &= (row[c * step] >= 0) & (row[c * step] < pages);
+    }
+    return good;
+}
+
+// Whether the table has a page, one that exists, for each of the keys [low, high) of a sequence; there is at least one.
+inline bool pages_exist(const Batch& batch, int64_t seq, int64_t low, int64_t high, int64_t page_size, int64_t pages) {
+    int64_t first = low / page_size, last = (high - 1) / page_size;
+    if (low < 0 || last >= batch.width) return false;
+    const Index& table = batch.table;
+    if (table.wide) {
+        return ids_exist(static_cast<const int64_t*>(table.data) + seq * table.row, table.column, first, last, pages);
+    }
+    return ids_exist(static_cast<const int32_t*>(table.data) + seq * table.row, table.column, first, last, pages);
+}
+
+struct Run {  // slots [first, end)
+    int64_t first, end;
+};
+
+class Checker {
+  public:
+    explicit Checker(const Check& call) : call(call), runs(memory()) {}
+
+    bool legal() {
+        if (!all_positive(call.k_scale) || !all_positive(call.v_scale)) return false;
+        if (!is_scale(call.q_scale) || !is_scale(call.out_scale)) return false;
+        tokens_scaled = call.reads && (by_token(call.k_scale) || by_token(call.v_scale));
+        stores = call.writes && (call.whole || call.slots.data || call.holders);
+        if (!call.whole && !tokens_scaled && !stores) return true;
+        if (call.batch.q_starts.at(0) != 0) return false;
+        runs.clear();
+        for (int64_t seq = 0; seq < call.batch.seqs; seq++) {
+            int64_t begin = call.batch.q_starts.at(seq), end = call.batch.q_starts.at(seq + 1);
+            if (end < begin || end > call.tokens) return false;
+            if (end > begin && !sequence_is_legal(seq, begin, end - begin)) return false;
+        }
+        return !stores || runs_are_legal();
+    }
+
+  private:
+    const Check& call;
+    std::vector<Run>& runs;
+    bool tokens_scaled = false, stores = false;
+
+    // One per thread, reused by every call.
+    static std::vector<Run>& memory() {
+        static thread_local std::vector<Run> owned;
+        return owned;
+    }
+
+    bool takes_new(int64_t q_len) const { return call.has_new && q_len >= call.context_from; }
+    static bool by_token(const Scales& s) { return s.data && !s.count; }
+    static bool is_scale(const float* x) { return !x || (*x > 0 && *x <= __FLT_MAX__); }
+    static bool all_positive(const Scales& s) {
+        for (int64_t i = 0; i < s.count; i++) {
+            if (!is_scale(s.data + i * s.head)) return false;
+        }
+        return true;
+    }
+
+    bool sequence_is_legal(int64_t seq, int64_t begin, int64_t q_len) {
+        if (call.mask && q_len > call.mask_width) return false;
+        if (q_len < call.only_low || q_len > call.only_high) return true;
+        int64_t kv_len = call.batch.kv_lens.at(seq), context = kv_len - q_len;
+        if (kv_len < 0 || kv_len > FAR_AWAY) return false;
+        if (context < 0 && (call.writes || call.has_new || call.mask || call.is_causal(seq))) return false;
+        if (call.reads && (call.whole || tokens_scaled)) {
+            bool good = call.mask ? tree_is_legal(seq, begin, q_len, context) : range_is_legal(seq, begin, context, kv_len);
+            if (!good) return false;
+        }
+        if (!stores) return true;
+        if (call.slots.data) return note_slots(begin, begin + q_len);
+        return pages_exist(call.batch, seq, context, kv_len, call.page_size, call.pages) && note_tokens(seq, context, kv_len);
+    }
+
+    // Without a tree, the queries lie side by side, and what they see does as well.
+    bool range_is_legal(int64_t seq, int64_t begin, int64_t context, int64_t kv_len) {
+        int64_t low = call.left == UNBOUNDED ? 0 : std::max<int64_t>(0, context - call.left);
+        low = std::min(low, std::max<int64_t>(0, context));
+        return needed(seq, begin, context, low, takes_new(kv_len - context) ? context : kv_len);
+    }
+
+    bool tree_is_legal(int64_t seq, int64_t begin, int64_t q_len, int64_t context) {
+        bool windowed = call.positions.data && (call.left != UNBOUNDED || call.right != UNBOUNDED);
+        if (!windowed) {
+            if (!needed(seq, begin, context, 0, context)) return false;
+        } else if (!context_of_window_is_legal(seq, begin, q_len, context)) {
+            return false;
+        }
+        for (int64_t j = 0; !takes_new(q_len) && j < q_len; j++) {
+            if (some_query_sees(begin, q_len, j, windowed) && !needed(seq, begin, context, context + j, context + j + 1)) return false;
+        }
+        return true;
+    }
+
+    bool context_of_window_is_legal(int64_t seq, int64_t begin, int64_t q_len, int64_t context) {
+        for (int64_t i = 0; i < q_len; i++) {
+            int64_t at = call.positions.at(begin + i);
+            if (at > FAR_AWAY || at < -FAR_AWAY) return false;
+            int64_t low = call.left == UNBOUNDED ? 0 : std::max<int64_t>(0, at - call.left);
+            int64_t high = call.right == UNBOUNDED ? context : std::min(context, at + call.right + 1);
+            if (!needed(seq, begin, context, low, high)) return false;
+        }
+        return true;
+    }
+
+    bool some_query_sees(int64_t begin, int64_t q_len, int64_t j, bool windowed) const {
+        for (int64_t i = 0; i < q_len; i++) {
+            if (!call.mask[(begin + i) * call.mask_token + j * call.mask_column]) continue;
+            if (!windowed) return true;
+            int64_t distance = call.positions.at(begin + i) - call.positions.at(begin + j);
+            if ((call.left == UNBOUNDED || distance <= call.left) && (call.right == UNBOUNDED || -distance <= call.right)) return true;
+        }
+        return false;
+    }
+
+    // Keys [low, high), which some query sees and which are read from the cache: their pages, and their scales.
+    bool needed(int64_t seq, int64_t begin, int64_t context, int64_t low, int64_t high) const {
+        if (low >= high) return true;
+        if (!pages_exist(call.batch, seq, low, high, call.page_size, call.pages)) return false;
+        if (!tokens_scaled) return true;
+        // Tokens that this call itself writes get their scales later.
+        if (call.writes && !call.slots.data) high = std::min(high, context);
+        for (int64_t key = low; key < high;) {
+            int64_t column = key / call.page_size, slot = key % call.page_size;
+            int64_t stop = std::min(high, key - slot + call.page_size), page = call.batch.table.at(seq, column);
+            if (call.writes && call.slots.data && stop > context) {
+                stop = key + 1;
+                if (key >= context && call.slots.at(begin + key - context) == page * call.page_size + slot) {
+                    key = stop;
+                    continue;
+                }
+            }
+            if (!are_positive(call.k_scale, page, slot, stop - key) || !are_positive(call.v_scale, page, slot, stop - key)) return false;
+            key = stop;
+        }
+        return true;
+    }
+
+    // Scales per token. `write` computes NaN or infinity for a token with a NaN or an infinity: those are allowed.
+    static bool are_positive(const Scales& s, int64_t page, int64_t slot, int64_t count) {
+        if (!by_token(s)) return true;
+        const float* first = s.data + page * s.page + slot * s.slot;
+        int bad = 0;
+        if (s.head == 1 && s.slot == s.heads) {
+            for (int64_t i = 0; i < count * s.heads; i++) bad |= first[i] <= 0;
+        } else {
+            for (int64_t i = 0; i < count; i++) {
+                for (int64_t h = 0; h < s.heads; h++) bad |= first[i * s.slot + h * s.head] <= 0;
+            }
+        }
+        return !bad;
+    }
+
+    void note(int64_t first, int64_t end) {
+        if (!runs.empty() && runs.back().end == first) runs.back().end = end;
+        else runs.push_back({first, end});
+    }
+
+    bool note_slots(int64_t begin, int64_t end) {
+        const int64_t room = call.pages * call.page_size;
+        for (int64_t token = begin; token < end; token++) {
+            int64_t slot = call.slots.at(token);
+            if (slot < -1 || slot >= room) return false;
+            if (slot >= 0) note(slot, slot + 1);
+        }
+        return true;
+    }
+
+    bool note_tokens(int64_t seq, int64_t context, int64_t kv_len) {
+        for (int64_t key = context; key < kv_len;) {
+            int64_t slot = key % call.page_size, stop = std::min(kv_len, key - slot + call.page_size);
+            int64_t page = call.batch.table.at(seq, key / call.page_size);
+            if (page < 0 || page >= call.pages) return false;
+            note(page * call.page_size + slot, page * call.page_size + slot + stop - key);
+            key = stop;
+        }
+        return true;
+    }
+
+    // No slot twice, no page with several holders.
+    bool runs_are_legal() {
+        for (const Run& run : runs) {
+            if (!call.holders) break;
+            for (int64_t page = run.first / call.page_size; page <= (run.end - 1) / call.page_size; page++) {
+                if (call.holders[page] > 1) return false;
+            }
+        }
+        if (!call.whole && !call.slots.data) return true;
+        auto before = [](const Run& a, const Run& b) { return a.first < b.first; };
+        if (!std::is_sorted(runs.begin(), runs.end(), before)) std::sort(runs.begin(), runs.end(), before);
+        for (size_t i = 1; i < runs.size(); i++) {
+            if (runs[i].first < runs[i - 1].end) return false;
+        }
+        return true;
+    }
+};
+
+inline bool is_legal(const Check& call) { return Checker(call).legal(); }
+
+}  // namespace quire
