@@ -12,9 +12,18 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def look_up(rows, unit, key, end, C: tl.constexpr):
-    """What the table says is the page of each key below `end`, existing or not."""
+    """What the table says is the page of each key below `end`, existing or not; -1 where the table has no such column."""
     column = unit.row.to(tl.int64) * rows.table_row + key // C.PAGE_SIZE * C.TABLE_STEP
-    return tl.load(rows.page_table + column, mask=key < tl.minimum(end, unit.cached), other=0)
+    end = tl.minimum(tl.minimum(end, unit.cached), keys_in_table(rows, C))
+    return tl.load(rows.page_table + column, mask=key < end, other=-1)
+
+
+@triton.jit
+def keys_in_table(rows, C: tl.constexpr):
+    """Keys that one row of the table has columns for. A tile begins before the first key that a query sees: a table without a
+    column for those keys is valid, and must not be read there."""
+    room = (tl.full([], 0, tl.int64) + rows.table_width) * C.PAGE_SIZE
+    return tl.minimum(room, 2**31 - 1).to(tl.int32)
 
 
 @triton.jit
