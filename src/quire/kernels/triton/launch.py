@@ -28,6 +28,11 @@ FAR = 2**30
 BYTES = {"fp16": 2, "bf16": 2, "fp32": 4}
 QUERIES = 64 * 1024
 """Bytes that the queries of a short tile may take: the shared memory of the smallest card."""
+IN_REGISTERS = 8 * 1024
+"""The same for products in fp32, which no matrix unit computes: each thread holds whole rows of its queries in registers. With 64
+rows of 128 NVIDIA's assembler kept 3 to 7 KB of a thread's numbers on the stack."""
+WGMMA_WIDTH = 64
+"""Elements of 16 bits that Hopper's matrix unit takes from one row of shared memory, in its widest arrangement."""
 
 Pair = tuple[torch.Tensor, torch.Tensor] | None
 
@@ -80,13 +85,13 @@ class Plan:
         # Batch-invariant calls are all of one shape, whatever they hold.
         kernel = "decode" if options.batch_invariant else kernel
         dot, balance = dot_type(q, cache, new)
-        widths = [max(16, power_of_two(dim)) for dim in (cache.head_dim, cache.v_head_dim)]
+        widths = tile_widths(cache, dot, target)
         self.row = row = tuning or tuning_for(kernel, target, max(widths), BYTES[dot], cache.format.itemsize)
         self.helpers = 1 if row in (SMALL, SMALL_GLUON) else 4
         """Warps of those who make ready."""
         group = q.shape[1] // cache.kv_heads
         self.few = self._few(kernel, q, batch)
-        most = min(64, QUERIES // (max(widths) * BYTES[dot]))
+        most = max(16, min(64, (IN_REGISTERS if dot == "fp32" else QUERIES) // (max(widths) * BYTES[dot])))
         rows = most if options.batch_invariant else max(row.rows, min(most, power_of_two(self.few * group)))
         self.programs = max(1, int(target.multiprocessors * row.per_multiprocessor))
         # Plain decodes only: those were measured.
@@ -367,6 +372,18 @@ def dot_type(q: torch.Tensor, cache: KVCache, new: Pair) -> tuple[str, bool]:
     if len(floats) > 1 or "fp32" in floats:
         return "fp32", False
     return next(iter(floats), "fp16"), False
+
+
+def tile_widths(cache: KVCache, dot: str, target: Target) -> tuple[int, int]:
+    """head_dim and v_head_dim as tiles are wide: powers of two, 16 at least.
+
+    Hopper's matrix unit reads keys and values from shared memory in one of three arrangements, by the width of a row. On an H200
+    with Triton 3.6 products were wrong whenever rows of values were narrower than the arrangement of the keys (widths 32/16, 64/16
+    and 128/16), and right with the same widths, or with wider values, in 100 other random calls: so values are as wide there."""
+    k_width, v_width = (max(16, power_of_two(dim)) for dim in (cache.head_dim, cache.v_head_dim))
+    if target.arch == "sm90" and dot != "fp32":
+        v_width = max(v_width, min(k_width, WGMMA_WIDTH))
+    return k_width, v_width
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
