@@ -107,9 +107,7 @@ class RandomCall:
         batch = quire.Batch(*map(move, (b.page_table, b.kv_lens, b.q_starts)), max_q_len=b.max_q_len, max_kv_len=b.max_kv_len)
         options = quire.Options(**{f.name: move(getattr(self.options, f.name)) for f in dataclasses.fields(self.options)})
         new = None if self.new is None else (move(self.new[0]), move(self.new[1]))
-        return dataclasses.replace(
-            self, q=move(self.q), cache=cache, batch=batch, options=options, new=new, out=move(self.out)
-        )
+        return dataclasses.replace(self, q=move(self.q), cache=cache, batch=batch, options=options, new=new, out=move(self.out))
 
     def _joint(self, move: Any) -> torch.Tensor:
         """The one tensor that holds keys and values side by side, from the view of its keys."""
@@ -136,7 +134,9 @@ class RandomCall:
             bad = ~(np.abs(got - want) <= allowed)
         if bad.any():
             at = tuple(int(i[0]) for i in bad.nonzero())
-            return f"{int(bad.sum())} of {bad.size} outputs, first {at}: {got[at]:.9g} instead of {want[at]:.9g} +- {allowed[at]:.2g}"
+            return (
+                f"{int(bad.sum())} of {bad.size} outputs, first {at}: {got[at]:.9g} instead of {want[at]:.9g} +- {allowed[at]:.2g}"
+            )
         behind = out[self.live :].cpu().float()
         if behind.numel() and not (behind == (0.0 if self.out is None else GUARD)).all():
             return "a padding row of the output was written" if self.out is not None else "a padding row is not 0"
@@ -556,7 +556,9 @@ def _draw_write(rng: random.Random, shape: Shape, device: str) -> RandomWrite:
         part[live:] = math.nan
         cells.append(stored)
         scales.append(mine)
-    blank = [draw_stored(random.Random(1), shape, part.shape[2], used, None if scale is None else scale.clone())[0] for part in made]
+    blank = [
+        draw_stored(random.Random(1), shape, part.shape[2], used, None if scale is None else scale.clone())[0] for part in made
+    ]
     storage = [part.to(device) for part in arranged(*blank, shape)]
     empty = None if scale is None else torch.full_like(scale, math.nan) if scale.dim() == 3 else scale
     given = {} if empty is None else {"k_scale": empty.clone().to(device), "v_scale": empty.clone().to(device)}
