@@ -408,8 +408,8 @@ def draw_new(rng: random.Random, shape: Shape, sights: list[oracle.Sight]) -> tu
 
 
 def asked_by_the_ledger(shape: Shape, exact: dict[str, Any], table: oracle.Array, pages: int) -> list[tuple[int, int]]:
-    """The slots, and the positions they must hold, of what the ledger's check asks for: of each sequence the keys from the first that
-    its window reaches; a tree's new tokens are left out."""
+    """The slots, and the positions they must hold, of what the ledger's check asks for: of each sequence the keys from the first
+    that its window reaches; a tree's new tokens are left out."""
     asked = []
     for row, (start, q_len, kv_len) in enumerate(zip(shape.starts, shape.q_lens, shape.kv_lens)):
         first, left = 0, exact["window"][0]
@@ -501,7 +501,7 @@ class RandomWrite:
 
     def wrong(self) -> str | None:
         for got, want in zip(self.storage, self.expected):
-            same = got.cpu().contiguous().view(torch.uint8) == want.contiguous().view(torch.uint8)
+            same = got.cpu().flatten().view(torch.uint8) == want.flatten().view(torch.uint8)
             if not same.all():
                 return f"{int((~same).sum())} of {same.numel()} bytes are wrong"
         if self.expected_scales is not None:

@@ -42,8 +42,8 @@ def decode(stored: Array, format: str) -> Array:
 
 
 def encode(numbers: Array, format: str) -> Array:
-    """The bytes of finite numbers: saturating, to the nearest, and of two to the one whose last bit is 0. A zero keeps its sign where
-    the format has one for it."""
+    """The bytes of finite numbers: saturating, to the nearest, and of two to the one whose last bit is 0. A zero keeps its sign
+    where the format has one for it."""
     if format == "int8":
         return np.clip(np.rint(numbers), -127, 127).astype(np.int8).view(np.uint8)
     table = codes(format)
