@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -117,3 +118,31 @@ def test_writes_by_slots_on_two_streams() -> None:
     torch.cuda.synchronize()
     for cache in caches[:2]:
         assert all(torch.equal(part.reshape(-1, 2, 64)[:tokens], k) for part in cache)
+
+
+def attended_by_threads(devices: list[str], kernel: str) -> None:
+    """A thread for each device, on a stream of its own, makes calls of several kinds, the first of each kind included."""
+
+    def attend_often(at: int) -> None:
+        with torch.cuda.device(devices[at]), torch.cuda.stream(torch.cuda.Stream(devices[at])):
+            for turn in range(6):
+                seqs = 1 + (turn + at) % 3
+                s = build(90 + turn, [1] * seqs, [700 + 100 * at] * seqs, **BF16, device=devices[at])
+                torch.cuda.current_stream().synchronize()
+                for _ in range(3):
+                    check(s, *attend(s, kernel))
+
+    with ThreadPoolExecutor(len(devices)) as threads:
+        for done in [threads.submit(attend_often, at) for at in range(len(devices))]:
+            done.result()
+
+
+@every
+def test_threads_with_a_stream_each(kernel: str) -> None:
+    attended_by_threads(["cuda:0"] * 4, kernel)
+
+
+@pytest.mark.skipif("torch.cuda.device_count() < 2", reason="one GPU")
+@every
+def test_threads_with_a_device_each(kernel: str) -> None:
+    attended_by_threads([f"cuda:{at}" for at in range(torch.cuda.device_count())] * 2, kernel)

@@ -7,10 +7,13 @@ from typing import Any
 
 import torch
 
+from quire import Batch, KVCache
 from quire.contract.call import Call
 from quire.kernels.triton.constants import dot_type
 from quire.kernels.triton.launcher import AttendLauncher
-from quire.kernels.triton.tuning import Tuning
+from quire.kernels.triton.ledger import AuditLauncher
+from quire.kernels.triton.tuning import AUDIT, WRITE, Portion, Tuning
+from quire.kernels.triton.write import WriteLauncher
 from quire.platform import INTERPRETER, Platform
 from quire.problem import ANY, Problem
 from support.scenario import TYPES, Scenario, build
@@ -58,6 +61,26 @@ def prepared(
     )
     problem = problem_of(s, out, lse is not None, context_from=context_from, only=only)
     return call, AttendLauncher(kernel, problem, platform or platform_at(s.q.device), tuning)
+
+
+def write(
+    k: torch.Tensor, v: torch.Tensor, cache: KVCache, batch: Batch, slots: torch.Tensor | None, portion: Portion = WRITE
+) -> None:
+    """One launch of the writer."""
+    call = Call(cache, batch, k=k, v=v, slots=slots)
+    WriteLauncher(Problem.of_write(k, v, cache, batch, call.given_slots), platform_at(k.device), portion)(call)
+
+
+def audit(call: Call, portion: Portion = AUDIT) -> None:
+    """One check of a call's ledger."""
+    audit_launcher(call, portion)(call)
+
+
+def audit_launcher(call: Call, portion: Portion = AUDIT) -> AuditLauncher:
+    assert call.q is not None
+    what = {"context_from": call.context_from, "only": call.only}
+    problem = Problem.of(call.q, call.cache, call.batch, call.options, new=call.new, **what)  # type: ignore[arg-type]
+    return AuditLauncher(problem, platform_at(call.q.device), portion)
 
 
 def problem_of(s: Scenario, out: torch.Tensor | None = None, lse: bool = False, **how: Any) -> Problem:

@@ -8,7 +8,7 @@ from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_a
 
 from quire.kernels.gluon.rings import QUEUE, await_free, landing, say_full, tiles_of, unit_of
 from quire.kernels.triton.formats import decode
-from quire.kernels.triton.tiles import as_factor, key_at, value_at
+from quire.kernels.triton.tiles import as_factor, key_at, value_at, within_table
 from quire.kernels.triton.units import place
 
 
@@ -29,7 +29,7 @@ def load(units, query, cache, rows, new, features, rings, count, T: gl.constexpr
         head, row, q_tile, start, q_len, kv_len, broken = unit_of(units, item, count, T)
         unit = place(rows, features, row, start, q_len, kv_len, q_tile, head, nth_key, T, C)
         begin, end, tiles = tiles_of(unit, broken, T)
-        stop = gl.minimum(end, unit.cached)
+        stop = within_table(rows, gl.minimum(end, unit.cached), C)
         key = begin + nth_key
         page = look_up(rows, row, key, stop, C)
         after = look_up(rows, row, key + T.KEYS, stop, C)

@@ -214,9 +214,12 @@ def needed_from(unit, C: tl.constexpr):
 
 @triton.jit
 def runs_out(rows, cache, unit, C: tl.constexpr):
-    """Whether the table is too short for the row, or there is no page at all."""
+    """Whether the table is too short for the row, or there is no page at all, and the row needs a page."""
     too_short = (unit.cached - 1) // C.PAGE_SIZE >= rows.table_width
-    return (too_short | (cache.pages < 1)) & (unit.cached > needed_from(unit, C))
+    needed = unit.cached > needed_from(unit, C)
+    if C.TREE and C.LEFT is not None:
+        needed &= tl.max((unit.live & (unit.at - C.LEFT < unit.cached)).to(tl.int32)) > 0
+    return (too_short | (cache.pages < 1)) & needed
 
 
 @triton.jit

@@ -11,6 +11,8 @@ from quire.problem import Problem, power_of_two
 FAR = 2**30
 """Further than any key: windows reach at most that far in 32 bits."""
 BYTES = {"fp16": 2, "bf16": 2, "fp32": 4}
+WGMMA_WIDTH = 64
+"""Elements of 16 bits that Hopper's matrix unit takes from one row of shared memory, in its widest arrangement."""
 
 
 def dot_type(problem: Problem) -> tuple[str, bool]:
@@ -26,9 +28,16 @@ def dot_type(problem: Problem) -> tuple[str, bool]:
     return next(iter(floats), "fp16"), False
 
 
-def widths_of(problem: Problem) -> tuple[int, int]:
-    """K's and V's head_dim as tiles are wide."""
-    return max(16, power_of_two(problem.head_dim)), max(16, power_of_two(problem.v_head_dim))
+def widths_of(problem: Problem, platform: Platform) -> tuple[int, int]:
+    """head_dim and v_head_dim as tiles are wide: powers of two, 16 at least.
+
+    Hopper's matrix unit reads keys and values from shared memory in one of three arrangements, by the width of a row. On an H200
+    with Triton 3.6 products were wrong whenever rows of values were narrower than the arrangement of the keys (widths 32/16, 64/16
+    and 128/16), and right with the same widths, or with wider values, in 100 other random calls: so values are as wide there."""
+    k_width, v_width = (max(16, power_of_two(dim)) for dim in (problem.head_dim, problem.v_head_dim))
+    if platform.arch == "sm90" and dot_type(problem)[0] != "fp32":
+        v_width = max(v_width, min(k_width, WGMMA_WIDTH))
+    return k_width, v_width
 
 
 def constants_of(problem: Problem, platform: Platform, row: Tuning, short: Tile, long: Tile | None) -> Constants:
@@ -36,7 +45,7 @@ def constants_of(problem: Problem, platform: Platform, row: Tuning, short: Tile,
     work for 32 are launched as if they were generic."""
     dot, balance = dot_type(problem)
     generic = problem.memory == "generic"
-    k_width, v_width = widths_of(problem)
+    k_width, v_width = widths_of(problem, platform)
     k, v = problem.k_pages, problem.v_pages
     assert k is not None and v is not None
     left, right = problem.window

@@ -30,11 +30,18 @@ def key_tiles(rows, q_len, kv_len, T: tl.constexpr, C: tl.constexpr):
     """The first key tile that a row needs, and how many. A row without keys still counts one: its output is written there. One that
     claims more keys than its table has room for counts no more than that: it is broken, and its neighbours shall not notice."""
     room = (tl.full([], 0, tl.int64) + rows.table_width) * C.PAGE_SIZE
+    context = kv_len - q_len
     kv_len = tl.minimum(kv_len, room + q_len + 1).to(tl.int32)
     first = q_len * 0
     if C.LEFT is not None and not C.TREE:
         first = tl.maximum(kv_len - q_len - C.LEFT, 0) // T.STEP
-    return first, tl.maximum((kv_len + T.STEP - 1) // T.STEP - first, 1)
+    keys = kv_len - first * T.STEP
+    if C.NEW and C.LEFT is not None:
+        # A window may hide the whole context, and then the table need not have room for it: the row needs its new tokens alone.
+        alone = (q_len >= C.CONTEXT_FROM) & (context > room)
+        first = tl.where(alone, context // T.STEP, first)
+        keys = tl.where(alone, context % T.STEP + q_len, keys)
+    return first, tl.maximum((keys + T.STEP - 1) // T.STEP, 1)
 
 
 @triton.jit

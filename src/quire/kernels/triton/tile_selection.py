@@ -11,6 +11,9 @@ from quire.problem import Problem, power_of_two
 
 QUERIES = 64 * 1024
 """Bytes that the queries of a short tile may take: the shared memory of the smallest card."""
+IN_REGISTERS = 8 * 1024
+"""The same for products in fp32, which no matrix unit computes: each thread holds whole rows of its queries in registers. With 64
+rows of 128 NVIDIA's assembler kept 3 to 7 KB of a thread's numbers on the stack."""
 FEW = 16
 """New tokens of a row, at most, that the tiles of short rows are made for."""
 PROCESSORS = 100
@@ -23,9 +26,10 @@ class Tiles:
     def __init__(self, kernel: str, problem: Problem, platform: Platform, tuning: Tuning | None = None):
         self.every_row_is_short = kernel == "decode"
         dot, _ = dot_type(problem)
-        width, element = max(widths_of(problem)), BYTES[dot]
+        width, element = max(widths_of(problem, platform)), BYTES[dot]
         self.row = row = tuning or tuning_for(kernel, platform.arch, width, element, FORMATS[problem.format].itemsize)
-        self.problem, self.most = problem, min(64, QUERIES // (width * element))
+        self.problem = problem
+        self.most = max(16, min(64, (IN_REGISTERS if dot == "fp32" else QUERIES) // (width * element)))
         self.programs = max(1, int((platform.multiprocessors or PROCESSORS) * row.per_multiprocessor))
         # Plain decodes only: those were measured.
         alone = problem.batch_invariant or problem.mask or problem.form == "context" or problem.memory == "generic"

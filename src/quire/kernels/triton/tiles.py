@@ -12,9 +12,17 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def look_up(rows, unit, key, end, C: tl.constexpr):
-    """What the table says is the page of each key below `end`, existing or not."""
+    """What the table says is the page of each key below `end`, existing or not; -1 where the table has no such column."""
     column = unit.row.to(tl.int64) * rows.table_row + key // C.PAGE_SIZE * rows.table_step
-    return tl.load(rows.page_table + column, mask=key < tl.minimum(end, unit.cached), other=0)
+    end = within_table(rows, tl.minimum(end, unit.cached), C)
+    return tl.load(rows.page_table + column, mask=key < end, other=-1)
+
+
+@triton.jit
+def within_table(rows, end, C: tl.constexpr):
+    """`end`, or the number of keys that the table has columns for if that is less. A tile begins before the first key that a query
+    sees: a table without a column for those keys is valid, and must not be read there."""
+    return tl.where((end - 1) // C.PAGE_SIZE < rows.table_width, end, rows.table_width * C.PAGE_SIZE)
 
 
 @triton.jit

@@ -13,8 +13,8 @@ from quire.contract.call import Call
 from quire.kernels.triton.ledger import AuditLauncher
 from quire.kernels.triton.program import as_bytes
 from quire.kernels.triton.tuning import AUDIT, LEAST, Portion
-from quire.problem import ANY, Extent, Problem
-from support.launched import platform_at
+from quire.problem import ANY, Extent
+from support.launched import audit, audit_launcher
 
 PAGE_SIZE = 4
 Q_LENS, KV_LENS = [1, 6, 0, 3], [30, 6, 9, 17]
@@ -73,10 +73,7 @@ class Setting:
         self, *, context_from: int = 1, only: tuple[int, int] = (0, ANY), portion: Portion = AUDIT
     ) -> tuple[Call, AuditLauncher]:
         call = Call(self.cache, self.batch, self.q, self.options, self.new, context_from=context_from, only=only)
-        problem = Problem.of(
-            self.q, self.cache, self.batch, self.options, new=self.new, context_from=context_from, only=only
-        )
-        return call, AuditLauncher(problem, platform_at(self.device), portion)
+        return call, audit_launcher(call, portion)
 
     def launch(self, **how: Any) -> Any:
         """One check; what the ledger reports."""
@@ -241,7 +238,7 @@ def test_what_a_pool_hands_out_again_is_stale(device: str) -> None:
             assert cache.ledger is not None
             cache.ledger.record(slots, at)
         q = torch.zeros(count, 1, 16, device=device)
-        AuditLauncher(Problem.of(q, cache, batch), platform_at(device))(Call(cache, batch, q))
+        audit(Call(cache, batch, q))
         return batch
 
     a, b = pool.sequence(), pool.sequence()

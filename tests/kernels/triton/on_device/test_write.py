@@ -10,11 +10,8 @@ import torch
 
 from quire import Batch, KVCache
 from quire.kernels.torch import write as plain
-from quire.contract.call import Call
-from quire.kernels.triton.tuning import LEAST, WRITE, Portion
-from quire.kernels.triton.write import WriteLauncher
-from quire.problem import Problem
-from support.launched import bits, platform_at
+from quire.kernels.triton.tuning import LEAST
+from support.launched import bits, write
 from support.scenario import LARGEST, TYPES, place
 
 LAYOUTS = ["nhd", "hnd", "vllm_x", "vllm_joint", "aiter"]
@@ -66,13 +63,6 @@ def tokens_of(device: str, dtype: torch.dtype, kv_heads: int = 3) -> tuple[torch
     return k.to(device, dtype), v.to(device, dtype)
 
 
-def launch(
-    k: torch.Tensor, v: torch.Tensor, cache: KVCache, batch: Batch, slots: torch.Tensor | None, portion: Portion = WRITE
-) -> None:
-    call = Call(cache, batch, k=k, v=v, slots=slots)
-    WriteLauncher(Problem.of_write(k, v, cache, batch, call.given_slots), platform_at(k.device), portion)(call)
-
-
 def same(
     k: torch.Tensor,
     v: torch.Tensor,
@@ -84,7 +74,7 @@ def same(
 ) -> None:
     """Writes with both, and compares every byte of the caches."""
     expected = expected or copy(cache)
-    launch(k, v, cache, batch, slots, **how)
+    write(k, v, cache, batch, slots, **how)
     plain.launch(k, v, expected, batch, slots)
     for name in ("k", "v", "k_scale", "v_scale"):
         mine, other = getattr(cache, name), getattr(expected, name)
@@ -144,7 +134,7 @@ def test_slots_that_do_not_exist_are_skipped(bad: int, device: str) -> None:
     cache = cache_of(device, "bf16", "nhd", "none")
     expected = copy(cache)
     plain.launch(*tokens_of(device, torch.bfloat16), expected, batch, good)
-    launch(*tokens_of(device, torch.bfloat16), cache, batch, slots)
+    write(*tokens_of(device, torch.bfloat16), cache, batch, slots)
     assert torch.equal(bits(cache.k), bits(expected.k)) and torch.equal(bits(cache.v), bits(expected.v))
 
 
@@ -157,7 +147,7 @@ def test_pages_that_do_not_exist_are_skipped(bad: int, device: str) -> None:
     good[6:14] = -1  # the first page of the fourth sequence, all of whose tokens are new
     plain.launch(*tokens_of(device, torch.bfloat16), expected, batch, good)
     batch.page_table[3, 0] = bad
-    launch(*tokens_of(device, torch.bfloat16), cache, batch, None)
+    write(*tokens_of(device, torch.bfloat16), cache, batch, None)
     assert torch.equal(bits(cache.k), bits(expected.k)) and torch.equal(bits(cache.v), bits(expected.v))
 
 
@@ -170,7 +160,7 @@ def test_a_short_table_is_not_read_beyond(device: str) -> None:
     good[[i for i in range(5) if 4 + i >= 8]] = -1
     plain.launch(*tokens_of(device, torch.bfloat16), expected, batch, good)
     batch.page_table = batch.page_table[:, :1].contiguous()
-    launch(*tokens_of(device, torch.bfloat16), cache, batch, None)
+    write(*tokens_of(device, torch.bfloat16), cache, batch, None)
     assert torch.equal(bits(cache.k), bits(expected.k)) and torch.equal(bits(cache.v), bits(expected.v))
 
 
