@@ -69,6 +69,9 @@ def load_keys(cache, new, ring, unit, page, key, end, tile, dim, T: gl.constexpr
     if C.NEW:
         token = (unit.start + key - unit.context).to(gl.int64)
         at = gl.where(key >= unit.cached, new.k + (token * new.k_token + unit.kv_head * new.k_head), at)
+        if T.COPIES:
+            # The launcher has checked it. From 3.8 on the compiler no longer derives the alignment of a choice of two addresses.
+            at = gl.multiple_of(at, 16)
         if step != C.NEW_K_DIM:
             step = gl.where(key >= unit.cached, C.NEW_K_DIM, step)[:, None]
     fill(ring, at, step, (key >= unit.low) & (key < end), dim, C.HEAD_DIM, tile, T, C)
@@ -83,6 +86,8 @@ def load_values(cache, new, ring, unit, page, key, end, tile, dim, T: gl.constex
     if C.NEW:
         token = (unit.start + key - unit.context).to(gl.int64)
         at = gl.where(key >= unit.cached, new.v + (token * new.v_token + unit.kv_head * new.v_head), at)
+        if T.COPIES:
+            at = gl.multiple_of(at, 16)
         if step != C.NEW_V_DIM:
             step = gl.where(key >= unit.cached, C.NEW_V_DIM, step)[:, None]
     fill(ring, at, step, (key >= unit.low) & (key < end), dim, C.V_DIM, tile, T, C)
