@@ -1,9 +1,9 @@
 """Compiles the GPU kernels with every version of Triton that Quire supports, for cards that need not be here: `make versions`.
 
-    python tests/versions/run.py [--out build/versions.json] [VERSION ...]
+    python tests/versions/run.py [--out build/versions.json] [--arches sm90 ...] [--versions 3.9.0 ...]
 
-Each version is downloaded once, into build/triton-VERSION. The file that is written is what `make docs` prints the table of versions
-in docs/kernels.md from. The exit status is 1 if a kernel does not compile or is not what it should be.
+Each version is downloaded once, into build/triton-VERSION. `make docs` prints the table of versions in docs/kernels.md from the
+file that is written. The exit status is 1 if a kernel does not compile or is not what it should be.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ def compile_arch(version: str, arch: str) -> Iterator[dict[str, Any]]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("versions", nargs="*", metavar="VERSION", help=f"versions of Triton; all by default: {', '.join(VERSIONS)}")
+    parser.add_argument("--versions", nargs="+", choices=VERSIONS, default=VERSIONS, help="versions of Triton; all by default")
+    parser.add_argument("--arches", nargs="+", choices=ARCHES, default=ARCHES, help="cards; all by default")
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "versions.json", help="the file to write")
     asked = parser.parse_args()
-    versions = asked.versions or list(VERSIONS)
     began = time.monotonic()
-    for version in versions:
+    for version in asked.versions:
         environment(version)
-    print(f"Triton {', '.join(versions)}: installed after {time.monotonic() - began:.0f} s", flush=True)
+    print(f"Triton {', '.join(asked.versions)}: installed after {time.monotonic() - began:.0f} s", flush=True)
     records = []
-    work = [(version, arch) for version in versions for arch in ARCHES]
+    work = [(version, arch) for arch in asked.arches for version in asked.versions]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         for (version, arch), found in zip(work, pool.map(lambda one: list(compile_arch(*one)), work)):
             records += found

@@ -7,7 +7,7 @@ from typing import Any
 from quire.kernels.triton.compiled import CARDS, Compiled
 from quire.kernels.triton.sample import Sample
 
-ARCHES = ("sm80", "sm89", "sm90", "sm100", "gfx942", "gfx1100", "gfx1201")
+ARCHES = ("sm90", "gfx942", "sm80", "sm89", "sm100", "gfx1100", "gfx1201")
 
 FP16: dict[str, Any] = {"format": "fp16", "q_dtype": "fp16", "out_dtype": "fp16"}
 TRITON = {f"{kernel}-{format}": Sample(kernel, format=format) for kernel in ("decode", "mixed") for format in ("bf16", "e4m3fn")}
