@@ -10,13 +10,14 @@ from quire.kernels.triton.sample import Sample
 ARCHES = ("sm90", "gfx942", "sm80", "sm89", "sm100", "gfx1100", "gfx1201")
 
 FP16: dict[str, Any] = {"format": "fp16", "q_dtype": "fp16", "out_dtype": "fp16"}
+TREE = {"mask": "tensor", "positions": "tensor", "window": [50, 2], "alibi": "tensor"}
 TRITON = {f"{kernel}-{format}": Sample(kernel, format=format) for kernel in ("decode", "mixed") for format in ("bf16", "e4m3fn")}
 TRITON |= {f"write-{format}": Sample("write", format=format) for format in ("bf16", "e4m3fn", "int8")}
 TRITON |= {
     "decode-fp16": Sample("decode", **FP16),
     "decode-lse-window": Sample("decode", 64, lse=True, options={"window": [100, 0]}, small=True),
     "mixed-new-softcap": Sample("mixed", 64, new=True, lse=True, options={"softcap": 30.0}, small=True),
-    "mixed-tree": Sample("mixed", 64, "int8", scales="head", options={"mask": "tensor", "window": [50, 2]}, small=True),
+    "mixed-tree": Sample("mixed", 64, "int8", scales="head", options=TREE, small=True),
     "ledger": Sample("ledger"),
 }
 GLUON = {
