@@ -1,23 +1,26 @@
 # A fresh clone needs Python 3.10 or newer and make, nothing else. `make` alone says what there is.
 
 PYTHON ?= python3
+CONSTRAINTS ?= constraints.txt
 
-VENV := .venv
+# constraints-torch-2.15.txt makes .venv-torch-2.15: environments of different versions stay beside each other.
+VENV := .venv$(patsubst constraints%.txt,%,$(notdir $(CONSTRAINTS)))
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 NATIVE := src/quire/kernels/native
 BUILT := $(VENV)/.built
-PIP := $(BIN)/python -m pip --disable-pip-version-check install -qq --constraint constraints.txt
+PIP := $(BIN)/python -m pip --disable-pip-version-check install -qq --constraint $(CONSTRAINTS)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test gpu-test sanitize emulate lint format bench docs clean
+.PHONY: help demo test gpu-test versions sanitize emulate lint format bench docs clean
 
 help: ## this list
 	@echo "Quire: paged attention that explains itself."
 	@echo
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' Makefile
 	@echo
-	@echo "  The first of them makes $(VENV) from constraints.txt. Another Python: make demo PYTHON=python3.12"
+	@echo "  The first of them makes $(VENV) from $(CONSTRAINTS). Another Python: make demo PYTHON=python3.12"
+	@echo "  Another torch and Triton, in an environment of its own: make test CONSTRAINTS=constraints-torch-2.15.txt"
 
 demo: $(BUILT) ## a small continuous-batching decoder on this machine, then the proof that it was right
 	@$(BIN)/quire demo
@@ -28,6 +31,9 @@ test: $(BUILT) ## the whole test suite, on the CPU
 # On a GPU machine torch is there already: no environment is made, $(PYTHON) is used as it is.
 gpu-test: ## the operator on this machine's GPU, against the reference; needs torch, triton, numpy and pytest
 	@PYTHONPATH=src $(PYTHON) tests/gpu/run.py $(if $(REPORTS),--reports $(REPORTS))
+
+versions: $(READY) ## compile the GPU kernels with Triton 3.6 to 3.9, each downloaded once into build/: some minutes
+	@$(BIN)/python tests/versions/run.py
 
 # The whole package again, with the native kernels watched; torch itself is not, so leaks at exit are not looked for.
 SANITIZED := build/sanitized
@@ -61,20 +67,20 @@ format: $(READY) ## let ruff write what `make lint` asks for
 bench: $(BUILT) ## measure the CPU kernels against their baselines
 	@$(BIN)/quire bench --device cpu
 
-docs: $(READY) ## print docs/contract.md, faults.md, power.md and kernels.md from the objects: minutes, for every card is compiled for
+docs: $(READY) versions ## print docs/contract.md, faults.md, power.md and kernels.md from the objects: minutes, for every card is compiled for
 	@$(BIN)/python -m quire.contract > docs/contract.md.new && mv docs/contract.md.new docs/contract.md
 	@$(BIN)/python -m quire.conformance > docs/faults.md.new && mv docs/faults.md.new docs/faults.md
 	@mkdir -p build && $(BIN)/quire conform --power --level standard --json > build/power.json
 	@$(BIN)/python -m quire.conformance.matrix build/power.json > docs/power.md.new && mv docs/power.md.new docs/power.md
-	@$(BIN)/python -m quire.kernels.triton > docs/kernels.md.new && mv docs/kernels.md.new docs/kernels.md
+	@$(BIN)/python -m quire.kernels.triton build/versions.json > docs/kernels.md.new && mv docs/kernels.md.new docs/kernels.md
 
 clean: ## remove the environment and everything that was generated
-	rm -rf $(VENV) build dist src/*.egg-info .hypothesis .pytest_cache .mypy_cache .ruff_cache docs/*.md.new
+	rm -rf .venv .venv-* build dist src/*.egg-info .hypothesis .pytest_cache .mypy_cache .ruff_cache docs/*.md.new
 	rm -f $(NATIVE)/*.so
 	find src tests examples -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # setuptools comes first and builds Quire itself: an isolated build would fetch one that constraints.txt does not pin.
-$(READY): pyproject.toml constraints.txt
+$(READY): pyproject.toml $(CONSTRAINTS)
 	@command -v $(PYTHON) >/dev/null || { echo "make: there is no '$(PYTHON)' here; name another: make PYTHON=python3.12" >&2; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \
 	  echo "make: $$($(PYTHON) --version) is too old, Quire needs 3.10 or newer: make PYTHON=python3.12" >&2; exit 1; }

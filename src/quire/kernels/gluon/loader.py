@@ -6,6 +6,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_async_shared
 
+from quire.kernels.gluon.names import async_load
 from quire.kernels.gluon.rings import QUEUE, await_free, landing, say_full, tiles_of, unit_of
 from quire.kernels.triton.formats import decode
 from quire.kernels.triton.tiles import as_factor, key_at, value_at, within_table
@@ -68,6 +69,9 @@ def load_keys(cache, new, ring, unit, page, key, end, tile, dim, T: gl.constexpr
     if C.NEW:
         token = (unit.start + key - unit.context).to(gl.int64)
         at = gl.where(key >= unit.cached, new.k + (token * new.k_token + unit.kv_head * new.k_head), at)
+        if T.COPIES:
+            # The launcher has checked it. From 3.8 on the compiler no longer derives the alignment of a choice of two addresses.
+            at = gl.multiple_of(at, 16)
         if step != new.k_dim:
             step = gl.where(key >= unit.cached, new.k_dim, step)[:, None]
     fill(ring, at, step, (key >= unit.low) & (key < end), dim, C.HEAD_DIM, tile, T, C)
@@ -82,6 +86,8 @@ def load_values(cache, new, ring, unit, page, key, end, tile, dim, T: gl.constex
     if C.NEW:
         token = (unit.start + key - unit.context).to(gl.int64)
         at = gl.where(key >= unit.cached, new.v + (token * new.v_token + unit.kv_head * new.v_head), at)
+        if T.COPIES:
+            at = gl.multiple_of(at, 16)
         if step != new.v_dim:
             step = gl.where(key >= unit.cached, new.v_dim, step)[:, None]
     fill(ring, at, step, (key >= unit.low) & (key < end), dim, C.V_DIM, tile, T, C)
@@ -95,7 +101,7 @@ def fill(ring, at, step, inside, dim, LENGTH: gl.constexpr, tile, T: gl.constexp
     at = at[:, None] + dim[None, :] * step
     if T.COPIES:
         await_free(ring, tile, T.STAGES)
-        async_copy.async_copy_global_to_shared(ring.places.index(tile % T.STAGES), at, mask=mask)
+        async_load(ring.places.index(tile % T.STAGES), at, mask=mask)
         landing(ring, tile, T.STAGES)
     else:
         x = gl.load(at, mask=mask, other=0)
@@ -121,7 +127,7 @@ def load_queries(
         mask = mine.live[:, None] & (dim < C.HEAD_DIM)[None, :]
         queries = rings.q.places.index(nth % QUEUE * 2 + half)
         if T.COPIES:
-            async_copy.async_copy_global_to_shared(queries, query.at + at, mask=mask)
+            async_load(queries, query.at + at, mask=mask)
         else:
             queries.store(gl.load(query.at + at, mask=mask, other=0))
             fence_async_shared()

@@ -12,10 +12,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier
 
+from quire.kernels.gluon.names import barrier
 from quire.kernels.gluon.units import FIELDS, HEADER
 
-threads_meet: Any = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier
-"""All threads of a group. Triton 3.7 calls it otherwise than 3.6."""
 COMPUTERS = gl.constexpr(2)
 THREADS = gl.constexpr(128)
 """Of a group of four warps: what the matrix unit takes at once."""
@@ -76,13 +75,13 @@ def landing(ring, turn, PLACES: gl.constexpr):
 @gluon.jit
 def say_full(ring, turn, PLACES: gl.constexpr):
     """One thread says so for all of its group."""
-    threads_meet()
+    barrier()
     mbarrier.arrive(ring.full.index(turn % PLACES), count=1)
 
 
 @gluon.jit
 def say_free(ring, turn, PLACES: gl.constexpr):
-    threads_meet()
+    barrier()
     mbarrier.arrive(ring.free.index(turn % PLACES), count=1)
 
 

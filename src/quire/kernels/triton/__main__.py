@@ -1,3 +1,8 @@
+import sys
+from pathlib import Path
+
 from quire.kernels.triton.report import render
 
-print(render(), end="")
+if len(sys.argv) != 2:
+    sys.exit("usage: python -m quire.kernels.triton VERSIONS.json (what `make versions` writes)")
+print(render(Path(sys.argv[1])), end="")

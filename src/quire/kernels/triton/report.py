@@ -5,12 +5,14 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
+import json
 import os
 import pkgutil
 import textwrap
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import triton
@@ -53,10 +55,19 @@ thread's. Spilled are the bytes of registers that a thread keeps in memory becau
 kernel computes products.
 """
 
+_VERSIONS = """## Versions of Triton
 
-def render() -> str:
-    """The kernels, their table, and what they take on each card, as Markdown."""
-    return "\n".join((_HEAD, kernels(), tuning(), _COMPILED.format(version=triton.__version__), compiled()))
+The same kernels by version, for one card of each vendor: registers of a thread, and the bytes it spills, if any, in parentheses.
+Printed from what `make versions` writes, which compiles them with every version for more cards. Heads are of 128.
+"""
+
+
+def render(versions: Path) -> str:
+    """The kernels, their table, what they take on each card, and by version of Triton, as Markdown. `versions` is the file that
+    `make versions` writes."""
+    records = json.loads(versions.read_text())
+    head = _COMPILED.format(version=triton.__version__)
+    return "\n".join((_HEAD, kernels(), tuning(), head, compiled(), _VERSIONS, by_version(records)))
 
 
 def kernels() -> str:
@@ -109,6 +120,26 @@ def _card(arch: str, results: list[list[Compiled] | str]) -> str:
             rows.append([*what, str(kernel.warps), memory, str(kernel.registers), str(kernel.spilled), kernel.matrix])
     heads = ("call", "kernel", "head_dim", "cache", "warps", "shared KiB", "registers", "spilled", "products")
     return f"### {arch}: {Platform.named(arch).program_memory // 1024} KiB of shared memory for a program\n\n{_table(heads, rows)}"
+
+
+def by_version(records: list[dict[str, Any]]) -> str:
+    """A table for sm90 and one for gfx942: one row for each kernel of a plain call, one column for each version."""
+    versions = list(dict.fromkeys(record["triton"] for record in records))
+    parts = []
+    for arch in ("sm90", "gfx942"):
+        rows: dict[tuple[str, str, str], dict[str, str]] = {}
+        for record in records:
+            sample = Sample(**record["sample"])
+            if record["arch"] != arch or sample != Sample(sample.kernel, format=sample.format):
+                continue
+            if record["faults"]:
+                raise RuntimeError(f"{sample} with Triton {record['triton']} for {arch}: {record['faults']}")
+            for kernel in (Compiled(*members) for members in record["kernels"]):
+                cell = f"{kernel.registers} ({kernel.spilled})" if kernel.spilled else str(kernel.registers)
+                rows.setdefault((sample.kernel, kernel.kernel, sample.format), {})[record["triton"]] = cell
+        cells = [[*what, *(found[version] for version in versions)] for what, found in rows.items()]
+        parts.append(f"### {arch} by version\n\n{_table(('call', 'kernel', 'cache', *versions), cells)}")
+    return "\n".join(parts)
 
 
 def _members(record: type) -> list[tuple[str, str]]:

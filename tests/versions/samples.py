@@ -1,0 +1,57 @@
+"""Calls that every version of Triton must compile, and what must be true of the compiled kernels."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from quire.kernels.triton.compiled import CARDS, Compiled
+from quire.kernels.triton.sample import Sample
+
+ARCHES = ("sm90", "gfx942", "sm80", "sm89", "sm100", "gfx1100", "gfx1201")
+
+FP16: dict[str, Any] = {"format": "fp16", "q_dtype": "fp16", "out_dtype": "fp16"}
+TREE = {"mask": "tensor", "positions": "tensor", "window": [50, 2], "alibi": "tensor"}
+TRITON = {f"{kernel}-{format}": Sample(kernel, format=format) for kernel in ("decode", "mixed") for format in ("bf16", "e4m3fn")}
+TRITON |= {f"write-{format}": Sample("write", format=format) for format in ("bf16", "e4m3fn", "int8")}
+TRITON |= {
+    "decode-fp16": Sample("decode", **FP16),
+    "decode-lse-window": Sample("decode", 64, lse=True, options={"window": [100, 0]}, small=True),
+    "mixed-new-softcap": Sample("mixed", 64, new=True, lse=True, options={"softcap": 30.0}, small=True),
+    "mixed-tree": Sample("mixed", 64, "int8", scales="head", options=TREE, small=True),
+    "ledger": Sample("ledger"),
+}
+GLUON = {
+    "gluon-bf16": Sample("gluon"),
+    "gluon-fp16": Sample("gluon", **FP16),
+    "gluon-e4m3fn": Sample("gluon", format="e4m3fn"),
+    "gluon-int8-head": Sample("gluon", 80, "int8", scales="head", options={"sinks": "tensor"}),
+    "gluon-new": Sample("gluon", new=True, index="int64"),
+    "gluon-window-softcap-lse": Sample("gluon", lse=True, options={"window": [100, 0], "softcap": 30.0}),
+}
+"""For sm90 alone."""
+BRIEF = {
+    "gluon-small-new": Sample("gluon", 64, new=True, lse=True, small=True),
+    "gluon-small-e4m3fn": Sample("gluon", 64, "e4m3fn", small=True),
+    "ledger-small": Sample("ledger", small=True),
+    "write-small": Sample("write", format="e4m3fn", small=True),
+}
+"""For the normal suite: small tiles, and every name of Gluon and every kernel all the same."""
+
+
+def samples_for(arch: str) -> dict[str, Sample]:
+    return TRITON | GLUON if arch == "sm90" else TRITON
+
+
+def faults(arch: str, sample: Sample, found: list[Compiled] | str) -> list[str]:
+    """What is wrong with a compiled call; nothing, if all is well."""
+    if isinstance(found, str):
+        return [found]
+    wrong = [f"{kernel} needs too much shared memory" for kernel in found if kernel.shared_memory > CARDS[arch].shared_memory]
+    for kernel in found:
+        wanted = set()
+        if kernel.kernel == "prefill_kernel":
+            wanted = {"wgmma.mma_async"} | ({"cp.async.cg.shared.global"} if sample.format in ("bf16", "fp16") else set())
+        wrong += [f"{kernel.kernel} lacks {name}" for name in sorted(wanted - set(kernel.instructions))]
+        if kernel.kernel == "attend_kernel" and not kernel.matrix:
+            wrong.append("the products of attend_kernel are not matrix instructions")
+    return wrong
