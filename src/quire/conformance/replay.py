@@ -14,7 +14,7 @@ from quire.conformance.call import Call, guarded
 from quire.conformance.diagnose import Attempt, matches, spread, where
 from quire.conformance.record import Recorded
 from quire.conformance.report import UNKNOWN, Finding
-from quire.errors import ArgumentError
+from quire.problem import default_out_dtype
 
 
 @dataclass(frozen=True)
@@ -101,9 +101,7 @@ def judge(recorded: Recorded, name: str, run: Callable[[Call], None], with_lse: 
 def call_of(recorded: Recorded, with_lse: bool) -> Call:
     """The call in the kit's words, its outputs stamped and guarded."""
     options, cache, q = recorded.options, recorded.cache, recorded.q
-    if options.out_scale is not None:
-        raise ArgumentError("FILE", "a call with out_scale", "an output that is not fp8: what fp8 rounds away, no comparison sees")
-    dtype = recorded.out.dtype if recorded.out is not None else q.dtype if q.element_size() > 1 else torch.bfloat16
+    dtype = recorded.out.dtype if recorded.out is not None else default_out_dtype(q.dtype, options)
     new_k, new_v = recorded.new or (None, None)
     return Call(
         q=q,
@@ -129,6 +127,7 @@ def call_of(recorded: Recorded, with_lse: bool) -> Call:
         mask=options.mask,
         positions=options.positions,
         q_scale=None if options.q_scale is None else float(options.q_scale),
+        out_scale=None if options.out_scale is None else float(options.out_scale),
         max_q_len=recorded.batch.max_q_len,
         max_kv_len=recorded.batch.max_kv_len,
     ).seal()
