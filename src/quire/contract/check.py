@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from importlib import import_module
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -31,7 +30,7 @@ class Watch(NamedTuple):
     strict: bool
     """Whether the whole call is checked first."""
     recorder: Any = None
-    """Who is told about calls: `quire.conformance.record.Recorder`."""
+    """Who is told about calls: an object with the methods `writer`, `attending` and `refused`, or None."""
 
 
 _checked: ContextVar[Watch | None] = ContextVar("quire_checked", default=None)
@@ -56,32 +55,16 @@ def check(
 
 
 @contextmanager
-def checked(*, results: bool = False) -> Iterator[None]:
-    """Within it every operation of this thread or task checks its whole call first, on any device, and raises at the first bad one.
-    A hint that is too low counts as bad here.
-
-    With `results` what each `attend` and `step` gave is compared with the exact computation too, and a wrong result raises, with
-    the fault's name: slow, and for debugging."""
-    if not isinstance(results, bool):
-        raise ArgumentError("results", repr(results), "True or False")
-    recorder = recording()
-    if results:
-        # The kit stands above the contract, and is loaded only for whoever asks.
-        recorder = import_module("quire.conformance.watch").Judge(recorder)
-    with _watched(Watch(True, recorder)):
-        yield
-
-
-@contextmanager
 def recorded_by(recorder: Any) -> Iterator[None]:
     """Within it every operation of this thread or task tells the recorder about its call."""
     watch = _checked.get()
-    with _watched(Watch(watch is not None and watch.strict, recorder)):
+    with watched_by(Watch(watch is not None and watch.strict, recorder)):
         yield
 
 
 @contextmanager
-def _watched(watch: Watch) -> Iterator[None]:
+def watched_by(watch: Watch) -> Iterator[None]:
+    """Within it this is what is wanted of every operation of this thread or task. Higher layers register their recorder here."""
     token = _checked.set(watch)
     try:
         yield
