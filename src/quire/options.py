@@ -12,6 +12,16 @@ from quire.errors import ArgumentError, describe
 FAR = 2**62
 """The most a window can reach: positions are 64-bit."""
 
+SMALLEST, LARGEST = 2.0**-100, 2.0**100
+"""The range of softcap, scale, q_scale and out_scale. Kernels compute in fp32, whose range is 2^-126 to 2^128. Within these limits
+`softcap * log2(e)` and `scale * log2(e)` are finite; a logit over the largest softcap that falls below 2^-126 and is flushed to zero
+costs 2^-26, less than fp32 rounds away; and a q·k of up to 2^26 times the largest scale is finite."""
+LARGEST_RATIO = 2.0**126
+"""The most that `scale * q_scale / softcap` may be: a kernel may have it as one fp32 factor."""
+STEEPEST = 2.0**64
+"""The largest ALiBi slope: times a distance of up to 2^62 and log2(e), it is finite in fp32."""
+RANGE = "from 2^-100 to 2^100 (7.9e-31 to 1.3e+30)"
+
 Window = int | tuple[int | None, int | None] | None
 Scalar = float | torch.Tensor | None
 
@@ -28,13 +38,13 @@ class Options:
     """Visible keys around a query: an int W counts them with the query's own, `(W-1, W-1)`; `(left, right)` counts to each
     side, None is unbounded. A causal row never looks right, whatever `right` says."""
     softcap: float | None = None
-    """Logits become `softcap * tanh(logit / softcap)`."""
+    """Logits become `softcap * tanh(logit / softcap)`; from 2^-100 to 2^100, what kernels can compute with in fp32."""
     alibi: torch.Tensor | None = None
     """Slopes `[q_heads]`: `-slope * |q_pos - k_pos|` is added to the logits. An input, never derived from a head count."""
     sinks: torch.Tensor | None = None
     """One more logit per head `[q_heads]`, not scaled, without a value: it only takes weight away."""
     scale: float | None = None
-    """Multiplies q·k; by default `head_dim ** -0.5`."""
+    """Multiplies q·k; by default `head_dim ** -0.5`. 0, or of magnitude 2^-100 to 2^100."""
     causal: bool | torch.Tensor = True
     """Whether a query sees only keys up to its own position; a bool tensor `[seqs]` decides per sequence."""
     mask: torch.Tensor | None = None
@@ -44,20 +54,16 @@ class Options:
     """Absolute position of each new token, integers `[tokens]`: needed by `mask` together with `window` or `alibi`, since the
     branches of a tree share positions."""
     q_scale: Scalar = None
-    """Multiplies fp8 queries."""
+    """Multiplies fp8 queries; from 2^-100 to 2^100."""
     out_scale: Scalar = None
-    """Divides the output, which is then stored as fp8, saturating."""
+    """Divides the output, which is then stored as fp8, saturating; from 2^-100 to 2^100. The type is that of `out`; without `out`,
+    fp8 queries keep their own type and all others give e4m3fn."""
     batch_invariant: bool = False
     """A row's bits then do not depend on its neighbours, the batch size, the hints or how its prompt was cut."""
 
     def __post_init__(self) -> None:
         self._check_window()
-        for name in ("softcap", "scale"):
-            value = getattr(self, name)
-            if value is not None and not _is_finite(value):
-                raise ArgumentError(name, describe(value), "a finite number or None")
-        if self.softcap is not None and self.softcap <= 0:
-            raise ArgumentError("softcap", self.softcap, "a number above 0, or None for no cap")
+        self._check_numbers()
         for name in ("alibi", "sinks"):
             value = getattr(self, name)
             if value is not None and not (
@@ -72,15 +78,35 @@ class Options:
         elif not isinstance(self.causal, bool):
             raise ArgumentError("causal", describe(self.causal), "True, False or a bool tensor [seqs]")
         self._check_mask()
+        if not isinstance(self.batch_invariant, bool):
+            raise ArgumentError("batch_invariant", describe(self.batch_invariant), "True or False")
+
+    def _check_numbers(self) -> None:
+        if self.softcap is not None and not is_in_range(self.softcap):
+            raise ArgumentError("softcap", describe(self.softcap), f"a finite number above 0, {RANGE}, or None for no cap")
+        if self.scale is not None and not (_is_finite(self.scale) and (self.scale == 0 or is_in_range(abs(self.scale)))):
+            raise ArgumentError("scale", describe(self.scale), f"a finite number, 0 or of magnitude {RANGE}, or None")
         for name in ("q_scale", "out_scale"):
             value = getattr(self, name)
             if isinstance(value, torch.Tensor):
-                if value.dtype is not torch.float32 or value.dim() != 0:
+                if value.dtype is not torch.float32 or value.dim() != 0 or value.layout is not torch.strided:
                     raise ArgumentError(name, describe(value), "a number, or an fp32 tensor []")
-            elif value is not None and not (_is_finite(value) and value > 0):
-                raise ArgumentError(name, describe(value), "a finite number above 0, or an fp32 tensor []")
-        if not isinstance(self.batch_invariant, bool):
-            raise ArgumentError("batch_invariant", describe(self.batch_invariant), "True or False")
+            elif value is not None and not is_in_range(value):
+                raise ArgumentError(name, describe(value), f"a finite number above 0, {RANGE}, or an fp32 tensor []")
+        q_scale = 1.0 if self.q_scale is None or isinstance(self.q_scale, torch.Tensor) else self.q_scale
+        broken = self.too_large(q_scale)
+        if broken is not None:
+            raise ArgumentError(*broken)
+
+    def too_large(self, q_scale: float) -> tuple[str, str, str] | None:
+        """What is wrong with the factors that kernels make of several options: argument, given, allowed; None if nothing is."""
+        factor = abs(1.0 if self.scale is None else self.scale) * q_scale
+        if factor > LARGEST:
+            return "q_scale", f"{q_scale}, times the scale {self.scale}", "a product of at most 2^100 (1.3e+30)"
+        if self.softcap is not None and factor / self.softcap > LARGEST_RATIO:
+            given = f"{self.scale} times the q_scale {q_scale}, over the softcap {self.softcap}"
+            return "scale", given, "a ratio of at most 2^126 (8.5e+37)"
+        return None
 
     def _check_window(self) -> None:
         window = self.window
@@ -131,6 +157,11 @@ class Options:
 
 
 PLAIN = Options()
+
+
+def is_in_range(value: object) -> bool:
+    """Whether it is a positive number that kernels can compute with in fp32."""
+    return _is_finite(value) and SMALLEST <= value <= LARGEST  # type: ignore[operator]
 
 
 def _is_finite(value: object) -> bool:

@@ -11,6 +11,7 @@ from quire.cache.ledger import Finding
 from quire.contract.call import Call
 from quire.contract.picture import row_picture
 from quire.contract.rule import Violation
+from quire.options import LARGEST, RANGE, STEEPEST, is_in_range
 
 
 def starts(call: Call) -> Iterator[Violation]:
@@ -245,3 +246,30 @@ def _bad_scales(name: str, scale: torch.Tensor) -> Iterator[Violation]:
         if not (value > 0 and math.isfinite(value)):
             where = name if scale.dim() == 0 else f"{name}[{i}]"
             yield Violation("quantisation", where, str(value), "a finite number above 0", picture=row_picture(name, values, i))
+
+
+def numbers(call: Call) -> Iterator[Violation]:
+    """Options that are tensors hold numbers that kernels can compute with in fp32."""
+    if call.q is None:
+        return
+    options = call.options
+    for name, most, infinite in (("alibi", STEEPEST, False), ("sinks", LARGEST, True)):
+        tensor = getattr(options, name)
+        if tensor is None:
+            continue
+        values = tensor.cpu().float()
+        good = (values.abs() <= most) | (values.isinf() if infinite else False)
+        if bool(good.all()):
+            continue
+        allowed = f"a number from {-most:.3g} to {most:.3g}" + (", or -inf or inf" if infinite else "")
+        for i in (~good).nonzero().flatten().tolist():
+            yield Violation("numbers", f"{name}[{i}]", str(float(values[i])), allowed, picture=row_picture(name, values, i))
+    for name in ("q_scale", "out_scale"):
+        value = getattr(options, name)
+        number = float(value) if isinstance(value, torch.Tensor) else 1.0
+        if not (number > 0 and math.isfinite(number)):
+            continue  # the rule of scales says so
+        if not is_in_range(number):
+            yield Violation("numbers", name, str(number), RANGE)
+        elif name == "q_scale" and (broken := options.too_large(number)) is not None:
+            yield Violation("numbers", *broken)
