@@ -265,8 +265,8 @@ def test_options_in_tensors_that_leave_fp32_are_refused(argument: str) -> None:
 
 def test_a_query_scale_in_a_tensor_that_leaves_fp32_is_refused() -> None:
     s = build(27, [2, 1], [9, 30], q_dtype="e4m3fn", q_scale=torch.tensor(0.5), format="e4m3fn")
-    for scale, given in ((1e35, {}), (1e20, {"scale": 1e20}), (1e20, {"scale": 1e10, "softcap": 1e-20})):
-        options = quire.Options(q_scale=torch.tensor(scale), **given)
+    for scale, others in ((1e35, {}), (1e20, {"scale": 1e20}), (1e20, {"scale": 1e10, "softcap": 1e-20})):
+        options = quire.Options(q_scale=torch.tensor(scale), **others)
         with pytest.raises(quire.ContractError, match=r"\[numbers\]"):
             quire.attend(s.q, s.cache, s.batch, options)
 

@@ -14,8 +14,8 @@ FAR = 2**62
 
 SMALLEST, LARGEST = 2.0**-100, 2.0**100
 """The range of softcap, scale, q_scale and out_scale. Kernels compute in fp32, whose range is 2^-126 to 2^128. Within these limits
-`softcap * log2(e)` and `scale * log2(e)` are finite; a logit over the largest softcap that falls below 2^-126 and is flushed to zero
-costs 2^-26, less than fp32 rounds away; and a q·k of up to 2^26 times the largest scale is finite."""
+`softcap * log2(e)` and `scale * log2(e)` are finite; a logit over the largest softcap that falls below 2^-126 and is flushed to
+zero costs 2^-26, less than fp32 rounds away; and a q·k of up to 2^26 times the largest scale is finite."""
 LARGEST_RATIO = 2.0**126
 """The most that `scale * q_scale / softcap` may be: a kernel may have it as one fp32 factor."""
 STEEPEST = 2.0**64
