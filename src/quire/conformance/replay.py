@@ -14,6 +14,7 @@ from quire.conformance.call import Call, guarded
 from quire.conformance.diagnose import Attempt, matches, spread, where
 from quire.conformance.record import Recorded
 from quire.conformance.report import UNKNOWN, Finding
+from quire.conformance.threads import as_given, on_host
 from quire.problem import default_out_dtype
 
 
@@ -67,11 +68,17 @@ def here(recorded: Recorded, kernel: str | None = None) -> Verdict:
 
 def judge(recorded: Recorded, name: str, run: Callable[[Call], None], with_lse: bool) -> Verdict:
     """Runs it, compares, and has the fault named. One answer is all there is: nothing can be asked again of the program."""
+    with on_host():
+        return _judge(recorded, name, run, with_lse)
+
+
+def _judge(recorded: Recorded, name: str, run: Callable[[Call], None], with_lse: bool) -> Verdict:
     call = call_of(recorded, with_lse)
     losses = honest_losses(call)
     done = Attempt(call, truth(call, losses=losses), losses)
     try:
-        run(call)
+        with as_given():
+            run(call)
     except Exception as error:
         return Verdict(name, "raised", reason=f"{type(error).__name__}: {error}")
     off = done.off

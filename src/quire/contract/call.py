@@ -171,8 +171,8 @@ class Call:
         first = torch.minimum(self.first_needed, end)
         counts = end - first
         begin = counts.cumsum(0) - counts
-        seq = torch.repeat_interleave(torch.arange(len(counts)), counts)
-        at = torch.arange(int(counts.sum())) - begin[seq] + first[seq]
+        seq = torch.repeat_interleave(torch.arange(len(counts), device="cpu"), counts)
+        at = torch.arange(int(counts.sum()), device="cpu") - begin[seq] + first[seq]
         if not self.tree_seen:
             return seq, at
         seen = torch.ones_like(seq, dtype=torch.bool)

@@ -85,8 +85,8 @@ def table(call: Call) -> Iterator[Violation]:
 def _needed_cells(call: Call) -> list[tuple[int, int]]:
     """The cells of the page table that the call needs and that hold no page, (sequence, column) each, in order."""
     size, width = call.cache.page_size, call.page_table.shape[1]
-    column = torch.arange(width)
-    needed = torch.zeros(call.page_table.shape, dtype=torch.bool)
+    column = torch.arange(width, device="cpu")
+    needed = torch.zeros(call.page_table.shape, dtype=torch.bool, device="cpu")
     if call.q is not None:
         if call.options.mask is None:
             needed |= _columns(column, size, call.first_needed, call.end_needed)
@@ -147,7 +147,7 @@ def slots(call: Call) -> Iterator[Violation]:
 
 def _ownership(call: Call, row: int, slot: int, given: str, allowed: str) -> Violation:
     page = slot // call.cache.page_size
-    seq = int(call.sequence_of_rows(torch.tensor(row)))
+    seq = int(call.sequence_of_rows(torch.tensor(row, device="cpu")))
     picture = ""
     if call.given_slots is not None:
         picture = row_picture("slots", call.given_slots, row)
@@ -190,7 +190,7 @@ def residency(call: Call) -> Iterator[Violation]:
 def _written_now(call: Call, seq: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
     """Which of the tokens (sequence, position) this very call writes, before it attends, to the slot that it will read."""
     row, slot, _ = call.stored
-    target = torch.full((call.tokens,), -1)
+    target = torch.full((call.tokens,), -1, device="cpu")
     target[row] = slot
     of_token = (at - call.kv_lens[seq] + call.q_starts[1:][seq]).clamp(min=0)
     size = call.cache.page_size

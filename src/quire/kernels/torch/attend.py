@@ -127,7 +127,7 @@ def launch(
         if bad and bool(torch.stack(bad).any()):
             for written in (out, lse):
                 if written is not None:
-                    written[token:stop].copy_(torch.full((), math.nan))
+                    written[token:stop].copy_(torch.full((), math.nan, device="cpu"))
 
 
 def _needs_bad_page(pages: torch.Tensor, cache: KVCache, low: int, high: int, strips: list[Strip]) -> torch.Tensor:
