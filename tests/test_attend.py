@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import quire
+from quire.problem import default_out_dtype
 from quire.reference import attention
 from support.kernels import each_kernel, on_every_kernel  # noqa: F401
 from support.scenario import LARGEST, Scenario, build
@@ -223,6 +224,20 @@ def test_the_smallest_softcap_is_one() -> None:
     s = build(24, [2, 1], [9, 30])
     outs = [quire.attend(s.q, s.cache, s.batch, quire.Options(softcap=cap)) for cap in (2.0**-100, 1e-20)]
     assert torch.allclose(outs[0], outs[1], atol=1e-6)
+
+
+QUERIES = {"fp32": {}, "bf16": {}, "e4m3fn": {"q_scale": 0.05}, "e4m3fnuz": {"q_scale": 0.05}, "e5m2": {"q_scale": 0.05}}
+
+
+@pytest.mark.parametrize("q_dtype", QUERIES)
+def test_the_type_of_an_output_nobody_gave(q_dtype: str) -> None:
+    s = build(28, [2, 1], [9, 30], q_dtype=q_dtype, **QUERIES[q_dtype])
+    fp8 = s.q.dtype.itemsize == 1
+    assert quire.attend(s.q, s.cache, s.batch, s.options).dtype is (torch.bfloat16 if fp8 else s.q.dtype)
+    scaled = quire.Options(**QUERIES[q_dtype], out_scale=0.5)
+    assert quire.attend(s.q, s.cache, s.batch, scaled).dtype is (s.q.dtype if fp8 else torch.float8_e4m3fn)
+    for documented in (quire.attend.__doc__, default_out_dtype.__doc__):
+        assert "fp8 queries keep their own type, all others give e4m3fn" in " ".join(str(documented).split())
 
 
 LIMITS: dict[str, dict[str, Any]] = {

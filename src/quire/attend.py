@@ -50,8 +50,9 @@ def attend(
         q     [tokens, q_heads, head_dim]       fp32, fp16, bf16, or fp8 with Options(q_scale=...)
         new   (k, v), [tokens, kv_heads, dim]   context form: the cache holds only what came before the new tokens; without it,
                                                 full form, the cache holds every token
-        out   [tokens, q_heads, v_head_dim]     where to write; by default a new tensor of q's type (bf16 for fp8 queries, e4m3fn
-                                                under Options(out_scale=...)), zero in padding rows
+        out   [tokens, q_heads, v_head_dim]     where to write; by default a new tensor of q's type (bf16 for fp8 queries), zero in
+                                                padding rows. Under Options(out_scale=...) it is fp8: fp8 queries keep their own
+                                                type, all others give e4m3fn
 
     Returns `out`, or `(out, lse)` with the natural-log LSE, fp32 `[tokens, q_heads]`, if `lse` is True. `kernel` forces a kernel by
     name or raises. `check="full"` reads values on any device, not only in host memory."""

@@ -169,8 +169,8 @@ def is_fp8(dtype: torch.dtype) -> bool:
 
 
 def default_out_dtype(q_dtype: torch.dtype, options: Options) -> torch.dtype:
-    """The type of an output nobody gave: the query's; e4m3fn under an out_scale; bf16 for fp8 queries, since an fp8 output
-    needs a scale of its own."""
+    """The type of an output nobody gave. Under an out_scale it is fp8: fp8 queries keep their own type, all others give e4m3fn.
+    Without one it is the query's type, and bf16 for fp8 queries, since an fp8 output needs a scale of its own."""
     if options.out_scale is not None:
         return q_dtype if is_fp8(q_dtype) else torch.float8_e4m3fn
     return torch.bfloat16 if is_fp8(q_dtype) else q_dtype
