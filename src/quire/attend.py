@@ -13,6 +13,7 @@ from quire.contract.call import Call
 from quire.contract.check import Level, enforce, is_watched, recording
 from quire.dispatch.choose import choose, chosen_by
 from quire.dispatch.platform import Platform
+from quire.errors import ArgumentError, describe
 from quire.kind import MOST, fact, facts, of_batch, of_cache, of_options, read_by
 from quire.options import PLAIN, Options
 from quire.problem import Problem, default_out_dtype
@@ -60,14 +61,16 @@ def attend(
         from quire import ops
 
         return ops.attend(q, cache, batch, options, new, out, lse, kernel, check)
-    options = options or PLAIN
+    options = PLAIN if options is None else options
     key = None
-    quick = check == "auto" and is_quick(q, cache, batch) and not reads_elsewhere(options, q)
+    quick = is_quick(q, cache, batch) and check == "auto" and not reads_elsewhere(options, q)
     if quick and (out is None or are_apart(out, q, *(new or ()), *read_by(cache, batch, options))):
         key = (of_cache(cache), of_batch(batch), of_options(options), fact(q), facts(new), fact(out), lse, kernel)
         bound = _bound.get(key)
         if bound is not None:
             return run(bound[0], q, cache, batch, options, new, out, lse)
+    if not isinstance(lse, bool):
+        raise ArgumentError("lse", describe(lse), "True or False")
     enforce("attend", Call(cache, batch, q, options, new, out), check)
     launch = choose_kernel(q, cache, batch, options, new, out, lse, kernel, zero_padding=out is None)
     result = run(launch, q, cache, batch, options, new, out, lse)

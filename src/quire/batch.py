@@ -54,7 +54,9 @@ class Batch:
         sequences: Sequence[PoolSequence] | None = None,
     ):
         for name, tensor in (("page_table", page_table), ("kv_lens", kv_lens), ("q_starts", q_starts), ("slots", slots)):
-            if not isinstance(tensor, torch.Tensor) and not (name == "slots" and tensor is None):
+            if name == "slots" and tensor is None:
+                continue
+            if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided:
                 raise ArgumentError(name, describe(tensor), "a tensor of int32 or int64")
         for name, hint in (("max_q_len", max_q_len), ("max_kv_len", max_kv_len)):
             if hint is not None and (not isinstance(hint, int) or isinstance(hint, bool) or hint < 0):

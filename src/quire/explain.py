@@ -11,6 +11,7 @@ from quire.contract.check import enforce_static
 from quire.dispatch.choose import choose
 from quire.dispatch.decision import Decision
 from quire.dispatch.platform import Platform
+from quire.errors import ArgumentError, describe
 from quire.options import PLAIN, Options
 from quire.problem import Problem
 
@@ -28,6 +29,10 @@ def explain(
 ) -> Decision:
     """The decision that `attend` would make for this call, here or on another `platform`. Nothing is computed, no value is read; a
     call that `attend` would refuse for its shapes, types or options is refused here too."""
-    enforce_static("explain", Call(cache, batch, q, options or PLAIN, new, out))
+    if platform is not None and not isinstance(platform, Platform):
+        raise ArgumentError("platform", describe(platform), "a quire.Platform, or None for the device of q")
+    if not isinstance(lse, bool):
+        raise ArgumentError("lse", describe(lse), "True or False")
+    enforce_static("explain", Call(cache, batch, q, PLAIN if options is None else options, new, out))
     problem = Problem.of(q, cache, batch, options, new=new, out=out, lse=lse)
     return choose(problem, Platform.detect(q.device) if platform is None else platform)

@@ -76,7 +76,7 @@ class Problem:
         lse: bool = False,
     ) -> Problem:
         """The facts of a call. Lengths come from the hints or, without them, from shapes: never from a device."""
-        options = options or PLAIN
+        options = PLAIN if options is None else options
         tokens, q_heads, head_dim = q.shape
         room = batch.page_table.shape[-1] * cache.page_size
         per_row = isinstance(options.causal, torch.Tensor)

@@ -11,6 +11,7 @@ from quire.batch import Batch
 from quire.cache.kv_cache import KVCache
 from quire.contract.call import Call
 from quire.contract.check import Level, enforce
+from quire.errors import ArgumentError, describe
 from quire.kind import facts, of_batch, of_cache, of_options, read_by
 from quire.options import PLAIN, Options
 from quire.write import choose_writer, store
@@ -45,9 +46,9 @@ def step(
         from quire import ops
 
         return ops.step(q, k, v, cache, batch, options, out, lse, kernel, check)
-    options = options or PLAIN
+    options = PLAIN if options is None else options
     key = None
-    quick = check == "auto" and is_quick(q, cache, batch) and cache.ledger is None and not reads_elsewhere(options, q)
+    quick = is_quick(q, cache, batch) and check == "auto" and cache.ledger is None and not reads_elsewhere(options, q)
     if quick and (out is None or are_apart(out, q, k, v, batch.slots, *read_by(cache, batch, options))):
         tensors = facts((q, k, v, out, batch.slots))
         key = (of_cache(cache), of_batch(batch), of_options(options), tensors, lse, kernel)
@@ -55,6 +56,8 @@ def step(
         if bound is not None:
             bound[0](k, v, cache, batch, None)
             return run(bound[1], q, cache, batch, options, None, out, lse)
+    if not isinstance(lse, bool):
+        raise ArgumentError("lse", describe(lse), "True or False")
     enforce("step", Call(cache, batch, q, options, None, out, k, v), check)
     writer = choose_writer(k, v, cache, batch, None, None)
     launch = choose_kernel(q, cache, batch, options, None, out, lse, kernel, zero_padding=out is None)

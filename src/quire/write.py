@@ -37,7 +37,7 @@ def write(
 
         return ops.write(k, v, cache, batch, slots, kernel, check)
     key = None
-    if check == "auto" and cache.ledger is None and is_quick(k, cache, batch):
+    if is_quick(k, cache, batch) and check == "auto" and cache.ledger is None:
         key = (of_cache(cache), of_batch(batch), fact(k), fact(v), fact(batch.slots if slots is None else slots), kernel)
         bound = _bound.get(key)
         if bound is not None:

@@ -14,7 +14,7 @@ from quire.cache.kv_cache import KVCache
 from quire.contract.call import Call
 from quire.contract.rule import Violation
 from quire.contract.rules import CONTRACT
-from quire.errors import ArgumentError, ContractError
+from quire.errors import ArgumentError, ContractError, describe
 from quire.options import PLAIN, Options
 
 Level = Literal["auto", "full"]
@@ -51,7 +51,7 @@ def check(
     """Every violation of the contract by this call, values included, in the order of the contract; an empty list if there is none.
 
     With `k` and `v` the write is checked too (`q` may be None then): together they are what `step` does. Nothing is written."""
-    return violations(Call(cache, batch, q, options or PLAIN, new, out, k, v, slots), "full")
+    return violations(Call(cache, batch, q, PLAIN if options is None else options, new, out, k, v, slots), "full")
 
 
 @contextmanager
@@ -85,9 +85,18 @@ def recording() -> Any:
 
 def enforce_static(operation: str, call: Call) -> None:
     """Raises if shapes, types, devices or options alone break the contract, whatever the cache holds by now. Reads no value."""
+    _enforce_given(operation, call)
     broken = [v for rule in CONTRACT if rule.id != "residency" for find in rule.static for v in find(call)]
     if broken:
         raise ContractError(operation, broken)
+
+
+def _enforce_given(operation: str, call: Call) -> None:
+    """Raises if what an operation is about is None."""
+    if call.q is None and operation != "write":
+        raise ArgumentError("q", None, "a tensor [tokens, q_heads, head_dim]")
+    if not call.writes and operation in ("write", "step"):
+        raise ArgumentError("k", None, "a tensor [tokens, kv_heads, head_dim]")
 
 
 def violations(call: Call, level: Level) -> list[Violation]:
@@ -102,8 +111,9 @@ def violations(call: Call, level: Level) -> list[Violation]:
 
 def enforce(operation: str, call: Call, level: Level) -> None:
     """Raises if the call breaks the contract. Low hints pass, except under `checked()`."""
-    if level not in ("auto", "full"):
-        raise ArgumentError("check", repr(level), "'auto' or 'full'")
+    if not isinstance(level, str) or level not in ("auto", "full"):
+        raise ArgumentError("check", describe(level), "'auto' or 'full'")
+    _enforce_given(operation, call)
     watch = _checked.get()
     strict = watch is not None and watch.strict
     broken = [v for v in violations(call, "full" if strict else level) if strict or not v.harmless]

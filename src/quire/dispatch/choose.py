@@ -10,7 +10,7 @@ from quire.dispatch.catalogue import CATALOGUE
 from quire.dispatch.decision import Candidate, Decision
 from quire.dispatch.kernel import Call, Kernel, OneOf, judge
 from quire.dispatch.platform import Platform
-from quire.errors import ArgumentError, KernelError
+from quire.errors import ArgumentError, KernelError, describe
 from quire.problem import Problem
 
 OPERATIONS = ("attend", "write", "audit")
@@ -28,6 +28,8 @@ def choose(
     """The decision for a call. Without a kernel's name it may be that none fits: `launcher_of` raises then.
 
     With a name, that kernel runs or a KernelError says which of its limits do not hold: nothing else runs in its place."""
+    if kernel is not None and not isinstance(kernel, str):
+        raise ArgumentError("kernel", describe(kernel), "the name of a kernel, or None")
     return _choose(problem, platform, operation, kernel, capturing, catalogue)
 
 
