@@ -71,7 +71,7 @@ class Options:
             ):
                 raise ArgumentError(name, describe(value), "a floating-point tensor [q_heads] or None")
         if isinstance(self.causal, torch.Tensor):
-            if self.causal.dtype is not torch.bool or self.causal.dim() != 1:
+            if self.causal.dtype is not torch.bool or self.causal.dim() != 1 or self.causal.layout is not torch.strided:
                 raise ArgumentError("causal", describe(self.causal), "True, False or a bool tensor [seqs]")
             if self.mask is not None:
                 raise ArgumentError("causal", "a tensor beside mask", "a bool: the mask replaces causality")
@@ -114,23 +114,24 @@ class Options:
             return
         if isinstance(window, int) and not isinstance(window, bool):
             if not 1 <= window <= FAR:
-                raise ArgumentError("window", window, "1 or more keys, the query's own included; None for no window")
+                raise ArgumentError("window", describe(window), "1 or more keys, the query's own included; None for no window")
             return
         if not (isinstance(window, tuple) and len(window) == 2):
             raise ArgumentError("window", describe(window), "an int, a pair (left, right), or None")
         for side in window:
             if side is not None and (not isinstance(side, int) or isinstance(side, bool) or not 0 <= side <= FAR):
-                raise ArgumentError("window", window, "(left, right), each 0 or more keys, or None where it is unbounded")
+                raise ArgumentError("window", describe(window), "(left, right), each 0 or more keys, or None where it is unbounded")
 
     def _check_mask(self) -> None:
         mask, positions = self.mask, self.positions
-        if mask is not None and not (isinstance(mask, torch.Tensor) and mask.dtype is torch.bool and mask.dim() == 2):
+        is_mask = isinstance(mask, torch.Tensor) and mask.dtype is torch.bool and mask.dim() == 2 and mask.layout is torch.strided
+        if mask is not None and not is_mask:
             raise ArgumentError("mask", describe(mask), "a bool tensor [tokens, M] or None")
         if positions is not None:
             if mask is None:
                 raise ArgumentError("positions", "a tensor without mask", "None: positions serve a tree mask alone")
             right_type = isinstance(positions, torch.Tensor) and positions.dtype in (torch.int32, torch.int64)
-            if not right_type or positions.dim() != 1:
+            if not right_type or positions.dim() != 1 or positions.layout is not torch.strided:
                 raise ArgumentError("positions", describe(positions), "an int32 or int64 tensor [tokens]")
         if mask is not None and positions is None and (self.window is not None or self.alibi is not None):
             other = "window" if self.window is not None else "alibi"

@@ -55,6 +55,9 @@ def store(key: torch.Tensor, value: torch.Tensor, cache: KVCache, slot_mapping: 
     """Checks and chooses as `attend` does here: values in host memory always, shapes and types once for calls of a kind."""
     if not isinstance(slot_mapping, torch.Tensor) or slot_mapping.dim() != 1 or slot_mapping.dtype not in INDEX_TYPES:
         raise ArgumentError("slots", describe(slot_mapping), "a tensor [tokens] of int32 or int64")
+    for name, tensor in (("k", key), ("v", value)):
+        if tensor.dim() != 3:
+            raise ArgumentError(name, describe(tensor), "a tensor [tokens, kv_heads, head_size]")
     tokens = slot_mapping.shape[0]
     key, value = key[:tokens], value[:tokens]
     kind = (cache.layout.name, cache.format.name, capturing(key), *facts(key, value, cache.k, cache.v, slot_mapping))
