@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import quire
+from quire.problem import default_out_dtype
 from quire.reference import attention
 from support.kernels import each_kernel, on_every_kernel  # noqa: F401
 from support.scenario import LARGEST, Scenario, build
@@ -221,8 +222,68 @@ def test_an_infinite_sink_takes_everything() -> None:
 @pytest.mark.usefixtures("each_kernel")
 def test_the_smallest_softcap_is_one() -> None:
     s = build(24, [2, 1], [9, 30])
-    outs = [quire.attend(s.q, s.cache, s.batch, quire.Options(softcap=cap)) for cap in (1e-300, 1e-20)]
+    outs = [quire.attend(s.q, s.cache, s.batch, quire.Options(softcap=cap)) for cap in (2.0**-100, 1e-20)]
     assert torch.allclose(outs[0], outs[1], atol=1e-6)
+
+
+QUERIES = {"fp32": {}, "bf16": {}, "e4m3fn": {"q_scale": 0.05}, "e4m3fnuz": {"q_scale": 0.05}, "e5m2": {"q_scale": 0.05}}
+
+
+@pytest.mark.parametrize("q_dtype", QUERIES)
+def test_the_type_of_an_output_nobody_gave(q_dtype: str) -> None:
+    s = build(28, [2, 1], [9, 30], q_dtype=q_dtype, **QUERIES[q_dtype])
+    fp8 = s.q.dtype.itemsize == 1
+    assert quire.attend(s.q, s.cache, s.batch, s.options).dtype is (torch.bfloat16 if fp8 else s.q.dtype)
+    scaled = quire.Options(**QUERIES[q_dtype], out_scale=0.5)
+    assert quire.attend(s.q, s.cache, s.batch, scaled).dtype is (s.q.dtype if fp8 else torch.float8_e4m3fn)
+    for documented in (quire.attend.__doc__, default_out_dtype.__doc__):
+        assert "fp8 queries keep their own type, all others give e4m3fn" in " ".join(str(documented).split())
+
+
+LIMITS: dict[str, dict[str, Any]] = {
+    "largest softcap": {"softcap": 2.0**100},
+    "large softcap over a small scale": {"softcap": 2.0**100, "scale": 1e-3},
+    "smallest softcap over a large scale": {"softcap": 2.0**-100, "scale": 2.0**20},
+    "largest scale under a softcap": {"softcap": 30.0, "scale": 2.0**100},
+    "smallest scale": {"scale": -(2.0**-100)},
+    "steepest slopes": {"alibi": torch.tensor([2.0**64, 1e10, 0.0, 0.5])},
+    "steepest slopes in a tree": {"alibi": torch.tensor([2.0**64, 1e10, 0.0, 0.5]), "mask": True},
+    "largest sinks": {"sinks": torch.tensor([2.0**100, -(2.0**100), 0.0, -torch.inf])},
+}
+
+
+@pytest.mark.usefixtures("each_kernel")
+@pytest.mark.parametrize("name", LIMITS)
+def test_options_at_their_limits_are_computed(name: str) -> None:
+    attend(build(25, [2, 1], [9, 30], **LIMITS[name]))
+
+
+BEYOND: dict[str, dict[str, Any]] = {
+    "alibi[1]": {"alibi": torch.tensor([1.0, 3e38, 0.0, 0.0])},
+    "alibi[2]": {"alibi": torch.tensor([1.0, 0.0, -1e20, 0.0])},
+    "alibi[3]": {"alibi": torch.tensor([1.0, 0.0, 0.0, torch.nan])},
+    "sinks[0]": {"sinks": torch.tensor([3e38, 0.0, 0.0, 0.0])},
+    "sinks[1]": {"sinks": torch.tensor([0.0, torch.nan, 0.0, 0.0])},
+    "out_scale": {"out_scale": torch.tensor(1e-35)},
+}
+
+
+@pytest.mark.parametrize("argument", BEYOND)
+def test_options_in_tensors_that_leave_fp32_are_refused(argument: str) -> None:
+    s = build(26, [2, 1], [9, 30])
+    options = quire.Options(**BEYOND[argument])
+    with pytest.raises(quire.ContractError) as caught:
+        quire.attend(s.q, s.cache, s.batch, options)
+    (found,) = caught.value.violations
+    assert (found.rule, found.argument) == ("numbers", argument)
+
+
+def test_a_query_scale_in_a_tensor_that_leaves_fp32_is_refused() -> None:
+    s = build(27, [2, 1], [9, 30], q_dtype="e4m3fn", q_scale=torch.tensor(0.5), format="e4m3fn")
+    for scale, others in ((1e35, {}), (1e20, {"scale": 1e20}), (1e20, {"scale": 1e10, "softcap": 1e-20})):
+        options = quire.Options(q_scale=torch.tensor(scale), **others)
+        with pytest.raises(quire.ContractError, match=r"\[numbers\]"):
+            quire.attend(s.q, s.cache, s.batch, options)
 
 
 def test_low_hints_are_reported_and_do_not_truncate() -> None:

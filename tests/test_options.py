@@ -56,8 +56,10 @@ def test_everything_at_once_prints_itself():
         {"mask": MASK, "alibi": ONES, "positions": torch.arange(3)},
         {"scale": 0},
         {"q_scale": 0.5, "out_scale": 1},
+        {"scale": -(2.0**100), "softcap": 2.0**-26, "out_scale": 2.0**-100},
+        {"scale": 2.0**-100, "softcap": 2.0**100, "q_scale": 2.0**100, "out_scale": 2.0**100},
     ],
-    ids=["mask", "mask-softcap", "mask-window", "mask-alibi", "scale-0", "scales"],
+    ids=["mask", "mask-softcap", "mask-window", "mask-alibi", "scale-0", "scales", "large", "small"],
 )
 def test_what_goes_together(given):
     Options(**given)
@@ -72,8 +74,10 @@ def test_options_are_frozen_and_equal_only_to_themselves():
 
 WINDOW_SIDES = "(left, right), each 0 or more keys, or None where it is unbounded"
 CAUSAL = "True, False or a bool tensor [seqs]"
-SCALE = "a finite number above 0, or an fp32 tensor []"
-FINITE = "a finite number or None"
+RANGE = "from 2^-100 to 2^100 (7.9e-31 to 1.3e+30)"
+SCALE = f"a finite number above 0, {RANGE}, or an fp32 tensor []"
+FACTOR = f"a finite number, 0 or of magnitude {RANGE}, or None"
+CAP = f"a finite number above 0, {RANGE}, or None for no cap"
 SLOPES = "a floating-point tensor [q_heads] or None"
 
 REFUSED = {
@@ -84,11 +88,27 @@ REFUSED = {
     "window-three": ({"window": (1, 2, 3)}, "window: given (1, 2, 3); allowed: an int, a pair (left, right), or None"),
     "window-left": ({"window": (-1, 0)}, f"window: given (-1, 0); allowed: {WINDOW_SIDES}"),
     "window-right": ({"window": (1, 0.5)}, f"window: given (1, 0.5); allowed: {WINDOW_SIDES}"),
-    "softcap-0": ({"softcap": 0}, "softcap: given 0; allowed: a number above 0, or None for no cap"),
-    "softcap-nan": ({"softcap": math.nan}, f"softcap: given nan; allowed: {FINITE}"),
-    "softcap-text": ({"softcap": "50"}, f"softcap: given '50'; allowed: {FINITE}"),
-    "scale-inf": ({"scale": math.inf}, f"scale: given inf; allowed: {FINITE}"),
-    "scale-tensor": ({"scale": torch.tensor(1.0)}, f"scale: given float32[] on cpu; allowed: {FINITE}"),
+    "softcap-0": ({"softcap": 0}, f"softcap: given 0; allowed: {CAP}"),
+    "softcap-nan": ({"softcap": math.nan}, f"softcap: given nan; allowed: {CAP}"),
+    "softcap-text": ({"softcap": "50"}, f"softcap: given '50'; allowed: {CAP}"),
+    "scale-inf": ({"scale": math.inf}, f"scale: given inf; allowed: {FACTOR}"),
+    "scale-tensor": ({"scale": torch.tensor(1.0)}, f"scale: given float32[] on cpu; allowed: {FACTOR}"),
+    "softcap-beyond-fp32": ({"softcap": 1e39}, f"softcap: given 1e+39; allowed: {CAP}"),
+    "softcap-times-log2e-beyond-fp32": ({"softcap": 3e38}, f"softcap: given 3e+38; allowed: {CAP}"),
+    "softcap-below-fp32": ({"softcap": 1e-300}, f"softcap: given 1e-300; allowed: {CAP}"),
+    "softcap-int-beyond-a-float": ({"softcap": 10**400}, f"softcap: given 1{'0' * 159}... (401 characters); allowed: {CAP}"),
+    "scale-beyond-fp32": ({"scale": -1e39}, f"scale: given -1e+39; allowed: {FACTOR}"),
+    "scale-below-fp32": ({"scale": 1e-50}, f"scale: given 1e-50; allowed: {FACTOR}"),
+    "q-scale-beyond-fp32": ({"q_scale": 1e300}, f"q_scale: given 1e+300; allowed: {SCALE}"),
+    "out-scale-below-fp32": ({"out_scale": 1e-50}, f"out_scale: given 1e-50; allowed: {SCALE}"),
+    "scale-times-q-scale": (
+        {"scale": 1e20, "q_scale": 1e20},
+        "q_scale: given 1e+20, times the scale 1e+20; allowed: a product of at most 2^100 (1.3e+30)",
+    ),
+    "scale-over-softcap": (
+        {"scale": 1e30, "softcap": 1e-30},
+        "scale: given 1e+30 times the q_scale 1.0, over the softcap 1e-30; allowed: a ratio of at most 2^126 (8.5e+37)",
+    ),
     "alibi-list": ({"alibi": [1.0]}, f"alibi: given [1.0]; allowed: {SLOPES}"),
     "alibi-axes": ({"alibi": torch.ones(2, 2)}, f"alibi: given float32[2, 2] on cpu; allowed: {SLOPES}"),
     "sinks-int": ({"sinks": torch.ones(2).long()}, f"sinks: given int64[2] on cpu; allowed: {SLOPES}"),

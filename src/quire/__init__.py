@@ -8,7 +8,8 @@ from quire.attend import attend
 from quire.batch import Batch
 from quire.cache.kv_cache import KVCache
 from quire.cache.pool import PagePool
-from quire.contract.check import check, checked
+from quire.checked import checked
+from quire.contract.check import check
 from quire.contract.rule import Violation
 from quire.dispatch.decision import Decision
 from quire.platform import Platform
@@ -60,12 +61,14 @@ else:
 
     def __getattr__(name: str) -> object:
         # What nothing fast imports is loaded when somebody asks for it.
-        from importlib import import_module
-
         if name == "reference":
-            return import_module("quire.reference")
+            import quire.reference
+
+            return quire.reference
         if name == "record":
-            return import_module("quire.conformance.record").record
+            from quire.conformance.record import record
+
+            return record
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -67,7 +67,7 @@ def attend(
         from quire import ops
 
         return ops.attend(q, cache, batch, options, new, out, lse, kernel, check)
-    call = Call(cache, batch, q, options or PLAIN, new, out, lse=lse_buffer(q, lse))
+    call = Call(cache, batch, q, PLAIN if options is None else options, new, out, lse=lse_buffer(q, lse))
     enforce("attend", call, check)
     return run(launcher_for("attend", call, kernel), call)
 

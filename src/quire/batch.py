@@ -15,6 +15,18 @@ if TYPE_CHECKING:
 INDEX_TYPES = (torch.int32, torch.int64)
 
 
+def is_size(value: object) -> bool:
+    """Whether it is a number of sequences, pages or tokens."""
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**31
+
+
+def is_index(tensor: object) -> bool:
+    """Whether it is a dense tensor of int32 or int64, of one axis or more."""
+    if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided:
+        return False
+    return tensor.dtype in INDEX_TYPES and tensor.dim() > 0
+
+
 class Batch:
     """A mixed batch of sequences. It aliases the caller's tensors, never copies them, and trusts nothing: `check` and the
     operators look at the values.
@@ -54,7 +66,9 @@ class Batch:
         sequences: Sequence[PoolSequence] | None = None,
     ):
         for name, tensor in (("page_table", page_table), ("kv_lens", kv_lens), ("q_starts", q_starts), ("slots", slots)):
-            if not isinstance(tensor, torch.Tensor) and not (name == "slots" and tensor is None):
+            if name == "slots" and tensor is None:
+                continue
+            if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided:
                 raise ArgumentError(name, describe(tensor), "a tensor of int32 or int64")
         for name, hint in (("max_q_len", max_q_len), ("max_kv_len", max_kv_len)):
             if hint is not None and (not isinstance(hint, int) or isinstance(hint, bool) or hint < 0):
@@ -115,10 +129,10 @@ class Batch:
     ) -> Batch:
         """A batch that owns buffers of a fixed size, for captured graphs: `fill` changes them in place. It starts empty."""
         for name, size in (("seqs", seqs), ("pages_per_seq", pages_per_seq), ("tokens", tokens)):
-            if not isinstance(size, int) or isinstance(size, bool) or size < 0:
-                raise ArgumentError(name, describe(size), "an int of 0 or more")
-        if dtype not in INDEX_TYPES:
-            raise ArgumentError("dtype", dtype, "torch.int32 or torch.int64")
+            if not is_size(size):
+                raise ArgumentError(name, describe(size), "an int of 0 to 2^31 - 1")
+        if not isinstance(dtype, torch.dtype) or dtype not in INDEX_TYPES:
+            raise ArgumentError("dtype", describe(dtype), "torch.int32 or torch.int64")
         batch = cls(
             torch.full((seqs, pages_per_seq), -1, dtype=dtype, device=device),
             torch.zeros(seqs, dtype=dtype, device=device),
@@ -148,8 +162,8 @@ class Batch:
         Batch(page_table, kv_lens, q_starts, slots=slots)
         for name, tensor in (("page_table", page_table), ("kv_lens", kv_lens), ("q_starts", q_starts), ("slots", slots)):
             # The copies below would cast any type; an aliased tensor is left to the rules.
-            if tensor is not None and tensor.dtype not in INDEX_TYPES:
-                raise ArgumentError(name, describe(tensor), "a tensor of int32 or int64")
+            if tensor is not None and (tensor.dtype not in INDEX_TYPES or tensor.is_meta != buffer.is_meta):
+                raise ArgumentError(name, describe(tensor), "a tensor of int32 or int64 with values")
         if page_table.dim() != 2 or kv_lens.shape != page_table.shape[:1] or q_starts.shape != (kv_lens.shape[0] + 1,):
             given = ", ".join(
                 f"{n} {list(t.shape)}" for n, t in (("page_table", page_table), ("kv_lens", kv_lens), ("q_starts", q_starts))
@@ -215,15 +229,21 @@ class Batch:
             raise ArgumentError("seqused_k", "both or neither of seqused_k and cache_seqlens", "exactly one of them")
         if (cu_seqlens_q is None) == (seqlen_q is None):
             raise ArgumentError("cu_seqlens_q", "both or neither of cu_seqlens_q and seqlen_q", "exactly one of them")
-        if (cache_seqlens is None) != (appends is None):
-            raise ArgumentError("appends", appends, "True or False beside cache_seqlens, None beside seqused_k")
+        if (cache_seqlens is None) != (appends is None) or not isinstance(appends, bool | None):
+            raise ArgumentError("appends", describe(appends), "True or False beside cache_seqlens, None beside seqused_k")
         lens = seqused_k if seqused_k is not None else cache_seqlens
         for name, tensor in (("seqused_k or cache_seqlens", lens), ("cu_seqlens_q", cu_seqlens_q)):
-            if not isinstance(tensor, torch.Tensor) and not (name == "cu_seqlens_q" and tensor is None):
+            if not is_index(tensor) and not (name == "cu_seqlens_q" and tensor is None):
                 raise ArgumentError(name, describe(tensor), "a tensor of int32 or int64")
         assert lens is not None
+        if cu_seqlens_q is not None and (cu_seqlens_q.shape != (lens.shape[0] + 1,) or cu_seqlens_q.device != lens.device):
+            raise ArgumentError("cu_seqlens_q", describe(cu_seqlens_q), f"[{lens.shape[0] + 1}] on {lens.device}")
         if cu_seqlens_q is None:
             assert seqlen_q is not None
+            if not is_size(seqlen_q):
+                raise ArgumentError("seqlen_q", describe(seqlen_q), "an int of 0 to 2^31 - 1")
+            if lens.dim() != 1:
+                raise ArgumentError("seqused_k or cache_seqlens", describe(lens), "[seqs]")
             cu_seqlens_q = torch.arange(lens.shape[0] + 1, device=lens.device, dtype=lens.dtype) * seqlen_q
             max_seqlen_q = seqlen_q if max_seqlen_q is None else max_seqlen_q
         if appends:
@@ -244,12 +264,16 @@ class Batch:
         """FlashInfer's words: pages in CSR form, all tokens counted. Without `qo_indptr` every sequence has one new token
         (the decode wrapper). The table is new memory; its width is `pages_per_seq`, or read from `kv_indptr` on the host."""
         for name, tensor in (("kv_indptr", kv_indptr), ("kv_indices", kv_indices), ("kv_last_page_len", kv_last_page_len)):
-            if not isinstance(tensor, torch.Tensor) or tensor.dtype not in INDEX_TYPES:
-                raise ArgumentError(name, describe(tensor), "a tensor of int32 or int64")
-        if not isinstance(page_size, int) or page_size < 1:
-            raise ArgumentError("page_size", describe(page_size), "1 or more")
-        if pages_per_seq is not None and (not isinstance(pages_per_seq, int) or pages_per_seq < 0):
-            raise ArgumentError("pages_per_seq", describe(pages_per_seq), "an int of 0 or more, or None")
+            if not is_index(tensor) or tensor.dim() != 1:
+                raise ArgumentError(name, describe(tensor), "a tensor of int32 or int64, of one axis")
+            if tensor.device != kv_indptr.device:
+                raise ArgumentError(name, describe(tensor), f"on {kv_indptr.device}, where kv_indptr is")
+        if not is_size(page_size) or page_size < 1:
+            raise ArgumentError("page_size", describe(page_size), "1 to 2^31 - 1")
+        if pages_per_seq is not None and not is_size(pages_per_seq):
+            raise ArgumentError("pages_per_seq", describe(pages_per_seq), "an int of 0 to 2^31 - 1, or None")
+        if pages_per_seq is None and kv_indptr.is_meta:
+            raise ArgumentError("pages_per_seq", None, "an int: kv_indptr has no values to read it from")
         seqs = kv_last_page_len.shape[0]
         if kv_indptr.shape != (seqs + 1,):
             raise ArgumentError("kv_indptr", describe(kv_indptr), f"[{seqs + 1}]: one more than kv_last_page_len")

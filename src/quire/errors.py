@@ -55,9 +55,13 @@ class OutOfPages(QuireError):
 
 
 def describe(value: Any) -> str:
-    """A tensor as 'int64[3, 7] on cpu', anything else as its repr: for messages."""
+    """A tensor as 'int64[3, 7] on cpu', an array of NumPy likewise, anything else as the beginning of its repr: for messages."""
     import torch
 
     if isinstance(value, torch.Tensor):
-        return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)} on {value.device}"
-    return repr(value)
+        layout = "" if value.layout is torch.strided else f"a {str(value.layout).removeprefix('torch.')} tensor "
+        return f"{layout}{str(value.dtype).removeprefix('torch.')}{list(value.shape)} on {value.device}"
+    if type(value).__module__ == "numpy" and hasattr(value, "shape"):
+        return f"a numpy {type(value).__name__} {value.dtype}{list(value.shape)}"
+    text = repr(value)
+    return text if len(text) <= 200 else f"{text[:160]}... ({len(text)} characters)"

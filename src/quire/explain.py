@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import torch
 
+from quire.attend import lse_buffer
 from quire.batch import Batch
 from quire.cache.kv_cache import KVCache
 from quire.contract.call import Call
@@ -13,7 +14,7 @@ from quire.contract.check import enforce_static
 from quire.dispatch.choose import choose
 from quire.dispatch.decision import Decision
 from quire.dispatch.kernel import OneOf
-from quire.errors import ArgumentError
+from quire.errors import ArgumentError, describe
 from quire.launch import described
 from quire.options import PLAIN, Options
 from quire.platform import Platform
@@ -45,8 +46,12 @@ def explain(
     its write's."""
     if operation not in OPERATIONS:
         raise ArgumentError("operation", repr(operation), str(OneOf(OPERATIONS)))
-    options = options or PLAIN
-    logs = q.new_empty(q.shape[:2], dtype=torch.float32) if lse is True else None if lse is False else lse
+    if platform is not None and not isinstance(platform, Platform):
+        raise ArgumentError("platform", describe(platform), "a quire.Platform, or None for the device of q")
+    if not isinstance(lse, (bool, torch.Tensor)):
+        raise ArgumentError("lse", describe(lse), "True, False or a tensor")
+    options = PLAIN if options is None else options
+    logs = lse_buffer(q, lse)
     if operation in ("write", "step") and k is None and v is None and isinstance(q, torch.Tensor) and q.dim() == 3:
         dtype = torch.bfloat16 if is_fp8(q.dtype) else q.dtype
         k, v = (q.new_empty((q.shape[0], cache.kv_heads, dim), dtype=dtype) for dim in (cache.head_dim, cache.v_head_dim))

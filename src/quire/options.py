@@ -14,6 +14,15 @@ from quire.errors import ArgumentError, describe
 FAR = 2**62
 """The most a window can reach: positions are 64-bit."""
 
+SMALLEST, LARGEST = 2.0**-100, 2.0**100
+"""The range of softcap, scale, q_scale and out_scale. Kernels compute in fp32, whose range is 2^-126 to 2^128. Within these limits
+`softcap * log2(e)` and `scale * log2(e)` are finite; a logit over the largest softcap that falls below 2^-126 and is flushed to
+zero costs 2^-26, less than fp32 rounds away; and a q·k of up to 2^26 times the largest scale is finite."""
+LARGEST_RATIO = 2.0**126
+"""The most that `scale * q_scale / softcap` may be: a kernel may have it as one fp32 factor."""
+STEEPEST = 2.0**64
+"""The largest ALiBi slope: times a distance of up to 2^62 and log2(e), it is finite in fp32."""
+RANGE = "from 2^-100 to 2^100 (7.9e-31 to 1.3e+30)"
 
 
 class Traits(NamedTuple):
@@ -43,13 +52,13 @@ class Options:
     """Visible keys around a query: an int W counts them with the query's own, `(W-1, W-1)`; `(left, right)` counts to each
     side, None is unbounded. A causal row never looks right, whatever `right` says."""
     softcap: float | None = None
-    """Logits become `softcap * tanh(logit / softcap)`."""
+    """Logits become `softcap * tanh(logit / softcap)`; from 2^-100 to 2^100, what kernels can compute with in fp32."""
     alibi: torch.Tensor | None = None
     """Slopes `[q_heads]`: `-slope * |q_pos - k_pos|` is added to the logits. An input, never derived from a head count."""
     sinks: torch.Tensor | None = None
     """One more logit per head `[q_heads]`, not scaled, without a value: it only takes weight away."""
     scale: float | None = None
-    """Multiplies q·k; by default `head_dim ** -0.5`."""
+    """Multiplies q·k; by default `head_dim ** -0.5`. 0, or of magnitude 2^-100 to 2^100."""
     causal: bool | torch.Tensor = True
     """Whether a query sees only keys up to its own position; a bool tensor `[seqs]` decides per sequence."""
     mask: torch.Tensor | None = None
@@ -59,20 +68,16 @@ class Options:
     """Absolute position of each new token, integers `[tokens]`: needed by `mask` together with `window` or `alibi`, since the
     branches of a tree share positions."""
     q_scale: Scalar = None
-    """Multiplies fp8 queries."""
+    """Multiplies fp8 queries; from 2^-100 to 2^100."""
     out_scale: Scalar = None
-    """Divides the output, which is then stored as fp8, saturating."""
+    """Divides the output, which is then stored as fp8, saturating; from 2^-100 to 2^100. The type is that of `out`; without `out`,
+    fp8 queries keep their own type and all others give e4m3fn."""
     batch_invariant: bool = False
     """A row's bits then do not depend on its neighbours, the batch size, the hints or how its prompt was cut."""
 
     def __post_init__(self) -> None:
         self._check_window()
-        for name in ("softcap", "scale"):
-            value = getattr(self, name)
-            if value is not None and not _is_finite(value):
-                raise ArgumentError(name, describe(value), "a finite number or None")
-        if self.softcap is not None and self.softcap <= 0:
-            raise ArgumentError("softcap", self.softcap, "a number above 0, or None for no cap")
+        self._check_numbers()
         for name in ("alibi", "sinks"):
             value = getattr(self, name)
             if value is not None and not (
@@ -80,22 +85,42 @@ class Options:
             ):
                 raise ArgumentError(name, describe(value), "a floating-point tensor [q_heads] or None")
         if isinstance(self.causal, torch.Tensor):
-            if self.causal.dtype is not torch.bool or self.causal.dim() != 1:
+            if self.causal.dtype is not torch.bool or self.causal.dim() != 1 or self.causal.layout is not torch.strided:
                 raise ArgumentError("causal", describe(self.causal), "True, False or a bool tensor [seqs]")
             if self.mask is not None:
                 raise ArgumentError("causal", "a tensor beside mask", "a bool: the mask replaces causality")
         elif not isinstance(self.causal, bool):
             raise ArgumentError("causal", describe(self.causal), "True, False or a bool tensor [seqs]")
         self._check_mask()
+        if not isinstance(self.batch_invariant, bool):
+            raise ArgumentError("batch_invariant", describe(self.batch_invariant), "True or False")
+
+    def _check_numbers(self) -> None:
+        if self.softcap is not None and not is_in_range(self.softcap):
+            raise ArgumentError("softcap", describe(self.softcap), f"a finite number above 0, {RANGE}, or None for no cap")
+        if self.scale is not None and not (_is_finite(self.scale) and (self.scale == 0 or is_in_range(abs(self.scale)))):
+            raise ArgumentError("scale", describe(self.scale), f"a finite number, 0 or of magnitude {RANGE}, or None")
         for name in ("q_scale", "out_scale"):
             value = getattr(self, name)
             if isinstance(value, torch.Tensor):
-                if value.dtype is not torch.float32 or value.dim() != 0:
+                if value.dtype is not torch.float32 or value.dim() != 0 or value.layout is not torch.strided:
                     raise ArgumentError(name, describe(value), "a number, or an fp32 tensor []")
-            elif value is not None and not (_is_finite(value) and value > 0):
-                raise ArgumentError(name, describe(value), "a finite number above 0, or an fp32 tensor []")
-        if not isinstance(self.batch_invariant, bool):
-            raise ArgumentError("batch_invariant", describe(self.batch_invariant), "True or False")
+            elif value is not None and not is_in_range(value):
+                raise ArgumentError(name, describe(value), f"a finite number above 0, {RANGE}, or an fp32 tensor []")
+        q_scale = 1.0 if self.q_scale is None or isinstance(self.q_scale, torch.Tensor) else self.q_scale
+        broken = self.too_large(q_scale)
+        if broken is not None:
+            raise ArgumentError(*broken)
+
+    def too_large(self, q_scale: float) -> tuple[str, str, str] | None:
+        """What is wrong with the factors that kernels make of several options: argument, given, allowed; None if nothing is."""
+        factor = abs(1.0 if self.scale is None else self.scale) * q_scale
+        if factor > LARGEST:
+            return "q_scale", f"{q_scale}, times the scale {self.scale}", "a product of at most 2^100 (1.3e+30)"
+        if self.softcap is not None and factor / self.softcap > LARGEST_RATIO:
+            given = f"{self.scale} times the q_scale {q_scale}, over the softcap {self.softcap}"
+            return "scale", given, "a ratio of at most 2^126 (8.5e+37)"
+        return None
 
     def _check_window(self) -> None:
         window = self.window
@@ -103,23 +128,24 @@ class Options:
             return
         if isinstance(window, int) and not isinstance(window, bool):
             if not 1 <= window <= FAR:
-                raise ArgumentError("window", window, "1 or more keys, the query's own included; None for no window")
+                raise ArgumentError("window", describe(window), "1 or more keys, the query's own included; None for no window")
             return
         if not (isinstance(window, tuple) and len(window) == 2):
             raise ArgumentError("window", describe(window), "an int, a pair (left, right), or None")
         for side in window:
             if side is not None and (not isinstance(side, int) or isinstance(side, bool) or not 0 <= side <= FAR):
-                raise ArgumentError("window", window, "(left, right), each 0 or more keys, or None where it is unbounded")
+                raise ArgumentError("window", describe(window), "(left, right), each 0 or more keys, or None where it is unbounded")
 
     def _check_mask(self) -> None:
         mask, positions = self.mask, self.positions
-        if mask is not None and not (isinstance(mask, torch.Tensor) and mask.dtype is torch.bool and mask.dim() == 2):
+        is_mask = isinstance(mask, torch.Tensor) and mask.dtype is torch.bool and mask.dim() == 2 and mask.layout is torch.strided
+        if mask is not None and not is_mask:
             raise ArgumentError("mask", describe(mask), "a bool tensor [tokens, M] or None")
         if positions is not None:
             if mask is None:
                 raise ArgumentError("positions", "a tensor without mask", "None: positions serve a tree mask alone")
             right_type = isinstance(positions, torch.Tensor) and positions.dtype in (torch.int32, torch.int64)
-            if not right_type or positions.dim() != 1:
+            if not right_type or positions.dim() != 1 or positions.layout is not torch.strided:
                 raise ArgumentError("positions", describe(positions), "an int32 or int64 tensor [tokens]")
         if mask is not None and positions is None and (self.window is not None or self.alibi is not None):
             other = "window" if self.window is not None else "alibi"
@@ -152,6 +178,11 @@ class Options:
 
 
 PLAIN = Options()
+
+
+def is_in_range(value: object) -> bool:
+    """Whether it is a positive number that kernels can compute with in fp32."""
+    return _is_finite(value) and SMALLEST <= value <= LARGEST  # type: ignore[operator]
 
 
 def _is_finite(value: object) -> bool:

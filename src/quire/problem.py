@@ -179,7 +179,7 @@ class Problem:
         only: tuple[int, int] = (0, ANY),
     ) -> Problem:
         """The facts of a call of `attend`, from shapes, strides, types and options: no value is read. It runs in every call."""
-        options = options or PLAIN
+        options = PLAIN if options is None else options
         storage, table, kv_lens, q_starts = cache.storage, batch.page_table, batch.kv_lens, batch.q_starts
         aligned = storage.aligned and table.stride(1) == 1 and kv_lens.stride(0) == 1 and q_starts.stride(0) == 1
         k_unit, v_unit = storage.stride_units

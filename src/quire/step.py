@@ -45,7 +45,7 @@ def step(
         from quire import ops
 
         return ops.step(q, k, v, cache, batch, options, out, lse, kernel, check)
-    call = Call(cache, batch, q, options or PLAIN, None, out, k, v, lse=lse_buffer(q, lse))
+    call = Call(cache, batch, q, PLAIN if options is None else options, None, out, k, v, lse=lse_buffer(q, lse))
     enforce("step", call, check)
     writer = launcher_for("write", call)
     launcher = launcher_for("attend", call, kernel)

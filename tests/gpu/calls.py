@@ -62,7 +62,7 @@ def named(s: Scenario, kernel: str | None) -> str | None:
 
 def fresh_out(s: Scenario, dtype: torch.dtype | None = None) -> torch.Tensor:
     """NaN where a result must be, GUARD in padding rows."""
-    dtype = dtype or default_out_dtype(s.q.dtype, s.options)
+    dtype = dtype or default_out_dtype(s.q.dtype, s.options.out_scale is not None)
     out = torch.full((s.q.shape[0], s.q.shape[1], s.cache.v_head_dim), torch.nan, device=s.q.device)
     out[s.live :] = GUARD
     return out.to(dtype)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -19,7 +20,7 @@ LAYERS = (
     ("problem", "kind"),
     ("contract",),
     ("dispatch",),
-    ("attend", "write", "step", "ops", "merge", "explain", ""),  # "" is the package itself: `import quire`
+    ("attend", "write", "step", "ops", "merge", "explain", "checked", ""),  # "" is the package itself: `import quire`
     ("conformance", "bench", "demo", "compat", "integrations"),
     ("cli", "__main__"),
 )
@@ -28,6 +29,16 @@ KERNELS_MAY_IMPORT = ("errors", "cache", "batch", "options", "problem")
 MAY_IMPORT_KERNELS = ("dispatch", "attend", "write", "step", "conformance", "bench", "compat", "integrations", "cli")
 THE_LIBRARY = ("quire.kernels.native.call", "quire.kernels.native.library")  # answers for the rules, too, whether values are legal
 MAY_IMPORT_REFERENCE = ("conformance", "bench", "demo", "cli")
+# What a function may load from a layer above, when a user asks for it: `import quire` stays light.
+LOADED_ON_REQUEST = {"": ("conformance", "reference"), "checked": ("conformance",)}
+# Who may import a module whose name is not in its source: the name comes from a table, or from the user.
+NAMES_FROM_DATA = {
+    "quire.dispatch.kernel": "the catalogue names the kernels' modules",
+    "quire.kernels.triton.report": "every module of its own folder",
+    "quire.conformance.target": "the user names the module under test",
+    "quire.conformance.targets.vllm": "a table of other packages' modules, and quire.compat.vllm",
+    "quire.conformance.targets.peer": "other packages",
+}
 NEVER_IN_THE_KIT = ("write", "step")  # the kit fills caches by its own formula
 
 
@@ -36,25 +47,53 @@ def module_name(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def imported(tree: ast.AST) -> Iterator[str]:
-    """The modules that a file imports, wherever in the file, except for type checkers alone."""
+class Import(NamedTuple):
+    """One import of a file."""
+
+    target: str
+    """The module; empty if the source does not name it."""
+    in_function: bool
+
+
+def imported(tree: ast.AST, in_function: bool = False) -> Iterator[Import]:
+    """The modules that a file imports, wherever in the file, by statement or by call, except for type checkers alone."""
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
             for branch in node.orelse:
-                yield from imported(ast.Module([branch], []))
+                yield from imported(ast.Module([branch], []), in_function)
             continue
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            if node.level:
-                yield "." * node.level + (node.module or "")
-            elif node.module == "quire":
-                yield from (f"quire.{alias.name}" for alias in node.names)
-            else:
-                yield node.module or ""
-        elif isinstance(node, ast.Attribute) and ast.unparse(node) == "quire.reference":
-            yield "quire.reference"
-        yield from imported(node)
+        yield from (Import(target, in_function) for target in named(node))
+        inside = in_function or isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
+        yield from imported(node, inside)
+
+
+def named(node: ast.AST) -> Iterator[str]:
+    """The modules that one node imports."""
+    if isinstance(node, ast.Import):
+        yield from (alias.name for alias in node.names)
+    elif isinstance(node, ast.ImportFrom):
+        if node.level:
+            yield "." * node.level + (node.module or "")
+        elif node.module == "quire":
+            yield from (f"quire.{alias.name}" for alias in node.names)
+        else:
+            yield node.module or ""
+            # Under another name its calls would not be seen.
+            yield from ("" for alias in node.names if alias.name in IMPORTERS and alias.asname not in (None, alias.name))
+    elif isinstance(node, ast.Attribute) and ast.unparse(node) == "quire.reference":
+        yield "quire.reference"
+    elif isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in IMPORTERS:
+        yield literal(node.args[0]) if node.args else ""
+
+
+IMPORTERS = ("import_module", "__import__")
+
+
+def literal(node: ast.AST) -> str:
+    """The text of a string, or what an f-string begins with up to its last dot; empty for anything else."""
+    if isinstance(node, ast.JoinedStr) and node.values:
+        return literal(node.values[0]).rpartition(".")[0]
+    return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else ""
 
 
 def part_of(module: str) -> str:
@@ -71,7 +110,11 @@ def folder_of(kernel: str) -> str:
 def breaches(module: str, source: str) -> list[str]:
     """What a file of this name and content does against the law."""
     part, found = part_of(module), []
-    for target in imported(ast.parse(source)):
+    for target, in_function in imported(ast.parse(source)):
+        if not target:
+            if module not in NAMES_FROM_DATA:
+                found.append(f"{module} imports a module that the source does not name")
+            continue
         if target.startswith("."):
             found.append(f"{module} imports {target}: write the full name")
         if target.split(".")[0] != "quire":
@@ -79,7 +122,9 @@ def breaches(module: str, source: str) -> list[str]:
                 found.append(f"{module} imports {target}: the reference imports only torch")
             continue
         other = part_of(target)
-        if part == "reference":
+        if in_function and other in LOADED_ON_REQUEST.get(part, ()):
+            allowed = True
+        elif part == "reference":
             allowed = False
         elif other == "reference":
             allowed = part in MAY_IMPORT_REFERENCE
@@ -132,6 +177,15 @@ AGAINST = {
     "dispatch imports the operators of graphs": ("quire.dispatch.choose", "from quire import ops"),
     "an operation imports the kit": ("quire.step", "from quire.conformance.run import run"),
     "the kit imports the command line": ("quire.conformance.run", "from quire.cli.demo import demo"),
+    "by import_module": ("quire.contract.check", "from importlib import import_module\nimport_module('quire.conformance.watch')"),
+    "by importlib": ("quire.attend", "import importlib\ndef f():\n    importlib.import_module('quire.conformance.watch').Judge()"),
+    "by an f-string": ("quire.attend", "import importlib\nimportlib.import_module(f'quire.cli.{verb}')"),
+    "by __import__": ("quire.batch", "__import__('quire.contract.rule')"),
+    "by a name that the source does not say": ("quire.batch", "import importlib\nimportlib.import_module('quire' + '.cli')"),
+    "by import_module under another name": ("quire.batch", "from importlib import import_module as load\nload('quire.cli')"),
+    "the package loads the kit at once": ("quire", "from quire.conformance.record import record"),
+    "checked loads the kit at once": ("quire.checked", "from quire.conformance.watch import Judge"),
+    "checked loads the command line": ("quire.checked", "def f():\n    from quire.cli.demo import demo"),
     "a relative import": ("quire.cache.pool", "from . import ledger"),
     "after TYPE_CHECKING": ("quire.errors", "if TYPE_CHECKING:\n    pass\nelse:\n    import quire.batch"),
 }
@@ -144,6 +198,9 @@ WITHIN = {
     "a kernel imports data": ("quire.kernels.triton.decode", "from quire.cache.kv_cache import KVCache"),
     "the kit imports the reference": ("quire.conformance.run", "from quire import reference"),
     "for type checkers alone": ("quire.errors", "if TYPE_CHECKING:\n    from quire.dispatch.decision import Decision"),
+    "the package loads the kit on request": ("quire", "def f():\n    from quire.conformance.record import record"),
+    "checked loads the kit on request": ("quire.checked", "def f():\n    from quire.conformance.watch import Judge"),
+    "the command line loads a verb": ("quire.cli", "from importlib import import_module\nimport_module(f'quire.cli.{verb}')"),
     "the command line imports anything": ("quire.cli.demo", "import quire\nfrom quire.bench.run import run"),
 }
 

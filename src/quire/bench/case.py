@@ -70,13 +70,13 @@ def build(workload: Workload, device: torch.device | str = "cpu", folder: str | 
     used = [-(-n // w.page_size) for n in lens]
     pages = sum(used)
     # Peers read past the end of a table's row without a mask: its width is rounded up, and its padding names a page that exists.
-    table = torch.zeros(len(w.rows), -(-max(used) // 8) * 8, dtype=torch.int32)
-    for row, ids in zip(table, torch.randperm(pages, generator=shuffle).int().split(used)):
+    table = torch.zeros(len(w.rows), -(-max(used) // 8) * 8, dtype=torch.int32, device="cpu")
+    for row, ids in zip(table, torch.randperm(pages, generator=shuffle, device="cpu").int().split(used)):
         row[: len(ids)] = ids
-    starts = torch.tensor([0, *(new for new, _ in w.rows)]).cumsum(0).int()
+    starts = torch.tensor([0, *(new for new, _ in w.rows)], device="cpu").cumsum(0).int()
     batch = Batch(
         table.to(device),
-        torch.tensor(lens).int().to(device),
+        torch.tensor(lens, device="cpu").int().to(device),
         starts.to(device),
         max_q_len=max(new for new, _ in w.rows),
         max_kv_len=max(lens),
@@ -107,7 +107,7 @@ def _pages(shape: tuple[int, ...], dtype: torch.dtype, g: torch.Generator, file:
     """Random pages. On the host, fifths of small whole numbers are as good as normal numbers, and made in a tenth of the time."""
     if g.device.type != "cpu":
         return torch.randn(shape, generator=g, device=g.device, dtype=dtype)
-    pages = torch.randint(-8, 9, shape, generator=g, dtype=torch.int8)
+    pages = torch.randint(-8, 9, shape, generator=g, dtype=torch.int8, device="cpu")
     if file is None:
         return pages.to(dtype).div_(5)
     made = file.exists()

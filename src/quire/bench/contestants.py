@@ -116,7 +116,9 @@ def gather_sdpa(case: Case) -> Bound | None:
     starts = batch.q_starts.tolist()
     for i, kv_len in enumerate(batch.kv_lens.tolist()):
         q_len = starts[i + 1] - starts[i]
-        seen = torch.ones(q_len, kv_len, dtype=torch.bool).tril(kv_len - q_len).repeat(group, 1) if q_len > 1 else None
+        seen = (
+            torch.ones(q_len, kv_len, dtype=torch.bool, device="cpu").tril(kv_len - q_len).repeat(group, 1) if q_len > 1 else None
+        )
         rows.append((slice(starts[i], starts[i + 1]), q_len, kv_len, table[i, : -(-kv_len // size)], seen))
 
     @torch.no_grad()

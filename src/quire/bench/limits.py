@@ -34,7 +34,7 @@ class Limits(NamedTuple):
 def cpu_limits() -> Limits:
     """The best of a few runs: a sum over memory that no cache holds, and a product of fp32 matrices. (One of bf16 would end the
     process on some CPUs.)"""
-    memory, a = torch.ones(1 << 27), torch.randn(2048, 2048)
+    memory, a = torch.ones(1 << 27, device="cpu"), torch.randn(2048, 2048, device="cpu")
     return Limits(memory.nbytes / _best(memory.sum), 2 * 2048**3 / _best(lambda: a @ a), faster=("bf16",))
 
 

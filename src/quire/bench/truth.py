@@ -60,7 +60,7 @@ class Truth:
 def samples(case: Case) -> Iterator[Sample]:
     """The same each time: the first queries of every sequence, the last, and some between."""
     kv_heads, group = case.cache.kv_heads, case.q.shape[1] // case.cache.kv_heads
-    heads = torch.linspace(0, kv_heads - 1, min(HEADS, kv_heads)).long().to(case.q.device)
+    heads = torch.linspace(0, kv_heads - 1, min(HEADS, kv_heads), device="cpu").long().to(case.q.device)
     q_heads = (heads[:, None] * group + torch.arange(group, device=heads.device)).flatten()
     left, token = case.options.sides[0], 0
     for (new, context), pages in zip(case.workload.rows, case.page_lists()):

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from quire.errors import ArgumentError
+from quire.errors import ArgumentError, describe
 
 
 @dataclass(frozen=True)
@@ -61,11 +61,11 @@ def format_of(dtype: torch.dtype, name: str | None = None) -> Format:
         if dtype is torch.uint8:
             eight_bit = ", ".join(f.name for f in FORMATS.values() if f.itemsize == 1)
             raise ArgumentError("format", "uint8 storage without a format", f"format= one of {eight_bit}")
-        if dtype not in _BY_DTYPE:
-            raise ArgumentError("dtype", dtype, f"a storage type of {names}")
+        if not isinstance(dtype, torch.dtype) or dtype not in _BY_DTYPE:
+            raise ArgumentError("dtype", describe(dtype), f"a storage type of {names}")
         return _BY_DTYPE[dtype]
     if not isinstance(name, str) or name not in FORMATS:
-        raise ArgumentError("format", repr(name), names)
+        raise ArgumentError("format", describe(name), names)
     found = FORMATS[name]
     if dtype not in (found.dtype, torch.uint8) or (dtype is torch.uint8 and found.itemsize != 1):
         bytes_too = " or torch.uint8" if found.itemsize == 1 else ""

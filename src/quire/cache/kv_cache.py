@@ -161,15 +161,20 @@ class KVCache:
         scale per token and head. `x` is the length of the split axis in layouts that split one (by default 16 bytes)."""
         order, found = layout_named(layout), format_of(dtype, format)
         v_head_dim = head_dim if v_head_dim is None else v_head_dim
-        for name, value, most in (("kv_heads", kv_heads, None), ("head_dim", head_dim, 512), ("v_head_dim", v_head_dim, 512)):
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1 or (most and value > most):
-                raise ArgumentError(name, describe(value), f"1 to {most}" if most else "1 or more")
+        for name, value, most in (("kv_heads", kv_heads, 2**31 - 1), ("head_dim", head_dim, 512), ("v_head_dim", v_head_dim, 512)):
+            if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
+                raise ArgumentError(name, describe(value), f"1 to {most}")
         if x is not None and not order.splits:
-            raise ArgumentError("x", x, f"None: layout {layout!r} splits no axis")
+            raise ArgumentError("x", describe(x), f"None: layout {layout!r} splits no axis")
         x = (16 // found.itemsize if x is None else x) if order.splits else 1
-        device = pool.device if device is None else torch.device(device)
-        if scales not in (None, "token"):
-            raise ArgumentError("scales", repr(scales), "'token', or None for the scales given")
+        if device is not None and not isinstance(device, torch.device | str):
+            raise ArgumentError("device", describe(device), "a torch.device or its name, or None for the pool's")
+        try:
+            device = pool.device if device is None else torch.device(device)
+        except RuntimeError:
+            raise ArgumentError("device", describe(device), "a torch.device or its name, or None for the pool's") from None
+        if scales is not None and not (isinstance(scales, str) and scales == "token"):
+            raise ArgumentError("scales", describe(scales), "'token', or None for the scales given")
         if scales == "token":
             if not found.quantised or k_scale is not None or v_scale is not None:
                 given = f"'token' beside format {found} and k_scale {describe(k_scale)}, v_scale {describe(v_scale)}"
@@ -212,8 +217,12 @@ class KVCache:
         one tensor). A joint layout is wrapped from one tensor, cut at `head_dim` (by default in the middle)."""
         order = layout_named(layout)
         for name, given in (("k_pages", k_pages), ("v_pages", v_pages)):
-            if not isinstance(given, torch.Tensor) and not (name == "v_pages" and given is None):
-                raise ArgumentError(name, describe(given), "a tensor of pages")
+            if name == "v_pages" and given is None:
+                continue
+            if not isinstance(given, torch.Tensor) or given.layout is not torch.strided or given.is_quantized:
+                raise ArgumentError(name, describe(given), "a dense tensor of pages")
+        if head_dim is not None and (not isinstance(head_dim, int) or isinstance(head_dim, bool)):
+            raise ArgumentError("head_dim", describe(head_dim), "an int of 1 to 512, or None")
         k, v = order.parts(*((k_pages,) if v_pages is None else (k_pages, v_pages)), head_dim=head_dim)
         if k.dtype != v.dtype or k.device != v.device:
             raise ArgumentError("v_pages", describe(v), f"the type and device of k_pages, {describe(k)}")

@@ -129,5 +129,5 @@ LAYOUTS: dict[str, Layout] = {
 
 def layout_named(name: str) -> Layout:
     if not isinstance(name, str) or name not in LAYOUTS:
-        raise ArgumentError("layout", repr(name), ", ".join(LAYOUTS))
+        raise ArgumentError("layout", describe(name), ", ".join(LAYOUTS))
     return LAYOUTS[name]

@@ -117,8 +117,8 @@ class Ledger:
         if not kept:
             return None
         names = ("row", "position", "slot", "held", "issue", "now")
-        facts = {name: torch.tensor([value]) for name, value in zip(names, token)}
-        unknown = torch.tensor([UNKNOWN])
+        facts = {name: torch.tensor([value], device="cpu") for name, value in zip(names, token)}
+        unknown = torch.tensor([UNKNOWN], device="cpu")
         (first,) = self._misplaced(facts | {"writer": unknown, "owner": unknown, "length": facts["position"] + 1})
         return Report(missing, first)
 

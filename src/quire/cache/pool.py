@@ -250,7 +250,7 @@ class PagePool:
         return -(-length // self.page_size)
 
     def _tensor(self, values: array[int]) -> torch.Tensor:
-        host = torch.frombuffer(values, dtype=torch.int32) if values else torch.empty(0, dtype=torch.int32)
+        host = torch.frombuffer(values, dtype=torch.int32) if values else torch.empty(0, dtype=torch.int32, device="cpu")
         return host.to(self.device)
 
     def _check(self, sequence: Sequence) -> None:

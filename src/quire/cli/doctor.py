@@ -148,11 +148,11 @@ class Sample:
         chance = torch.Generator().manual_seed(0)
 
         def normal(*shape: int) -> torch.Tensor:
-            return torch.randn(*shape, generator=chance).to(device)
+            return torch.randn(*shape, generator=chance, device="cpu").to(device)
 
         self.q = normal(sum(self.q_lens), self.q_heads, self.head_dim).to(q_dtype)
         self.k, self.v = ([normal(n, self.kv_heads, self.head_dim).to(q_dtype) for n in self.lens] for _ in "kv")
-        self.table = torch.randperm(self.pages, generator=chance).view(len(self.lens), -1).to(device)
+        self.table = torch.randperm(self.pages, generator=chance, device="cpu").view(len(self.lens), -1).to(device)
         starts = torch.tensor((0, *self.q_lens), device=device).cumsum(0)
         self.batch = quire.Batch(self.table, torch.tensor(self.lens, device=device), starts)
 

@@ -3,12 +3,13 @@
 The honest computations are the exact pipeline, run in fp32, and, where a kernel gets 16-bit queries, run in fp32 with queries,
 keys, weights and values each rounded once to that type before they are multiplied: what matrix units do. Their error, relative to
 the weighted magnitudes of the values, is taken at its worst over the call, so that luck in one row buys nothing; on top comes one
-rounding of the output itself.
+rounding of the output itself. Under `out_scale` all of this is divided by the scale, and an output beyond the range of its fp8 type
+must be the largest number of the type.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -34,13 +35,23 @@ class Truth:
 def truth(call: Call, stages: Stages = PLAIN, losses: tuple[float, float] | None = None, only: int | None = None) -> Truth:
     """The pipeline's outcome with its budget. `losses` are those of the plain call, if they are known: a fault does not make
     arithmetic coarser."""
-    outcome = exact(call, stages, only=only)
+    outcome = as_stored(call, exact(call, stages, only=only))
     lost, lost_lse = honest_losses(call) if losses is None else losses
     rounding = torch.finfo(call.out.dtype).eps / 2
     smallest = torch.finfo(call.out.dtype).smallest_normal * rounding
-    budget = LIFT * lost * outcome.weighted + rounding * outcome.out.abs() + smallest
+    # What is rounded is not the exact number but one that is `lost` away from it: with few bits this counts.
+    budget = LIFT * lost * (1 + rounding) * outcome.weighted + rounding * outcome.out.abs() + smallest
     lse_budget = LIFT * lost_lse + 8 * SMALL * outcome.lse.abs().nan_to_num(0.0, 0.0, 0.0).clamp(min=1)
     return Truth(outcome, budget, lse_budget)
+
+
+def as_stored(call: Call, outcome: Outcome) -> Outcome:
+    """An outcome in the units of the output: divided by `out_scale` and saturated, before the last rounding."""
+    if call.out_scale is None:
+        return outcome
+    largest = torch.finfo(call.out.dtype).max
+    out = (outcome.out / call.out_scale).clamp(-largest, largest)
+    return replace(outcome, out=out, weighted=outcome.weighted / call.out_scale)
 
 
 def honest_losses(call: Call, stages: Stages = PLAIN, narrow: Narrow | None = None) -> tuple[float, float]:

@@ -52,6 +52,8 @@ class Call:
     mask: torch.Tensor | None = None
     positions: torch.Tensor | None = None
     q_scale: float | None = None
+    out_scale: float | None = None
+    """Divides the output, which then has an fp8 type and saturates."""
     max_q_len: int | None = None
     max_kv_len: int | None = None
     stamp: int = 0xCB
@@ -120,6 +122,7 @@ class Call:
             mask=self.mask,
             positions=self.positions,
             q_scale=self.q_scale,
+            out_scale=self.out_scale,
         )
 
     # What a kernel must leave alone.
@@ -177,7 +180,9 @@ def whole_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous().view(-1).view(torch.uint8)
+    """The bytes of a tensor in order, without the gaps between its elements."""
+    # A tensor of one element may have any stride and still counts as contiguous.
+    return tensor.contiguous().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def checksum(tensor: torch.Tensor) -> int:
@@ -186,6 +191,7 @@ def checksum(tensor: torch.Tensor) -> int:
         return 0
     data = bytes_of(tensor)
     cut = data.numel() // 8 * 8
-    words = data[:cut].view(torch.int64)
+    aligned = data[:cut].clone() if data.storage_offset() % 8 else data[:cut]
+    words = aligned.view(torch.int64)
     order = torch.arange(1, words.numel() + 1, device=data.device, dtype=torch.int64)
     return int((words * (2 * order + 1)).sum()) ^ int((data[cut:].to(torch.int64) * 31).sum())

@@ -112,6 +112,9 @@ def rows(w: Work, at: Indices) -> list[Row]:
 
 def locate(w: Work, at: Indices, row: Row, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     size = w.call.page_size
+    if not at.table.shape[1]:
+        # No cell at all: legal where no query sees a key of the cache.
+        return torch.full_like(positions, -1), positions % size
     column = (positions // size).clamp(max=at.table.shape[1] - 1)
     return at.table[row.seq, column], positions % size
 

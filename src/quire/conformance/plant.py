@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from quire.conformance.budget import factor_type
+from quire.conformance.budget import as_stored, factor_type
 from quire.conformance.call import Call, bytes_of, whole_of
 from quire.conformance.exact import PLAIN, Outcome, Stages, exact
 from quire.conformance.faults import BY_NAME
@@ -21,7 +21,7 @@ def put(call: Call, outcome: Outcome) -> None:
     """Writes an outcome as a kernel would: rounded to the output's type, and only where something is written."""
     live = call.live
     keep = outcome.written[:live].to(call.device)
-    new = outcome.out[:live].to(call.out.dtype).to(call.device)
+    new = as_stored(call, outcome).out[:live].to(call.out.dtype).to(call.device)
     call.out[:live] = torch.where(keep, new, call.out[:live])
     if call.lse is not None:
         rows = keep.any(-1)

@@ -287,7 +287,7 @@ def _pages(call: Call, found: Sequence[Violation], which: str) -> tuple[torch.Te
     cache, table = call.cache, call.batch.page_table
     unreadable = any(v.rule in ("index-types", "devices", "shapes") for v in found) or not call.lengths_hold
     if which == "all" or unreadable:
-        return torch.arange(cache.pages), table
+        return torch.arange(cache.pages, device="cpu"), table
     seq, at = call.needed
     cells = torch.unique(torch.stack((seq, at // cache.page_size)), dim=1)
     named = call.page_table[cells[0], cells[1]]

@@ -14,7 +14,8 @@ from quire.conformance.call import Call, guarded
 from quire.conformance.diagnose import Attempt, matches, spread, where
 from quire.conformance.record import Recorded
 from quire.conformance.report import UNKNOWN, Finding
-from quire.errors import ArgumentError
+from quire.conformance.threads import as_given, on_host
+from quire.problem import default_out_dtype
 
 
 @dataclass(frozen=True)
@@ -67,11 +68,17 @@ def here(recorded: Recorded, kernel: str | None = None) -> Verdict:
 
 def judge(recorded: Recorded, name: str, run: Callable[[Call], None], with_lse: bool) -> Verdict:
     """Runs it, compares, and has the fault named. One answer is all there is: nothing can be asked again of the program."""
+    with on_host():
+        return _judge(recorded, name, run, with_lse)
+
+
+def _judge(recorded: Recorded, name: str, run: Callable[[Call], None], with_lse: bool) -> Verdict:
     call = call_of(recorded, with_lse)
     losses = honest_losses(call)
     done = Attempt(call, truth(call, losses=losses), losses)
     try:
-        run(call)
+        with as_given():
+            run(call)
     except Exception as error:
         return Verdict(name, "raised", reason=f"{type(error).__name__}: {error}")
     off = done.off
@@ -101,9 +108,7 @@ def judge(recorded: Recorded, name: str, run: Callable[[Call], None], with_lse: 
 def call_of(recorded: Recorded, with_lse: bool) -> Call:
     """The call in the kit's words, its outputs stamped and guarded."""
     options, cache, q = recorded.options, recorded.cache, recorded.q
-    if options.out_scale is not None:
-        raise ArgumentError("FILE", "a call with out_scale", "an output that is not fp8: what fp8 rounds away, no comparison sees")
-    dtype = recorded.out.dtype if recorded.out is not None else q.dtype if q.element_size() > 1 else torch.bfloat16
+    dtype = recorded.out.dtype if recorded.out is not None else default_out_dtype(q.dtype, options.out_scale is not None)
     new_k, new_v = recorded.new or (None, None)
     return Call(
         q=q,
@@ -129,6 +134,7 @@ def call_of(recorded: Recorded, with_lse: bool) -> Call:
         mask=options.mask,
         positions=options.positions,
         q_scale=None if options.q_scale is None else float(options.q_scale),
+        out_scale=None if options.out_scale is None else float(options.out_scale),
         max_q_len=recorded.batch.max_q_len,
         max_kv_len=recorded.batch.max_kv_len,
     ).seal()

@@ -80,7 +80,7 @@ def load(path: str | os.PathLike[str]) -> tuple[dict[str, torch.Tensor], dict[st
         start, end = (8 + length + offset for offset in entry["data_offsets"])
         dtype = _TYPES[entry["dtype"]]
         if start == end:
-            tensors[name] = torch.zeros(entry["shape"], dtype=dtype)
+            tensors[name] = torch.zeros(entry["shape"], dtype=dtype, device="cpu")
         else:
             tensors[name] = (
                 torch.frombuffer(raw, dtype=torch.uint8, count=end - start, offset=start).view(dtype).view(entry["shape"])

@@ -57,7 +57,9 @@ class Judge:
             launch(q, cache, batch, options, new, out, lse)
             if not watched:
                 return
-            seen = Recorded(cache, batch, q, options, new, out, lse, {}, torch.arange(cache.pages), {"lse": lse is not None})
+            seen = Recorded(
+                cache, batch, q, options, new, out, lse, {}, torch.arange(cache.pages, device="cpu"), {"lse": lse is not None}
+            )
 
             def give(call: Any) -> None:
                 call.out[: call.live] = out[: call.live]

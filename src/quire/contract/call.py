@@ -196,8 +196,8 @@ class Call:
         first = torch.minimum(self.first_needed, end)
         counts = end - first
         begin = counts.cumsum(0) - counts
-        seq = torch.repeat_interleave(torch.arange(len(counts)), counts)
-        return seq, torch.arange(int(counts.sum())) - begin[seq] + first[seq]
+        seq = torch.repeat_interleave(torch.arange(len(counts), device="cpu"), counts)
+        return seq, torch.arange(int(counts.sum()), device="cpu") - begin[seq] + first[seq]
 
     @cached_property
     def tree_needed(self) -> dict[int, list[tuple[int, int]]]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from importlib import import_module
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -16,7 +15,7 @@ from quire.contract import fast, validated
 from quire.contract.call import Call
 from quire.contract.rule import Check, Violation
 from quire.contract.rules import CONTRACT
-from quire.errors import ArgumentError, ContractError
+from quire.errors import ArgumentError, ContractError, describe
 from quire.options import PLAIN, Options
 
 Level = Literal["auto", "full"]
@@ -37,7 +36,7 @@ class Watch(NamedTuple):
     strict: bool
     """Whether the whole call is checked first."""
     recorder: Any = None
-    """Who is told about calls: `quire.conformance.record.Recorder`."""
+    """Who is told about calls: an object with the methods `writer`, `attending` and `refused`, or None."""
 
 
 _checked: ContextVar[Watch | None] = ContextVar("quire_checked", default=None)
@@ -58,36 +57,20 @@ def check(
     """Every violation of the contract by this call, values included, in the order of the contract; an empty list if there is none.
 
     With `k` and `v` the write is checked too (`q` may be None then): together they are what `step` does. Nothing is written."""
-    return violations(Call(cache, batch, q, options or PLAIN, new, out, k, v, slots), "full")
-
-
-@contextmanager
-def checked(*, results: bool = False) -> Iterator[None]:
-    """Within it every operation of this thread or task checks its whole call first, on any device, and raises at the first bad one.
-    A hint that is too low counts as bad here.
-
-    With `results` what each `attend` and `step` gave is compared with the exact computation too, and a wrong result raises, with
-    the fault's name: slow, and for debugging."""
-    if not isinstance(results, bool):
-        raise ArgumentError("results", repr(results), "True or False")
-    recorder = recording()
-    if results:
-        # The kit stands above the contract, and is loaded only for whoever asks.
-        recorder = import_module("quire.conformance.watch").Judge(recorder)
-    with _watched(Watch(True, recorder)):
-        yield
+    return violations(Call(cache, batch, q, PLAIN if options is None else options, new, out, k, v, slots), "full")
 
 
 @contextmanager
 def recorded_by(recorder: Any) -> Iterator[None]:
     """Within it every operation of this thread or task tells the recorder about its call."""
     watch = _checked.get()
-    with _watched(Watch(watch is not None and watch.strict, recorder)):
+    with watched_by(Watch(watch is not None and watch.strict, recorder)):
         yield
 
 
 @contextmanager
-def _watched(watch: Watch) -> Iterator[None]:
+def watched_by(watch: Watch) -> Iterator[None]:
+    """Within it this is what is wanted of every operation of this thread or task. Higher layers register their recorder here."""
     token = _checked.set(watch)
     try:
         yield
@@ -108,9 +91,18 @@ def recording() -> Any:
 
 def enforce_static(operation: str, call: Call) -> None:
     """Raises if shapes, types, devices or options alone break the contract, whatever the cache holds by now. Reads no value."""
+    _enforce_given(operation, call)
     broken = [v for rule in CONTRACT if rule.id != "residency" for find in rule.static for v in find(call)]
     if broken:
         raise ContractError(operation, broken)
+
+
+def _enforce_given(operation: str, call: Call) -> None:
+    """Raises if what an operation is about is None."""
+    if call.q is None and operation != "write":
+        raise ArgumentError("q", None, "a tensor [tokens, q_heads, head_dim]")
+    if not call.writes and operation in ("write", "step"):
+        raise ArgumentError("k", None, "a tensor [tokens, kv_heads, head_dim]")
 
 
 def violations(call: Call, level: Level) -> list[Violation]:
@@ -127,8 +119,9 @@ def enforce(operation: str, call: Call, level: Level) -> None:
     """Raises if the call breaks the contract. Low hints pass, except under `checked()`.
 
     The fast checks accept a legal call. The rules run only if those are not sure, and produce the messages."""
-    if level != "auto" and level != "full":
-        raise ArgumentError("check", repr(level), "'auto' or 'full'")
+    if not isinstance(level, str) or (level != "auto" and level != "full"):
+        raise ArgumentError("check", describe(level), "'auto' or 'full'")
+    _enforce_given(operation, call)
     watch = _checked.get()
     strict = watch is not None and watch.strict
     if not strict and _is_certainly_legal(call, level):

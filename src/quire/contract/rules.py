@@ -116,4 +116,12 @@ CONTRACT: tuple[Rule, ...] = (
         binds="caller",
         static=(static.one_device,),
     ),
+    Rule(
+        "numbers",
+        "Numbers of options can be computed with in fp32: softcap, scale, q_scale and out_scale lie between 2^-100 and 2^100 "
+        "(a scale may also be 0 or negative), ALiBi slopes between -2^64 and 2^64, sinks between -2^100 and 2^100 or are "
+        "infinite. What is no tensor is refused by `Options`.",
+        binds="caller",
+        values=(values.numbers,),
+    ),
 )

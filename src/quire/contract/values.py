@@ -11,6 +11,7 @@ from quire.cache.ledger import Finding
 from quire.contract.call import Call
 from quire.contract.picture import row_picture
 from quire.contract.rule import Violation
+from quire.options import LARGEST, RANGE, STEEPEST, is_in_range
 
 
 def starts(call: Call) -> Iterator[Violation]:
@@ -85,8 +86,8 @@ def table(call: Call) -> Iterator[Violation]:
 def _needed_cells(call: Call) -> list[tuple[int, int]]:
     """The cells of the page table that the call needs and that hold no page, (sequence, column) each, in order."""
     size, width = call.cache.page_size, call.page_table.shape[1]
-    column = torch.arange(width)
-    needed = torch.zeros(call.page_table.shape, dtype=torch.bool)
+    column = torch.arange(width, device="cpu")
+    needed = torch.zeros(call.page_table.shape, dtype=torch.bool, device="cpu")
     if call.q is not None:
         if call.options.mask is None:
             needed |= _columns(column, size, call.first_needed, call.end_needed)
@@ -147,7 +148,7 @@ def slots(call: Call) -> Iterator[Violation]:
 
 def _ownership(call: Call, row: int, slot: int, given: str, allowed: str) -> Violation:
     page = slot // call.cache.page_size
-    seq = int(call.sequence_of_rows(torch.tensor(row)))
+    seq = int(call.sequence_of_rows(torch.tensor(row, device="cpu")))
     picture = ""
     if call.given_slots is not None:
         picture = row_picture("slots", call.given_slots, row)
@@ -190,7 +191,7 @@ def residency(call: Call) -> Iterator[Violation]:
 def _written_now(call: Call, seq: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
     """Which of the tokens (sequence, position) this very call writes, before it attends, to the slot that it will read."""
     row, slot, _ = call.stored
-    target = torch.full((call.tokens,), -1)
+    target = torch.full((call.tokens,), -1, device="cpu")
     target[row] = slot
     of_token = (at - call.kv_lens[seq] + call.q_starts[1:][seq]).clamp(min=0)
     size = call.cache.page_size
@@ -248,3 +249,30 @@ def _bad_scales(name: str, scale: torch.Tensor) -> Iterator[Violation]:
         if not (value > 0 and math.isfinite(value)):
             where = name if scale.dim() == 0 else f"{name}[{i}]"
             yield Violation("quantisation", where, str(value), "a finite number above 0", picture=row_picture(name, values, i))
+
+
+def numbers(call: Call) -> Iterator[Violation]:
+    """Options that are tensors hold numbers that kernels can compute with in fp32."""
+    if call.q is None:
+        return
+    options = call.options
+    for name, most, infinite in (("alibi", STEEPEST, False), ("sinks", LARGEST, True)):
+        tensor = getattr(options, name)
+        if tensor is None:
+            continue
+        values = tensor.cpu().float()
+        good = (values.abs() <= most) | (values.isinf() if infinite else False)
+        if bool(good.all()):
+            continue
+        allowed = f"a number from {-most:.3g} to {most:.3g}" + (", or -inf or inf" if infinite else "")
+        for i in (~good).nonzero().flatten().tolist():
+            yield Violation("numbers", f"{name}[{i}]", str(float(values[i])), allowed, picture=row_picture(name, values, i))
+    for name in ("q_scale", "out_scale"):
+        value = getattr(options, name)
+        number = float(value) if isinstance(value, torch.Tensor) else 1.0
+        if not (number > 0 and math.isfinite(number)):
+            continue  # the rule of scales says so
+        if not is_in_range(number):
+            yield Violation("numbers", name, str(number), RANGE)
+        elif name == "q_scale" and (broken := options.too_large(number)) is not None:
+            yield Violation("numbers", *broken)

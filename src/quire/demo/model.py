@@ -57,15 +57,15 @@ class Model:
         chance = torch.Generator().manual_seed(seed)
 
         def normal(*shape: int, gain: float = 1.0) -> torch.Tensor:
-            return gain * shape[-1] ** -0.5 * torch.randn(*shape, generator=chance)
+            return gain * shape[-1] ** -0.5 * torch.randn(*shape, generator=chance, device="cpu")
 
-        weights = {"embed": torch.randn(VOCABULARY, WIDTH, generator=chance), "unembed": normal(VOCABULARY, WIDTH)}
+        weights = {"embed": torch.randn(VOCABULARY, WIDTH, generator=chance, device="cpu"), "unembed": normal(VOCABULARY, WIDTH)}
         for i in range(len(LAYERS)):
             weights |= {
                 f"{i}.q": normal(Q_HEADS * HEAD_DIM, WIDTH, gain=1.5),
                 f"{i}.kv": normal(2 * KV_HEADS * HEAD_DIM, WIDTH),
                 f"{i}.out": normal(WIDTH, Q_HEADS * HEAD_DIM, gain=1.5),
-                f"{i}.sinks": torch.randn(Q_HEADS, generator=chance),
+                f"{i}.sinks": torch.randn(Q_HEADS, generator=chance, device="cpu"),
                 f"{i}.up": normal(2 * HIDDEN, WIDTH),
                 f"{i}.down": normal(WIDTH, HIDDEN),
             }
@@ -114,8 +114,10 @@ def _which_byte_follows() -> torch.Tensor:
     """Log-likelihood of each byte after each other one, `[VOCABULARY, VOCABULARY]`, as the words of the contract have it: what the
     model babbles is then almost English."""
     words = "".join(letter for rule in CONTRACT for letter in f"{rule.says} ".lower() if letter in " ,.abcdefghijklmnopqrstuvwxyz")
-    text = torch.tensor(list(words.encode()))
+    text = torch.tensor(list(words.encode()), device="cpu")
     alone = torch.bincount(text, minlength=VOCABULARY) / len(text) + 1e-6
-    pairs = torch.zeros(VOCABULARY, VOCABULARY).index_put_((text[:-1], text[1:]), torch.ones(len(text) - 1), accumulate=True)
+    pairs = torch.zeros(VOCABULARY, VOCABULARY, device="cpu").index_put_(
+        (text[:-1], text[1:]), torch.ones(len(text) - 1, device="cpu"), accumulate=True
+    )
     follows = pairs + alone
     return (follows / follows.sum(1, keepdim=True)).log()

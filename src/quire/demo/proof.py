@@ -113,8 +113,8 @@ def _alone(model: Model, request: Request, book: Book) -> Iterator[Comparison]:
             found.append(_sway(then, now, f"request {request.name}: its {name} of layer {layer}"))
         return attention(q, as_stored(kept[0], layer), as_stored(kept[1], layer), model.options[layer])
 
-    known = torch.tensor(request.tokens[: book.length])
-    logits = model.forward(known, torch.arange(len(known)), attend)
+    known = torch.tensor(request.tokens[: book.length], device="cpu")
+    logits = model.forward(known, torch.arange(len(known), device="cpu"), attend)
     yield from found
     for i, choice in enumerate(request.choices):
         if choice.book is book:

@@ -38,5 +38,5 @@ def distance(token: int, logits: torch.Tensor, taste: Taste, position: int) -> f
 def _draw(logits: torch.Tensor, taste: Taste, position: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The noisy scores, and which of them are of the top k."""
     chance = torch.Generator().manual_seed(taste.seed * 65_536 + position)
-    noise = -(-torch.rand(logits.shape, generator=chance, dtype=torch.float64).clamp(min=1e-12).log()).log()
+    noise = -(-torch.rand(logits.shape, generator=chance, dtype=torch.float64, device="cpu").clamp(min=1e-12).log()).log()
     return logits / taste.temperature + noise, logits >= logits.topk(taste.top_k).values[-1]

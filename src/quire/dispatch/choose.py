@@ -7,7 +7,7 @@ from functools import lru_cache
 from quire.dispatch.catalogue import CATALOGUE
 from quire.dispatch.decision import Candidate, Decision
 from quire.dispatch.kernel import Kernel, OneOf, Request, judge
-from quire.errors import ArgumentError, KernelError
+from quire.errors import ArgumentError, KernelError, describe
 from quire.platform import Platform
 from quire.problem import Extent, Problem
 
@@ -27,6 +27,8 @@ def choose(
     """The decision for a call, with every limit asked. Without a kernel's name it may be that none fits: `chosen_by` raises then.
 
     With a name, that kernel runs or a KernelError says which of its limits do not hold: nothing else runs in its place."""
+    if kernel is not None and not isinstance(kernel, str):
+        raise ArgumentError("kernel", describe(kernel), "the name of a kernel, or None")
     if operation not in OPERATIONS:
         raise ArgumentError("operation", repr(operation), str(OneOf(OPERATIONS)))
     request = Request(problem, extent, platform, capturing)

@@ -20,7 +20,7 @@ def load() -> Contestant:
             return None
         batch, cache, q, out, window = case.batch, case.cache, case.q, case.out(), case.workload.window
         lists = case.page_lists()
-        counts = torch.tensor([0, *map(len, lists)]).cumsum(0).int().to(q.device)
+        counts = torch.tensor([0, *map(len, lists)], device="cpu").cumsum(0).int().to(q.device)
         last = (batch.kv_lens - 1) % cache.page_size + 1
         pages = (counts, torch.cat(lists), last)
         workspace = torch.zeros(WORKSPACE, dtype=torch.uint8, device=q.device)

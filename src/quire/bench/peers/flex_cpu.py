@@ -29,7 +29,7 @@ def contestant(case: Case) -> Bound | None:
     jobs = []
     for new in dict.fromkeys(new for new, _ in w.rows):
         seqs = [i for i, row in enumerate(w.rows) if row[0] == new]
-        tokens = torch.cat([torch.arange(starts[i], starts[i + 1]) for i in seqs])
+        tokens = torch.cat([torch.arange(starts[i], starts[i + 1], device="cpu") for i in seqs])
         jobs.append((tokens, new, len(seqs), _mask(case, seqs, new)))
 
     @torch.no_grad()
@@ -50,13 +50,13 @@ def _mask(case: Case, seqs: list[int], new: int) -> Any:
     from torch.nn.attention.flex_attention import BlockMask
 
     size, pages, lists = case.cache.page_size, case.cache.pages, case.page_lists()
-    first = torch.full((len(seqs), pages), 1 << 30, dtype=torch.int32)  # the position of a page's first key
-    counts = torch.zeros(2, len(seqs), dtype=torch.int32)
-    ids = torch.zeros(2, len(seqs), pages, dtype=torch.int32)
-    context = torch.tensor([case.workload.rows[i][1] for i in seqs], dtype=torch.int32)
+    first = torch.full((len(seqs), pages), 1 << 30, dtype=torch.int32, device="cpu")  # the position of a page's first key
+    counts = torch.zeros(2, len(seqs), dtype=torch.int32, device="cpu")
+    ids = torch.zeros(2, len(seqs), pages, dtype=torch.int32, device="cpu")
+    context = torch.tensor([case.workload.rows[i][1] for i in seqs], dtype=torch.int32, device="cpu")
     for row, i in enumerate(seqs):
         mine, seen = lists[i], (int(context[row]) + 1) // size
-        first[row, mine.long()] = torch.arange(len(mine), dtype=torch.int32) * size
+        first[row, mine.long()] = torch.arange(len(mine), dtype=torch.int32, device="cpu") * size
         for kind, some in enumerate((mine[seen:], mine[:seen])):
             counts[kind, row], ids[kind, row, : len(some)] = len(some), some
 

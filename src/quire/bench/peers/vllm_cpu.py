@@ -30,14 +30,16 @@ def load(amx: bool) -> Contestant:
         kind, scales = FORMATS[w.format], (K_SCALE, V_SCALE) if w.format else (1.0, 1.0)
         lens = case.batch.kv_lens.tolist()
         used = [-(-n // PAGE) for n in lens]
-        table = torch.zeros(len(lens), max(used), dtype=torch.int32)
-        for row, ids in zip(table, torch.randperm(sum(used), generator=torch.Generator().manual_seed(2)).int().split(used)):
+        table = torch.zeros(len(lens), max(used), dtype=torch.int32, device="cpu")
+        for row, ids in zip(
+            table, torch.randperm(sum(used), generator=torch.Generator().manual_seed(2), device="cpu").int().split(used)
+        ):
             row[: len(ids)] = ids
-        pages = torch.zeros(sum(used), w.kv_heads, PAGE, 2 * w.head_dim, dtype=torch.uint8 if w.format else q.dtype)
+        pages = torch.zeros(sum(used), w.kv_heads, PAGE, 2 * w.head_dim, dtype=torch.uint8 if w.format else q.dtype, device="cpu")
         k_cache, v_cache = pages.view(sum(used), w.kv_heads, 2 * PAGE, w.head_dim).chunk(2, dim=2)
         for row, n, ids in zip(table.long(), lens, case.page_lists()):
             k, v = (x[:n].to(q.dtype) for x in case.keys_and_values(ids))
-            at = torch.arange(n)
+            at = torch.arange(n, device="cpu")
             ops.cpu_attn_reshape_and_cache(k, v, k_cache, v_cache, row[at // PAGE] * PAGE + at % PAGE, isa, *scales, kind)
         starts, kv_lens, out = case.batch.q_starts, case.batch.kv_lens, case.out()
         plan = ops.cpu_attn_get_scheduler_metadata(

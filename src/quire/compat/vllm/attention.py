@@ -93,7 +93,10 @@ def batch_of(
     if block_table.shape[0] > seq_lens.shape[0]:
         block_table = block_table[: seq_lens.shape[0]]  # engines keep their tables at the size of the largest batch
     if addresses_in is not None:
-        # An address outside of the cache becomes a page outside of it; nobody follows either.
+        # An address outside of the cache, or one that is not where a block begins, becomes a page outside of the cache; nobody
+        # follows either.
         size = addresses_in.stride(0) * addresses_in.element_size()
-        block_table = torch.div(block_table.long() - addresses_in.data_ptr(), size, rounding_mode="floor")
+        offset = block_table.long() - addresses_in.data_ptr()
+        pages = torch.div(offset, size, rounding_mode="floor")
+        block_table = torch.where(offset == pages * size, pages, -1)
     return Batch(block_table, seq_lens, query_start_loc, max_q_len=max_query_len, max_kv_len=max_seq_len)

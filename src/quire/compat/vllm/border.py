@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import wraps
-from typing import ParamSpec, TypeVar
+from types import UnionType
+from typing import Any, NamedTuple, ParamSpec, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import torch
 
 from quire.contract.rule import Violation
-from quire.errors import ArgumentError, ContractError
+from quire.errors import ArgumentError, ContractError, describe
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -63,8 +65,16 @@ def operator(words: Mapping[str, str] | None = None) -> Callable[[Callable[P, R]
         return replace(v, argument=argument(v.argument), given=prose(v.given), allowed=prose(v.allowed), picture=prose(v.picture))
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        kinds = kinds_of(function)
+        in_order = tuple(kinds.items())
+
         @wraps(function)
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
+            for (name, kind), value in zip(in_order, args):
+                check_kind(name, kind, value)
+            for name, value in kwargs.items():
+                if name in kinds:  # any other is a TypeError below
+                    check_kind(name, kinds[name], value)
             try:
                 with torch.no_grad():
                     return function(*args, **kwargs)
@@ -76,3 +86,49 @@ def operator(words: Mapping[str, str] | None = None) -> Callable[[Callable[P, R]
         return call
 
     return decorate
+
+
+class Kind(NamedTuple):
+    """What an argument may be."""
+
+    types: tuple[type, ...]
+    words: str
+    dense: bool
+    """Whether tensors are among it: they must be dense."""
+
+
+WORDS: dict[Any, tuple[tuple[type, ...], str]] = {
+    torch.Tensor: ((torch.Tensor,), "a dense tensor"),
+    float: ((int, float), "a number"),
+    int: ((int,), "an int"),
+    bool: ((bool, int), "True or False"),
+    str: ((str,), "a string"),
+    type(None): ((type(None),), "None"),
+}
+
+
+def kinds_of(function: Callable[..., Any]) -> dict[str, Kind]:
+    """What each argument of a function may be, by its annotations."""
+    hints = get_type_hints(function)
+    return {name: _kind(hints[name]) for name in inspect.signature(function).parameters}
+
+
+def _kind(hint: Any) -> Kind:
+    parts = get_args(hint) if isinstance(hint, UnionType) or get_origin(hint) is Union else (hint,)
+    types: list[type] = []
+    words: list[str] = []
+    for part in parts:
+        pair = get_origin(part) is tuple
+        some, word = ((tuple, list), "a pair of ints") if pair else WORDS.get(part, ((part,), f"a {part.__name__}"))
+        types += some
+        words.append(word)
+    return Kind(tuple(types), " or ".join(words), torch.Tensor in types)
+
+
+def check_kind(name: str, kind: Kind, value: Any) -> None:
+    """Raises if an argument is not what it may be."""
+    wrong = not isinstance(value, kind.types)
+    if not wrong and kind.dense and isinstance(value, torch.Tensor):
+        wrong = value.layout is not torch.strided or value.is_quantized
+    if wrong:
+        raise ArgumentError(name, describe(value), kind.words)

@@ -12,7 +12,7 @@ from quire.compat.vllm.attention import DECODE, attend, batch_of
 from quire.compat.vllm.border import operator
 from quire.compat.vllm.caches import number, x_packed
 from quire.compat.vllm.mixed import window_of
-from quire.errors import ArgumentError
+from quire.errors import ArgumentError, describe
 from quire.options import Options
 from quire.problem import is_fp8
 
@@ -82,6 +82,11 @@ def kernel_paged_attention_2d(
 
     With `filter_by_query_len`, only rows with one new token are computed, at `query_start_len_ptr`; without, row i of the query
     belongs to sequence i."""
+    for name, tensor in (("q", query_ptr), ("out", output_ptr)):
+        if tensor.dim() != 3:
+            raise ArgumentError(name, describe(tensor), "a tensor [tokens, heads, head_size]")
+    if block_tables_ptr.dim() != 2:
+        raise ArgumentError("page_table", describe(block_tables_ptr), "a tensor [seqs, blocks]")
     cache = x_packed("auto", key_cache_ptr, value_cache_ptr, k_scale, v_scale)
     fp8 = is_fp8(output_ptr.dtype)
     agree(
@@ -164,6 +169,8 @@ def decodes(
     block_table: torch.Tensor, seq_lens: torch.Tensor, query_start_loc: torch.Tensor | None, max_seq_len: int | None
 ) -> Batch:
     """The batch of these sequences; without starts, row i of the query belongs to sequence i."""
+    if query_start_loc is None and seq_lens.dim() != 1:
+        raise ArgumentError("kv_lens", describe(seq_lens), "a tensor [seqs] of int32 or int64")
     if query_start_loc is None:
         query_start_loc = torch.arange(seq_lens.shape[0] + 1, dtype=torch.int32, device=seq_lens.device)
     return batch_of(block_table, seq_lens, query_start_loc, 1, max_seq_len)

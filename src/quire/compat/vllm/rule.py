@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import torch
 
-from quire.platform import Platform
+from quire.compat.vllm.border import operator
 from quire.dispatch.vllm import VllmCall, explain_vllm
 from quire.errors import ArgumentError
+from quire.platform import Platform
 from quire.problem import dtype_name
 
 
+@operator()
 def use_rocm_custom_paged_attention(
     qtype: torch.dtype,
     head_size: int,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from enum import IntEnum
 
 import torch
@@ -71,7 +72,7 @@ def unified_attention(
     causal: bool | torch.Tensor,
     window_size: tuple[int, int],
     block_table: torch.Tensor,
-    softcap: float,
+    softcap: float | None,
     q_descale: Scale,
     k_descale: Scale,
     v_descale: Scale,
@@ -100,7 +101,7 @@ def unified_attention(
     all.
 
     How the work is divided is decided here: segment buffers, their number and `use_td` are taken and not needed."""
-    window = 1 + window_size[0] if window_size[0] >= 0 else None
+    window = _window(window_size)
     causal = causal.bool() if isinstance(causal, torch.Tensor) else bool(causal)
     if rswa_window is not None and rswa_prefix_lens is not None:
         raise ArgumentError("rswa_window", rswa_window, "None: a prefix that stays visible beside a window cannot be expressed")
@@ -126,7 +127,7 @@ def unified_attention(
         positions = None if window is None and alibi_slopes is None else positions
     options = Options(
         window=sides,
-        softcap=softcap if softcap and softcap > 0 else None,
+        softcap=_softcap(softcap),
         alibi=alibi_slopes,
         sinks=sinks,
         scale=softmax_scale,
@@ -167,6 +168,20 @@ def cache_of(
     if not format.quantised:
         return wrap("nhd", k, v, format, None, None)
     return wrap("nhd", k, v, format, _per_head("k_descale", k_descale), _per_head("v_descale", v_descale))
+
+
+def _window(window_size: tuple[int, int]) -> int | None:
+    """The keys that a query sees, its own included; None for all."""
+    if len(window_size) != 2 or not all(isinstance(side, int) for side in window_size):
+        raise ArgumentError("window_size", describe(window_size), "a pair of ints, (-1, -1) for no window")
+    return 1 + window_size[0] if window_size[0] >= 0 else None
+
+
+def _softcap(softcap: float | None) -> float | None:
+    """0 or less is no cap, as upstream; NaN is refused."""
+    if softcap is not None and math.isnan(softcap):
+        raise ArgumentError("softcap", softcap, "a number, 0 or None for no cap")
+    return softcap if softcap is not None and softcap > 0 else None
 
 
 def _per_head(name: str, descale: Scale) -> Scale:

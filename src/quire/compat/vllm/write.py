@@ -51,6 +51,9 @@ def store(key: torch.Tensor, value: torch.Tensor, cache: KVCache, slot_mapping: 
     """Every negative slot skips its token here, -1 alone does in a call of `quire.write`."""
     if not isinstance(slot_mapping, torch.Tensor) or slot_mapping.dim() != 1 or slot_mapping.dtype not in INDEX_TYPES:
         raise ArgumentError("slots", describe(slot_mapping), "a tensor [tokens] of int32 or int64")
+    for name, tensor in (("k", key), ("v", value)):
+        if tensor.dim() != 3:
+            raise ArgumentError(name, describe(tensor), "a tensor [tokens, kv_heads, head_size]")
     tokens = slot_mapping.shape[0]
     key, value = key[:tokens], value[:tokens]
     # As one sequence of new tokens without a table: the slots say where they go. What is made while a graph is captured belongs to

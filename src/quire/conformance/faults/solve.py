@@ -97,11 +97,12 @@ def inside(seen: Seen, row: int) -> tuple[Inside, int] | None:
 
 
 def _got(seen: Seen, row: int, head: int) -> torch.Tensor:
-    return seen.call.out[row, head].cpu().double()
+    """One head's output, in the units of the values."""
+    return seen.call.out[row, head].cpu().double() * (seen.call.out_scale or 1.0)
 
 
 def _budget(seen: Seen, row: int, head: int) -> torch.Tensor:
-    return seen.right.budget[row, head]
+    return seen.right.budget[row, head] * (seen.call.out_scale or 1.0)
 
 
 def _single(seen: Seen, row: int, head: int) -> list[int]:

@@ -81,6 +81,24 @@ def test_softcap_cannot_overflow(device: str) -> None:
     attend("mixed", device, **LENS, softcap=1e-30, scale=1.0)
 
 
+SLOPES, SINKS = torch.tensor([2.0**64, 1e10, 0.0, 0.5]), torch.tensor([2.0**100, -(2.0**100), 0.0, -torch.inf])
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"softcap": 2.0**100, "scale": 1e-3},
+        {"softcap": 2.0**-100, "scale": 2.0**20},
+        {"scale": -(2.0**-100)},
+        {"alibi": SLOPES, "sinks": SINKS},
+        {"alibi": SLOPES, "mask": True},
+    ],
+    ids=["large-softcap", "small-softcap", "small-scale", "slopes-sinks", "slopes-tree"],
+)
+def test_options_at_their_limits(given: dict[str, Any], device: str) -> None:
+    attend("mixed", device, q_lens=[1, 3, 20], kv_lens=[5, 30, 90], **given)
+
+
 @pytest.mark.parametrize("q_scale", [0.01, torch.tensor(0.01)], ids=["number", "tensor"])
 @pytest.mark.parametrize("q_dtype", ["e4m3fn", "e4m3fnuz", "e5m2"])
 def test_fp8_queries(q_dtype: str, q_scale: Any, device: str) -> None:
