@@ -11,12 +11,12 @@ from quire.cache.pool import PagePool
 from quire.contract.check import check, checked
 from quire.contract.rule import Violation
 from quire.dispatch.decision import Decision
-from quire.platform import Platform
 from quire.errors import ArgumentError, ContractError, KernelError, OutOfPages, QuireError
 from quire.explain import explain
 from quire.merge import merge
 from quire.options import Options
-from quire.problem import Problem
+from quire.platform import Platform
+from quire.problem import Extent, Problem
 from quire.step import step
 from quire.write import write
 
@@ -38,6 +38,7 @@ __all__ = [
     "Decision",
     "Violation",
     "Problem",
+    "Extent",
     "Platform",
     "QuireError",
     "ArgumentError",

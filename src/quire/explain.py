@@ -10,8 +10,8 @@ from quire.contract.call import Call
 from quire.contract.check import enforce_static
 from quire.dispatch.choose import choose
 from quire.dispatch.decision import Decision
-from quire.platform import Platform
 from quire.options import PLAIN, Options
+from quire.platform import Platform
 from quire.problem import Extent, Problem
 
 

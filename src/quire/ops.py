@@ -260,7 +260,7 @@ def _fake(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     made = q.new_empty(0)
     if out is None:
-        made = q.new_empty((*q.shape[:2], cache.v_head_dim), dtype=default_out_dtype(q.dtype, options))
+        made = q.new_empty((*q.shape[:2], cache.v_head_dim), dtype=default_out_dtype(q.dtype, options.out_scale is not None))
     return made, q.new_empty(q.shape[:2] if lse else 0, dtype=torch.float32)
 
 

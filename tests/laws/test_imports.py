@@ -15,16 +15,17 @@ FILES = sorted(SRC.rglob("*.py"))
 # Each may import what stands in its own line or above it.
 LAYERS = (
     ("errors",),
-    ("cache", "batch", "options"),
-    ("problem", "kind"),
+    ("cache", "batch", "options", "platform"),
+    ("problem",),
     ("contract",),
     ("dispatch",),
+    ("launch",),
     ("attend", "write", "step", "ops", "merge", "explain", ""),  # "" is the package itself: `import quire`
     ("conformance", "bench", "demo", "compat", "integrations"),
     ("cli", "__main__"),
 )
 RANK = {part: rank for rank, layer in enumerate(LAYERS) for part in layer}
-KERNELS_MAY_IMPORT = ("errors", "cache", "batch", "options", "problem")
+KERNELS_MAY_IMPORT = ("errors", "cache", "batch", "options", "platform", "problem")
 MAY_IMPORT_KERNELS = ("dispatch", "attend", "write", "step", "conformance", "bench", "compat", "integrations", "cli")
 MAY_IMPORT_REFERENCE = ("conformance", "bench", "demo", "cli")
 NEVER_IN_THE_KIT = ("write", "step")  # the kit fills caches by its own formula
@@ -116,8 +117,10 @@ AGAINST = {
     "inside a function": ("quire.problem", "def f():\n    from quire.attend import attend"),
     "dispatch imports an operation": ("quire.dispatch.choose", "from quire.attend import attend"),
     "an operation imports the package": ("quire.dispatch.choose", "import quire"),
+    "the launch path imports an operation": ("quire.launch", "from quire.attend import attend"),
+    "dispatch imports the launch path": ("quire.dispatch.choose", "from quire.launch import launcher_for"),
     "by a public name": ("quire.contract.check", "from quire import attend"),
-    "a kernel imports dispatch": ("quire.kernels.torch.attend", "from quire.platform import Platform"),
+    "a kernel imports dispatch": ("quire.kernels.torch.attend", "from quire.dispatch.choose import choose"),
     "a kernel imports another folder": ("quire.kernels.triton.decode", "from quire.kernels.torch.read import read"),
     "rules import a kernel": ("quire.contract.check", "from quire.kernels.torch.attend import attend"),
     "a kernel imports the reference": ("quire.kernels.torch.attend", "from quire.reference import attention"),
@@ -137,6 +140,8 @@ WITHIN = {
     "an operation imports another": ("quire.step", "from quire.write import write"),
     "an operation becomes one of a graph": ("quire.attend", "def f():\n    from quire import ops"),
     "a kernel imports its own folder": ("quire.kernels.triton.decode", "from quire.kernels.triton.tile import load"),
+    "a kernel imports the machine": ("quire.kernels.triton.decode", "from quire.platform import Platform"),
+    "an operation imports the launch path": ("quire.attend", "from quire.launch import launcher_for"),
     "a kernel imports data": ("quire.kernels.triton.decode", "from quire.cache.kv_cache import KVCache"),
     "the kit imports the reference": ("quire.conformance.run", "from quire import reference"),
     "for type checkers alone": ("quire.errors", "if TYPE_CHECKING:\n    from quire.dispatch.decision import Decision"),

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from quire.platform import Platform
 from quire.dispatch.vllm import VllmCall, explain_vllm
 from quire.errors import ArgumentError
+from quire.platform import Platform
 from quire.problem import dtype_name
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from triton import knobs
 
-from quire.kernels.triton.arguments import Balance, Cache, Finish, Features, Geometry, New, Out, Query, Rows, Tile, Workspace
+from quire.kernels.triton.arguments import Balance, Cache, Features, Finish, Geometry, New, Out, Query, Rows, Tile, Workspace
 from quire.kernels.triton.attend import attend_kernel
 from quire.kernels.triton.balance import balance_kernel
 from quire.kernels.triton.combine import combine_kernel
