@@ -48,7 +48,7 @@ class Judge:
             # A launcher that is kept may be called when nobody watches any more.
             watched = recording() is self and not is_mixture(call)
             q, out, lse = call.q, call.out, call.lse
-            assert q is not None
+            assert q is not None and out is not None
             if watched:
                 refuse_capture(q)
             launcher(call)
@@ -59,7 +59,7 @@ class Judge:
 
             def give(asked: Any) -> None:
                 asked.out[: asked.live] = out[: asked.live]
-                if asked.lse is not None:
+                if asked.lse is not None and lse is not None:
                     asked.lse[: asked.live] = lse[: asked.live]
 
             verdict = judge(seen, name, give, with_lse=lse is not None)
