@@ -189,7 +189,7 @@ def test_candidates_start_with_the_current_row_and_are_unique() -> None:
 GIVEN = {"kernel", "arches", "width", "element", "stored"}
 OF_LONG_ROWS = {"long_rows", "long_keys", "long_stages"}
 LEFT = {"rows", "least", "scan"}
-"""The group says the first; the second is for batches too small to be timed well; what a scan reads does not depend on the third."""
+"""The group says the first; the second is for batches too small to be timed well; the third is for batches of many sequences."""
 
 
 @pytest.mark.parametrize("kernel, never", [("decode", OF_LONG_ROWS), ("mixed", {"registers", "many", "together"})])

@@ -240,7 +240,7 @@ def test_different_problems_are_told_apart() -> None:
         (q, cache, batch, options[0], None, out),
         (q.float(), cache, batch, options[0], new, out),
         (q, cache, batch, options[0], new, out.float()),
-        (q, cache, batch, options[0], new, torch.empty(4, 11, 24, dtype=torch.float16).transpose(0, 1)),
+        (q, cache, batch, options[0], new, torch.empty(11, 4, 25, dtype=torch.float16)[..., :24]),
         (q, fp8, batch, options[0], new, out),
         (q, e5m2, batch, options[0], new, out),
         (q, cache, long_table, options[0], new, out),

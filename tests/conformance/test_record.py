@@ -122,9 +122,9 @@ def test_a_kernel_that_raises_is_kept(file: Path) -> None:
     def broken(*call: Any) -> None:
         raise RuntimeError("out of registers")
 
-    launch = recorder.attending(broken, quire.explain(q, program.cache, program.batch), {})
+    launcher = recorder.around("attend", broken, quire.explain(q, program.cache, program.batch))
     with pytest.raises(RuntimeError):
-        launch(q, program.cache, program.batch, quire.Options(), None, torch.zeros_like(q), None)
+        launcher(Call(program.cache, program.batch, q, out=torch.zeros_like(q)))
     assert [call.notes["error"] for call in load(file)] == ["RuntimeError: out of registers"]
 
 

@@ -67,7 +67,8 @@ def test_the_changes_are_true() -> None:
     decision = choose(PROBLEM, DECODE, CPU, catalogue=KERNELS)
     assert decision.next_better is not None
     for page_size in (8, 16):
-        assert choose(PROBLEM.replace(page_size=page_size, lse=False), DECODE, CPU, catalogue=KERNELS).chosen is decision.next_better.kernel
+        changed = PROBLEM.replace(page_size=page_size, lse=False)
+        assert choose(changed, DECODE, CPU, catalogue=KERNELS).chosen is decision.next_better.kernel
 
 
 def test_json() -> None:
