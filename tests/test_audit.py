@@ -10,10 +10,10 @@ import pytest
 import torch
 
 import quire
+from quire.contract.call import Call
 from quire.dispatch.choose import choose
-from quire.dispatch.kernel import Kernel
 from quire.platform import NAMED, Platform
-from quire.problem import Problem
+from quire.problem import Extent, Problem
 
 operator: Any = import_module("quire.attend")  # as an attribute of quire it is the function
 
@@ -23,17 +23,11 @@ def audits(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """What the check kernel is given, and which positions the ledger knew by then."""
     calls: list[Any] = []
 
-    def launch(*call: Any, **how: Any) -> None:
-        calls.append((call, (call[1].ledger.position >= 0).sum().item()))
+    def audit(call: Call) -> None:
+        assert call.cache.ledger is not None
+        calls.append((call, (call.cache.ledger.position >= 0).sum().item()))
 
-    recorder = Kernel("recorder", "audit", "", "nowhere:launch")
-    recorder.__dict__["_loaded"] = launch
-
-    def with_recorder(*args: Any, operation: str = "attend", **how: Any) -> Any:
-        how |= {"catalogue": (recorder,)} if operation == "audit" else {}
-        return choose(*args, operation=operation, **how)
-
-    monkeypatch.setattr(operator, "choose", with_recorder)
+    monkeypatch.setattr(operator, "audit_launcher", lambda call: audit)
     return calls
 
 
@@ -48,7 +42,7 @@ def test_a_step_is_audited_after_its_write(audits: list[Any]) -> None:
     q = tokens(2)
     quire.step(q, tokens(1), tokens(1), cache, batch)
     ((call, known),) = audits
-    assert call[:3] == (q, cache, batch) and call[4] is None and known == 7
+    assert (call.q is q, call.cache is cache, call.batch is batch, call.new, known) == (True, True, True, None, 7)
 
 
 def test_an_attend_is_audited_in_its_own_form(audits: list[Any]) -> None:
@@ -56,7 +50,7 @@ def test_an_attend_is_audited_in_its_own_form(audits: list[Any]) -> None:
     q, new, options = tokens(2), (tokens(1), tokens(1)), quire.Options(window=3)
     quire.attend(q, cache, batch, options, new=new)
     ((call, known),) = audits
-    assert call == (q, cache, batch, options, new) and known == 0
+    assert (call.q is q, call.cache is cache, call.options is options, call.new is new, known) == (True, True, True, True, 0)
 
 
 def test_without_a_ledger_there_is_no_audit(audits: list[Any]) -> None:
@@ -71,21 +65,13 @@ def test_without_a_check_kernel_the_call_runs_alone() -> None:
     assert cache.ledger is not None and cache.ledger.report() is None
 
 
-@pytest.mark.parametrize("capturable", [True, False])
-def test_an_audited_launcher_is_remembered_as_what_it_launches_is(capturable: bool) -> None:
-    def launch(*call: Any) -> None: ...
-
-    launch.capturable = capturable  # type: ignore[attr-defined]
-    assert operator.Audited(print, launch).capturable is capturable
-
-
 @pytest.mark.parametrize("arch", ["sm80", "sm90", "gfx942", "gfx1100"])
 def test_gpus_have_a_check_kernel(arch: str) -> None:
     pytest.importorskip("triton")
     problem = Problem(q_heads=2, kv_heads=1, head_dim=700, page_size=7)
-    assert choose(problem, Platform.named(arch), operation="audit").chosen is not None
+    assert choose(problem, Extent(), Platform.named(arch), operation="audit").chosen is not None
 
 
 def test_cpus_have_none_and_say_so() -> None:
-    decision = choose(Problem(q_heads=2, kv_heads=1, head_dim=64, page_size=16), NAMED["cpu"], operation="audit")
+    decision = choose(Problem(q_heads=2, kv_heads=1, head_dim=64, page_size=16), Extent(), NAMED["cpu"], operation="audit")
     assert decision.chosen is None and "vendor: given cpu, allowed nvidia or amd" in str(decision)

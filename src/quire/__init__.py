@@ -12,11 +12,11 @@ from quire.checked import checked
 from quire.contract.check import check
 from quire.contract.rule import Violation
 from quire.dispatch.decision import Decision
-from quire.platform import Platform
 from quire.errors import ArgumentError, ContractError, KernelError, OutOfPages, QuireError
 from quire.explain import explain
 from quire.merge import merge
 from quire.options import Options
+from quire.platform import Platform
 from quire.prepare import Prepared, prepare
 from quire.problem import Extent, Problem
 from quire.step import step

@@ -12,12 +12,16 @@ from typing import Any
 import pytest
 import torch
 
+from quire import launch
 from quire.cli import doctor, main
+from quire.contract.call import Call
 from quire.dispatch.catalogue import CATALOGUE
-from quire.dispatch.choose import choose
+from quire.dispatch.choose import choose, kernel_for
 from quire.dispatch.kernel import Kernel
 from quire.kernels.native import library
 from quire.kernels.torch import attend
+from quire.platform import Platform
+from quire.problem import Problem
 from support.kernels import levels
 
 ATTEND, WRITE = (next(k for k in CATALOGUE if (k.name, k.operation) == ("torch", operation)) for operation in ("attend", "write"))
@@ -64,26 +68,33 @@ def test_one_child_a_kernel(without_children: list[Any], capsys: pytest.CaptureF
 
 def spoil(monkeypatch: pytest.MonkeyPatch, kernel: Kernel, fault: Callable[..., None]) -> None:
     """Lets a fault follow each launch of a kernel."""
-    launch = kernel.load()
+    honest = kernel._factory
 
-    def faulty(*args: Any, **how: Any) -> None:
-        launch(*args, **how)
-        fault(*args)
+    def factory(problem: Problem, platform: Platform) -> Callable[[Call], None]:
+        launcher = honest(problem, platform)
 
-    monkeypatch.setitem(kernel.__dict__, "_loaded", faulty)
+        def faulty(call: Call) -> None:
+            launcher(call)
+            fault(call)
+
+        return faulty
+
+    monkeypatch.setitem(kernel.__dict__, "_factory", factory)
+    monkeypatch.setattr(launch, "_launchers", {})
 
 
-def a_row_is_not_written(q, cache, batch, options, new, out, lse) -> None:
-    out[int(batch.q_starts[1])] = torch.nan
+def a_row_is_not_written(call: Call) -> None:
+    call.out[int(call.batch.q_starts[1])] = torch.nan
 
 
-def the_last_key_is_missed(q, cache, batch, options, new, out, lse) -> None:
+def the_last_key_is_missed(call: Call) -> None:
+    batch = call.batch
     shorter = type(batch)(batch.page_table, batch.kv_lens - (batch.kv_lens == 41).long(), batch.q_starts)
-    attend.launch(q, cache, shorter, options, new, out, lse)
+    attend.launch(call.q, call.cache, shorter, call.options, call.new, call.out, call.lse)
 
 
-def two_heads_are_swapped(q, cache, batch, options, new, out, lse) -> None:
-    out.copy_(out.flip(1))
+def two_heads_are_swapped(call: Call) -> None:
+    call.out.copy_(call.out.flip(1))
 
 
 @pytest.mark.parametrize("fault", [a_row_is_not_written, the_last_key_is_missed, two_heads_are_swapped])
@@ -99,15 +110,16 @@ def test_a_wrong_attend_is_seen(
     assert "attend torch on cpu: WRONG in fp32" in text and "verdict: a kernel that says it runs here is wrong" in text
 
 
-def a_slot_is_lost(k, v, cache, batch, slots) -> None:
-    written = batch.slots_of_tokens(k.shape[0], cache.page_size, slots)
-    cache.k_bytes.view(-1, *k.shape[1:])[written[-1]] = 0
+def a_slot_is_lost(call: Call) -> None:
+    written = call.batch.slots_of_tokens(call.k.shape[0], call.cache.page_size, call.slots)
+    call.cache.k_bytes.view(-1, *call.k.shape[1:])[written[-1]] = 0
 
 
-def another_slot_is_touched(k, v, cache, batch, slots) -> None:
-    written = batch.slots_of_tokens(k.shape[0], cache.page_size, slots).tolist()
+def another_slot_is_touched(call: Call) -> None:
+    cache = call.cache
+    written = call.batch.slots_of_tokens(call.k.shape[0], cache.page_size, call.slots).tolist()
     free = next(slot for slot in range(cache.pages * cache.page_size) if slot not in written)
-    cache.v_bytes.view(-1, *v.shape[1:])[free] = 0
+    cache.v_bytes.view(-1, *call.v.shape[1:])[free] = 0
 
 
 @pytest.mark.parametrize("fault", [a_slot_is_lost, another_slot_is_touched])
@@ -124,8 +136,8 @@ def test_a_kernel_that_cannot_run_here_is_not_ill(
     gpu = Kernel("gpu", "attend", "for GPUs", "nowhere:launch", vendors=("nvidia",))
     plain = Kernel("plain", "attend", "without fp8", ATTEND.launcher, formats=("fp32", "bf16"))
     catalogue = (gpu, plain, *CATALOGUE)
-    for module in ("quire.cli.doctor", "quire.attend"):
-        monkeypatch.setattr(sys.modules[module], "choose", partial(choose, catalogue=catalogue))
+    monkeypatch.setattr(doctor, "choose", partial(choose, catalogue=catalogue))
+    monkeypatch.setattr(launch, "kernel_for", partial(kernel_for, catalogue=catalogue))
     monkeypatch.setattr(doctor, "CATALOGUE", catalogue)
     assert main(["doctor"]) == 0
     text = capsys.readouterr().out

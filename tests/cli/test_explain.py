@@ -86,8 +86,6 @@ def test_every_named_platform(asked, name: str) -> None:
         ("--kv-dtype torch.float8_e5m2", {"format": "e5m2", "scales": "tensor"}),
         ("--kv-dtype int8 --scales token", {"format": "int8", "scales": "token"}),
         ("--scales token", {"format": "bf16", "scales": "none"}),
-        ("--seqs 5 --max-q-len 3 --max-kv-len 5000", {"seqs": 8, "max_q_len": 4, "max_kv_len": 8192}),
-        ("--max-seq-len 5000", {"max_kv_len": 8192}),
         ("--window 16", {"window": [15, 15]}),
         ("--sliding-window 1", {"window": [0, 0]}),
         ("--softcap --alibi --sinks", {"softcap": True, "alibi": True, "sinks": True}),
@@ -101,6 +99,19 @@ def test_flags_describe_the_problem(asked, flags: str, fields: dict[str, Any]) -
     problem = asked(flags)["problem"]
     assert {name: problem[name] for name in fields} == fields
     assert Problem.from_json(json.dumps(problem)) is not None
+
+
+@pytest.mark.parametrize(
+    "flags, extent",
+    [
+        ("", {"seqs": 1, "tokens": 1, "max_q_len": 1, "max_kv_len": 4096}),
+        ("--seqs 5 --max-q-len 3 --max-kv-len 5000", {"seqs": 5, "tokens": 15, "max_q_len": 3, "max_kv_len": 5000}),
+        ("--max-seq-len 5000", {"seqs": 1, "tokens": 1, "max_q_len": 1, "max_kv_len": 5000}),
+    ],
+    ids=["decode", "verify", "long"],
+)
+def test_flags_describe_the_extent(asked, flags: str, extent: dict[str, int]) -> None:
+    assert asked(flags)["extent"] == extent
 
 
 @pytest.mark.parametrize(
@@ -121,7 +132,7 @@ def test_fp8_is_the_flavour_of_the_platform(asked, arch: str, spelling: str, for
 def test_json_of_a_decision(asked) -> None:
     found = asked("--arch sm90 --operation write")
     assert set(found) == {
-        *("operation", "problem", "platform", "asked", "capturing", "chosen", "because", "candidates", "next_better")
+        *("operation", "problem", "extent", "platform", "asked", "capturing", "chosen", "because", "candidates", "next_better")
     }
     assert found["operation"] == "write"
     assert set(found["candidates"][-1]) == {"kernel", "summary", "refusals"}

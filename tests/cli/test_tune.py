@@ -6,7 +6,7 @@ import importlib
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,11 +34,11 @@ from quire.bench.tune import (
 )
 from quire.bench.workloads import Workload
 from quire.cli import main, tune
-from quire.kernels.triton.target import Target
 from quire.kernels.triton.tuning import TABLE, Tuning
 from quire.kernels.triton.tuning import __dict__ as names
+from quire.platform import Platform
 
-CARD = Target("sm90", 132)
+CARD = replace(Platform.named("sm90"), multiprocessors=132)
 KIND = Kind("decode", 2, 128)
 CURRENT = KIND.current(CARD)
 GRID = {"keys": (32, 64, 128), "warps": (1, 4)}
@@ -156,7 +156,7 @@ def test_what_the_compiler_died_of_is_not_tried() -> None:
 COMPILER = """
 import os
 
-def compile(kernel, workload, row, target):
+def compile(kernel, workload, row, platform):
     if row.keys == 128:
         os._exit(1)
     if row.keys == 32:
@@ -188,8 +188,8 @@ def test_candidates_start_with_the_current_row_and_are_unique() -> None:
 
 GIVEN = {"kernel", "arches", "width", "element", "stored"}
 OF_LONG_ROWS = {"long_rows", "long_keys", "long_stages"}
-LEFT = {"rows", "least"}
-"""The group says the one; the other is for batches too small to be timed well."""
+LEFT = {"rows", "least", "scan"}
+"""The group says the first; the second is for batches too small to be timed well; the third is for batches of many sequences."""
 
 
 @pytest.mark.parametrize("kernel, never", [("decode", OF_LONG_ROWS), ("mixed", {"registers", "many", "together"})])

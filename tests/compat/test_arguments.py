@@ -14,9 +14,10 @@ import torch
 import quire
 from compat.calls import close_in_fp8, in_cache, kernel_2d, rocm, unified
 from compat.case import build
+from quire import launch
 from quire.compat import vllm
-from quire.compat.vllm import attention, write
-from quire.compat.vllm.attention import batch_of, kind_of
+from quire.compat.vllm import write
+from quire.compat.vllm.attention import DECODE, PREFILL, Mixture, batch_of
 from quire.compat.vllm.caches import x_packed
 from quire.errors import ArgumentError, ContractError
 from quire.options import Options
@@ -206,8 +207,8 @@ def test_the_rocm_kernel_without_starts(device: str) -> None:
     case.check()
 
 
-def test_calls_of_different_kinds_are_told_apart() -> None:
-    """What was chosen for one kind of call must not run another: every fact that rules and kernels look at makes a kind."""
+def test_different_problems_are_told_apart() -> None:
+    """What was made for one problem must not run another: every fact that a kernel is compiled for makes a problem."""
     case = build("cpu", **MIXED)
     a = case.arguments
     cache = x_packed("auto", a["key_cache"], a["value_cache"], None, None)
@@ -215,7 +216,6 @@ def test_calls_of_different_kinds_are_told_apart() -> None:
     e5m2 = x_packed("fp8_e5m2", fp8.k, fp8.v, 1.0, 1.0)
     batch = batch_of(a["block_table"], a["seq_lens"], a["query_start_loc"], 9, 40)
     long_table = batch_of(a["block_table"].long(), a["seq_lens"], a["query_start_loc"], 9, 40)
-    longer = batch_of(a["block_table"], a["seq_lens"], a["query_start_loc"], 9, 400)
     q, out, new = a["query"], a["output"], (a["key"], a["value"])
     slopes = torch.ones(4)
     options = [
@@ -230,8 +230,7 @@ def test_calls_of_different_kinds_are_told_apart() -> None:
         Options(mask=torch.ones(11, 11, dtype=torch.bool), positions=torch.arange(11)),
         Options(q_scale=1.0),
         Options(out_scale=1.0),
-        Options(scale=0.2),
-        Options(scale=0.3),
+        Options(scale=-0.2),
         Options(batch_invariant=True),
     ]
     fields = set(Options.__dataclass_fields__)
@@ -240,29 +239,27 @@ def test_calls_of_different_kinds_are_told_apart() -> None:
     calls += [
         (q, cache, batch, options[0], None, out),
         (q.float(), cache, batch, options[0], new, out),
-        (q[:5], cache, batch, options[0], new, out),
         (q, cache, batch, options[0], new, out.float()),
-        (q, cache, batch, options[0], new, torch.empty(4, 11, 24, dtype=torch.float16).transpose(0, 1)),
+        (q, cache, batch, options[0], new, torch.empty(11, 4, 25, dtype=torch.float16)[..., :24]),
         (q, fp8, batch, options[0], new, out),
         (q, e5m2, batch, options[0], new, out),
         (q, cache, long_table, options[0], new, out),
-        (q, cache, longer, options[0], new, out),
     ]
-    kinds = {kind_of(*call) for call in calls}
-    assert len(kinds) == len(calls)
-    assert kind_of(*calls[0]) in kinds
-    # A decoding loop stays one kind: its lengths grow.
-    grown = batch_of(a["block_table"], a["seq_lens"], a["query_start_loc"], 9, 41)
-    assert kind_of(q, cache, grown, Options(scale=0.3), new, out) == kind_of(q, cache, batch, Options(scale=0.3), new, out)
+    mixtures = [Mixture(cache, batch, q, option, new, out) for q, cache, batch, option, new, out in calls]
+    mixtures += [Mixture(cache, batch, q, options[0], new, out, context_from=2)]
+    mixtures += [Mixture(cache, batch, q, options[0], new, out, only=only) for only in (DECODE, PREFILL)]
+    problems = [launch.described("attend", call)[0] for call in mixtures]
+    assert len(set(problems)) == len(problems)
+    # A decoding loop stays one problem: its lengths grow, its sequences come and go, and so does a scale that is no constant.
+    grown = batch_of(a["block_table"][:2], a["seq_lens"][:2], a["query_start_loc"][:3], 9, 400)
+    for option in (Options(), Options(scale=0.2), Options(scale=0.3)):
+        assert launch.described("attend", Mixture(cache, grown, q[:10], option, new, out[:10]))[0] is problems[0]
 
 
 def test_what_is_kept_is_used_with_care(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """As on a GPU, where the launcher of a kind is found again: an output over an input is refused in every call, and what a
-    recording wraps is not kept."""
-    for module in (attention, write):
-        monkeypatch.setattr(module, "on_host", lambda tensor: False)
-    monkeypatch.setattr(attention, "_launchers", {})
-    monkeypatch.setattr(write, "_writers", {})
+    """A launcher is found again: an output over an input is refused in every call, and what a recording wraps is not kept."""
+    kept: dict[Any, Any] = {}
+    monkeypatch.setattr(launch, "_launchers", kept)
 
     def store() -> None:
         key = torch.randn(5, 2, 24)
@@ -272,13 +269,15 @@ def test_what_is_kept_is_used_with_care(monkeypatch: pytest.MonkeyPatch, tmp_pat
     with quire.record(tmp_path / "calls"):
         unified(in_cache("cpu", **MIXED))
         store()
-    assert not attention._launchers and not write._writers
+    first = dict(kept)
+    assert sorted(kernel.operation for _, kernel in first) == ["attend", "write"]
+    assert not any(getattr(launcher, "__closure__", None) for launcher in first.values())
     for _ in range(2):
         case = in_cache("cpu", **MIXED)
         unified(case)
         case.check()
         store()
-    assert len(attention._launchers) == 1 and len(write._writers) == 1
+    assert kept == first
     indices = case.arguments["seq_lens"]
     memory = torch.zeros(case.output.numel() * 2, dtype=torch.uint8)
     over = memory[: indices.numel() * 4].view(torch.int32).copy_(indices)
@@ -294,7 +293,7 @@ def test_streams_share_no_constants(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a stream has yet to fill is not given to another."""
     key, one = torch.randn(37, 2, 24), torch.ones(1)
     given = []
-    monkeypatch.setattr(write, "choose_writer", lambda k, v, cache, batch, *how: lambda *call: given.append(batch.q_starts))
+    monkeypatch.setattr(write, "launcher_for", lambda operation, call: lambda call: given.append(call.batch.q_starts))
     for stream in (1, 2, 1):
         monkeypatch.setattr(write, "_stream", lambda device, stream=stream: stream)
         vllm.reshape_and_cache_flash(key, key, *torch.zeros(2, 4, 16, 2, 24), torch.arange(37), "auto", one, one)

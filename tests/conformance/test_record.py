@@ -10,13 +10,13 @@ import pytest
 import torch
 
 import quire
-from quire.attend import is_quick
+from quire import launch
 from quire.cache.format import FORMATS
 from quire.cli import main
-from quire.conformance import record as recording
 from quire.conformance import tensorfile
 from quire.conformance.record import Recorder, load
 from quire.conformance.replay import here, then
+from quire.contract.call import Call
 from quire.contract.check import is_watched
 from quire.platform import Platform
 
@@ -122,9 +122,9 @@ def test_a_kernel_that_raises_is_kept(file: Path) -> None:
     def broken(*call: Any) -> None:
         raise RuntimeError("out of registers")
 
-    launch = recorder.attending(broken, quire.explain(q, program.cache, program.batch), {})
+    launcher = recorder.around("attend", broken, quire.explain(q, program.cache, program.batch))
     with pytest.raises(RuntimeError):
-        launch(q, program.cache, program.batch, quire.Options(), None, torch.zeros_like(q), None)
+        launcher(Call(program.cache, program.batch, q, out=torch.zeros_like(q)))
     assert [call.notes["error"] for call in load(file)] == ["RuntimeError: out of registers"]
 
 
@@ -153,7 +153,8 @@ def test_nothing_to_record_is_said(file: Path) -> None:
 def test_a_capture_is_refused_before_anything_is_written(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     program = Program()
     before = program.cache.k.clone()
-    monkeypatch.setattr(recording, "capturing", lambda tensor: True)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     with pytest.raises(quire.QuireError, match="CUDA graph is being captured"), quire.record(file):
         program.step()
     assert torch.equal(program.cache.k, before)
@@ -173,26 +174,25 @@ def test_outside_of_it_nobody_is_told(file: Path) -> None:
     recorder = Recorder(str(file), 1, "needed")
     recorder.closed = True
     told: list[Any] = []
-    # An operator that keeps its launchers may keep one that was made during a recording.
-    recorder.attending(lambda *call: told.append(call), None, {})(*"qcbonx", None)
-    assert len(told) == 1 and not file.exists()
-
-
-class OnGpu(torch.Tensor):
-    """A tensor that says so."""
-
-    is_cuda = True
-
-
-def test_within_it_no_call_takes_the_quick_way(file: Path) -> None:
-    """A call of a kind seen before goes straight to its launcher on a GPU, past whoever wants to be told."""
     program = Program()
-    rows = program.q.as_subclass(OnGpu)
-    assert is_quick(rows, program.cache, program.batch)
-    with quire.record(file):
-        assert not is_quick(rows, program.cache, program.batch)
+    q, decision = program.q[:4], quire.explain(program.q[:4], program.cache, program.batch)
+    call = Call(program.cache, program.batch, q, out=torch.empty_like(q), k=program.k[:4], v=program.v[:4])
+    # Who keeps a launcher may keep one that was made during a recording.
+    for operation in ("write", "attend"):
+        recorder.around(operation, told.append, decision)(call)
+    assert told == [call, call] and not file.exists()
+    assert recorder.around("audit", told.append, decision) == told.append
+
+
+def test_no_launcher_of_a_recording_is_kept(file: Path) -> None:
+    """A call before a recording, one within it and one behind it: the second alone is saved, though all have one launcher."""
+    program = Program()
+    quire.attend(program.q[:4], program.cache, program.batch)
+    with quire.record(file, calls=5):
         quire.attend(program.q[:4], program.cache, program.batch)
-    assert is_quick(rows, program.cache, program.batch)
+    quire.attend(program.q[:4], program.cache, program.batch)
+    assert len(load(file)) == 1
+    assert not any(hasattr(launcher, "__closure__") and launcher.__closure__ for launcher in launch._launchers.values())
 
 
 def test_checked_calls_are_recorded_and_recorded_calls_checked(file: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +10,12 @@ import pytest
 import torch
 
 import quire
-from quire.attend import choose_kernel
 from quire.conformance.record import load
 from quire.conformance.replay import here, then
 from quire.conformance.watch import Judge, WrongResult
+from quire.contract.call import Call
 from quire.contract.check import recorded_by
+from quire.launch import launcher_for
 
 
 @pytest.fixture
@@ -37,16 +39,20 @@ def test_a_wrong_result_is_named(call: dict[str, Any]) -> None:
     """A kernel that takes a window of four keys for three."""
     q, cache, batch = call["q"], call["cache"], call["batch"]
     asked, taken = quire.Options(window=4), quire.Options(window=3)
-    honest = choose_kernel(q, cache, batch, taken, None, None, False, None)
+    watched = Call(cache, batch, q, asked, out=torch.zeros_like(q))
+    honest = launcher_for("attend", replace(watched, options=taken))
 
-    def narrow(q: Any, cache: Any, batch: Any, options: Any, new: Any, out: Any, lse: Any) -> None:
-        honest(q, cache, batch, taken, new, out, lse)
+    def narrow(call: Call) -> None:
+        honest(replace(call, options=taken))
 
     judge = Judge()
-    run = judge.attending(narrow, quire.explain(q, cache, batch), {})
+    run = judge.around("attend", narrow, quire.explain(q, cache, batch))
     with pytest.raises(WrongResult, match="window-left-off") as caught, recorded_by(judge):
-        run(q, cache, batch, asked, None, torch.zeros_like(q), None)
-    run(q, cache, batch, asked, None, torch.zeros_like(q), None)  # nobody watches now
+        run(watched)
+    run(watched)  # nobody watches now
+    with recorded_by(judge):
+        run(replace(watched, only=(1, 1)))  # a mixture is no call of ours
+    assert judge.around("write", narrow, quire.explain(q, cache, batch)) is narrow
     assert caught.value.finding.fault == "window-left-off" and caught.value.verdict.wrong > 0
     assert isinstance(caught.value, quire.QuireError)
 
@@ -58,7 +64,7 @@ def test_it_stands_beside_a_recording(call: dict[str, Any], tmp_path: Path) -> N
 
 
 def test_without_it_nothing_is_computed_twice(call: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Judge, "attending", lambda *_: pytest.fail("asked"))
+    monkeypatch.setattr(Judge, "around", lambda *_: pytest.fail("asked"))
     with quire.checked():
         quire.attend(**call)
     with pytest.raises(quire.ArgumentError, match=r"^results: "), quire.checked(results=1):

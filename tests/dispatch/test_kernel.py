@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 
 from quire.dispatch.catalogue import CATALOGUE
-from quire.dispatch.kernel import AllOf, Call, Except, Finding, Kernel, Limit, MultipleOf, OneOf, Span, judge, words
-from quire.platform import Platform
+from quire.dispatch.kernel import AllOf, Except, Finding, Kernel, Limit, MultipleOf, OneOf, Request, Span, judge, words
 from quire.errors import KernelError
-from quire.problem import Problem
+from quire.platform import Platform
+from quire.problem import Extent, Problem
 
-PROBLEM = Problem(q_heads=32, kv_heads=8, head_dim=128, page_size=16, max_q_len=4, max_kv_len=4096)
+PROBLEM = Problem(q_heads=32, kv_heads=8, head_dim=128, page_size=16)
+EXTENT = Extent(seqs=2, tokens=8, max_q_len=4, max_kv_len=4096)
 CPU = replace(Platform.named("cpu"), cpu_features=("avx2",))
 
 
@@ -74,6 +75,13 @@ REFUSALS: dict[str, tuple[dict[str, Any], dict[str, Any], Any, str, str | None]]
     "format": ({"formats": ("bf16",)}, {"formats": ("e5m2", "int8")}, "bf16", "e5m2 or int8", "store the cache as e5m2 or int8"),
     "scales": ({"scales": ("none",)}, {"scales": ("tensor",)}, "none", "tensor", "set scales to tensor"),
     "layout": ({"layouts": ("nhd",)}, {"layouts": ("hnd",)}, "nhd", "hnd", "set layout to hnd"),
+    "memory": (
+        {"memory": ("aligned",)},
+        {"memory": ("generic",)},
+        "aligned",
+        "generic",
+        "give contiguous tensors that begin at multiples of 16 bytes",
+    ),
     "page_size": ({"page_size": MultipleOf(16)}, {"page_size": OneOf((32, 64))}, 16, "32 or 64", "set page_size to 32 or 64"),
     "head_dim": ({"head_dim": Span(1, 128)}, {"head_dim": Span(1, 127)}, 128, "1 to 127", "use a head_dim of 1 to 127"),
     "v_head_dim": ({"v_head_dim": OneOf((128,))}, {"v_head_dim": OneOf((64,))}, 128, "64", "use a v_head_dim of 64"),
@@ -88,10 +96,10 @@ REFUSALS: dict[str, tuple[dict[str, Any], dict[str, Any], Any, str, str | None]]
 @pytest.mark.parametrize("rule", REFUSALS)
 def test_every_limit_can_refuse(rule: str) -> None:
     holds, refuses, given, allowed, change = REFUSALS[rule]
-    (finding,) = judge(kernel(**holds).limits, Call(PROBLEM, CPU))
+    (finding,) = judge(kernel(**holds).limits, Request(PROBLEM, EXTENT, CPU))
     assert finding.rule == rule and finding.holds
-    call = Call(PROBLEM.replace(lse=rule == "lse"), CPU, capturing=rule == "capturing")
-    assert judge(kernel(**refuses).limits, call) == (Finding(rule, given, allowed, False, change),)
+    request = Request(PROBLEM.replace(lse=rule == "lse"), EXTENT, CPU, capturing=rule == "capturing")
+    assert judge(kernel(**refuses).limits, request) == (Finding(rule, given, allowed, False, change),)
 
 
 def test_those_are_all_the_limits_there_are() -> None:
@@ -99,7 +107,7 @@ def test_those_are_all_the_limits_there_are() -> None:
     for _, refuses, *_ in REFUSALS.values():
         everything |= refuses
     assert [limit.rule for limit in kernel(**everything).limits] == list(REFUSALS)
-    fields = set(Kernel.__dataclass_fields__) - {"name", "operation", "summary", "launcher", "binder"}
+    fields = set(Kernel.__dataclass_fields__) - {"name", "operation", "summary", "launcher"}
     assert set(everything) == fields
 
 
@@ -114,8 +122,8 @@ def test_a_kernel_may_lack_any_feature(feature: str) -> None:
     }
     problem = PROBLEM.replace(**changes.get(feature, {feature: True}))
     limits = kernel(without=(feature,)).limits
-    assert [finding.holds for finding in judge(limits, Call(PROBLEM, CPU))] == [True]
-    assert [str(finding) for finding in judge(limits, Call(problem, CPU)) if not finding.holds] == [
+    assert [finding.holds for finding in judge(limits, Request(PROBLEM, EXTENT, CPU))] == [True]
+    assert [str(finding) for finding in judge(limits, Request(problem, EXTENT, CPU)) if not finding.holds] == [
         f"{feature}: given yes, allowed no"
     ]
 
@@ -131,8 +139,8 @@ def test_words() -> None:
 
 @pytest.mark.parametrize("entry", CATALOGUE, ids=lambda k: f"{k.operation}-{k.name}")
 def test_every_launcher_of_the_catalogue_loads(entry: Kernel) -> None:
-    if all(finding.holds for finding in judge(entry.limits, Call(PROBLEM, CPU)) if finding.rule == "installed"):
-        assert callable(entry.load())
+    if all(finding.holds for finding in judge(entry.limits, Request(PROBLEM, EXTENT, CPU)) if finding.rule == "installed"):
+        assert callable(entry.launcher_for(PROBLEM, Platform.named("sm90")))
 
 
 @pytest.mark.parametrize("operation", ["attend", "write"])
@@ -145,7 +153,7 @@ def test_a_launcher_that_is_not_there_is_named() -> None:
     with pytest.raises(
         KernelError, match="kernel 'special' cannot attend: nowhere:launch does not load: No module named 'nowhere'"
     ):
-        kernel().load()
+        kernel().launcher_for(PROBLEM, CPU)
 
 
 def test_dispatch_loads_no_kernel() -> None:

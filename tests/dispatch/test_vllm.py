@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from quire.platform import Platform
 from quire.dispatch.vllm import CONSEQUENCES, KERNELS, NOTES, RULES, VllmCall, explain_vllm
 from quire.errors import ArgumentError
+from quire.platform import Platform
 
 CDNA = ("gfx90a", "gfx942", "gfx950")
 RDNA = ("gfx1100", "gfx1201")

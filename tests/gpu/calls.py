@@ -17,9 +17,10 @@ if not interpreter.ON and not torch.cuda.is_available():
     pytest.skip("no GPU here", allow_module_level=True)
 
 import quire
+from quire.kernels.triton.constants import dot_type
 from quire.platform import Platform
-from quire.kernels.triton.launch import dot_type
 from quire.problem import default_out_dtype
+from support.launched import problem_of
 from support.scenario import TYPES, Scenario
 
 if interpreter.ON:
@@ -80,7 +81,7 @@ def attend(
 
 def check(s: Scenario, out: torch.Tensor, lse: torch.Tensor | None = None, scale: float = 1.0) -> None:
     """Every live row is within the budget of the type that the kernel multiplies in; padding rows of `out` are as they were."""
-    s.check(out, lse, scale, TYPES[dot_type(s.q, s.cache, s.new)[0]])
+    s.check(out, lse, scale, TYPES[dot_type(problem_of(s))[0]])
     assert (out[s.live :].float() == GUARD).all(), "a padding row was written"
     if lse is not None:
         assert (lse[s.live :] == 0).all(), "the LSE of a padding row is not 0"
@@ -97,7 +98,7 @@ def check_but(s: Scenario, row: int, out: torch.Tensor, lse: torch.Tensor) -> No
 
 
 def attend_and_check(s: Scenario, kernel: str | None, **how: Any) -> torch.Tensor:
-    """The first call of a kind, and one that finds its launcher bound: both right, and the same."""
+    """The first call of a problem, and one that finds its launcher: both right, and the same."""
     inputs = [s.q, s.cache.k, s.cache.v, s.cache.k_scale, s.cache.v_scale, *(s.new or ())]
     before = [None if t is None else bits(t).clone() for t in inputs]
     out, lse = attend(s, kernel, **how)

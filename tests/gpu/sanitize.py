@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 import quire
-from quire.kernels.triton.launch import dot_type
+from quire.kernels.triton.constants import dot_type
+from support.launched import problem_of
 from support.scenario import TYPES, build
 
 ROWS: dict[str, Any] = {"q_lens": [1, 20, 0, 1], "kv_lens": [400, 37, 9, 18], "padding": 1}
@@ -34,7 +35,7 @@ def run_case(name: str) -> None:
     s = build(60, **case, device="cuda")
     s.batch.max_q_len = 16
     out, lse = quire.attend(s.q, s.cache, s.batch, s.options, new=s.new, lse=True, kernel=kernel)
-    factors = TYPES[dot_type(s.q, s.cache, s.new)[0]]
+    factors = TYPES[dot_type(problem_of(s))[0]]
     # Compared at home: every kernel of torch that the tool must look at costs it a second.
     known = {part: getattr(s, part).cpu() for part in ("expected", "expected_lse", "weighted", "honest")}
     replace(s, **known).check(out.cpu(), lse.cpu(), factors=factors)

@@ -16,17 +16,18 @@ FILES = sorted(SRC.rglob("*.py"))
 # Each may import what stands in its own line or above it.
 LAYERS = (
     ("errors",),
-    ("cache", "batch", "options"),
-    ("problem", "kind"),
+    ("cache", "batch", "options", "platform"),
+    ("problem",),
     ("contract",),
     ("dispatch",),
-    ("attend", "write", "step", "ops", "merge", "explain", "checked", ""),  # "" is the package itself: `import quire`
+    ("launch",),
+    ("attend", "write", "step", "ops", "merge", "explain", "prepare", "checked", ""),  # "" is the package itself: `import quire`
     ("conformance", "bench", "demo", "compat", "integrations"),
     ("cli", "__main__"),
 )
 RANK = {part: rank for rank, layer in enumerate(LAYERS) for part in layer}
-KERNELS_MAY_IMPORT = ("errors", "cache", "batch", "options", "problem")
-MAY_IMPORT_KERNELS = ("dispatch", "attend", "write", "step", "conformance", "bench", "compat", "integrations", "cli")
+KERNELS_MAY_IMPORT = ("errors", "cache", "batch", "options", "platform", "problem")
+MAY_IMPORT_KERNELS = ("dispatch", "prepare", "attend", "write", "step", "conformance", "bench", "compat", "integrations", "cli")
 THE_LIBRARY = ("quire.kernels.native.call", "quire.kernels.native.library")  # answers for the rules, too, whether values are legal
 MAY_IMPORT_REFERENCE = ("conformance", "bench", "demo", "cli")
 # What a function may load from a layer above, when a user asks for it: `import quire` stays light.
@@ -163,8 +164,10 @@ AGAINST = {
     "inside a function": ("quire.problem", "def f():\n    from quire.attend import attend"),
     "dispatch imports an operation": ("quire.dispatch.choose", "from quire.attend import attend"),
     "an operation imports the package": ("quire.dispatch.choose", "import quire"),
+    "the launch path imports an operation": ("quire.launch", "from quire.attend import attend"),
+    "dispatch imports the launch path": ("quire.dispatch.choose", "from quire.launch import launcher_for"),
     "by a public name": ("quire.contract.check", "from quire import attend"),
-    "a kernel imports dispatch": ("quire.kernels.torch.attend", "from quire.platform import Platform"),
+    "a kernel imports dispatch": ("quire.kernels.torch.attend", "from quire.dispatch.choose import choose"),
     "a kernel imports another folder": ("quire.kernels.triton.decode", "from quire.kernels.torch.read import read"),
     "rules import a kernel": ("quire.contract.check", "from quire.kernels.torch.attend import attend"),
     "rules import a native kernel": ("quire.contract.validated", "from quire.kernels.native.attend import launch"),
@@ -195,6 +198,8 @@ WITHIN = {
     "an operation becomes one of a graph": ("quire.attend", "def f():\n    from quire import ops"),
     "a kernel imports its own folder": ("quire.kernels.triton.decode", "from quire.kernels.triton.tile import load"),
     "rules ask the library": ("quire.contract.validated", "from quire.kernels.native.library import library"),
+    "a kernel imports the machine": ("quire.kernels.triton.decode", "from quire.platform import Platform"),
+    "an operation imports the launch path": ("quire.attend", "from quire.launch import launcher_for"),
     "a kernel imports data": ("quire.kernels.triton.decode", "from quire.cache.kv_cache import KVCache"),
     "the kit imports the reference": ("quire.conformance.run", "from quire import reference"),
     "for type checkers alone": ("quire.errors", "if TYPE_CHECKING:\n    from quire.dispatch.decision import Decision"),

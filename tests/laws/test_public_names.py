@@ -27,6 +27,7 @@ NAMES = [
     "Decision",
     "Violation",
     "Problem",
+    "Extent",
     "Platform",
     "QuireError",
     "ArgumentError",

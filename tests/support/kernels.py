@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -10,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from quire.dispatch.choose import choose
+import quire.launch
+from quire.dispatch.choose import kernel_for
 from quire.kernels.native import library
 
 NO_LIBRARY = "the native kernels are not built here: python setup.py build_ext --inplace"
@@ -31,14 +31,13 @@ def kernel(name: str) -> Iterator[None]:
     """Within it every attend and write that asks for no kernel by name gets this one."""
     wanted, _, level = name.partition("-")
 
-    def choose_this(problem: Any, platform: Any, **how: Any) -> Any:
-        if how.get("operation", "attend") != "audit" and how.get("kernel") is None:
-            how["kernel"] = wanted
-        return choose(problem, platform, **how)
+    def wanted_for(problem: Any, extent: Any, platform: Any, operation: str, kernel: str | None, capturing: bool) -> Any:
+        if operation != "audit" and kernel is None:
+            kernel = wanted
+        return kernel_for(problem, extent, platform, operation, kernel, capturing)
 
     with pytest.MonkeyPatch.context() as patch:
-        for module in ("quire.attend", "quire.write"):
-            patch.setattr(sys.modules[module], "choose", choose_this)
+        patch.setattr(quire.launch, "kernel_for", wanted_for)
         if level:
             with library.forced(level):
                 yield

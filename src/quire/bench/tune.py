@@ -20,9 +20,11 @@ from quire.bench.truth import Truth
 from quire.bench.workloads import CUDA_WORKLOADS, Workload
 from quire.cache.format import FORMATS
 from quire.cache.kv_cache import KVCache
-from quire.kernels.triton.target import Target
+from quire.contract.call import Call
 from quire.kernels.triton.tuning import Tuning, tuning_for
+from quire.launch import described
 from quire.options import Options
+from quire.platform import Platform
 
 Grid = Mapping[str, Sequence[Any]]
 """Fields of `Tuning` and the values to try, all with all."""
@@ -81,10 +83,10 @@ class Kind(NamedTuple):
         names = WORKLOADS[self.kernel][: 2 if quick else None]
         return [replace(usual[name], head_dim=self.width, format="e4m3fn" if self.stored == 1 else "") for name in names]
 
-    def current(self, target: Target) -> Tuning:
+    def current(self, platform: Platform) -> Tuning:
         """The row of the table, written for this kind alone."""
-        row = tuning_for(self.kernel, target, self.width, 2, self.stored)
-        return row._replace(arches=(target.arch,), width=self.width, element=2, stored=self.stored)
+        row = tuning_for(self.kernel, platform.arch, self.width, 2, self.stored)
+        return row._replace(arches=(platform.arch,), width=self.width, element=2, stored=self.stored)
 
 
 KINDS = tuple(Kind(*kind) for kind in itertools.product(("decode", "mixed"), (1, 2), (64, 128, 256)))
@@ -101,20 +103,34 @@ def candidates(start: Tuning, grid: Grid) -> list[Tuning]:
     return list(dict.fromkeys((start, *points)))
 
 
-def alike(kernel: str, workloads: Sequence[Workload], target: Target, rows: Sequence[Tuning]) -> dict[Tuning, str]:
+def alike(kernel: str, workloads: Sequence[Workload], platform: Platform, rows: Sequence[Tuning]) -> dict[Tuning, str]:
     """Candidates that launch on every workload what one before them launches: the faster of two that are the same would be chosen
     by luck, and do something else in other batches."""
-    from quire.kernels.triton.launch import launches
-
     first: dict[str, Tuning] = {}
     found = {}
-    shells = [without_memory(workload) for workload in workloads]
+    calls = [call_without_memory(workload) for workload in workloads]
     for row in rows:
-        todo = [launches(kernel, *shell, None, torch.empty_like(shell[0]), None, target=target, tuning=row) for shell in shells]
-        recipe = str([(launch.constants, launch.grid, launch.how) for mine in todo for launch in mine])
-        if first.setdefault(recipe, row) != row:
+        if first.setdefault(_launched(kernel, calls, platform, row), row) != row:
             found[row] = "the same launches as another candidate"
     return found
+
+
+def _launched(kernel: str, calls: Sequence[Call], platform: Platform, row: Tuning) -> str:
+    """What a candidate launches for some calls, addresses aside."""
+    from quire.kernels.triton.launcher import AttendLauncher
+
+    todo = [(call, *described("attend", call)) for call in calls]
+    launchers = [AttendLauncher(kernel, problem, platform, row) for _, problem, _ in todo]
+    dynamic = any(launcher.tiles.schedule(extent).extras for launcher, (_, _, extent) in zip(launchers, todo))
+    if row.many is not None and not dynamic:
+        # None of the calls has so many units: the kernels' other schedule is compiled in, and never runs.
+        return _launched(kernel, calls, platform, row._replace(many=None))
+    launches = [
+        (program.constants, program.options, grid, arguments)
+        for launcher, (call, _, extent) in zip(launchers, todo)
+        for program, grid, arguments, _ in launcher.launches(call, extent, lambda tensor: tensor.dtype)
+    ]
+    return str(launches)
 
 
 def literal(row: Tuning) -> str:
@@ -278,17 +294,19 @@ class OnCard:
         self.right: torch.Tensor | None = None
 
     def bind(self, row: Tuning) -> Ready:
-        from quire.kernels.triton import bind
+        from quire.kernels.triton.launcher import AttendLauncher, platform_of
 
         case, out = self.case, self.out.fill_(torch.nan)
-        call = (case.q, case.cache, case.batch, case.options, None, out)
-        bound: Any = getattr(bind, self.kernel)(*call, tuning=row)
+        call = Call(case.cache, case.batch, case.q, case.options, None, out)
+        problem, _ = described("attend", call)
+        launcher = AttendLauncher(self.kernel, problem, platform_of(problem, Platform.detect(case.q.device)), row)
 
         def run() -> torch.Tensor:
-            bound(*call, None)
+            launcher(call)
             return out
 
-        return Ready(run, lambda: _spills(bound.compiled))
+        programs = (*launcher.programs.values(), launcher.combine, *filter(None, [launcher.balance]))
+        return Ready(run, lambda: _spills(loaded.kernel for program in programs for loaded in program.loaded.values()))
 
     def is_right(self, out: torch.Tensor) -> bool:
         if self.right is not None:
@@ -300,21 +318,30 @@ class OnCard:
         return True
 
 
-def _spills(compiled: Sequence[tuple[Any, Any]] | None) -> int | None:
-    """The most that one of the kernels spills; a backend that cannot tell says -1."""
-    told = [kernel.n_spills for kernel, _ in compiled or () if kernel.n_spills is not None and kernel.n_spills >= 0]
+def _spills(kernels: Iterable[Any]) -> int | None:
+    """The most that one of the compiled kernels spills; a backend that cannot tell says -1."""
+    told = [kernel.n_spills for kernel in kernels if kernel.n_spills is not None and kernel.n_spills >= 0]
     return max(told, default=None)
 
 
-def compile_ahead(kernel: str, workload: Workload, row: Tuning, target: Target) -> int:
+def compile_ahead(kernel: str, workload: Workload, row: Tuning, platform: Platform) -> int:
     """Compiles what a candidate launches into Triton's cache on disk, for tensors without memory; the number of kernels."""
-    from quire.kernels.triton.launch import launches
+    from quire.kernels.triton.launcher import AttendLauncher
+    from quire.kernels.triton.program import as_bytes
 
-    shell = without_memory(workload)
-    todo = launches(kernel, *shell, None, torch.empty_like(shell[0]), None, target=target, tuning=row)
-    for launch in todo:
-        launch.kernel.warmup(*launch.arguments, *launch.constants, grid=launch.grid, **launch.how)
+    call = call_without_memory(workload)
+    problem, extent = described("attend", call)
+    launches = AttendLauncher(kernel, problem, platform, row).launches(call, extent, as_bytes)
+    todo = {program: arguments for program, _, arguments, _ in launches}
+    for program, arguments in todo.items():
+        program.recipe(arguments).compile(platform)
     return len(todo)
+
+
+def call_without_memory(workload: Workload) -> Call:
+    """A workload as a call, as the compiler sees it."""
+    q, cache, batch, options = without_memory(workload)
+    return Call(cache, batch, q, options, None, torch.empty_like(q))
 
 
 def without_memory(workload: Workload) -> tuple[torch.Tensor, KVCache, Batch, Options]:
@@ -346,14 +373,13 @@ class Pool:
     def __init__(self, jobs: int, compile: Callable[..., int] = compile_ahead):
         self.jobs, self.compile = jobs, compile
 
-    def __call__(self, kernel: str, workloads: Sequence[Workload], target: Target, rows: Sequence[Tuning]) -> dict[Tuning, str]:
+    def __call__(self, kernel: str, workloads: Sequence[Workload], platform: Platform, rows: Sequence[Tuning]) -> dict[Tuning, str]:
         """The candidates at which a compiler died. One that merely refuses says so again when it is tried."""
         same: dict[Any, list[Tuning]] = {}
         for row in rows:
-            # How many programs run is no constant, but whether their number is a multiple of 16 is.
-            programs = max(1, int(target.multiprocessors * row.per_multiprocessor))
-            same.setdefault((row._replace(per_multiprocessor=0.0), programs % 16 == 0, programs == 1), []).append(row)
-        todo = [(kernel, workload, alike[0], target) for alike in same.values() for workload in workloads]
+            # Nothing is compiled for the number of programs.
+            same.setdefault(row._replace(per_multiprocessor=0.0), []).append(row)
+        todo = [(kernel, workload, alike[0], platform) for alike in same.values() for workload in workloads]
         undone = list(self._run(self.jobs, todo))
         guilty = {call[2] for task in undone for call in self._run(1, [task])}
         return {row: "the compiler died" for alike in same.values() if alike[0] in guilty for row in alike}

@@ -28,7 +28,7 @@ class Pages(NamedTuple):
 
     strides: tuple[int, ...]
     """Of [page, head, slot/, slot%, dim/, dim%]. An axis of length 1 counts 0: what is multiplied with it vanishes, and the
-    compiler sees what is aligned."""
+    compiler sees what is aligned. Not so the pages: nothing is compiled for their number."""
     slot_part: int
     """The length of slot%."""
     dim_part: int
@@ -36,8 +36,8 @@ class Pages(NamedTuple):
 
     @classmethod
     def of(cls, view: torch.Tensor) -> Pages:
-        strides = tuple(stride if size > 1 else 0 for stride, size in zip(view.stride(), view.shape))
-        return cls(strides, view.shape[3], view.shape[5])
+        strides = [stride if size > 1 else 0 for stride, size in zip(view.stride(), view.shape)]
+        return cls((view.stride(0), *strides[1:]), view.shape[3], view.shape[5])
 
 
 class Storage(NamedTuple):

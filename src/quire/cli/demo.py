@@ -89,4 +89,4 @@ def one_thread() -> Iterator[None]:
 def best_device() -> str:
     """The accelerator, if there is one and a kernel for it; otherwise the CPU."""
     problem = quire.Problem(q_heads=Q_HEADS, kv_heads=KV_HEADS, head_dim=HEAD_DIM, page_size=16, q_dtype="fp32", device="cuda")
-    return "cuda" if torch.cuda.is_available() and choose(problem, quire.Platform.detect("cuda")).chosen else "cpu"
+    return "cuda" if torch.cuda.is_available() and choose(problem, quire.Extent(), quire.Platform.detect("cuda")).chosen else "cpu"

@@ -17,12 +17,14 @@ import quire
 from quire.cache.format import FORMATS, Format
 from quire.cache.ledger import Ledger
 from quire.cli import version
+from quire.contract.call import Call
 from quire.dispatch.catalogue import CATALOGUE
-from quire.dispatch.choose import OPERATIONS, choose, launcher_of
+from quire.dispatch.choose import OPERATIONS, choose
 from quire.dispatch.kernel import BUILD
-from quire.platform import Platform, cpu_flags
 from quire.kernels.native import library
-from quire.problem import Problem
+from quire.launch import launcher_for
+from quire.platform import Platform, cpu_flags
+from quire.problem import Extent, Problem
 
 HELP = "show the machine and its kernels, and check each kernel against the reference"
 EXAMPLES = """\
@@ -82,10 +84,11 @@ def _native() -> str:
 def _kernels(device: str) -> Iterator[dict[str, Any]]:
     """Every kernel of the catalogue on a device: why it cannot run there, or what its check says."""
     platform = Platform.detect(device)
-    problem = Problem(q_heads=8, kv_heads=2, head_dim=64, page_size=16, seqs=4, max_q_len=16, max_kv_len=64, device=device)
+    problem = Problem(q_heads=8, kv_heads=2, head_dim=64, page_size=16, device=device)
+    extent = Extent(seqs=4, tokens=19, max_q_len=16, max_kv_len=64)
     answers: dict[str, tuple[dict[str, list[dict[str, Any]]], str | None]] = {}
     for operation in OPERATIONS:
-        for kernel, findings in choose(problem, platform, operation=operation).candidates:
+        for kernel, findings in choose(problem, extent, platform, operation=operation).candidates:
             refusals = [str(finding) for finding in findings if not finding.holds]
             if not refusals and kernel.name not in answers:
                 answers[kernel.name] = ask((sys.executable, "-m", "quire", "doctor", "--check", kernel.name, device))
@@ -198,9 +201,8 @@ def _audit_error(kernel: str, sample: Sample) -> int:
     for row, length in enumerate(sample.lens):
         at = torch.arange(1 if row == 2 else 0, length, device=sample.device)
         cache.ledger.record(sample.table[row, at // cache.page_size] * cache.page_size + at % cache.page_size, at)
-    problem = Problem.of(sample.q, cache, sample.batch)
-    audit = launcher_of(choose(problem, Platform.detect(sample.device), operation="audit", kernel=kernel))
-    audit(sample.q, cache, sample.batch, quire.Options(), None)
+    call = Call(cache, sample.batch, sample.q)
+    launcher_for("audit", call, kernel)(call)
     report = cache.ledger.report()
     return 1 if report is None else abs(report.missing - 1)
 

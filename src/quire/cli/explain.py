@@ -9,10 +9,10 @@ from quire.cache.format import FORMATS
 from quire.cache.layout import LAYOUTS
 from quire.dispatch.choose import OPERATIONS, choose
 from quire.dispatch.decision import Decision
-from quire.platform import NAMED, Platform
 from quire.dispatch.vllm import RULES, VllmCall, explain_vllm
 from quire.errors import ArgumentError, KernelError
-from quire.problem import Problem
+from quire.platform import NAMED, Platform
+from quire.problem import Extent, Problem
 
 HELP = "say which kernel would run a call, why, and why not the others"
 EXAMPLES = """\
@@ -122,7 +122,7 @@ def _recorded(args: argparse.Namespace) -> int:
     platform = _platform(args)
     for number, call in enumerate(load(args.file)):
         problem = call.problem.replace(device="cpu" if platform.vendor == "cpu" else "cuda")
-        decision = _decide(args, problem, platform)
+        decision = _decide(args, problem, call.extent, platform)
         able &= decision.chosen is not None
         answers.append({"there": call.notes["decision"], "here": decision.to_dict()})
         if not args.json:
@@ -140,16 +140,16 @@ def _platform(args: argparse.Namespace) -> Platform:
         raise ArgumentError("--arch", error.given, error.allowed) from None
 
 
-def _decide(args: argparse.Namespace, problem: Problem, platform: Platform) -> Decision:
+def _decide(args: argparse.Namespace, problem: Problem, extent: Extent, platform: Platform) -> Decision:
     try:
-        return choose(problem, platform, operation=args.operation, kernel=args.kernel, capturing=args.capturing)
+        return choose(problem, extent, platform, operation=args.operation, kernel=args.kernel, capturing=args.capturing)
     except KernelError as error:
         return error.decision or args.parser.error(f"--{error}")
 
 
 def _as_quire(args: argparse.Namespace, platform: Platform) -> int:
     problem = problem_of(args, platform)
-    decision = _decide(args, problem, platform)
+    decision = _decide(args, problem, extent_of(args), platform)
     print(json.dumps(decision.to_dict(), indent=2) if args.json else decision)
     return 0 if decision.chosen else 1
 
@@ -193,6 +193,11 @@ def _as_vllm(args: argparse.Namespace, platform: Platform) -> int:
     return 0
 
 
+def extent_of(args: argparse.Namespace) -> Extent:
+    """How large a batch the flags describe: every sequence has the most new tokens."""
+    return Extent(args.seqs, args.seqs * args.max_q_len, args.max_q_len, args.max_kv_len)
+
+
 def problem_of(args: argparse.Namespace, platform: Platform) -> Problem:
     """The problem that the flags describe."""
     if args.window < 0:
@@ -218,9 +223,6 @@ def problem_of(args: argparse.Namespace, platform: Platform) -> Problem:
         format=format,
         layout=args.layout,
         scales=args.scales if FORMATS[format].quantised else "none",
-        seqs=args.seqs,
-        max_q_len=args.max_q_len,
-        max_kv_len=args.max_kv_len,
         form=args.form,
         causal="no" if args.non_causal else "yes",
         window=(side, side),

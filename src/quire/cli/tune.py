@@ -88,19 +88,17 @@ def run(args: argparse.Namespace) -> int:
 
 def tune(kind: Kind, *, quick: bool, jobs: int, tell: Any) -> Found:
     """Searches on this card."""
-    import torch
-
     from quire.bench.gpu import _release
     from quire.bench.timing import by_events
     from quire.bench.tune import OnCard, Pool, alike, rounds_of, search
-    from quire.kernels.triton.target import target_of
+    from quire.platform import Platform
 
-    target = target_of(torch.device("cuda", torch.cuda.current_device()))
+    platform = Platform.detect("cuda")
     workloads = kind.workloads(quick)
     grounds = [OnCard(kind.kernel, workload) for workload in workloads]
-    what = (kind.kernel, workloads, target)
+    what = (kind.kernel, workloads, platform)
     how = {"same": partial(alike, *what), "prepare": partial(Pool(jobs), *what), "tell": tell}
-    found = search(kind, kind.current(target), rounds_of(kind.kernel, quick), grounds, by_events, **how)
+    found = search(kind, kind.current(platform), rounds_of(kind.kernel, quick), grounds, by_events, **how)
     del grounds
     _release()
     return found

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from quire.attend import attend, capturing
+from quire.attend import attend
 from quire.batch import Batch
 from quire.cache.format import FORMATS
 from quire.cache.kv_cache import KVCache
@@ -29,11 +29,12 @@ from quire.contract.call import Call
 from quire.contract.check import recorded_by, violations
 from quire.contract.rule import Violation
 from quire.dispatch.decision import Decision
-from quire.platform import Platform
 from quire.errors import ArgumentError, QuireError
 from quire.options import PLAIN, Options
-from quire.problem import Problem
+from quire.platform import Platform
+from quire.problem import ANY, Extent, Problem
 
+Launch = Callable[[Call], None]
 VERSION = 1
 """Of what a file holds."""
 OPTIONS = ("alibi", "sinks", "causal", "mask", "positions", "q_scale", "out_scale")
@@ -71,38 +72,39 @@ class Recorder:
         self.closed = False
         self._written: tuple[KVCache, Batch, dict[str, torch.Tensor]] | None = None
 
-    def writer(self, launch: Callable[..., Any]) -> Callable[..., Any]:
-        """A writing kernel whose tokens are remembered, until their cache is attended to."""
+    def around(self, operation: str, launcher: Launch, decision: Decision) -> Launch:
+        """A launcher whose calls are saved, or, of a write, whose tokens are remembered until their cache is attended to."""
+        around = {"write": self._writing, "attend": self._attending}.get(operation)
+        return launcher if around is None else around(launcher, decision)
 
-        def write(k: torch.Tensor, v: torch.Tensor, cache: KVCache, batch: Batch, slots: torch.Tensor | None) -> None:
+    def _writing(self, launcher: Launch, decision: Decision) -> Launch:
+        def write(call: Call) -> None:
             if not self.closed:
-                refuse_capture(k)
-                given = batch.slots if slots is None else slots
-                tensors = {"k": k, "v": v} | ({} if given is None else {"slots": given})
-                self._written = cache, batch, {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}
-            launch(k, v, cache, batch, slots)
+                assert call.k is not None and call.v is not None
+                refuse_capture(call.k)
+                tensors = {"k": call.k, "v": call.v} | ({} if call.given_slots is None else {"slots": call.given_slots})
+                copies = {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}
+                self._written = call.cache, call.batch, copies
+            launcher(call)
 
         return write
 
-    def attending(self, launch: Callable[..., Any], decision: Decision, how: dict[str, Any]) -> Callable[..., Any]:
-        """An attention kernel whose calls are saved."""
-        if is_mixture(how):
-            return launch
-
-        def run(q: torch.Tensor, cache: KVCache, batch: Batch, options: Options, new: Any, out: torch.Tensor, lse: Any) -> None:
-            if self.closed:
-                return launch(q, cache, batch, options, new, out, lse)
-            refuse_capture(q)
-            call = Call(cache, batch, q, options, new)
+    def _attending(self, launcher: Launch, decision: Decision) -> Launch:
+        def attend(given: Call) -> None:
+            if self.closed or is_mixture(given):
+                return launcher(given)
+            assert given.q is not None and given.out is not None
+            refuse_capture(given.q)
+            call, has_lse = Call(given.cache, given.batch, given.q, given.options, given.new), given.lse is not None
             try:
-                launch(q, cache, batch, options, new, out, lse)
+                launcher(given)
             except Exception as error:
-                self.save(call, decision, {}, lse is not None, f"{type(error).__name__}: {error}")
+                self.save(call, decision, {}, has_lse, f"{type(error).__name__}: {error}")
                 raise
             if sum(not kept["error"] for kept in self.calls) < self.most:
-                self.save(call, decision, {"out": out} | ({} if lse is None else {"lse": lse}), lse is not None)
+                self.save(call, decision, {"out": given.out} | ({} if given.lse is None else {"lse": given.lse}), has_lse)
 
-        return run
+        return attend
 
     def refused(self, operation: str, call: Call, broken: Sequence[Violation]) -> None:
         """Saves a call that breaks the contract."""
@@ -199,6 +201,10 @@ class Recorded:
         return Problem.of(self.q, self.cache, self.batch, self.options, new=self.new, lse=bool(self.notes["lse"]))
 
     @property
+    def extent(self) -> Extent:
+        return Extent.of(self.q, self.cache, self.batch)
+
+    @property
     def decision(self) -> str:
         """What was decided where it ran, in words; empty if it was refused before."""
         return str(self.notes["said"])
@@ -272,13 +278,13 @@ def _load(number: int, notes: dict[str, Any], tensors: dict[str, torch.Tensor], 
 
 def refuse_capture(tensor: torch.Tensor) -> None:
     """Raises while a graph is captured: what looks at values copies them to the host."""
-    if capturing(tensor):
+    if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
         raise QuireError("a CUDA graph is being captured, and quire.record and quire.checked(results=True) copy to the host")
 
 
-def is_mixture(how: dict[str, Any]) -> bool:
-    """Whether a launcher takes rows of two forms in one call, or leaves rows out, as others do: that is no call of ours."""
-    return bool(how.get("context_from", 1) > 1 or how.get("only", (0, 0))[0] > 0)
+def is_mixture(call: Call) -> bool:
+    """Whether a call has sequences of two forms, or leaves sequences out, as vLLM's operators do: that is no call of ours."""
+    return call.context_from != 1 or call.only != (0, ANY)
 
 
 def _pages(call: Call, found: Sequence[Violation], which: str) -> tuple[torch.Tensor, torch.Tensor]:

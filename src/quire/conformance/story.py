@@ -29,8 +29,8 @@ from quire.conformance.seeds import (
     operator,
     suspect,
 )
-from quire.platform import Platform
 from quire.dispatch.vllm import VllmCall, explain_vllm
+from quire.platform import Platform
 
 REPORTED: dict[str, Any] = {"mismatched": 8192, "elements": 43_720_704, "error": 1.685546875, "at": (5336, 0, 0)}
 """What the documents say of the third failure."""

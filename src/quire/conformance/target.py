@@ -8,7 +8,7 @@ takes its arguments by name, and either writes `out` or returns the output, or t
 naming it: `window, softcap, alibi, sinks, causal, mask, positions, k_scale, v_scale, q_scale, new_k, new_v, lse, layout, format,
 max_q_len, max_kv_len`, all as in `quire.conformance.call.Call`. A feature that the function has no argument for is one it does not
 support: those cases are left out. So are those beyond the limits in the module's `SUPPORTS`, a dict from a field of `quire.Problem`
-to the values allowed, or to a function that says whether a value is:
+or `quire.Extent` to the values allowed, or to a function that says whether a value is:
 
     SUPPORTS = {"q_dtype": ("fp16", "bf16"), "page_size": (16, 32), "head_dim": lambda n: n % 8 == 0, "max_q_len": range(0, 2)}
 
@@ -27,7 +27,7 @@ import sys
 import sysconfig
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -37,13 +37,16 @@ import quire
 from quire.conformance.call import Call
 from quire.dispatch.catalogue import CATALOGUE
 from quire.errors import ArgumentError
-from quire.problem import FIELDS, Problem
+from quire.problem import FIELDS, Extent, Problem
 
 NEEDED = ("q", "k_pages", "v_pages", "page_table", "kv_lens", "q_starts", "out", "scale")
 OPTIONAL = (
     *("window", "softcap", "alibi", "sinks", "causal", "mask", "positions", "k_scale", "v_scale", "q_scale"),
     *("new_k", "new_v", "lse", "layout", "format", "max_q_len", "max_kv_len"),
 )
+EXTENT = tuple(field.name for field in fields(Extent))
+LIMITED = (*FIELDS, *EXTENT, "contiguous")
+"""What `SUPPORTS` may be about."""
 
 Limit = tuple[Any, ...] | range | Callable[[Any], bool]
 
@@ -185,8 +188,8 @@ def wrap(
     if strange:
         raise ArgumentError(name, f"arguments {', '.join(strange)}", ", ".join((*NEEDED, *OPTIONAL)))
     for key in supports:
-        if key not in (*FIELDS, "contiguous"):
-            raise ArgumentError("SUPPORTS", key, ", ".join((*FIELDS, "contiguous")))
+        if key not in LIMITED:
+            raise ArgumentError("SUPPORTS", key, ", ".join(LIMITED))
 
     def run(call: Call) -> None:
         result = function(**{n: getattr(call, n) for n in takes})
@@ -211,9 +214,9 @@ def wrap(
         return f"no argument for {', '.join(lacks)}" if lacks else None
 
     def limits(call: Call) -> str | None:
-        problem = facts(call)
+        problem, extent = facts(call), extent_of(call)
         for key, limit in supports.items():
-            value = is_contiguous(call) if key == "contiguous" else getattr(problem, key)
+            value = is_contiguous(call) if key == "contiguous" else getattr(extent if key in EXTENT else problem, key)
             if not (limit(value) if callable(limit) else value in limit):
                 return f"{key} = {value}"
         return None
@@ -222,10 +225,14 @@ def wrap(
 
 
 def facts(call: Call) -> Problem:
-    """The facts of a call, with its true lengths."""
-    problem = Problem.of(call.q, call.cache(), call.batch(), call.options(), new=call.new, out=call.out, lse=call.lse is not None)
+    """What a kernel could be compiled for."""
+    return Problem.of(call.q, call.cache(), call.batch(), call.options(), new=call.new, out=call.out, lse=call.lse is not None)
+
+
+def extent_of(call: Call) -> Extent:
+    """How large a call's batch is, by its true lengths."""
     q_len, kv_len = (int(t.max()) if t.numel() else 0 for t in (call.q_starts.diff(), call.kv_lens))
-    return problem.replace(max_q_len=q_len, max_kv_len=kv_len)
+    return Extent(call.seqs, call.q.shape[0], q_len, kv_len)
 
 
 def is_contiguous(call: Call) -> bool:

@@ -3,21 +3,18 @@ and names the fault as the kit would. Slow, and made for the one call that nobod
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from quire.batch import Batch
-from quire.cache.kv_cache import KVCache
-from quire.conformance.record import Recorded, is_mixture, refuse_capture
+from quire.conformance.record import Launch, Recorded, is_mixture, refuse_capture
 from quire.conformance.replay import Verdict, judge
 from quire.contract.call import Call
 from quire.contract.check import recording
 from quire.contract.rule import Violation
 from quire.dispatch.decision import Decision
 from quire.errors import QuireError
-from quire.options import Options
 
 
 class WrongResult(QuireError):
@@ -35,36 +32,35 @@ class Judge:
     def __init__(self, other: Any = None):
         self.other = other
 
-    def writer(self, launch: Callable[..., Any]) -> Callable[..., Any]:
-        return launch if self.other is None else self.other.writer(launch)
-
     def refused(self, operation: str, call: Call, broken: Sequence[Violation]) -> None:
         if self.other is not None:
             self.other.refused(operation, call, broken)
 
-    def attending(self, launch: Callable[..., Any], decision: Decision, how: dict[str, Any]) -> Callable[..., Any]:
+    def around(self, operation: str, launcher: Launch, decision: Decision) -> Launch:
+        """A launcher whose results are compared with the exact computation, if it attends."""
         if self.other is not None:
-            launch = self.other.attending(launch, decision, how)
-        if is_mixture(how):
-            return launch
+            launcher = self.other.around(operation, launcher, decision)
+        if operation != "attend":
+            return launcher
         name = decision.chosen.name if decision.chosen is not None else "no kernel"
 
-        def run(q: torch.Tensor, cache: KVCache, batch: Batch, options: Options, new: Any, out: torch.Tensor, lse: Any) -> None:
-            # An operator that keeps its launchers may call one that was made under watch when nobody watches any more.
-            watched = recording() is self
+        def run(call: Call) -> None:
+            # A launcher that is kept may be called when nobody watches any more.
+            watched = recording() is self and not is_mixture(call)
+            q, out, lse = call.q, call.out, call.lse
+            assert q is not None and out is not None
             if watched:
                 refuse_capture(q)
-            launch(q, cache, batch, options, new, out, lse)
+            launcher(call)
             if not watched:
                 return
-            seen = Recorded(
-                cache, batch, q, options, new, out, lse, {}, torch.arange(cache.pages, device="cpu"), {"lse": lse is not None}
-            )
+            pages, notes = torch.arange(call.cache.pages, device="cpu"), {"lse": lse is not None}
+            seen = Recorded(call.cache, call.batch, q, call.options, call.new, out, lse, {}, pages, notes)
 
-            def give(call: Any) -> None:
-                call.out[: call.live] = out[: call.live]
-                if call.lse is not None:
-                    call.lse[: call.live] = lse[: call.live]
+            def give(asked: Any) -> None:
+                asked.out[: asked.live] = out[: asked.live]
+                if asked.lse is not None and lse is not None:
+                    asked.lse[: asked.live] = lse[: asked.live]
 
             verdict = judge(seen, name, give, with_lse=lse is not None)
             if verdict.status != "right":

@@ -13,8 +13,8 @@ from operator import attrgetter
 from typing import Any, NamedTuple
 
 from quire.dispatch.kernel import Except, Finding, Limit, OneOf, Span, judge, words
-from quire.platform import Platform
 from quire.errors import ArgumentError
+from quire.platform import Platform
 
 TITLES = {"today": "vLLM's rule of today (a014e35f38c)", "seeds": "vLLM's rule of November 2025 (seeds, e5534249196)"}
 KERNELS = {"custom": "paged_attention_rocm", "triton": "kernel_paged_attention_2d"}

@@ -13,9 +13,9 @@ import torch
 
 import quire
 from quire.cache.format import FORMATS
-from quire.platform import cpu_flags
 from quire.errors import KernelError
 from quire.kernels.native import attend, library, write
+from quire.platform import cpu_flags
 from support.kernels import NO_LIBRARY, levels
 from support.scenario import LARGEST, TYPES, build
 

@@ -9,22 +9,21 @@ from __future__ import annotations
 import os
 import stat
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 pytest.importorskip("triton")
 
-from quire.platform import Platform
 from quire.kernels.triton import compiled
-from quire.kernels.triton.compiled import CARDS, Compiled, compile_apart
-from quire.kernels.triton.recipe import recipe_of
+from quire.kernels.triton.compiled import ARCHES, Compiled, compile_apart
+from quire.kernels.triton.recipe import Recipe
 from quire.kernels.triton.sample import Sample
 from quire.kernels.triton.tuning import TABLE
+from quire.platform import Platform
 from support.branches import CANNOT
 from support.once import once
 
@@ -42,54 +41,57 @@ PLAIN |= {f"{kernel}-{width}-fp32": Sample(kernel, width, **FP32) for kernel in 
 MANY_HEADS: dict[str, Any] = {"q_heads": 64, "kv_heads": 1}
 PLAIN |= {f"decode-128-{format}-wide": Sample("decode", format=format, **MANY_HEADS) for format in ("bf16", "e4m3fn")}
 PLAIN |= {f"{kernel}-512-fp32-wide": Sample(kernel, 512, **FP32, **MANY_HEADS) for kernel in KERNELS}
-PLAIN |= {"decode-512-fp32-invariant": Sample("decode", 512, **FP32, options={"batch_invariant": True})}
+PLAIN |= {"decode-512-fp32-invariant": Sample("decode", 512, **FP32, problem={"batch_invariant": True})}
 PLAIN |= {f"write-{format}": Sample("write", format=format) for format in FORMATS}
 PLAIN |= {
-    "write-token-scales": Sample("write", format="int8", scales="token", slots=True, index="int64"),
-    "ledger": Sample("ledger"),
+    "write-token-scales": Sample("write", format="int8", scales="token", index="int64"),
+    "write-generic": Sample("write", format="e4m3fn", problem={"memory": "generic", "slots": "int32"}),
+    "audit": Sample("audit"),
 }
-TREE = {"window": [100, 0], "mask": "tensor", "positions": "tensor"}
-PLAIN |= {"ledger-window": Sample("ledger", new=True, index="int64", options=TREE)}
+TREE = {"window": [100, 0], "mask": True, "positions": "int64"}
+PLAIN |= {"audit-window": Sample("audit", new=True, index="int64", problem=TREE)}
 MANY = "decode-128-bf16-many"
 HOPPER = {f"gluon-{width}-{format}": Sample("gluon", width, format) for width in (64, 128) for format in ("bf16", "e4m3fn")}
 HOPPER |= {
     "gluon-128-bf16-new": Sample("gluon", new=True, index="int64", lse=True),
-    "gluon-96-window": Sample("gluon", 96, options={"window": [100, 7], "causal": "tensor", "softcap": 30.0, "scale": -0.5}),
+    "gluon-96-window": Sample(
+        "gluon", 96, problem={"window": [100, 7], "causal": "per-sequence", "softcap": True, "negative_scale": True}
+    ),
     "gluon-80-int8-head": Sample(
         "gluon",
         80,
         format="int8",
         scales="head",
         out_dtype="e4m3fn",
-        options={"window": [100, 0], "alibi": "tensor", "sinks": "tensor", "out_scale": "tensor"},
+        problem={"window": [100, 0], "alibi": True, "sinks": True, "out_scale": "tensor"},
     ),
-    "gluon-far-pages": Sample("gluon", pages=10**7, q_heads=160, kv_heads=1),
+    "gluon-far-pages": Sample("gluon", q_heads=160, kv_heads=1, problem={"far": True}),
     MANY: Sample("decode", seqs=1000),
 }
 """For Hopper alone: no other card has these instructions, or leaves units to whoever is ready."""
-SMALL = {f"{kernel}-small": Sample(kernel, small=True) for kernel in (*KERNELS, "write", "ledger")}
+SMALL = {f"{kernel}-small": Sample(kernel, small=True) for kernel in (*KERNELS, "write", "audit")}
 HOPPER |= {"gluon-small": Sample("gluon", format="e4m3fn", small=True)}
 
 # What only the compiler sees in each feature: types that differ between branches, what it cannot lower. Small tiles will do.
 FEATURES: dict[str, dict[str, Any]] = {
-    "new-window": {"new": True, "options": {"window": [100, 0]}, "how": {"context_from": 2}},
-    "new-tree": {"new": True, "options": {"mask": "tensor"}},
+    "new-window": {"new": True, "problem": {"window": [100, 0], "context_from": 2}},
+    "new-tree": {"new": True, "problem": {"mask": True}},
     "new-token-scales": {"new": True, "format": "int8", "scales": "token"},
-    "causal-by-row": {"options": {"causal": "tensor", "window": [100, 7]}, "index": "int64", "how": {"zero_padding": True}},
-    "non-causal": {"options": {"causal": False, "window": [None, 7]}, "lse": True, "how": {"only": [2, 100]}},
-    "tree-window-alibi": {"options": {"mask": "tensor", "positions": "tensor", "window": [50, 2], "alibi": "tensor"}},
-    "softcap-sinks": {"options": {"softcap": 30.0, "alibi": "tensor", "sinks": "tensor"}, "format": "e4m3fn"},
-    "negative-scale": {"options": {"scale": -0.5}, "format": "e5m2", "scales": "head"},
+    "causal-by-row": {"problem": {"causal": "per-sequence", "window": [100, 7]}, "index": "int64"},
+    "non-causal": {"problem": {"causal": "no", "window": [None, 7], "only": [2, 100]}, "lse": True},
+    "tree-window-alibi": {"problem": {"mask": True, "positions": "int32", "window": [50, 2], "alibi": True}},
+    "softcap-sinks": {"problem": {"softcap": True, "alibi": True, "sinks": True, "sinks_dtype": "bf16"}, "format": "e4m3fn"},
+    "negative-scale": {"problem": {"negative_scale": True}, "format": "e5m2", "scales": "head"},
     "many-rows": {"seqs": 3000, "format": "e4m3fn", "scales": "token", "q_dtype": "fp16", "out_dtype": "fp16"},
-    "many-tiles": {
-        "table_width": 2**24,
+    "generic": {
         "format": "e4m3fn",
         "q_dtype": "e4m3fn",
         "out_dtype": "e4m3fn",
-        "options": {"q_scale": "tensor", "out_scale": "tensor"},
+        "problem": {"memory": "generic", "q_scale": "tensor", "out_scale": "tensor"},
     },
-    "far-pages": {"pages": 10**7, "out_dtype": "e4m3fnuz", "options": {"out_scale": 0.5}},
-    "batch-invariant": {"options": {"batch_invariant": True}, "head_dim": 80, "page_size": 33},
+    "generic-new": {"new": True, "lse": True, "index": "int64+int32+int32", "problem": {"memory": "generic", "mask": True}},
+    "far-pages": {"out_dtype": "e4m3fnuz", "problem": {"out_scale": "number", "far": True}},
+    "batch-invariant": {"problem": {"batch_invariant": True}, "head_dim": 80, "page_size": 33},
     "large-group": {"q_heads": 160, "kv_heads": 2, **FP32},
 }
 FEATURED = {f"mixed-small-{name}": Sample("mixed", **{"head_dim": 64, **given}, small=True) for name, given in FEATURES.items()}
@@ -98,11 +100,11 @@ SAMPLES = PLAIN | SMALL | FEATURED | HOPPER
 EVERYWHERE = [f"{kernel}-128-{format}" for kernel in KERNELS for format in ("bf16", "e4m3fn")] + [
     "write-bf16",
     "write-e4m3fn",
-    "ledger",
+    "audit",
     *SMALL,
 ]
 CHOICE = {
-    "sm80": ["decode-64-int8", "decode-512-bf16", "mixed-512-fp32-wide", "write-token-scales"],
+    "sm80": ["decode-64-int8", "decode-512-bf16", "mixed-512-fp32-wide", "write-token-scales", "write-generic"],
     "sm89": ["decode-128-e5m2", "mixed-256-bf16", "mixed-512-bf16", "decode-512-fp32-invariant", "mixed-512-fp32"],
     "sm90": [
         "write-e5m2",
@@ -113,7 +115,7 @@ CHOICE = {
         "mixed-256-e4m3fn",
         *list(FEATURED)[::2],
     ],
-    "sm100": ["decode-64-bf16", "write-e5m2", "write-int8", "ledger-window"],
+    "sm100": ["decode-64-bf16", "write-e5m2", "write-int8", "audit-window"],
     "gfx90a": ["decode-128-int8", "decode-256-bf16", "mixed-512-fp32"],
     "gfx942": [
         "decode-128-e4m3fnuz",
@@ -123,7 +125,7 @@ CHOICE = {
         "mixed-512-bf16",
         *list(FEATURED)[1::2],
     ],
-    "gfx950": ["decode-64-e5m2", "mixed-64-bf16", "write-e4m3fnuz", "write-token-scales", "ledger-window"],
+    "gfx950": ["decode-64-e5m2", "mixed-64-bf16", "write-e4m3fnuz", "write-token-scales", "audit-window"],
     "gfx1100": ["decode-64-bf16", "decode-128-bf16-wide"],
     "gfx1201": ["decode-128-e5m2"],
 }
@@ -138,7 +140,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """A test of a sample is a test for each card that the sample is compiled for."""
     if {"name", "results"} <= set(metafunc.fixturenames):
         full, wanted = metafunc.config.getoption("--full-compile"), metafunc.function.__doc__ or ""
-        pairs = [(arch, name) for arch in CARDS for name in names_for(arch, full) if "128" not in wanted or may_not_spill(name)]
+        pairs = [(arch, name) for arch in ARCHES for name in names_for(arch, full) if "128" not in wanted or may_not_spill(name)]
         metafunc.parametrize("arch, name", pairs)
 
 
@@ -168,11 +170,11 @@ def test_it_compiles_and_fits(arch: str, name: str, results: Callable[[str], dic
     kernels = results(arch)[name]
     assert not isinstance(kernels, str), kernels
     for kernel in kernels:
-        assert kernel.shared_memory <= CARDS[arch].shared_memory, kernel
+        assert kernel.shared_memory <= Platform.named(arch).program_memory, kernel
         assert kernel.warps == 1 or not SAMPLES[name].small or kernel.kernel == "prefill_kernel"
         if kernel.kernel == "attend_kernel":
             assert kernel.matrix or SAMPLES[name].q_dtype == "fp32", "its products are not matrix instructions"
-    wanted = {"write": {"write_kernel"}, "ledger": {"audit_kernel", "keep_kernel"}}.get(SAMPLES[name].kernel, {"attend_kernel"})
+    wanted = {"write": {"write_kernel"}, "audit": {"audit_kernel"}}.get(SAMPLES[name].kernel, {"attend_kernel"})
     assert wanted <= {kernel.kernel for kernel in kernels}
 
 
@@ -262,49 +264,59 @@ def said(found: dict[str, Any], name: str) -> set[str]:
 
 def test_the_choice_reaches_every_row_of_the_table() -> None:
     reached = set()
-    for arch in CARDS:
+    for arch in ARCHES:
         for name in names_for(arch, False):
-            launches = {launch.kernel.__name__: launch for launch in SAMPLES[name].launches(arch)}
-            if "attend_kernel" in launches:
-                launch = launches["attend_kernel"]
-                short, long, _ = launch.constants
-                if "prefill_kernel" in launches:
-                    long = launches["prefill_kernel"].constants[0]
-                reached.add((launch.warps, short.KEYS, short.STAGES, *((0, 0) if long is None else (long.ROWS, long.KEYS))))
+            recipes = {recipe.kernel.__name__: recipe for recipe in SAMPLES[name].recipes(arch)}
+            if "attend_kernel" in recipes:
+                warps = recipes["attend_kernel"].options["num_warps"]
+                short, long, _ = constants_of(recipes["attend_kernel"])
+                if "prefill_kernel" in recipes:
+                    long, _ = constants_of(recipes["prefill_kernel"])
+                reached.add((warps, short.KEYS, short.STAGES, *((0, 0) if long is None else (long.ROWS, long.KEYS))))
     rows = [row for row in TABLE if row.arches != ("interpreter",)]
     missed = [row for row in rows if (row.warps, row.keys, row.stages, row.long_rows, row.long_keys) not in reached]
     assert missed == []
 
 
-@pytest.mark.parametrize("arch", CARDS)
-def test_limits_agree_with_the_platform(arch: str) -> None:
-    platform = Platform.named(arch)
-    assert platform.warp == CARDS[arch].warp
-    assert 0 <= platform.shared_memory - CARDS[arch].shared_memory <= 1024, "NVIDIA's keep 1 KiB of each program's for themselves"
+def constants_of(recipe: Recipe) -> list[Any]:
+    """The constants of a kernel in order."""
+    return [value for path, value in recipe.constants.items() if len(path) == 1]
 
 
-@pytest.mark.parametrize("arch", CARDS)
-@pytest.mark.parametrize("name", ["decode-128-bf16", "mixed-128-e4m3fn", "mixed-small", "write-token-scales", "ledger-window"])
+@pytest.mark.parametrize("arch", ARCHES)
+@pytest.mark.parametrize("name", ["decode-128-bf16", "mixed-128-e4m3fn", "mixed-small", "write-token-scales", "audit-window"])
 def test_recipes_need_no_device(name: str, arch: str) -> None:
-    """Signature, constants and grid of every launch, made of tensors that have no memory."""
-    for launch in SAMPLES[name].launches(arch):
-        assert all(tensor.device.type == "meta" for tensor in tensors(launch.arguments))
-        recipe = recipe_of(launch)
-        assert recipe.kernel is launch.kernel
+    """Signature and constants of every kernel, made of tensors that have no memory."""
+    for recipe in SAMPLES[name].recipes(arch):
         assert list(recipe.signature) == recipe.kernel.arg_names
-        assert all(type(size) is int and size > 0 for size in recipe.grid)
         constants = [i for i, kind in enumerate(recipe.signature.values()) if kind == "constexpr"]
         assert constants and all((i,) in recipe.constants for i in constants)
+        assert recipe.key(Platform.named(arch)).startswith(f"{recipe.kernel.__name__}-")
 
 
-def tensors(value: Any) -> list[torch.Tensor]:
-    if isinstance(value, tuple):
-        return [tensor for member in value for tensor in tensors(member)]
-    return [value] if isinstance(value, torch.Tensor) else []
+WIDTHS_OF_ARGUMENTS = {"i32", "i64", "fp32", "constexpr", "*fp32", "*fp16", "*bf16", "*u8", "*i8", "*i32", "*i64"}
+
+
+@pytest.mark.parametrize("name", ["decode-128-bf16", "mixed-small-generic-new", "gluon-128-bf16", "write-bf16", "audit-window"])
+def test_no_number_becomes_a_constant_in_generic_memory(name: str) -> None:
+    """Nor is anything promised about it: only heads' strides and pointers are, in aligned memory."""
+    sample = SAMPLES[name]
+    aligned = sample.kernel != "audit" and sample.problem.get("memory") != "generic"
+    for recipe in sample.recipes("sm90"):
+        types = list(flat(tuple(recipe.signature.values())))
+        assert set(types) <= WIDTHS_OF_ARGUMENTS
+        known = {value for path, value in recipe.constants.items() if len(path) > 1 and value is not None}
+        assert known <= ({1} if aligned else set())
+        assert aligned or {"tt.divisibility"} >= {words[0] for promised in recipe.attributes.values() for words in promised}
+
+
+def flat(value: Any) -> Iterator[str]:
+    for member in value:
+        yield from flat(member) if isinstance(member, tuple) else (member,)
 
 
 def test_a_complaint_is_told() -> None:
-    good, bad = Sample("decode", 64, small=True), Sample("decode", 64, small=True, how={"only": "nonsense"})
+    good, bad = Sample("decode", 64, small=True), Sample("decode", 64, small=True, problem={"only": "nonsense"})
     first, second = compile_apart([("gfx942", bad), ("gfx942", good)])
     assert isinstance(first, str) and "Error" in first
     assert not isinstance(second, str)

@@ -15,12 +15,12 @@ import pytest
 pytest.importorskip("triton")
 
 from quire.kernels.triton import compiled, report
-from quire.kernels.triton.compiled import CARDS, Compiled
+from quire.kernels.triton.compiled import ARCHES, Compiled
 from quire.kernels.triton.sample import Sample
 from quire.kernels.triton.tuning import TABLE
 from support.versions import VERSIONS
 
-KERNELS = {"write": "write_kernel", "ledger": "audit_kernel", "gluon": "prefill_kernel"}
+KERNELS = {"write": "write_kernel", "audit": "audit_kernel", "gluon": "prefill_kernel"}
 """One of each call's, where it is not `attend`'s."""
 PAGE = (Path(__file__).parents[3] / "docs" / "kernels.md").read_text()
 
@@ -35,7 +35,7 @@ def test_the_page_has_the_table() -> None:
 
 def test_the_page_has_every_card() -> None:
     sections = {part.split(":")[0]: part for part in PAGE.split("\n### ")[1:]}
-    for arch in CARDS:
+    for arch in ARCHES:
         for sample in report.samples_for(arch):
             kernel = KERNELS.get(sample.kernel, "attend_kernel")
             row = [sample.kernel, kernel, str(sample.head_dim), sample.format]
@@ -83,7 +83,7 @@ def test_the_command_prints_the_page(capsys: pytest.CaptureFixture[str], monkeyp
     assert page.startswith("# The GPU kernels\n")
     assert page.count(
         "| decode | attend_kernel | 64       | bf16   | 4     | 2.0        | 77        | 64      | mma.sync |"
-    ) == len(CARDS)
+    ) == len(ARCHES)
 
 
 def test_what_does_not_compile_is_not_printed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,4 +103,5 @@ def test_what_a_version_does_not_compile_is_not_printed() -> None:
 
 
 def test_members_are_told_with_their_docstrings() -> None:
-    assert dict(report._members(compiled.Card)) == {"shared_memory": "Bytes."}
+    told = dict(report._members(compiled.Compiled))
+    assert told["shared_memory"] == "Bytes a program." and told["registers"] == "Of a thread."

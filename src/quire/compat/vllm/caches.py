@@ -10,8 +10,8 @@ import torch
 from quire.cache.format import FORMATS, Format, format_of
 from quire.cache.kv_cache import KVCache, Scale
 from quire.cache.layout import layout_named
-from quire.platform import Platform
 from quire.errors import ArgumentError, describe
+from quire.platform import Platform
 
 PLAIN = {"auto": None, "half": "fp16", "float16": "fp16", "bfloat16": "bf16", "float": "fp32", "float32": "fp32"}
 """Strings for a cache that is stored as it is."""

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 from quire.kernels.triton.sample import Sample
 from quire.platform import Platform
 
-
 ARCHES = ("sm80", "sm89", "sm90", "sm100", "gfx90a", "gfx942", "gfx950", "gfx1100", "gfx1201")
 """The cards that documents and tests compile for."""
 

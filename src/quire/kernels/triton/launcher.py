@@ -12,7 +12,7 @@ import torch
 from triton import knobs
 from triton.runtime import driver
 
-from quire.kernels.triton.arguments import Balance, Cache, Finish, Features, Geometry, New, Out, Query, Rows, Tile, Workspace
+from quire.kernels.triton.arguments import Balance, Cache, Features, Finish, Geometry, New, Out, Query, Rows, Tile, Workspace
 from quire.kernels.triton.attend import attend_kernel
 from quire.kernels.triton.balance import balance_kernel
 from quire.kernels.triton.combine import combine_kernel

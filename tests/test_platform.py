@@ -8,10 +8,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from quire.dispatch import platform as module
+from quire import platform as module
 from quire.dispatch.catalogue import CATALOGUE
-from quire.platform import NAMED, Platform
 from quire.errors import ArgumentError
+from quire.platform import NAMED, Platform
 
 # name: vendor, family, KiB of shared memory, warp, fp8
 TABLE = {

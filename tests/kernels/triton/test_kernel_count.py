@@ -1,0 +1,180 @@
+"""Bounded compilation: whatever batches a layer gets, they need a few compiled kernels, counted here without a GPU.
+
+Each configuration of a layer draws batches at random, as tensors without memory, and collects the key of every kernel that its
+attends, writes and audits need: a key is a hash of what `triton.compile` receives.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from quire.batch import Batch
+from quire.cache.format import FORMATS
+from quire.cache.kv_cache import KVCache
+from quire.contract.call import Call
+from quire.dispatch.choose import kernel_for
+from quire.dispatch.kernel import Launcher
+from quire.launch import described
+from quire.options import Options
+from quire.platform import Platform
+from quire.problem import default_out_dtype
+
+MOST = 12
+ARCHES = ("sm90", "sm80", "gfx942")
+BATCHES = 84
+"""Of each configuration, card and type of indices: 5040 in all."""
+
+
+@dataclass(frozen=True)
+class Layer:
+    """What stays the same from batch to batch."""
+
+    kv_heads: int = 8
+    group: int = 4
+    head_dim: int = 128
+    format: str = "bf16"
+    page_size: int = 16
+    context: bool = False
+    lse: bool = False
+    mask: bool = False
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+LAYERS = {
+    "bf16": Layer(),
+    "e4m3fn": Layer(format="e4m3fn", group=8),
+    "group of 5": Layer(group=5, kv_heads=4),
+    "head_dim 64": Layer(group=8, head_dim=64),
+    "head_dim 256": Layer(head_dim=256, page_size=32),
+    "LSE": Layer(lse=True),
+    "window": Layer(options={"window": 1024}),
+    "context form": Layer(context=True),
+    "tree mask": Layer(mask=True),
+    "batch-invariant": Layer(options={"batch_invariant": True}),
+}
+
+
+def nothing(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+class Draws:
+    """Random batches of one layer."""
+
+    def __init__(self, layer: Layer, index: torch.dtype, seed: str):
+        self.layer, self.index, self.chance = layer, index, random.Random(seed)
+        self.rows_of = Counter[str]()
+
+    def one_in(self, n: int) -> bool:
+        return self.chance.randrange(n) == 0
+
+    def cache(self) -> KVCache:
+        layer, format = self.layer, FORMATS[self.layer.format]
+        pages = self.chance.choice((1, 17, 4096))
+        k, v = (nothing(pages, layer.page_size, layer.kv_heads, layer.head_dim, dtype=format.dtype) for _ in "kv")
+        scales = (nothing(), nothing()) if format.quantised else (None, None)
+        cache = KVCache.wrap(k, v, layout="nhd", format=layer.format, k_scale=scales[0], v_scale=scales[1])
+        cells = nothing(pages * layer.page_size, dtype=torch.int64)
+        marks = {"position": cells.int(), "issue": cells, "current": cells, "violations": nothing(9, dtype=torch.int64)}
+        cache.ledger = SimpleNamespace(**marks)  # type: ignore[assignment]  # all that the check of a ledger asks of it
+        return cache
+
+    def batch(self) -> tuple[int, Batch]:
+        """The number of tokens, and a batch of them: decodes, verifications, prefills or all of these, with hints that are exact,
+        low or missing."""
+        chance = self.chance
+        seqs = chance.choice((1, 2, 3, chance.randint(1, 512), chance.randint(1, 512)))
+        most = chance.choice((1, 1, chance.randint(2, 16), chance.randint(17, 3000)))
+        tokens = max(1, min(seqs * most, chance.randint(1, seqs * most), 20_000)) if most > 1 else seqs
+        tokens += chance.choice((0, 0, chance.randint(1, 100)))  # padding
+        # Now and then a table that nobody would fill: its work is more than 32 bits count.
+        width = chance.randint(1, 2**22) if self.one_in(25) else chance.randint(1, 5000)
+        table = nothing(seqs + chance.randint(0, 9), width + chance.randint(0, 33), dtype=self.index)[:seqs, :width]
+        lens, starts = nothing(seqs, dtype=self.index), nothing(seqs + 1, dtype=self.index)
+        if self.one_in(8):
+            lens = nothing(seqs, 2, dtype=self.index)[:, 1]
+        if self.one_in(8):
+            starts = nothing(2 * seqs + 2, dtype=self.index)[::2]
+        hint, kv_hint = chance.choice((None, 1, most, tokens)), chance.choice((None, 1, width * self.layer.page_size))
+        return tokens, Batch(table, lens, starts, max_q_len=hint, max_kv_len=kv_hint)
+
+    def rows(self, tokens: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Queries, keys and values: views of a fused projection, tensors of their own, or what no vector load can read."""
+        layer, dim = self.layer, self.layer.head_dim
+        heads = (layer.kv_heads * layer.group, layer.kv_heads, layer.kv_heads)
+        how = self.chance.choice(("fused", "fused", "apart", "apart", "transposed", "odd stride", "odd start"))
+        self.rows_of[how] += 1
+        if how == "fused":
+            more = self.chance.randint(0, 3)
+            q, k, v = nothing(tokens, sum(heads) + more, dim, dtype=dtype)[:, : sum(heads)].split(heads, 1)
+        elif how == "transposed":
+            q, k, v = (nothing(n, tokens, dim, dtype=dtype).transpose(0, 1) for n in heads)
+        elif how == "odd stride":
+            q, k, v = (nothing(tokens, n, dim + 1, dtype=dtype)[..., :dim] for n in heads)
+        elif how == "odd start":
+            q, k, v = (nothing(tokens * n * dim + 1, dtype=dtype)[1:].view(tokens, n, dim) for n in heads)
+        else:
+            q, k, v = (nothing(tokens, n, dim, dtype=dtype) for n in heads)
+        return q, k, v
+
+    def calls(self) -> dict[str, Call]:
+        """One batch of each operation."""
+        layer, chance = self.layer, self.chance
+        tokens, batch = self.batch()
+        cache = self.cache()
+        q, k, v = self.rows(tokens, torch.bfloat16)
+        out = nothing(*q.shape, dtype=default_out_dtype(q.dtype, False))
+        if self.one_in(4):
+            out = nothing(tokens, q.shape[1] * 2, q.shape[2], dtype=out.dtype)[:, ::2]
+        lse = None
+        if layer.lse:
+            lse = nothing(*q.shape[:2]) if chance.random() < 0.5 else nothing(q.shape[1], tokens).T
+        options = dict(layer.options)
+        if layer.mask:
+            # The new tokens of all sequences may be more than a row of the mask has columns for: some rows are shorter.
+            options["mask"] = nothing(tokens, chance.randint(1, 200) + 64, dtype=torch.bool)[:, : chance.randint(1, 64)]
+            if self.one_in(5):
+                options["mask"] = nothing(64, tokens, dtype=torch.bool).T
+        slots = None
+        if chance.random() < 0.5:
+            slots = nothing(tokens, dtype=torch.int64) if not self.one_in(4) else nothing(2 * tokens, dtype=torch.int64)[::2]
+        new, padded = ((k, v) if layer.context else None), chance.random() < 0.5
+        attend = Call(cache, batch, q, Options(**options), new, out, lse=lse, zero_padding=padded)
+        return {"attend": attend, "audit": attend, "write": Call(cache, batch, k=k, v=v, slots=slots)}
+
+
+def count(layer: Layer, arch: str, index: torch.dtype, batches: int) -> Counter[str]:
+    """How often each compiled kernel is needed."""
+    platform, found = Platform.named(arch), Counter[str]()
+    draws = Draws(layer, index, f"{layer} {arch} {index}")
+    launchers: dict[Any, Launcher] = {}
+    for _ in range(batches):
+        for operation, call in draws.calls().items():
+            problem, extent = described(operation, call)
+            kernel = kernel_for(problem, extent, platform, operation, None, False)
+            if (problem, kernel) not in launchers:
+                launchers[problem, kernel] = kernel.launcher_for(problem, platform)
+            found.update(launchers[problem, kernel].keys(call, extent))  # type: ignore[attr-defined]
+    return found
+
+
+@pytest.mark.parametrize("arch", ARCHES)
+@pytest.mark.parametrize("name", LAYERS)
+def test_all_batches_of_a_layer_need_few_kernels(name: str, arch: str) -> None:
+    for index in (torch.int32, torch.int64):
+        found = count(LAYERS[name], arch, index, BATCHES)
+        assert len(found) <= MOST, f"{len(found)} kernels for indices of {index}:\n" + "\n".join(sorted(found))
+
+
+if __name__ == "__main__":
+    for name in LAYERS:
+        print(f"{name:16}", *(f"{arch} {len(count(LAYERS[name], arch, torch.int32, BATCHES)):2}" for arch in ARCHES))
