@@ -4,35 +4,36 @@ from __future__ import annotations
 
 from typing import Any
 
-from quire.kernels.triton.compiled import CARDS, Compiled
+from quire.kernels.triton.compiled import Compiled
 from quire.kernels.triton.sample import Sample
+from quire.platform import Platform
 
 ARCHES = ("sm90", "gfx942", "sm80", "sm89", "sm100", "gfx1100", "gfx1201")
 
 FP16: dict[str, Any] = {"format": "fp16", "q_dtype": "fp16", "out_dtype": "fp16"}
-TREE = {"mask": "tensor", "positions": "tensor", "window": [50, 2], "alibi": "tensor"}
+TREE = {"mask": True, "positions": "int32", "window": [50, 2], "alibi": True}
 TRITON = {f"{kernel}-{format}": Sample(kernel, format=format) for kernel in ("decode", "mixed") for format in ("bf16", "e4m3fn")}
 TRITON |= {f"write-{format}": Sample("write", format=format) for format in ("bf16", "e4m3fn", "int8")}
 TRITON |= {
     "decode-fp16": Sample("decode", **FP16),
-    "decode-lse-window": Sample("decode", 64, lse=True, options={"window": [100, 0]}, small=True),
-    "mixed-new-softcap": Sample("mixed", 64, new=True, lse=True, options={"softcap": 30.0}, small=True),
-    "mixed-tree": Sample("mixed", 64, "int8", scales="head", options=TREE, small=True),
-    "ledger": Sample("ledger"),
+    "decode-lse-window": Sample("decode", 64, lse=True, problem={"window": [100, 0]}, small=True),
+    "mixed-new-softcap": Sample("mixed", 64, new=True, lse=True, problem={"softcap": True}, small=True),
+    "mixed-tree": Sample("mixed", 64, "int8", scales="head", problem=TREE, small=True),
+    "audit": Sample("audit"),
 }
 GLUON = {
     "gluon-bf16": Sample("gluon"),
     "gluon-fp16": Sample("gluon", **FP16),
     "gluon-e4m3fn": Sample("gluon", format="e4m3fn"),
-    "gluon-int8-head": Sample("gluon", 80, "int8", scales="head", options={"sinks": "tensor"}),
+    "gluon-int8-head": Sample("gluon", 80, "int8", scales="head", problem={"sinks": True}),
     "gluon-new": Sample("gluon", new=True, index="int64"),
-    "gluon-window-softcap-lse": Sample("gluon", lse=True, options={"window": [100, 0], "softcap": 30.0}),
+    "gluon-window-softcap-lse": Sample("gluon", lse=True, problem={"window": [100, 0], "softcap": True}),
 }
 """For sm90 alone."""
 BRIEF = {
     "gluon-small-new": Sample("gluon", 64, new=True, lse=True, small=True),
     "gluon-small-e4m3fn": Sample("gluon", 64, "e4m3fn", small=True),
-    "ledger-small": Sample("ledger", small=True),
+    "audit-small": Sample("audit", small=True),
     "write-small": Sample("write", format="e4m3fn", small=True),
 }
 """For the normal suite: small tiles, and every name of Gluon and every kernel all the same."""
@@ -46,7 +47,8 @@ def faults(arch: str, sample: Sample, found: list[Compiled] | str) -> list[str]:
     """What is wrong with a compiled call; nothing, if all is well."""
     if isinstance(found, str):
         return [found]
-    wrong = [f"{kernel} needs too much shared memory" for kernel in found if kernel.shared_memory > CARDS[arch].shared_memory]
+    most = Platform.named(arch).program_memory
+    wrong = [f"{kernel} needs too much shared memory" for kernel in found if kernel.shared_memory > most]
     for kernel in found:
         wanted = set()
         if kernel.kernel == "prefill_kernel":

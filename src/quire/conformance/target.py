@@ -27,7 +27,7 @@ import sys
 import sysconfig
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +44,7 @@ OPTIONAL = (
     *("window", "softcap", "alibi", "sinks", "causal", "mask", "positions", "k_scale", "v_scale", "q_scale"),
     *("new_k", "new_v", "lse", "layout", "format", "max_q_len", "max_kv_len"),
 )
-EXTENT = tuple(field.name for field in fields(Extent))
+EXTENT = Extent._fields
 LIMITED = (*FIELDS, *EXTENT, "contiguous")
 """What `SUPPORTS` may be about."""
 

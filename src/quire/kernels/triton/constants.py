@@ -31,9 +31,10 @@ def dot_type(problem: Problem) -> tuple[str, bool]:
 def widths_of(problem: Problem, platform: Platform) -> tuple[int, int]:
     """head_dim and v_head_dim as tiles are wide: powers of two, 16 at least.
 
-    Hopper's matrix unit reads keys and values from shared memory in one of three arrangements, by the width of a row. On an H200
-    with Triton 3.6 products were wrong whenever rows of values were narrower than the arrangement of the keys (widths 32/16, 64/16
-    and 128/16), and right with the same widths, or with wider values, in 100 other random calls: so values are as wide there."""
+    Hopper's matrix unit reads keys and values from shared memory in one of three arrangements, by the width of a row. Of the
+    random calls that an H200 computed wrong with Triton 3.6, all that used this unit had rows of values narrower than the
+    arrangement of their keys (widths 32/16, 64/16 and 128/16), and no call that was right is known to have had such widths. The
+    cause is not known: the PTX computes the right result. Values are as wide as that arrangement until it is."""
     k_width, v_width = (max(16, power_of_two(dim)) for dim in (problem.head_dim, problem.v_head_dim))
     if platform.arch == "sm90" and dot_type(problem)[0] != "fp32":
         v_width = max(v_width, min(k_width, WGMMA_WIDTH))
