@@ -130,7 +130,7 @@ def breaches(module: str, source: str) -> list[str]:
         elif other == "reference":
             allowed = part in MAY_IMPORT_REFERENCE
         elif other == "kernels":
-            own_folder = folder_of(module) == folder_of(target)
+            own_folder = part == "kernels" and folder_of(module) == folder_of(target)
             allowed = own_folder if part == "kernels" else part in MAY_IMPORT_KERNELS
             allowed = allowed or (part == "contract" and target in THE_LIBRARY)
         elif part == "kernels":
