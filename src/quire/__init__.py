@@ -12,7 +12,7 @@ from quire.contract.check import check, checked
 from quire.contract.rule import Violation
 from quire.dispatch.decision import Decision
 from quire.dispatch.platform import Platform
-from quire.errors import ArgumentError, ContractError, KernelError, OutOfPages, QuireError
+from quire.errors import ArgumentError, ContractError, KernelError, OutOfPages, QuireError, StaleBatch
 from quire.explain import explain
 from quire.merge import merge
 from quire.options import Options
@@ -44,6 +44,7 @@ __all__ = [
     "ContractError",
     "KernelError",
     "OutOfPages",
+    "StaleBatch",
     "reference",
     "__version__",
 ]
