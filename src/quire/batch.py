@@ -106,7 +106,8 @@ class Batch:
         for i, tensor in enumerate(tensors):
             if not (isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided) and (tensor is not None or i < 3):
                 name = ("page_table", "kv_lens", "q_starts", "slots")[i]
-                raise ArgumentError(name, describe(tensor), "a dense tensor of int32 or int64")
+                dense = "dense " if isinstance(tensor, torch.Tensor) else ""
+                raise ArgumentError(name, describe(tensor), f"a {dense}tensor of int32 or int64")
 
     def check_current(self) -> None:
         """Raises `StaleBatch` if this batch aliases the tables of a pool that has changed since. One comparison."""

@@ -119,6 +119,10 @@ class Options:
             return self.window - 1, self.window - 1
         return self.window
 
+    def __getstate__(self) -> dict[str, object]:
+        # The fields alone: what else was kept with it belongs to this process.
+        return {name: getattr(self, name) for name in type(self).__dataclass_fields__}
+
     def __repr__(self) -> str:
         given = []
         for name, field in type(self).__dataclass_fields__.items():

@@ -48,8 +48,8 @@ def step(
     options = options or PLAIN
     key = None
     quick = check == "auto" and is_quick(q, cache, batch) and cache.ledger is None and not reads_elsewhere(options, q)
-    if quick and (out is None or are_apart(out, q, k, v, batch.slots, *read_by(cache, batch, options))):
-        tensors = facts((q, k, v, out, batch.slots))
+    if quick and (out is None or are_apart(out, q, k, v, batch.given_slots, *read_by(cache, batch, options))):
+        tensors = facts((q, k, v, out, batch.given_slots))
         key = (of_cache(cache), of_batch(batch), of_options(options), tensors, lse, kernel)
         bound = _bound.get(key)
         if bound is not None:

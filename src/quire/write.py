@@ -38,7 +38,7 @@ def write(
         return ops.write(k, v, cache, batch, slots, kernel, check)
     key = None
     if check == "auto" and cache.ledger is None and is_quick(k, cache, batch):
-        key = (of_cache(cache), of_batch(batch), fact(k), fact(v), fact(batch.slots if slots is None else slots), kernel)
+        key = (of_cache(cache), of_batch(batch), fact(k), fact(v), fact(batch.given_slots if slots is None else slots), kernel)
         bound = _bound.get(key)
         if bound is not None:
             bound[0](k, v, cache, batch, slots)
@@ -84,4 +84,4 @@ def _note(cache: KVCache, batch: Batch, slots: torch.Tensor) -> None:
     writers = None
     if batch.sequences is not None:
         writers = torch.tensor([sequence.id for sequence in batch.sequences], device=slots.device)[row]
-    cache.ledger.record(torch.where(live, slots, -1), at, writers)
+    cache.record(torch.where(live, slots, -1), at, writers)

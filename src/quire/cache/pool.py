@@ -86,9 +86,13 @@ class PagePool:
         """A new sequence without tokens."""
         self._settle()
         change = Change()
-        sequence = self._new_sequence(change)
-        self._commit(change, keeps_step=True)
-        return sequence
+        try:
+            sequence = self._new_sequence(change)
+            self._commit(change, keeps_step=True)
+            return sequence
+        except BaseException:
+            self._withdraw(change)
+            raise
 
     def step(self, new_tokens: Mapping[Sequence, int]) -> Batch:
         """Extends every sequence by its new tokens (0 is allowed), all or none of them, and returns the batch, one row for
@@ -98,10 +102,9 @@ class PagePool:
         on the CPU aliases this table: it is valid until the pool's next `step`, `extend`, `trim`, `drop`, `free` or `rollback`, and the
         operators raise `StaleBatch` for it after that. `batch.clone()` keeps it. A batch on another device is a copy and stays valid."""
         self._settle()
-        latest = self._latest
+        latest, change = self._latest, Change()
         try:
             request = self._request(new_tokens)
-            change = Change()
             given, copies = self._plan(request, change)
             number = self._tick(change)
             laid = StepTable(request) if self._last is None else self._last.next(request, given, self.page_size, change)
@@ -114,8 +117,8 @@ class PagePool:
             self._pending = None
             return batch
         except BaseException:
+            self._withdraw(change)
             self._latest = latest
-            self._settle()
             raise
 
     def extend(self, sequence: Sequence, new_tokens: int) -> tuple[tuple[int, int], ...]:
@@ -123,9 +126,13 @@ class PagePool:
         give them to `copy_pages` of every layer's cache."""
         self._settle()
         change = Change()
-        _, copies = self._plan(self._request({sequence: new_tokens}), change)
-        self._commit_tokens(change)
-        return copies
+        try:
+            _, copies = self._plan(self._request({sequence: new_tokens}), change)
+            self._commit_tokens(change)
+            return copies
+        except BaseException:
+            self._withdraw(change)
+            raise
 
     def rollback(self, batch: Batch) -> None:
         """Undoes the latest step, whose batch this is: pages, lengths, runs and issue numbers are as before it, and the next step
@@ -226,8 +233,17 @@ class PagePool:
     def fork(self, sequence: Sequence) -> Sequence:
         """A new sequence with the same tokens, in the same pages. Whoever first writes into a shared page gets a copy of it."""
         self._settle()
-        row = self._row(sequence).copy()
         change = Change()
+        try:
+            child = self._plan_fork(sequence, change)
+            self._commit(change)
+            return child
+        except BaseException:
+            self._withdraw(change)
+            raise
+
+    def _plan_fork(self, sequence: Sequence, change: Change) -> Sequence:
+        row = self._row(sequence)
         row[OWN] = 0
         if row[WIDTH]:
             table = self._tables[int(row[WIDTH])]
@@ -240,10 +256,8 @@ class PagePool:
             holders = self._holders[pages]
             change.cells(self, "_holders", pages, holders + 1, old=holders)
             change.value(self, "_shared", self._shared + int((holders == 1).sum()))
-        child = self._new_sequence(change, row, sequence._runs)
         change.value(self, "_tokens", self._tokens + int(row[LENGTH]))
-        self._commit(change)
-        return child
+        return self._new_sequence(change, row, sequence._runs)
 
     @property
     def free_pages(self) -> int:
@@ -337,6 +351,11 @@ class PagePool:
             self._pending.undo()
             self._pending = None
             self._mirror_numbers()
+
+    def _withdraw(self, change: Change) -> None:
+        """Undoes an operation whose result its caller does not get, done or not: what was not done yet is as it was."""
+        self._pending = change
+        self._settle()
 
     def _commit(self, change: Change, *, keeps_step: bool = False) -> None:
         """Makes all writes of a change, or none if an exception comes in between. No step can be rolled back after it, unless it

@@ -77,7 +77,7 @@ class Recorder:
         def write(k: torch.Tensor, v: torch.Tensor, cache: KVCache, batch: Batch, slots: torch.Tensor | None) -> None:
             if not self.closed:
                 refuse_capture(k)
-                given = batch.slots if slots is None else slots
+                given = batch.given_slots if slots is None else slots
                 tensors = {"k": k, "v": v} | ({} if given is None else {"slots": given})
                 self._written = cache, batch, {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}
             launch(k, v, cache, batch, slots)
@@ -136,7 +136,7 @@ class Recorder:
             "page_table": table,
             "kv_lens": batch.kv_lens,
             "q_starts": batch.q_starts,
-            "slots": batch.slots,
+            "slots": batch.given_slots,
             "new_k": None if call.new is None else call.new[0],
             "new_v": None if call.new is None else call.new[1],
             **{name: _some(s, ids) if s is not None and s.dim() == 3 else s for name, s in _scales(cache).items()},

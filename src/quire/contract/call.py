@@ -33,6 +33,8 @@ class Call:
         for name, wanted in (("cache", KVCache), ("batch", Batch), ("options", Options)):
             if not isinstance(getattr(self, name), wanted):
                 raise ArgumentError(name, describe(getattr(self, name)), f"a quire.{wanted.__name__}")
+        self.batch.check_tensors()
+        self.batch.check_current()
         if self.new is not None and not (isinstance(self.new, (tuple, list)) and len(self.new) == 2):
             raise ArgumentError("new", describe(self.new), "a pair (k, v), or None")
         if (self.k is None) != (self.v is None):
@@ -54,7 +56,7 @@ class Call:
 
     @property
     def given_slots(self) -> torch.Tensor | None:
-        return self.batch.slots if self.slots is None else self.slots
+        return self.batch.given_slots if self.slots is None else self.slots
 
     @property
     def tokens(self) -> int:

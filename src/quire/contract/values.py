@@ -178,7 +178,7 @@ def residency(call: Call) -> Iterator[Violation]:
     if call.writes:
         old = ~_written_now(call, seq, at)
         seq, at = seq[old], at[old]
-    if call.writes and call.batch.copies:
+    if call.writes and call.batch.copies and not call.cache.has_applied(call.batch.copies):
         ledger = ledger.after(call.batch.copies)
     slot = call.page_table[seq, at // call.cache.page_size] * call.cache.page_size + at % call.cache.page_size
     for finding in ledger.audit_read(slot, at, seq, call.batch.sequences):
@@ -245,3 +245,27 @@ def _bad_scales(name: str, scale: torch.Tensor) -> Iterator[Violation]:
         if not (value > 0 and math.isfinite(value)):
             where = name if scale.dim() == 0 else f"{name}[{i}]"
             yield Violation("quantisation", where, str(value), "a finite number above 0", picture=row_picture(name, values, i))
+
+
+def written_scales(call: Call) -> Iterator[Violation]:
+    """With a ledger: every slot that an attend needs was written with the scales that the cache has now."""
+    ledger, mark = call.cache.ledger, None
+    if call.q is not None and ledger is not None and _holds(call):
+        mark = call.cache.scale_mark()
+    if ledger is None or mark is None:
+        return
+    seq, at = call.needed
+    if call.writes:
+        old = ~_written_now(call, seq, at)
+        seq, at = seq[old], at[old]
+        if call.batch.copies and not call.cache.has_applied(call.batch.copies):
+            ledger = ledger.after(call.batch.copies)
+    size = call.cache.page_size
+    slot = call.page_table[seq, at // size] * size + at % size
+    for i in ledger.audit_scales(slot, mark).tolist():
+        page, offset = divmod(int(slot[i]), size)
+        given = f"slot {int(slot[i])} (page {page}, offset {offset}), which was written with other values of k_scale and v_scale"
+        picture = _row(call, int(seq[i]), int(at[i]) // size, f"position {int(at[i])}: offset {offset}")
+        allowed = "the scales that required slots were written with, or write them again"
+        where = {"seq": int(seq[i]), "token": int(at[i]), "page": page, "slot": int(slot[i])}
+        yield Violation("written-scales", "cache", given, allowed, picture=picture, **where)

@@ -13,7 +13,7 @@ from quire.kernels.native.library import library
 def launch(k: torch.Tensor, v: torch.Tensor, cache: KVCache, batch: Batch, slots: torch.Tensor | None) -> None:
     """Stores k and v `[tokens, kv_heads, dim]` at `slots` (by default the batch's, negative to skip), every head of them."""
     native = library()
-    slots = batch.slots if slots is None else slots
+    slots = batch.given_slots if slots is None else slots
     native.write(
         Write(
             k=array(k),

@@ -210,7 +210,7 @@ class Plan:
         self, k: torch.Tensor, v: torch.Tensor, cache: KVCache, batch: Batch, slots: torch.Tensor | None
     ) -> list[torch.Tensor]:
         """The tensors of one write in the order of `arguments`."""
-        slots = batch.slots if slots is None else slots
+        slots = batch.given_slots if slots is None else slots
         found = [cache.k, cache.v]
         if cache.k_scale is not None and cache.v_scale is not None:
             found += (cache.k_scale, cache.v_scale)
@@ -229,7 +229,7 @@ class Plan:
     ) -> tuple[Any, ...]:
         """The arguments of one write; `at` says what stands for a tensor."""
         take = map(at, self.tensors(k, v, cache, batch, slots)).__next__
-        slots = batch.slots if slots is None else slots
+        slots = batch.given_slots if slots is None else slots
         table, kv_lens, q_starts = batch.page_table, batch.kv_lens, batch.q_starts
         k_pages, v_pages = take(), take()
         k_scale, v_scale = (None, None) if cache.k_scale is None else (take(), take())
