@@ -204,8 +204,8 @@ class Batch:
         sources = (named["page_table"], named["kv_lens"], named["q_starts"])
         buffer = named.get("buffer")
         slots = buffer if buffer is not None and self.given_slots is self._slot_buffer else named.get("slots")
-        hints = {"max_q_len": self.max_q_len, "max_kv_len": self.max_kv_len, "page_size": self.page_size}
-        batch = Batch(*sources, slots=slots, copies=self.copies, sequences=sequences, **hints)
+        batch = Batch(*sources, slots=slots, copies=self.copies, sequences=sequences, page_size=self.page_size)
+        batch.max_q_len, batch.max_kv_len = self.max_q_len, self.max_kv_len
         batch._slot_buffer, batch._tokens, batch.step_id = buffer, self._tokens, self.step_id
         batch._derived = {
             name.removeprefix("derived "): (sources, value) for name, value in named.items() if name.startswith("derived ")

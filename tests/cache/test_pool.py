@@ -173,7 +173,9 @@ def test_rollback_refuses_any_other_batch(act):
     batch = pool.step({a: 4})
     copied = batch.clone()
     act(pool, a)
-    with pytest.raises(ArgumentError, match=r"batch: given .*; allowed: the batch of this pool's latest step, before any other change"):
+    with pytest.raises(
+        ArgumentError, match=r"batch: given .*; allowed: the batch of this pool's latest step, before any other change"
+    ):
         pool.rollback(batch)
     with pytest.raises(ArgumentError, match="batch: given None"):
         pool.rollback(None)
@@ -479,7 +481,10 @@ def test_sizes_that_are_refused(act, message):
 @pytest.mark.parametrize(
     ("act", "message"),
     [
-        (lambda pool, s: pool.step(None), "new_tokens: given None; allowed: a mapping from sequences to counts, such as {sequence: 1}"),
+        (
+            lambda pool, s: pool.step(None),
+            "new_tokens: given None; allowed: a mapping from sequences to counts, such as {sequence: 1}",
+        ),
         (lambda pool, s: pool.step({s: True}), "new_tokens: given True; allowed: an int of 0 or more"),
         (lambda pool, s: pool.step({s: -1}), "new_tokens: given -1; allowed: an int of 0 or more"),
         (lambda pool, s: pool.extend(s, 1.0), "new_tokens: given 1.0; allowed: an int of 0 or more"),

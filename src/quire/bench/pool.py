@@ -40,7 +40,9 @@ def _measure_decode(pages: int, page_size: int, seqs: int, length: int, limit: f
     """Steps of one token per sequence: usual ones, those in which every sequence needs a page, and those in another order."""
     pool, sequences = _filled(pages, page_size, seqs, length)
     orders = dict.fromkeys(sequences, 1), dict.fromkeys(sequences[::-1], 1)
-    usual, paged, reordered = [], [], []
+    usual: list[float] = []
+    paged: list[float] = []
+    reordered: list[float] = []
     for _ in range(repeats):
         pool.step(orders[0])
         for _ in range(4 * page_size):

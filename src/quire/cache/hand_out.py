@@ -89,9 +89,7 @@ def occurrences(values: numpy.ndarray) -> numpy.ndarray:
     return out
 
 
-def _take(
-    pool: PagePool, given: HandOut, fresh: numpy.ndarray, copied: numpy.ndarray, wanted: int, change: Change
-) -> HandOut:
+def _take(pool: PagePool, given: HandOut, fresh: numpy.ndarray, copied: numpy.ndarray, wanted: int, change: Change) -> HandOut:
     """Takes pages from the pool: for each sequence first the copy of its last page, then its new pages."""
     before, after = given.before, given.after
     taken = pool._free.next(wanted)
@@ -140,8 +138,8 @@ def _update_tables(pool: PagePool, given: HandOut, change: Change) -> None:
         widths = numpy.where(narrow, -1, widths)
     for width, where in groups(widths):
         if width >= 0:
-            at, runs, pages = _part(given, where)
-            change.cells(pool._tables[width], "cells", runs.index(before[at, ROW]), pages.reshape(runs.shape), old=-1)
+            part, runs, pages = _part(given, where)
+            change.cells(pool._tables[width], "cells", runs.cells_in(before[part, ROW]), pages.reshape(runs.shape), old=-1)
 
 
 def _part(given: HandOut, where: numpy.ndarray | slice) -> tuple[numpy.ndarray | slice, Runs, numpy.ndarray]:
@@ -172,7 +170,7 @@ def _widen(pool: PagePool, given: HandOut, narrow: numpy.ndarray, change: Change
         if replaced.any():
             copies = given.targets[numpy.searchsorted(given.copied, at[replaced])]
             content[replaced, before[at[replaced], PAGES] - 1] = copies
-        content[runs.index(slice(None))] = pages.reshape(runs.shape)
+        content[runs.cells_in(slice(None))] = pages.reshape(runs.shape)
         change.cells(pool._tables[width], "cells", rows, content)
         after[at, WIDTH], after[at, ROW] = width, rows
         taken[width] = len(at)

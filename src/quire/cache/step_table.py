@@ -72,7 +72,7 @@ class StepTable:
         if len(given.copied):
             change.cells(self, "table", (given.copied, given.before[given.copied, PAGES] - 1), given.targets, old=given.sources)
         if given.runs is not None:
-            change.cells(self, "table", given.runs.index(given.grown), given.pages.reshape(given.runs.shape), old=-1)
+            change.cells(self, "table", given.runs.cells_in(given.grown), given.pages.reshape(given.runs.shape), old=-1)
         return StepTable(request, table, self._view)
 
     def batch(self, pool: PagePool, given: HandOut, copies: tuple[tuple[int, int], ...], number: int) -> Batch:

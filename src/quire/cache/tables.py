@@ -66,7 +66,7 @@ class Runs(NamedTuple):
         before = numpy.cumsum(counts) - counts
         return cls(counts, numpy.arange(int(counts.sum())) + numpy.repeat(first - before, counts), (-1,))
 
-    def index(self, rows: numpy.ndarray | slice) -> tuple[Any, Any]:
+    def cells_in(self, rows: numpy.ndarray | slice) -> tuple[Any, Any]:
         """Where the values lie in a table, for runs in these rows."""
         if isinstance(self.columns, numpy.ndarray):
             rows = numpy.arange(len(self.counts)) if isinstance(rows, slice) else rows

@@ -267,5 +267,5 @@ def written_scales(call: Call) -> Iterator[Violation]:
         given = f"slot {int(slot[i])} (page {page}, offset {offset}), which was written with other values of k_scale and v_scale"
         picture = _row(call, int(seq[i]), int(at[i]) // size, f"position {int(at[i])}: offset {offset}")
         allowed = "the scales that required slots were written with, or write them again"
-        where = {"seq": int(seq[i]), "token": int(at[i]), "page": page, "slot": int(slot[i])}
-        yield Violation("written-scales", "cache", given, allowed, picture=picture, **where)
+        where = (int(seq[i]), int(at[i]), page, int(slot[i]))
+        yield Violation("written-scales", "cache", given, allowed, *where, picture)
