@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Union
+from typing import TYPE_CHECKING, Any
 
 import numpy
 import torch
 
 from quire.cache.copies import Copies
+from quire.cache.packing import Span, pack, packed_copies
 from quire.cache.sequence import SequenceSnapshot
 from quire.errors import ArgumentError, StaleBatch, describe
-from quire.packing import Span, pack, packed_copies
 
 if TYPE_CHECKING:
     from quire.cache.sequence import Sequence as PoolSequence
     from quire.cache.step_table import Clock
 
-    AnySequence = Union[PoolSequence, SequenceSnapshot]
+    AnySequence = PoolSequence | SequenceSnapshot
 
 INDEX_TYPES = (torch.int32, torch.int64)
 
@@ -31,14 +31,14 @@ class Batch:
         q_starts    [seqs + 1]              where a sequence's new tokens start among the rows of q; the last entry is their end
         slots       [tokens]                where each new token is written, `page * page_size + offset`, -1 to skip it;
                                             by default they follow from the other three
-        positions   [tokens]                where each new token stands in its sequence, for RoPE; they follow from kv_lens and q_starts
+        positions   [tokens]                where each new token stands in its sequence, for RoPE
 
     The maxima are hints for speed. A low one is reported by `check` and never truncates.
 
-    The batch of a `PagePool` on the CPU aliases the pool's page table. It is valid until the pool gives or takes tokens or pages again;
-    then `check_current`, and with it every operator, raises `StaleBatch`. Copies never become stale: `clone()`, `to(device)`, a batch
-    that a pool made for another device, and a pickled one. Pickled and deep-copied batches have their own tensors and no pool;
-    their `sequences` are snapshots.
+    The batch of a `PagePool` on the CPU aliases the pool's page table. It is valid until the pool gives or takes tokens or
+    pages again; then `check_current`, and with it every operator, raises `StaleBatch`. Copies never become stale: `clone()`,
+    `to(device)`, a batch that a pool made for another device, and a pickled one. Pickled and deep-copied
+    batches have their own tensors and no pool; their `sequences` are snapshots.
     """
 
     __slots__ = (
@@ -84,8 +84,8 @@ class Batch:
             raise ArgumentError("page_size", describe(page_size), "an int of 1 or more, or None")
         self.max_q_len, self.max_kv_len = max_q_len, max_kv_len
         self.copies: tuple[tuple[int, int], ...] = copies if isinstance(copies, Copies) else tuple(copies)
-        """(source, target) pages to copy before this batch is written: a pool's copy-on-write. `write` applies them. A pool's have an
-        id, and a cache applies them once."""
+        """(source, target) pages to copy before this batch is written: a pool's copy-on-write. `write` applies them. A pool's
+        have an id, and a cache applies them once."""
         self.sequences: tuple[AnySequence, ...] | None = None if sequences is None else tuple(sequences)
         """The pool's sequences, row by row; they let a ledger tell one sequence's tokens from another's."""
         self.page_size = page_size
@@ -136,8 +136,8 @@ class Batch:
 
     @property
     def positions(self) -> torch.Tensor:
-        """The position of each new token in its sequence, int64 `[tokens]`. A pool's batch computes slots and positions once; any other
-        batch in every access, and reads the number of tokens from `q_starts`."""
+        """The position of each new token in its sequence, int64 `[tokens]`. A pool's batch computes slots and positions once;
+        any other batch in every access, and reads the number of tokens from `q_starts`."""
         return self._derive("positions")
 
     def _derive(self, name: str) -> torch.Tensor:
@@ -171,8 +171,8 @@ class Batch:
         return self._copied(self.device)
 
     def to(self, device: torch.device | str) -> Batch:
-        """This batch on a device: itself if it is there already, else a copy. All tensors, slots and positions included if they were
-        computed, cross in one asynchronous copy."""
+        """This batch on a device: itself if it is there already, else a copy. All tensors, slots and positions included if
+        they were computed, cross in one asynchronous copy."""
         self.check_current()
         device = torch.device(device)
         mine = self.device

@@ -68,8 +68,8 @@ class StaleBatch(QuireError):
     def __init__(self, number: int, now: int):
         self.number, self.now = number, now
         super().__init__(
-            f"batch: given the batch of state {number} of its pool, which is in state {now} by now; allowed: the batch of the latest "
-            "step, or a batch.clone() that was made before the pool changed. Nothing was written."
+            f"batch: given the batch of state {number} of its pool, which is in state {now} by now; allowed: the batch of the "
+            "latest step, or a batch.clone() that was made before the pool changed. Nothing was written."
         )
 
 

@@ -5,10 +5,10 @@ import pickle
 
 import pytest
 import torch
-from support.pool_books import books
 
 from quire.cache.pool import PagePool
 from quire.errors import ArgumentError, OutOfPages, StaleBatch
+from support.pool_books import books
 
 
 def test_a_step_gives_pages_and_a_batch():

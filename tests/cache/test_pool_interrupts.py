@@ -5,14 +5,14 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from support.pool_books import books
 
 import quire
 from quire.cache.change import Change
 from quire.cache.pool import PagePool
+from support.pool_books import books
 
 HERE = Path(quire.__file__).parent
-FILES = {str(path) for path in (HERE / "cache").glob("*.py")} | {str(HERE / "batch.py"), str(HERE / "packing.py")}
+FILES = {str(path) for path in (HERE / "cache").glob("*.py")} | {str(HERE / "batch.py")}
 
 
 class Interrupt:

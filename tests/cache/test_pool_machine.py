@@ -13,12 +13,12 @@ import torch
 from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
-from support.pool_books import books
 
 from quire.cache.copies import Copies
 from quire.cache.ledger import Ledger
 from quire.cache.pool import PagePool
 from quire.errors import ArgumentError, OutOfPages, StaleBatch
+from support.pool_books import books
 
 PAGES, PAGE_SIZE = 16, 3
 QUICK = settings(stateful_step_count=30)

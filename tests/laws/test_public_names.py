@@ -33,6 +33,7 @@ NAMES = [
     "ContractError",
     "KernelError",
     "OutOfPages",
+    "StaleBatch",
     "reference",
     "__version__",
 ]

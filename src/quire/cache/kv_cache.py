@@ -234,14 +234,14 @@ class KVCache:
         return pairs
 
     def record(self, slots: torch.Tensor, positions: torch.Tensor | None = None, writers: torch.Tensor | None = None) -> None:
-        """Tells the ledger, if there is one, that tokens were written with the scales of this cache. Without positions the slots are
-        "written, position unknown"."""
+        """Tells the ledger, if there is one, that tokens were written with the scales of this cache. Without positions the slots
+        are "written, position unknown"."""
         if self.ledger is not None:
             self.ledger.record(slots, positions, writers, self.scale_mark())
 
     def scale_mark(self) -> torch.Tensor | None:
-        """A number that stands for the values of `k_scale` and `v_scale`, int64 `[]` on the cache's device; None if there are none or
-        `write` computes one per token. The host reads nothing."""
+        """A number that stands for the values of `k_scale` and `v_scale`, int64 `[]` on the cache's device; None if there are none
+        or `write` computes one per token. The host reads nothing."""
         if self.k_scale is None or self.v_scale is None or self.k_scale.dim() == 3:
             return None
         bits = torch.cat([self.k_scale.reshape(-1), self.v_scale.reshape(-1)]).view(torch.int32).to(torch.int64)
@@ -310,6 +310,8 @@ def _zeros(
 def _restored(described: dict[str, Any], scales: tuple[Any, ...]) -> KVCache:
     """A cache that was pickled: zeros, and the scales it had."""
     d, (kind, *values) = described, scales
+    k_scale: torch.Tensor | None
+    v_scale: torch.Tensor | None
     storage = _zeros(layout_named(d["layout"]), d["size"], d["dims"], d["x"], d["dtype"], d["device"])
     if kind == "token":
         k_scale, v_scale = (torch.ones(d["size"], dtype=torch.float32, device=d["device"]) for _ in range(2))

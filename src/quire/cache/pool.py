@@ -98,9 +98,10 @@ class PagePool:
         """Extends every sequence by its new tokens (0 is allowed), all or none of them, and returns the batch, one row for
         each sequence in the order given. `quire.write` applies the batch's `copies` before it writes.
 
-        A step with the sequences of the previous one, in the same order, updates that step's page table in place. The batch of a pool
-        on the CPU aliases this table: it is valid until the pool's next `step`, `extend`, `trim`, `drop`, `free` or `rollback`, and the
-        operators raise `StaleBatch` for it after that. `batch.clone()` keeps it. A batch on another device is a copy and stays valid."""
+        A step with the sequences of the previous one, in the same order, updates that step's page table in place. The batch of a
+        pool on the CPU aliases this table: it is valid until the pool's next `step`, `extend`, `trim`, `drop`, `free` or `rollback`,
+        and the operators raise `StaleBatch` for it after that. `batch.clone()` keeps it. A batch on another device is
+        a copy and stays valid."""
         self._settle()
         latest, change = self._latest, Change()
         try:
@@ -277,8 +278,8 @@ class PagePool:
         A copied page takes its numbers along, so a slot and its number say together whether a token is where it should be:
         free, trim, reuse and copy-on-write all change the number of a slot whose content they make wrong.
 
-        Numbers are kept from the first time that somebody asks for them, a cache with a ledger for example. Tokens that are older get
-        the number of the latest step by then."""
+        Numbers are kept from the first time that somebody asks for them, a cache with a ledger for example. Tokens that are older
+        get the number of the latest step by then."""
         self._settle()
         if self._issue is None:
             self._issue = numbers_of_today(self)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def release(pool: PagePool, pages: numpy.ndarray, change: Change) -> None:
-    """Takes one holder from each of `pages`, in order; int64, and a page may occur several times. One without a holder becomes free."""
+    """Takes one holder from each of `pages`, in order, int64; a page may occur several times. One without a holder is free."""
     gone = pages
     if pool._shared:
         holders = pool._holders[pages]

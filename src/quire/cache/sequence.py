@@ -11,7 +11,7 @@ Runs = list[tuple[int, int]]
 
 
 class Sequence:
-    """One sequence of a pool: a handle, equal only to itself. What it says is read from the pool's books; the pool alone changes it."""
+    """One sequence of a pool: a handle, equal only to itself. What it says is read from the pool, which alone changes it."""
 
     __slots__ = ("_pool", "_runs", "_slot", "id")
 

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 import numpy
 
-from quire.cache.change import Change
 from quire.cache.ids import Ids
 
 NARROWEST = 4
@@ -108,13 +107,13 @@ def _reversed_runs(
     if not width:
         return numpy.empty(0, dtype=numpy.int64)
     low, high = int(first.min()), int(end.max())
-    block = tables[width].cells[rows, low:high][:, ::-1]
+    found = tables[width].cells[rows, low:high][:, ::-1]
     if (first == low).all() and (end == high).all():
-        out = numpy.empty(block.shape, dtype=numpy.int64)
-        out[...] = block
+        out = numpy.empty(found.shape, dtype=numpy.int64)
+        out[...] = found
         return out.reshape(-1)
     column = numpy.arange(high - 1, low - 1, -1)
-    return block[(column >= first[:, None]) & (column < end[:, None])].astype(numpy.int64)
+    return found[(column >= first[:, None]) & (column < end[:, None])].astype(numpy.int64)
 
 
 def bytes_of(tables: Iterable[Table]) -> int:

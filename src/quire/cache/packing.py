@@ -39,8 +39,8 @@ def pack(tensors: Sequence[torch.Tensor], *, pin: bool = False) -> tuple[torch.T
 
 
 def packed_copies(tensors: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
-    """Copies of tensors of one device on another, or on the same, as views of one piece of memory. To a GPU there is one copy, which
-    nobody waits for: it comes from pinned memory that torch keeps until the copy is done."""
+    """Copies of tensors of one device on another, or on the same, as views of one piece of memory. To a GPU there is one copy,
+    which nobody waits for: it comes from pinned memory that torch keeps until the copy is done."""
     to_gpu = tensors[0].device.type == "cpu" and device.type == "cuda"
     memory, spans = pack(tensors, pin=to_gpu)
     memory = memory.to(device, non_blocking=to_gpu)
