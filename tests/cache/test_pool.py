@@ -163,7 +163,7 @@ def test_rollback_of_a_step_in_place():
     pool.rollback(pool.step({a: 1, b: 1}))
     assert books(pool) == before
     batch = pool.step({a: 1, b: 0})
-    assert batch.page_table.tolist() == [a.pages, b.pages + [-1]]
+    assert batch.page_table.tolist() == [a.pages, [*b.pages, -1]]
 
 
 @pytest.mark.parametrize("act", [*CHANGES.values(), lambda pool, a: pool.fork(a)], ids=[*CHANGES, "fork"])

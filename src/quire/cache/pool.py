@@ -99,7 +99,8 @@ class PagePool:
         each sequence in the order given. `quire.write` applies the batch's `copies` before it writes.
 
         A step with the sequences of the previous one, in the same order, updates that step's page table in place. The batch of a
-        pool on the CPU aliases this table: it is valid until the pool's next `step`, `extend`, `trim`, `drop`, `free` or `rollback`,
+        pool on the CPU aliases this table: it is valid until the pool's next `step`, `extend`, `trim`, `drop`, `free` or
+        `rollback`,
         and the operators raise `StaleBatch` for it after that. `batch.clone()` keeps it. A batch on another device is
         a copy and stays valid."""
         self._settle()
