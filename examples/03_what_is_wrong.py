@@ -12,7 +12,7 @@ q, k, v = torch.randn(3, 10, 1, 16)
 # The decode token is attended to, but nobody has written it.
 a, b = pool.sequence(), pool.sequence()
 quire.step(q, k, v, cache, pool.step({a: 6, b: 4}))
-batch = pool.step({a: 1})
+batch = pool.step({a: 1}).clone()  # a copy: the pool changes below
 found = quire.check(q[:1], cache, batch)
 print("A forgotten write:", *found, "", sep="\n")
 assert [violation.rule for violation in found] == ["residency"] and "never written" in found[0].given

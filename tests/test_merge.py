@@ -62,3 +62,35 @@ def test_two_parts_by_hand() -> None:
 def test_bad_parts(outs: list[torch.Tensor], lses: list[torch.Tensor], words: str) -> None:
     with pytest.raises(ArgumentError, match=words):
         quire.merge(outs, lses)
+
+
+def test_into_buffers():
+    outs, lses = [torch.randn(3, 2, 4) for _ in range(2)], [torch.randn(3, 2) for _ in range(2)]
+    want = quire.merge(outs, lses)
+    out, lse = torch.empty(3, 2, 4), torch.empty(3, 2)
+    got = quire.merge(outs, lses, out=out, lse=lse)
+    assert got[0] is out and got[1] is lse and torch.equal(out, want[0]) and torch.equal(lse, want[1])
+
+
+@pytest.mark.parametrize(
+    ("name", "buffer"),
+    [
+        ("out", lambda outs, lses: torch.empty(3, 2, 5)),
+        ("out", lambda outs, lses: torch.empty(3, 2, 4, dtype=torch.float16)),
+        ("out", lambda outs, lses: outs[1]),
+        ("out", lambda outs, lses: torch.empty(1, 2, 4).expand(3, 2, 4)),
+        ("out", lambda outs, lses: torch.empty(3, 2, 4, device="meta")),
+        ("lse", lambda outs, lses: torch.empty(3, 2, dtype=torch.float64)),
+        ("lse", lambda outs, lses: lses[0]),
+        ("lse", lambda outs, lses: 3),
+    ],
+)
+def test_buffers_that_are_refused(name, buffer):
+    outs, lses = [torch.randn(3, 2, 4) for _ in range(2)], [torch.randn(3, 2) for _ in range(2)]
+    with pytest.raises(quire.ArgumentError, match=f"^{name}: given"):
+        quire.merge(outs, lses, **{name: buffer(outs, lses)})
+
+
+def test_tensors_are_no_lists_of_parts():
+    with pytest.raises(quire.ArgumentError, match="outs: given float32"):
+        quire.merge(torch.randn(2, 3, 2, 4), torch.randn(2, 3, 2))

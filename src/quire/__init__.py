@@ -12,7 +12,7 @@ from quire.checked import checked
 from quire.contract.check import check
 from quire.contract.rule import Violation
 from quire.dispatch.decision import Decision
-from quire.errors import ArgumentError, ContractError, KernelError, OutOfPages, QuireError
+from quire.errors import ArgumentError, ContractError, KernelError, OutOfPages, QuireError, StaleBatch
 from quire.explain import explain
 from quire.merge import merge
 from quire.options import Options
@@ -49,6 +49,7 @@ __all__ = [
     "ContractError",
     "KernelError",
     "OutOfPages",
+    "StaleBatch",
     "reference",
     "__version__",
 ]

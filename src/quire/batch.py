@@ -5,12 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy
 import torch
 
-from quire.errors import ArgumentError, describe
+from quire.cache.copies import Copies
+from quire.cache.packing import Span, pack, packed_copies
+from quire.cache.sequence import SequenceSnapshot
+from quire.errors import ArgumentError, StaleBatch, describe
 
 if TYPE_CHECKING:
-    from quire.cache.pool import Sequence as PoolSequence
+    from quire.cache.sequence import Sequence as PoolSequence
+    from quire.cache.step_table import Clock
+
+    AnySequence = PoolSequence | SequenceSnapshot
 
 INDEX_TYPES = (torch.int32, torch.int64)
 
@@ -36,21 +43,33 @@ class Batch:
         q_starts    [seqs + 1]              where a sequence's new tokens start among the rows of q; the last entry is their end
         slots       [tokens]                where each new token is written, `page * page_size + offset`, -1 to skip it;
                                             by default they follow from the other three
+        positions   [tokens]                where each new token stands in its sequence, for RoPE
 
     The maxima are hints for speed. A low one is reported by `check` and never truncates.
+
+    The batch of a `PagePool` on the CPU aliases the pool's page table. It is valid until the pool gives or takes tokens or
+    pages again; then `check_current`, and with it every operator, raises `StaleBatch`. Copies never become stale: `clone()`,
+    `to(device)`, a batch that a pool made for another device, and a pickled one. Pickled and deep-copied
+    batches have their own tensors and no pool; their `sequences` are snapshots.
     """
 
     __slots__ = (
         "page_table",
         "kv_lens",
         "q_starts",
-        "slots",
+        "given_slots",
         "max_q_len",
         "max_kv_len",
         "copies",
         "sequences",
+        "page_size",
+        "step_id",
         "validated",
         "_slot_buffer",
+        "_tokens",
+        "_derived",
+        "_clock",
+        "_number",
     )
 
     def __init__(
@@ -63,25 +82,54 @@ class Batch:
         max_q_len: int | None = None,
         max_kv_len: int | None = None,
         copies: Sequence[tuple[int, int]] = (),
-        sequences: Sequence[PoolSequence] | None = None,
+        sequences: Sequence[AnySequence] | None = None,
+        page_size: int | None = None,
     ):
-        for name, tensor in (("page_table", page_table), ("kv_lens", kv_lens), ("q_starts", q_starts), ("slots", slots)):
-            if name == "slots" and tensor is None:
-                continue
-            if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided:
-                raise ArgumentError(name, describe(tensor), "a tensor of int32 or int64")
+        self.page_table, self.kv_lens, self.q_starts = page_table, kv_lens, q_starts
+        self.given_slots = slots
+        """The slots that the caller gave, which `write` then uses; None if they follow from the table."""
+        self.check_tensors()
         for name, hint in (("max_q_len", max_q_len), ("max_kv_len", max_kv_len)):
             if hint is not None and (not isinstance(hint, int) or isinstance(hint, bool) or hint < 0):
                 raise ArgumentError(name, describe(hint), "an int of 0 or more, known on the host, or None")
-        self.page_table, self.kv_lens, self.q_starts, self.slots = page_table, kv_lens, q_starts, slots
+        if page_size is not None and (not isinstance(page_size, int) or isinstance(page_size, bool) or page_size < 1):
+            raise ArgumentError("page_size", describe(page_size), "an int of 1 or more, or None")
         self.max_q_len, self.max_kv_len = max_q_len, max_kv_len
-        self.copies = tuple(copies)
-        """(source, target) pages to copy before this batch is written: a pool's copy-on-write. `write` applies them."""
-        self.sequences = None if sequences is None else tuple(sequences)
+        self.copies: tuple[tuple[int, int], ...] = copies if isinstance(copies, Copies) else tuple(copies)
+        """(source, target) pages to copy before this batch is written: a pool's copy-on-write. `write` applies them. A pool's
+        have an id, and a cache applies them once."""
+        self.sequences: tuple[AnySequence, ...] | None = None if sequences is None else tuple(sequences)
         """The pool's sequences, row by row; they let a ledger tell one sequence's tokens from another's."""
         self.validated: Any = None
         """For which calls its values were found legal: `quire.contract.validated`."""
+        self.page_size = page_size
+        """Slots of a page: needed for `slots` where none were given. A pool's batch knows it."""
+        self.step_id: tuple[str, int] | None = None
+        """The pool and the step that this batch comes from; None if no pool made it."""
         self._slot_buffer: torch.Tensor | None = None
+        self._tokens: int | None = None
+        self._derived: dict[str, tuple[tuple[torch.Tensor, ...], torch.Tensor]] = {}
+        self._clock: Clock | None = None
+        self._number = 0
+
+    def check_tensors(self) -> None:
+        """Raises unless every tensor of the batch is a dense tensor."""
+        tensors = (self.page_table, self.kv_lens, self.q_starts, self.given_slots)
+        for i, tensor in enumerate(tensors):
+            if not (isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided) and (tensor is not None or i < 3):
+                name = ("page_table", "kv_lens", "q_starts", "slots")[i]
+                dense = "dense " if isinstance(tensor, torch.Tensor) else ""
+                raise ArgumentError(name, describe(tensor), f"a {dense}tensor of int32 or int64")
+
+    @property
+    def is_current(self) -> bool:
+        """False if this batch aliases the tables of a pool that has changed since."""
+        return self._clock is None or self._clock.now == self._number
+
+    def check_current(self) -> None:
+        """Raises `StaleBatch` if this batch aliases the tables of a pool that has changed since. One comparison."""
+        if self._clock is not None and not self.is_current:
+            raise StaleBatch(self._number, self._clock.now)
 
     @property
     def seqs(self) -> int:
@@ -91,6 +139,107 @@ class Batch:
     def device(self) -> torch.device:
         return self.page_table.device
 
+    @property
+    def slots(self) -> torch.Tensor | None:
+        """The slot of each new token: those that were given; otherwise computed from the table, int64 `[tokens]`, if `page_size` is
+        known, and None if it is not. `write` needs them computed by nobody: it looks at `given_slots` and derives the rest."""
+        if self.given_slots is not None or self.page_size is None:
+            return self.given_slots
+        return self._derive("slots")
+
+    @slots.setter
+    def slots(self, slots: torch.Tensor | None) -> None:
+        self.given_slots = slots
+
+    @property
+    def positions(self) -> torch.Tensor:
+        """The position of each new token in its sequence, int64 `[tokens]`. A pool's batch computes slots and positions once;
+        any other batch in every access, and reads the number of tokens from `q_starts`."""
+        return self._derive("positions")
+
+    def _derive(self, name: str) -> torch.Tensor:
+        sources = (self.page_table, self.kv_lens, self.q_starts)
+        known = self._derived.get(name)
+        if known is not None and all(a is b for a, b in zip(known[0], sources)):
+            self.check_current()
+            return known[1]
+        self.check_current()
+        self.check_tensors()
+        tokens = int(self.q_starts[-1]) if self._tokens is None else self._tokens
+        if name == "slots":
+            assert self.page_size is not None
+            value = self.slots_of_tokens(tokens, self.page_size)
+        else:
+            value = self._positions_of_tokens(tokens)
+        if self._tokens is not None:
+            self._derived[name] = sources, value
+        return value
+
+    def _positions_of_tokens(self, tokens: int) -> torch.Tensor:
+        at = torch.arange(tokens, device=self.device)
+        if not self.seqs:
+            return torch.full_like(at, -1)
+        row = self.rows_of_tokens(tokens).clamp(max=self.seqs - 1)
+        return at - self.q_starts.to(torch.int64)[row + 1] + self.kv_lens.to(torch.int64)[row]
+
+    def clone(self) -> Batch:
+        """A batch with tensors of its own, which nothing changes later."""
+        self.check_current()
+        return self._copied(self.device)
+
+    def to(self, device: torch.device | str) -> Batch:
+        """This batch on a device: itself if it is there already, else a copy. All tensors, slots and positions included if
+        they were computed, cross in one asynchronous copy."""
+        self.check_current()
+        device = torch.device(device)
+        mine = self.device
+        if device.type == mine.type and (device.index is None or device.index == mine.index):
+            return self
+        return self._copied(device)
+
+    def _copied(self, device: torch.device) -> Batch:
+        named = self._tensors()
+        copies = dict(zip(named, packed_copies(list(named.values()), device)))
+        return self._with(copies, self.sequences)
+
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        """Every tensor of the batch by name, once."""
+        self.check_tensors()
+        named = {"page_table": self.page_table, "kv_lens": self.kv_lens, "q_starts": self.q_starts}
+        if self._slot_buffer is not None:
+            named["buffer"] = self._slot_buffer
+        if self.given_slots is not None and self.given_slots is not self._slot_buffer:
+            named["slots"] = self.given_slots
+        sources = tuple(named.values())[:3]
+        for name, (of, value) in self._derived.items():
+            if all(a is b for a, b in zip(of, sources)):
+                named[f"derived {name}"] = value
+        return named
+
+    def _with(self, named: dict[str, torch.Tensor], sequences: tuple[AnySequence, ...] | None) -> Batch:
+        """A batch like this one, of other tensors with these names."""
+        sources = (named["page_table"], named["kv_lens"], named["q_starts"])
+        buffer = named.get("buffer")
+        slots = buffer if buffer is not None and self.given_slots is self._slot_buffer else named.get("slots")
+        batch = Batch(*sources, slots=slots, copies=self.copies, sequences=sequences, page_size=self.page_size)
+        batch.max_q_len, batch.max_kv_len = self.max_q_len, self.max_kv_len
+        batch._slot_buffer, batch._tokens, batch.step_id = buffer, self._tokens, self.step_id
+        batch._derived = {
+            name.removeprefix("derived "): (sources, value) for name, value in named.items() if name.startswith("derived ")
+        }
+        return batch
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        self.check_current()
+        named = self._tensors()
+        memory, spans = pack(list(named.values()))
+        sequences = None
+        if self.sequences is not None:
+            sequences = tuple(SequenceSnapshot(s.id, s.length, list(s.runs)) for s in self.sequences)
+        fields = {name: getattr(self, name) for name in ("max_q_len", "max_kv_len", "copies", "page_size", "step_id", "_tokens")}
+        buffered = self._slot_buffer is not None and self.given_slots is self._slot_buffer
+        return _restored, (memory.cpu().numpy(), dict(zip(named, spans)), self.device, fields, sequences, buffered)
+
     def rows_of_tokens(self, tokens: int) -> torch.Tensor:
         """The sequence of each of `tokens` rows of q, `[tokens]`; padding rows get `seqs`. No host read."""
         at = torch.arange(tokens, device=self.device, dtype=self.q_starts.dtype)
@@ -99,7 +248,7 @@ class Batch:
     def slots_of_tokens(self, tokens: int, page_size: int, slots: torch.Tensor | None = None) -> torch.Tensor:
         """The slot of each of `tokens` rows of k and v, int64 `[tokens]`, -1 for padding rows and pages a table leaves
         out. Slots that are given, here or with the batch, are taken as they are for every row that is not padding."""
-        slots = self.slots if slots is None else slots
+        slots = self.given_slots if slots is None else slots
         if slots is not None:
             live = torch.arange(tokens, device=self.device) < self.q_starts[-1]
             return torch.where(live, slots.to(torch.int64), -1)
@@ -151,7 +300,7 @@ class Batch:
         slots: torch.Tensor | None = None,
         *,
         copies: Sequence[tuple[int, int]] = (),
-        sequences: Sequence[PoolSequence] | None = None,
+        sequences: Sequence[AnySequence] | None = None,
     ) -> Batch:
         """Takes over the values of another step, in place. Rows that are left over become empty (q_len 0). A batch that was
         once filled with slots needs them every time: a captured graph goes on reading them. A step of a pool brings its
@@ -169,7 +318,7 @@ class Batch:
                 f"{n} {list(t.shape)}" for n, t in (("page_table", page_table), ("kv_lens", kv_lens), ("q_starts", q_starts))
             )
             raise ArgumentError("fill", given, "page_table [seqs, pages_per_seq], kv_lens [seqs], q_starts [seqs + 1]")
-        if slots is None and self.slots is not None:
+        if slots is None and self.given_slots is not None:
             raise ArgumentError("slots", None, "a tensor [tokens]: this batch was filled with slots before")
         seqs, width = page_table.shape
         sizes = (("seqs", seqs, self.seqs), ("pages_per_seq", width, self.page_table.shape[1]))
@@ -187,11 +336,12 @@ class Batch:
         self.q_starts[: seqs + 1].copy_(q_starts)
         self.q_starts[seqs + 1 :] = q_starts[-1]
         if slots is not None:
-            self.slots = buffer
+            self.given_slots = buffer
             buffer[: slots.shape[0]].copy_(slots.clone())
             buffer[slots.shape[0] :] = -1
-        self.copies = tuple(copies)
+        self.copies = copies if isinstance(copies, Copies) else tuple(copies)
         self.sequences = None if sequences is None else tuple(sequences)
+        self._derived, self._tokens, self.step_id = {}, None, None
         return self
 
     @classmethod
@@ -305,3 +455,27 @@ class Batch:
         )
         tensors = ", ".join(f"{name}={describe(getattr(self, name))}" for name in ("page_table", "kv_lens", "q_starts"))
         return f"Batch({tensors}{hints})"
+
+
+def _restored(
+    memory: numpy.ndarray,
+    spans: dict[str, Span],
+    device: torch.device,
+    fields: dict[str, Any],
+    sequences: tuple[SequenceSnapshot, ...] | None,
+    buffered: bool,
+) -> Batch:
+    """A batch that was pickled."""
+    bytes_ = torch.from_numpy(memory).to(device)
+    named = {name: span.of(bytes_) for name, span in spans.items()}
+    batch = Batch(named["page_table"], named["kv_lens"], named["q_starts"], slots=named.get("slots"), sequences=sequences)
+    for name, value in fields.items():
+        setattr(batch, name, value)
+    batch._slot_buffer = named.get("buffer")
+    if buffered:
+        batch.given_slots = batch._slot_buffer
+    sources = (batch.page_table, batch.kv_lens, batch.q_starts)
+    for name, tensor in named.items():
+        if name.startswith("derived "):
+            batch._derived[name.removeprefix("derived ")] = sources, tensor
+    return batch

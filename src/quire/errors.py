@@ -11,7 +11,10 @@ if TYPE_CHECKING:
 
 
 class QuireError(Exception):
-    """The base of every error that Quire raises on purpose."""
+    """The base of every error that Quire raises on purpose. All of them can be pickled: a worker process can raise them."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _restored, (type(self), self.args, self.__dict__)
 
 
 class ArgumentError(QuireError, ValueError):
@@ -20,6 +23,11 @@ class ArgumentError(QuireError, ValueError):
     def __init__(self, argument: str, given: Any, allowed: str):
         self.argument, self.given, self.allowed = argument, given, allowed
         super().__init__(f"{argument}: given {given}; allowed: {allowed}")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # What was given can be anything, also what no other process can hold: its text crosses.
+        given = self.given if isinstance(self.given, (str, int, float, type(None))) else str(self.given)
+        return _restored, (type(self), self.args, {**self.__dict__, "given": given})
 
 
 class ContractError(QuireError, ValueError):
@@ -52,6 +60,25 @@ class OutOfPages(QuireError):
             f"pages: the request needs {needed} more, {free} of {pages} are free; nothing was changed. "
             "Free or trim a sequence, or make a larger PagePool."
         )
+
+
+class StaleBatch(QuireError):
+    """A batch aliases the page table of a pool that has changed since. Nothing was written."""
+
+    def __init__(self, number: int, now: int):
+        self.number, self.now = number, now
+        super().__init__(
+            f"batch: given the batch of state {number} of its pool, which is in state {now} by now; allowed: the batch of the "
+            "latest step, or a batch.clone() that was made before the pool changed. Nothing was written."
+        )
+
+
+def _restored(kind: type[QuireError], args: tuple[Any, ...], fields: dict[str, Any]) -> QuireError:
+    """An error that was pickled, without a call of its constructor, whose arguments are not its `args`."""
+    error = kind.__new__(kind, *args)
+    error.args = args
+    error.__dict__.update(fields)
+    return error
 
 
 def describe(value: Any) -> str:

@@ -67,7 +67,7 @@ def attend(
 ) -> Result:
     """`quire.attend` in a graph."""
     new_k, new_v = (None, None) if new is None else new
-    parts = (*_of_cache(cache), *_of_batch(batch, batch.slots), *_of_options(options or PLAIN))
+    parts = (*_of_cache(cache), *_of_batch(batch, batch.given_slots), *_of_options(options or PLAIN))
     return _returned(torch.ops.quire.attend(q, *parts, new_k, new_v, out, lse, kernel, check, _refused(cache, batch, q)), out, lse)
 
 
@@ -75,7 +75,7 @@ def write(
     k: torch.Tensor, v: torch.Tensor, cache: KVCache, batch: Batch, slots: torch.Tensor | None, kernel: str | None, check: Level
 ) -> None:
     """`quire.write` in a graph."""
-    slots = batch.slots if slots is None else slots
+    slots = batch.given_slots if slots is None else slots
     torch.ops.quire.write(k, v, *_of_cache(cache), *_of_batch(batch, slots), kernel, check, _refused(cache, batch))
 
 
@@ -92,7 +92,7 @@ def step(
     check: Level,
 ) -> Result:
     """`quire.step` in a graph."""
-    parts = (*_of_cache(cache), *_of_batch(batch, batch.slots), *_of_options(options or PLAIN))
+    parts = (*_of_cache(cache), *_of_batch(batch, batch.given_slots), *_of_options(options or PLAIN))
     return _returned(torch.ops.quire.step(q, k, v, *parts, out, lse, kernel, check, _refused(cache, batch, q)), out, lse)
 
 

@@ -166,6 +166,10 @@ class Options:
         negative = self.scale is not None and self.scale < 0
         return Traits(causal, self.sides, self.softcap is not None, self.batch_invariant, negative)
 
+    def __getstate__(self) -> dict[str, object]:
+        # The fields alone: what else was kept with it belongs to this process.
+        return {name: getattr(self, name) for name in type(self).__dataclass_fields__}
+
     def __repr__(self) -> str:
         given = []
         for name, field in type(self).__dataclass_fields__.items():

@@ -49,8 +49,8 @@ def store(launcher: Launcher, call: Call) -> None:
 
 def _record(call: Call) -> None:
     """Tells the ledger which position of which sequence each slot holds now."""
-    cache, batch, ledger = call.cache, call.batch, call.cache.ledger
-    assert ledger is not None and call.k is not None
+    cache, batch = call.cache, call.batch
+    assert call.k is not None
     if not batch.seqs:
         return
     slots = batch.slots_of_tokens(call.k.shape[0], cache.page_size, call.slots)
@@ -61,4 +61,4 @@ def _record(call: Call) -> None:
     writers = None
     if batch.sequences is not None:
         writers = torch.tensor([sequence.id for sequence in batch.sequences], device=slots.device)[row]
-    ledger.record(torch.where(live, slots, -1), at, writers)
+    cache.record(torch.where(live, slots, -1), at, writers)

@@ -7,15 +7,18 @@ remembers what each sequence should read. A ledger is kept alongside: its findin
 import itertools
 from collections import Counter
 
+import numpy
 import pytest
 import torch
 from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
 
+from quire.cache.copies import Copies
 from quire.cache.ledger import Ledger
 from quire.cache.pool import PagePool
-from quire.errors import OutOfPages
+from quire.errors import ArgumentError, OutOfPages, StaleBatch
+from support.pool_books import books
 
 PAGES, PAGE_SIZE = 16, 3
 QUICK = settings(stateful_step_count=30)
@@ -35,6 +38,8 @@ class Honest(RuleBasedStateMachine):
         self.pool = self.make_pool(PAGES, PAGE_SIZE)
         self.ledger = Ledger(PAGES, PAGE_SIZE, "cpu", self.pool)
         self.tokens = itertools.count()
+        self.last = None
+        self.ids = set()
         self.contents = {}
         self.history = {}
         self.kept_from = {}
@@ -47,9 +52,7 @@ class Honest(RuleBasedStateMachine):
         return self.live[index % len(self.live)]
 
     def state(self):
-        pool = self.pool
-        sequences = [(s.id, s.length, s.pages, list(s.runs)) for s in pool.sequences]
-        return sequences, list(pool._free), pool.holders.tolist(), pool.issue.tolist(), pool.steps
+        return books(self.pool)
 
     def attempt(self, request):
         """The request's answer, or None if pages do not suffice and nothing has changed."""
@@ -114,9 +117,36 @@ class Honest(RuleBasedStateMachine):
         assert batch.max_kv_len == max((s.length for s in requests), default=0)
         width = max([1, *(len(s.pages) for s in requests)])
         assert batch.page_table.tolist() == [s.pages + [-1] * (width - len(s.pages)) for s in requests]
+        if self.last is not None:
+            with pytest.raises(StaleBatch):
+                self.last.check_current()
+        batch.check_current()
+        self.last = batch
+        named = {("step", batch.step_id)} | ({("copies", batch.copies.id)} if batch.copies else set())
+        assert not named & self.ids, "no step and no copies have the id of others"
+        self.ids |= named
         if apply_copies:
             self.copy(batch.copies)
         self.write(requests, batch.slots_of_tokens(sum(requests.values()), PAGE_SIZE).tolist(), skipped)
+
+    @precondition(lambda self: self.history)
+    @rule(wanted=st.lists(st.tuples(which, st.integers(0, 7)), max_size=5))
+    def step_and_roll_back(self, wanted):
+        requests = {self.pick(index): count for index, count in wanted}
+        before = self.state()
+        batch = self.attempt(lambda: self.pool.step(requests))
+        if batch is None:
+            return
+        wanted_pages, wanted_copies = batch.page_table.tolist(), tuple(batch.copies)
+        self.pool.rollback(batch)
+        assert self.state() == before
+        with pytest.raises(StaleBatch):
+            batch.check_current()
+        with pytest.raises(ArgumentError):
+            self.pool.rollback(batch)
+        again = self.pool.step(requests)
+        assert (again.page_table.tolist(), tuple(again.copies)) == (wanted_pages, wanted_copies)
+        self.pool.rollback(again)
 
     @rule()
     def decode(self):
@@ -144,11 +174,17 @@ class Honest(RuleBasedStateMachine):
         del self.history[sequence][length:]
 
     @precondition(lambda self: self.history)
-    @rule(index=which)
-    def free(self, index):
-        sequence = self.pick(index)
-        self.pool.free(sequence)
-        del self.history[sequence], self.kept_from[sequence]
+    @rule(indices=st.lists(which, max_size=4))
+    def free(self, indices):
+        sequences = list(dict.fromkeys(self.pick(index) for index in indices))
+        if sequences:
+            before = self.state()
+            with pytest.raises(ArgumentError):
+                self.pool.free(*sequences, sequences[0])
+            assert self.state() == before
+        self.pool.free(*sequences)
+        for sequence in sequences:
+            del self.history[sequence], self.kept_from[sequence]
 
     @precondition(lambda self: self.history and len(self.history) < 8)
     @rule(index=which)
@@ -170,7 +206,9 @@ class Honest(RuleBasedStateMachine):
         held = Counter(page for s in self.live for page in s.pages if page >= 0)
         assert self.pool.holders.tolist() == [held[page] for page in range(PAGES)]
         assert self.pool.free_pages + len(held) == PAGES
-        assert set(self.pool._free) == set(range(PAGES)) - set(held)
+        free = self.pool._free.listed(PAGES)
+        assert sorted(free) == sorted(set(range(PAGES)) - set(held))
+        assert self.pool.usage()[2:] == (sum(n > 1 for n in held.values()), len(self.live), sum(s.length for s in self.live))
         assert self.pool.sequences == tuple(self.live)
 
     @invariant()
@@ -183,7 +221,7 @@ class Honest(RuleBasedStateMachine):
     @invariant()
     def slots_with_tokens_have_numbers(self):
         issue = self.pool.issue.view(PAGES, PAGE_SIZE)
-        assert all((issue[page] == -1).all() for page in self.pool._free)
+        assert all((issue[page] == -1).all() for page in self.pool._free.listed(PAGES))
         assert all(self.pool.issue[slot] >= 0 for _, _, _, slot, _ in self.tokens_to_read())
 
     def tokens_to_read(self):
@@ -262,37 +300,56 @@ def test_a_careless_engine_does_break_something():
 
 
 class NeverCopies(PagePool):
-    def _hand_out(self, new_tokens):
-        counts = self.holders.clone()
-        self.holders.clamp_(max=1)
-        copies = super()._hand_out(new_tokens)
-        self.holders.copy_(torch.maximum(counts, self.holders))
-        return copies
+    def _plan(self, request, change):
+        shared, self._shared = self._shared, 0
+        try:
+            return super()._plan(request, change)
+        finally:
+            self._shared = shared
 
 
 class ForgetsToSayWhatToCopy(PagePool):
-    def _hand_out(self, new_tokens):
-        super()._hand_out(new_tokens)
-        return ()
+    def _plan(self, request, change):
+        given, _ = super()._plan(request, change)
+        return given, ()
 
 
 class CopiesBackwards(PagePool):
-    def _hand_out(self, new_tokens):
-        return tuple((target, source) for source, target in super()._hand_out(new_tokens))
+    def _plan(self, request, change):
+        given, copies = super()._plan(request, change)
+        return given, Copies(((target, source) for source, target in copies), copies.id) if copies else copies
+
+
+class UsesAnIdAgain(PagePool):
+    def _plan(self, request, change):
+        given, copies = super()._plan(request, change)
+        self._copied = 0
+        return given, copies
 
 
 class FreesTwice(PagePool):
-    def _release(self, page):
-        super()._release(page)
-        if page >= 0 and not self.holders[page]:
-            self._free.append(page)
+    def free(self, *sequences):
+        pages = [page for s in sequences for page in s.pages if page >= 0]
+        super().free(*sequences)
+        if pages and not self.holders[pages[0]]:
+            self._free._make_room(self._free.count + 1)
+            self._free._returned[self._free.count] = pages[0]
+            self._free.count += 1
 
 
 class FreesSharedPages(PagePool):
-    def _release(self, page):
-        if page >= 0:
-            self.holders[page] = 1
-        super()._release(page)
+    def free(self, *sequences):
+        pages = [page for s in sequences for page in s.pages if page >= 0]
+        if len(set(pages)) == len(pages):
+            self._holders[pages] = 1
+        super().free(*sequences)
+
+
+class CountsASharedPageOnce(PagePool):
+    def free(self, *sequences):
+        shared, self._shared = self._shared, 0
+        super().free(*sequences)
+        self._shared = shared
 
 
 class ForgetsToCountAFork(PagePool):
@@ -304,56 +361,85 @@ class ForgetsToCountAFork(PagePool):
 
 
 class LosesAStepWhenFull(PagePool):
-    def _hand_out(self, new_tokens):
+    def _plan(self, request, change):
         self.steps += 1
-        return super()._hand_out(new_tokens)
+        return super()._plan(request, change)
 
 
 class TakesPagesBeforeItCounts(PagePool):
-    def _hand_out(self, new_tokens):
-        hand_out = super()._hand_out
-        return tuple(copy for sequence, count in new_tokens.items() for copy in hand_out({sequence: count}))
+    def _plan(self, request, change):
+        taken = self._free.used
+        self._free.used = min(taken + 1, self.pages)
+        planned = super()._plan(request, change)
+        self._free.used = taken
+        return planned
 
 
 class NumbersOutliveTheirTokens(PagePool):
-    def _number(self, page, start, end, number):
-        if number >= 0:
-            super()._number(page, start, end, number)
+    def free(self, *sequences):
+        issue = self._issue.copy()
+        super().free(*sequences)
+        self._issue[:] = issue
 
 
 class OneNumberForAllSteps(PagePool):
-    def _number(self, page, start, end, number):
-        super()._number(page, start, end, min(number, 1))
+    def _plan(self, request, change):
+        planned = super()._plan(request, change)
+        for i, (owner, name, index, new, old) in enumerate(change._cells):
+            if name == "_issue":
+                change._cells[i] = (owner, name, index, numpy.minimum(new, 1), old)
+        return planned
 
 
 class CopiesKeepTheirOldNumbers(PagePool):
-    def _hand_out(self, new_tokens):
-        copies = super()._hand_out(new_tokens)
-        for _, target in copies:
-            self._number(target, 0, self.page_size, self.steps)
-        return copies
+    def _plan(self, request, change):
+        given, copies = super()._plan(request, change)
+        if len(given.targets):
+            change.cells(self, "_issue", given.targets, self._numbers)
+        return given, copies
 
 
 class ForkForgetsItsAncestors(PagePool):
     def fork(self, sequence):
         child = super().fork(sequence)
-        child.runs = [(0, child.id)] if child.length else []
+        child._runs = [(0, child.id)] if child.length else []
         return child
 
 
 class TrimRemembersItsRuns(PagePool):
     def trim(self, sequence, length):
-        runs = sequence.runs[:]
+        runs = sequence.runs
         super().trim(sequence, length)
-        sequence.runs[:] = runs
+        sequence._runs = runs
+
+
+class RollbackForgetsTheFreePages(PagePool):
+    def rollback(self, batch):
+        count, used = self._free.count, self._free.used
+        super().rollback(batch)
+        self._free.count, self._free.used = count, used
+
+
+class RollbackKeepsTheBatch(PagePool):
+    def rollback(self, batch):
+        super().rollback(batch)
+        self._clock.now = batch._number
+
+
+class NeverStale(PagePool):
+    def _tick(self, change):
+        self._changes += 1
+        return self._clock.now
 
 
 FAULTS = (
     NeverCopies,
     ForgetsToSayWhatToCopy,
     CopiesBackwards,
+    UsesAnIdAgain,
     FreesTwice,
     FreesSharedPages,
+    CountsASharedPageOnce,
     ForgetsToCountAFork,
     LosesAStepWhenFull,
     TakesPagesBeforeItCounts,
@@ -362,6 +448,9 @@ FAULTS = (
     CopiesKeepTheirOldNumbers,
     ForkForgetsItsAncestors,
     TrimRemembersItsRuns,
+    RollbackForgetsTheFreePages,
+    RollbackKeepsTheBatch,
+    NeverStale,
 )
 
 
@@ -370,5 +459,5 @@ def test_the_machine_catches(fault):
     class Planted(Honest):
         make_pool = fault
 
-    with pytest.raises((AssertionError, IndexError)):
+    with pytest.raises((AssertionError, IndexError, ValueError, pytest.fail.Exception)):
         run_state_machine_as_test(Planted, settings=PLANTED)

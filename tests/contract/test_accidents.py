@@ -108,7 +108,7 @@ def test_copies_of_interleaved_and_of_equal_steps() -> None:
     a, b = pool.sequence(), pool.sequence()
     q, k = torch.randn(4, 4, 8), torch.randn(4, 2, 8)
     quire.write(k, k, cache, pool.step({a: 2, b: 2}))
-    first, second = pool.step({pool.fork(a): 1}), pool.step({pool.fork(b): 1})
+    first, second = pool.step({pool.fork(a): 1}).clone(), pool.step({pool.fork(b): 1})
     for batch in (first, second):
         quire.write(k[:1], k[:1], cache, batch)
     for batch in (first, second):

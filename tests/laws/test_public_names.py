@@ -34,6 +34,7 @@ NAMES = [
     "ContractError",
     "KernelError",
     "OutOfPages",
+    "StaleBatch",
     "reference",
     "__version__",
 ]

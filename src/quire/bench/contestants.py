@@ -49,7 +49,7 @@ def own_with_fp8_queries(case: Case) -> Bound | None:
 
 
 def _own_write(case: Case) -> Bound:
-    cache, slots = case.cache, case.batch.slots
+    cache, slots = case.cache, case.batch.given_slots
     assert slots is not None
 
     def run() -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections import deque
 from collections.abc import Iterable
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from quire.cache.copies import AppliedCopies, Copies
 from quire.cache.format import Format, format_of
 from quire.cache.layout import Layout, layout_named
 from quire.cache.ledger import Ledger
@@ -69,6 +71,10 @@ class KVCache:
     k, v              the storage, in the layout's own shape; quantised formats may be bytes
     k_view, v_view    the same memory as [pages, kv_heads, slot/, slot%, dim/, dim%], without a copy
     k_scale, v_scale  fp32 [] or [kv_heads] or [pages, page_size, kv_heads], None if the format is not quantised
+
+    A pickled cache is its description: sizes, layout, format, scales, device and whether it keeps a ledger. It is unpickled as a
+    new cache of zeros, in contiguous memory of its own and without a pool; scales per token are 1 again. A deep copy has the
+    contents too, and a copy of the pool.
     """
 
     def __init__(
@@ -92,8 +98,10 @@ class KVCache:
         self.ledger = Ledger(pages, self.page_size, k.device, pool) if ledger else None
         self.packed: Any = None
         """What the native kernels keep about it."""
+        self.applied = AppliedCopies()
+        """The ids of the pools' copies that were applied."""
         self.copied: deque[tuple[tuple[int, int], ...]] = deque(maxlen=256)
-        """The copies that were applied lately: an attend whose batch asks for others comes too early."""
+        """Copies without an id that were applied lately, by identity."""
 
     # Views and sizes are worked out once, so the pages stay: other pages are another cache. Getters in C cost nothing in a call.
     k = property(attrgetter("_k"))
@@ -159,6 +167,8 @@ class KVCache:
         `dtype` names the format, except for torch.uint8, whose `format` must be given. Quantised caches take `k_scale` and
         `v_scale` (a number, or fp32 `[]` or `[kv_heads]`; 1 for fp8 if left out), or `scales="token"`: then `write` computes one
         scale per token and head. `x` is the length of the split axis in layouts that split one (by default 16 bytes)."""
+        if not all(isinstance(getattr(pool, name, None), int) for name in ("pages", "page_size")):
+            raise ArgumentError("pool", describe(pool), "a quire.PagePool; memory without a pool is wrapped by KVCache.wrap")
         order, found = layout_named(layout), format_of(dtype, format)
         v_head_dim = head_dim if v_head_dim is None else v_head_dim
         for name, value, most in (("kv_heads", kv_heads, 2**31 - 1), ("head_dim", head_dim, 512), ("v_head_dim", v_head_dim, 512)):
@@ -181,13 +191,7 @@ class KVCache:
                 raise ArgumentError("scales", given, "'token' for a quantised format, without other scales")
             k_scale = torch.ones(pool.pages, pool.page_size, kv_heads, dtype=torch.float32, device=device)
             v_scale = torch.ones_like(k_scale)
-
-        size = (pool.pages, pool.page_size, kv_heads)
-        shapes = [order.k.shape(*size, head_dim, x), order.v.shape(*size, v_head_dim, x)]
-        if order.joint:
-            shapes = [order.k.shape(*size, head_dim + v_head_dim, x)]
-        # Not torch.empty: a page that was never written then reads as zeros on every machine, and a mistake is repeatable.
-        storage = [torch.zeros(shape, dtype=dtype, device=device) for shape in shapes]
+        storage = _zeros(order, (pool.pages, pool.page_size, kv_heads), (head_dim, v_head_dim), x, dtype, device)
         return cls.wrap(
             *storage,
             layout=layout,
@@ -279,22 +283,83 @@ class KVCache:
 
     def copy_pages(self, copies: Iterable[tuple[int, int]]) -> None:
         """Copies whole pages, (source, target) each, K, V, scales and ledger: what a pool's copy-on-write asks for. All
-        sources are read before any target is written."""
-        pairs = tuple(copies)
-        if not pairs:
+        sources are read before any target is written. A pool's copies have an id and are applied once: again they do nothing.
+        Pairs without an id are applied whenever they are given."""
+        pairs = self._pairs(copies)
+        if not pairs or self.has_applied(pairs):
             return
-        for pair in pairs:
-            if not all(0 <= page < self.pages for page in pair):
-                raise ArgumentError("copies", pair, f"(source, target) page ids in [0, {self.pages})")
-        if len({target for _, target in pairs}) < len(pairs):
-            raise ArgumentError("copies", pairs, "targets that differ")
         source, target = torch.tensor(pairs, device=self.device).unbind(1)
         per_slot = [t for t in (self.k_scale, self.v_scale) if t is not None and t.dim() == 3]
         for tensor in (self.k_bytes, self.v_bytes, *per_slot):
             tensor.index_copy_(0, target, tensor.index_select(0, source))
         if self.ledger is not None:
             self.ledger.copy_pages(source, target)
-        self.copied.append(pairs)
+        if isinstance(pairs, Copies):
+            self.applied.add(pairs.id)
+        else:
+            self.copied.append(pairs)
+
+    def has_applied(self, copies: tuple[tuple[int, int], ...]) -> bool:
+        """Whether copies with an id were applied to this cache. Without an id nobody knows which they are: False."""
+        return isinstance(copies, Copies) and copies.id in self.applied
+
+    def _pairs(self, copies: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+        """Copies, checked."""
+        allowed = f"(source, target) page ids in [0, {self.pages})"
+        if not isinstance(copies, Iterable) or isinstance(copies, (str, bytes, torch.Tensor)):
+            raise ArgumentError("copies", describe(copies), f"pairs of {allowed}")
+        pairs = copies if isinstance(copies, tuple) else tuple(copies)
+        for pair in pairs:
+            if not (isinstance(pair, (tuple, list)) and len(pair) == 2 and all(_is_page(page, self.pages) for page in pair)):
+                raise ArgumentError("copies", describe(pair), allowed)
+        if len({target for _, target in pairs}) < len(pairs):
+            raise ArgumentError("copies", tuple(pairs), "targets that differ")
+        return pairs
+
+    def record(self, slots: torch.Tensor, positions: torch.Tensor | None = None, writers: torch.Tensor | None = None) -> None:
+        """Tells the ledger, if there is one, that tokens were written with the scales of this cache. Without positions the slots
+        are "written, position unknown"."""
+        if self.ledger is not None:
+            self.ledger.record(slots, positions, writers, self.scale_mark())
+
+    def scale_mark(self) -> torch.Tensor | None:
+        """A number that stands for the values of `k_scale` and `v_scale`, int64 `[]` on the cache's device; None if there are none
+        or `write` computes one per token. The host reads nothing."""
+        if self.k_scale is None or self.v_scale is None or self.k_scale.dim() == 3:
+            return None
+        bits = torch.cat([self.k_scale.reshape(-1), self.v_scale.reshape(-1)]).view(torch.int32).to(torch.int64)
+        # A polynomial of the bits, modulo 2**64; the lowest bit is set, because 0 stands for unknown.
+        powers = torch.full_like(bits, 6364136223846793005).cumprod(0)
+        return (bits * powers).sum() * 2 + 1
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        k, v = self.k_view.shape, self.v_view.shape
+        splits = {split: view[2 + 2 * (split == "dim") + 1] for split, view in ((self.layout.k.split, k), (self.layout.v.split, v))}
+        described = {
+            "size": (self.pages, self.page_size, self.kv_heads),
+            "dims": (self.head_dim, self.v_head_dim),
+            "x": next((x for split, x in splits.items() if split), 1),
+            "layout": self.layout.name,
+            "format": self.format.name,
+            "dtype": self.k.dtype,
+            "device": self.device,
+            "ledger": self.ledger is not None,
+        }
+        scales: tuple[Any, ...] = (self.scale_kind, None, None)
+        if self.k_scale is not None and self.v_scale is not None and self.scale_kind != "token":
+            scales = (self.scale_kind, self.k_scale.cpu().numpy(), self.v_scale.cpu().numpy())
+        return _restored, (described, scales)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> KVCache:
+        k, v, k_scale, v_scale = (None if t is None else t.detach().clone() for t in (self.k, self.v, self.k_scale, self.v_scale))
+        assert k is not None and v is not None
+        pool = copy.deepcopy(self.pool, memo)
+        cache = KVCache(k, v, self.layout, self.format, k_scale, v_scale, pool, self.ledger is not None)
+        memo[id(self)] = cache
+        cache.applied, cache.copied = copy.deepcopy(self.applied), deque(self.copied, maxlen=self.copied.maxlen)
+        if self.ledger is not None and cache.ledger is not None:
+            cache.ledger.take_over(self.ledger)
+        return cache
 
     @property
     def k_bytes(self) -> torch.Tensor:
@@ -316,6 +381,42 @@ class KVCache:
 
 def _scale_strides(scale: torch.Tensor | None) -> tuple[int, ...]:
     return () if scale is None else (0,) * (3 - scale.dim()) + scale.stride()
+
+
+def _zeros(
+    order: Layout, size: tuple[int, int, int], dims: tuple[int, int], x: int, dtype: torch.dtype, device: torch.device
+) -> list[torch.Tensor]:
+    """The storage of a cache: one tensor if the layout is joint, else two."""
+    shapes = [order.k.shape(*size, dims[0], x), order.v.shape(*size, dims[1], x)]
+    if order.joint:
+        shapes = [order.k.shape(*size, sum(dims), x)]
+    # Not torch.empty: a page that was never written then reads as zeros on every machine, and a mistake is repeatable.
+    return [torch.zeros(shape, dtype=dtype, device=device) for shape in shapes]
+
+
+def _restored(described: dict[str, Any], scales: tuple[Any, ...]) -> KVCache:
+    """A cache that was pickled: zeros, and the scales it had."""
+    d, (kind, *values) = described, scales
+    k_scale: torch.Tensor | None
+    v_scale: torch.Tensor | None
+    storage = _zeros(layout_named(d["layout"]), d["size"], d["dims"], d["x"], d["dtype"], d["device"])
+    if kind == "token":
+        k_scale, v_scale = (torch.ones(d["size"], dtype=torch.float32, device=d["device"]) for _ in range(2))
+    else:
+        k_scale, v_scale = (None if value is None else torch.from_numpy(value).to(d["device"]) for value in values)
+    return KVCache.wrap(
+        *storage,
+        layout=d["layout"],
+        format=d["format"],
+        head_dim=d["dims"][0],
+        k_scale=k_scale,
+        v_scale=v_scale,
+        ledger=d["ledger"],
+    )
+
+
+def _is_page(page: object, pages: int) -> bool:
+    return isinstance(page, int) and not isinstance(page, bool) and 0 <= page < pages
 
 
 def _movable(tensor: torch.Tensor) -> torch.Tensor:
@@ -343,4 +444,10 @@ def _scale(
         raise ArgumentError(name, describe(value), f"float32 of shape {allowed}")
     if value.device != device:
         raise ArgumentError(name, describe(value), f"on {device}, as the pages are")
+    if value.device.type == "cpu" and value.dim() < 3 and type(value) is torch.Tensor:
+        # One per token and head is not looked at: those of slots that nobody reads may hold anything.
+        bad = ~((value > 0) & value.isfinite())
+        if bool(bad.any()):
+            first = float(value.reshape(-1)[int(bad.reshape(-1).int().argmax())])
+            raise ArgumentError(name, f"{describe(value)} that holds {first}", "finite numbers above 0")
     return value

@@ -138,7 +138,7 @@ class Recorder:
             "page_table": table,
             "kv_lens": batch.kv_lens,
             "q_starts": batch.q_starts,
-            "slots": batch.slots,
+            "slots": batch.given_slots,
             "new_k": None if call.new is None else call.new[0],
             "new_v": None if call.new is None else call.new[1],
             **{name: _some(s, ids) if s is not None and s.dim() == 3 else s for name, s in _scales(cache).items()},

@@ -38,12 +38,22 @@ class Call:
     """Whether rows of `out` that belong to no sequence become zero."""
 
     def __post_init__(self) -> None:
-        if self._is_plain():
-            return
+        batch = self.batch
+        if type(self.cache) is KVCache and type(batch) is Batch and type(self.options) is Options and self.new is None:
+            # The usual case, decided without a name for each argument.
+            given = (self.q, self.k, self.v, self.out, self.lse, self.slots, batch.given_slots)
+            for tensor in (batch.page_table, batch.kv_lens, batch.q_starts, *[x for x in given if x is not None]):
+                if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or tensor.is_neg():
+                    break
+            else:
+                if batch.is_current and (self.k is None) is (self.v is None):
+                    return
         # Whatever is no plain tensor has no shape to check: it is refused before any rule looks at it.
         for name, wanted in (("cache", KVCache), ("batch", Batch), ("options", Options)):
             if not isinstance(getattr(self, name), wanted):
                 raise ArgumentError(name, describe(getattr(self, name)), f"a quire.{wanted.__name__}")
+        self.batch.check_tensors()
+        self.batch.check_current()
         if self.new is not None and not (isinstance(self.new, (tuple, list)) and len(self.new) == 2):
             raise ArgumentError("new", describe(self.new), "a pair (k, v), or None")
         if (self.k is None) != (self.v is None):
@@ -59,22 +69,13 @@ class Call:
                 # torch negates when it reads; a kernel reads what lies there.
                 raise ArgumentError(name, "a view that torch negates when it reads it", "numbers as they lie: tensor.resolve_neg()")
 
-    def _is_plain(self) -> bool:
-        """Whether everything is certainly what it should be: the usual case, without a name for each argument."""
-        if not (type(self.cache) is KVCache and type(self.batch) is Batch and type(self.options) is Options and self.new is None):
-            return False
-        for tensor in (self.q, self.k, self.v, self.out, self.lse, self.slots):
-            if tensor is not None and (type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or tensor.is_neg()):
-                return False
-        return (self.k is None) is (self.v is None)
-
     @property
     def writes(self) -> bool:
         return self.k is not None or self.v is not None
 
     @property
     def given_slots(self) -> torch.Tensor | None:
-        return self.batch.slots if self.slots is None else self.slots
+        return self.batch.given_slots if self.slots is None else self.slots
 
     @property
     def tokens(self) -> int:

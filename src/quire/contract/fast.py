@@ -110,7 +110,7 @@ def _write_is_legal(call: Call, device: torch.device) -> bool:
     tokens = k.size(0) if call.q is None else call.q.size(0)
     if not _pair_is_legal(k, v, cache, tokens, device):
         return False
-    slots = call.batch.slots if call.slots is None else call.slots
+    slots = call.batch.given_slots if call.slots is None else call.slots
     if slots is not None and not (
         type(slots) is _Tensor
         and slots.dtype in _INDEX
@@ -133,7 +133,7 @@ def _output_is_legal(call: Call, q: torch.Tensor, out: torch.Tensor, device: tor
         return False
     if not is_fp8(dtype) if options.out_scale is not None else dtype not in _FLOATS:
         return False
-    indices = (batch.page_table, batch.kv_lens, batch.q_starts, batch.slots, call.slots)
+    indices = (batch.page_table, batch.kv_lens, batch.q_starts, batch.given_slots, call.slots)
     features = (options.alibi, options.sinks, options.causal, options.mask, options.positions, options.q_scale, options.out_scale)
     tensors = [x for x in (*indices, *features) if isinstance(x, _Tensor)]
     return _are_apart(out, q, call.k, call.v, *(call.new or ()), cache.k, cache.v, cache.k_scale, cache.v_scale, *tensors)

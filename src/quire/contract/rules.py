@@ -124,4 +124,11 @@ CONTRACT: tuple[Rule, ...] = (
         binds="caller",
         values=(values.numbers,),
     ),
+    Rule(
+        "written-scales",
+        "Required slots of a quantised cache with scales per tensor or head are read with the scales they were written with. "
+        "Checked against the ledger, if the cache keeps one.",
+        binds="caller",
+        values=(values.written_scales,),
+    ),
 )

@@ -107,10 +107,11 @@ def copies_applied(call: Call) -> Iterator[Violation]:
     for pair in copies:
         if not (isinstance(pair, (tuple, list)) and len(pair) == 2 and all(isinstance(p, int) and 0 <= p < pages for p in pair)):
             yield Violation("ownership", "copies", repr(pair), f"(source, target) page ids in [0, {pages})")
-    # By identity: the same pages may be copied again in another step.
-    if call.q is not None and not call.writes and copies and not any(applied is copies for applied in call.cache.copied):
+    # A pool's by id, others by identity: the same pages may be copied again in another step.
+    applied = call.cache.has_applied(copies) or any(known is copies for known in call.cache.copied)
+    if call.q is not None and not call.writes and copies and not applied:
         given = f"{len(call.batch.copies)} of them, not applied to this cache"
-        allowed = "write first, or call cache.copy_pages(batch.copies), with that very tuple: until then the target pages are empty"
+        allowed = "write first, or call cache.copy_pages(batch.copies): until then the target pages are empty"
         yield Violation("residency", "copies", given, allowed)
 
 

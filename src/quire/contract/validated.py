@@ -79,7 +79,7 @@ def _stamp(batch: Batch) -> tuple[int, ...] | None:
 def _kind(call: Call) -> Any:
     """Everything else that the validation of a batch depends on; None if a tensor of the options has no version."""
     cache, q, options = call.cache, call.q, call.options
-    own_slots = call.k is not None and call.slots is None and call.batch.slots is None
+    own_slots = call.k is not None and call.slots is None and call.batch.given_slots is None
     rows = call.k if q is None else q
     assert rows is not None
     facts: tuple[Any, ...] = (cache.pages, cache.page_size, rows.size(0), call.k is None, own_slots)
@@ -116,7 +116,7 @@ def _depends_on_more(call: Call) -> bool:
     cache, options = call.cache, call.options
     if cache.k_scale is not None or isinstance(options.q_scale, torch.Tensor) or isinstance(options.out_scale, torch.Tensor):
         return True
-    return call.k is not None and (cache.pool is not None or call.slots is not None or call.batch.slots is not None)
+    return call.k is not None and (cache.pool is not None or call.slots is not None or call.batch.given_slots is not None)
 
 
 def _answer(call: Call, whole: bool) -> bool:

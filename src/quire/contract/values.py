@@ -180,7 +180,7 @@ def residency(call: Call) -> Iterator[Violation]:
     if call.writes:
         old = ~_written_now(call, seq, at)
         seq, at = seq[old], at[old]
-    if call.writes and call.batch.copies:
+    if call.writes and call.batch.copies and not call.cache.has_applied(call.batch.copies):
         ledger = ledger.after(call.batch.copies)
     slot = call.page_table[seq, at // call.cache.page_size] * call.cache.page_size + at % call.cache.page_size
     for finding in ledger.audit_read(slot, at, seq, call.batch.sequences):
@@ -276,3 +276,27 @@ def numbers(call: Call) -> Iterator[Violation]:
             yield Violation("numbers", name, str(number), RANGE)
         elif name == "q_scale" and (broken := options.too_large(number)) is not None:
             yield Violation("numbers", *broken)
+
+
+def written_scales(call: Call) -> Iterator[Violation]:
+    """With a ledger: every slot that an attend needs was written with the scales that the cache has now."""
+    ledger, mark = call.cache.ledger, None
+    if call.q is not None and ledger is not None and _holds(call):
+        mark = call.cache.scale_mark()
+    if ledger is None or mark is None:
+        return
+    seq, at = call.needed
+    if call.writes:
+        old = ~_written_now(call, seq, at)
+        seq, at = seq[old], at[old]
+        if call.batch.copies and not call.cache.has_applied(call.batch.copies):
+            ledger = ledger.after(call.batch.copies)
+    size = call.cache.page_size
+    slot = call.page_table[seq, at // size] * size + at % size
+    for i in ledger.audit_scales(slot, mark).tolist():
+        page, offset = divmod(int(slot[i]), size)
+        given = f"slot {int(slot[i])} (page {page}, offset {offset}), which was written with other values of k_scale and v_scale"
+        picture = _row(call, int(seq[i]), int(at[i]) // size, f"position {int(at[i])}: offset {offset}")
+        allowed = "the scales that required slots were written with, or write them again"
+        where = (int(seq[i]), int(at[i]), page, int(slot[i]))
+        yield Violation("written-scales", "cache", given, allowed, *where, picture)

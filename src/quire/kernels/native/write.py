@@ -19,7 +19,7 @@ def launch(k: torch.Tensor, v: torch.Tensor, cache: KVCache, batch: Batch, slots
     """Stores k and v `[tokens, kv_heads, dim]` at `slots` (by default the batch's, negative to skip), every head of them.
     A slot outside of the cache is skipped too."""
     native = library()
-    slots = batch.slots if slots is None else slots
+    slots = batch.given_slots if slots is None else slots
     native.write(
         WRITE.pack(
             *array(k),

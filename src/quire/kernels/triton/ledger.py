@@ -116,8 +116,8 @@ def marks_of(marks, slot, position, needed):
     held = tl.load(marks.position + slot, mask=needed, other=0).to(tl.int64)
     issue = tl.load(marks.issue + slot, mask=needed, other=0)
     now = tl.load(marks.now + slot, mask=needed, other=0)
-    # Numbers below 0 are of slots that were free when they were written, or given back since.
-    return held, issue, now, needed & ((held != position) | (issue != now) | (issue < 0))
+    # Numbers below 0 are of slots that were free when they were written, or given back since. Position -2 is unknown.
+    return held, issue, now, needed & (((held != position) & (held != -2)) | (issue != now) | (issue < 0))
 
 
 @triton.jit

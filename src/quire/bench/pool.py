@@ -1,0 +1,98 @@
+"""How long a page pool takes for the steps of a serving engine, and how much memory its books need."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+from quire.cache.pool import PagePool
+from quire.cache.sequence import Sequence
+
+
+class Measured(NamedTuple):
+    """One figure and its limit."""
+
+    name: str
+    value: float
+    """Seconds; bytes per page for memory."""
+    limit: float | None
+    """The most that is allowed; None if there is no limit."""
+
+
+def measure_pool(pages: int = 1_000_000, page_size: int = 16, repeats: int = 8) -> list[Measured]:
+    """Every figure is the least of several repeats: other processes only ever add to it."""
+    decodes = [(256, 2048, 60e-6), (256, 16384, 60e-6), (1024, 2048, None), (4096, 2048, 0.7e-3)]
+    found = []
+    for seqs, length, limit in decodes:
+        if seqs * (length // page_size + 8) <= pages:
+            found += _measure_decode(pages, page_size, seqs, length, limit, repeats)
+    if 256 * 2048 <= pages * page_size:
+        found.append(Measured("step, prefill, 256 x 2048", min(_prefill(pages, page_size) for _ in range(repeats)), 1e-3))
+    if 4096 * 2048 <= pages * page_size:
+        found.append(Measured("free, 4096 x 2048", min(_free(pages, page_size) for _ in range(repeats)), 5e-3))
+    pool, _ = _filled(pages, page_size, min(4096, pages), page_size)
+    found.append(Measured("usage", _least(pool.usage, 100), None))
+    return [*found, _memory(pages, page_size)]
+
+
+def _measure_decode(pages: int, page_size: int, seqs: int, length: int, limit: float | None, repeats: int) -> list[Measured]:
+    """Steps of one token per sequence: usual ones, those in which every sequence needs a page, and those in another order."""
+    pool, sequences = _filled(pages, page_size, seqs, length)
+    orders = dict.fromkeys(sequences, 1), dict.fromkeys(sequences[::-1], 1)
+    usual: list[float] = []
+    paged: list[float] = []
+    reordered: list[float] = []
+    for _ in range(repeats):
+        pool.step(orders[0])
+        for _ in range(4 * page_size):
+            needs = sequences[0].length % page_size == 0
+            (paged if needs else usual).append(_timed(lambda: pool.step(orders[0])))
+        reordered.append(_timed(lambda: pool.step(orders[1])))
+        pool.trim(sequences[0], length)
+        pool.step({sequences[0]: sequences[1].length - length})
+        for sequence in sequences:
+            pool.trim(sequence, length)
+    name = f"step, one token, {seqs} x {length}"
+    return [
+        Measured(name, min(usual), limit),
+        Measured(f"{name}, a page for each", min(paged), limit),
+        Measured(f"{name}, other order", min(reordered), None),
+    ]
+
+
+def _prefill(pages: int, page_size: int) -> float:
+    pool = PagePool(pages, page_size)
+    tokens = {pool.sequence(): 2048 for _ in range(256)}
+    return _timed(lambda: pool.step(tokens))
+
+
+def _free(pages: int, page_size: int) -> float:
+    pool, sequences = _filled(pages, page_size, 4096, 2048)
+    return _timed(lambda: pool.free(*sequences))
+
+
+def _memory(pages: int, page_size: int) -> Measured:
+    """Bytes per page of a pool whose pages are nearly all held, by sequences of 2048 tokens."""
+    length = min(2048, pages * page_size // 2)
+    seqs = pages * page_size // length * 31 // 32
+    pool, sequences = _filled(pages, page_size, seqs, length)
+    pool.step(dict.fromkeys(sequences, 1))
+    return Measured("bytes per page", pool.nbytes / pages, 64)
+
+
+def _filled(pages: int, page_size: int, seqs: int, length: int) -> tuple[PagePool, list[Sequence]]:
+    pool = PagePool(pages, page_size)
+    sequences = [pool.sequence() for _ in range(seqs)]
+    pool.step(dict.fromkeys(sequences, length))
+    return pool, sequences
+
+
+def _least(act: Callable[[], object], times: int) -> float:
+    return min(_timed(act) for _ in range(times))
+
+
+def _timed(act: Callable[[], object]) -> float:
+    begin = time.perf_counter()
+    act()
+    return time.perf_counter() - begin

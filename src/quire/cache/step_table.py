@@ -1,0 +1,100 @@
+"""The page table of a pool's latest step, kept so that a step of the same sequences only adds to it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy
+import torch
+
+from quire.batch import Batch
+from quire.cache.books import LENGTH, LONGEST, PAGES, ROW, WIDTH
+from quire.cache.change import Change
+from quire.cache.hand_out import HandOut
+from quire.cache.sequence import Sequence
+from quire.cache.tables import gather
+from quire.errors import ArgumentError
+
+if TYPE_CHECKING:
+    from quire.cache.pool import PagePool
+
+
+class Clock:
+    """The number of a pool's state. Batches that alias the pool's tables remember theirs."""
+
+    __slots__ = ("now",)
+
+    def __init__(self) -> None:
+        self.now = 0
+
+
+class Request:
+    """What a step is asked for: sequences, their rows in the books, and how many new tokens each gets."""
+
+    __slots__ = ("counts", "max_q_len", "q_starts", "sequences", "slots", "tokens", "values")
+
+    def __init__(self, sequences: tuple[Sequence, ...], slots: numpy.ndarray | slice, values: list[int]):
+        if isinstance(slots, numpy.ndarray) and len(slots) and (numpy.diff(slots) == 1).all():
+            slots = slice(int(slots[0]), int(slots[-1]) + 1)
+        self.sequences, self.slots, self.values = sequences, slots, values
+        self.counts = numpy.array(values, dtype=numpy.int64)
+        self.max_q_len = max(values, default=0)
+        self.tokens = int(self.counts.sum())
+        if self.tokens > LONGEST:
+            raise ArgumentError("new_tokens", f"{self.tokens} in all", f"at most {LONGEST} tokens in a step")
+        self.q_starts = numpy.zeros(len(values) + 1, dtype=numpy.int32)
+        numpy.cumsum(self.counts, out=self.q_starts[1:])
+
+
+class StepTable:
+    """A step's request, and its page table `[sequences, columns]` once it is known. There are more columns than pages, for later
+    steps; they hold -1."""
+
+    __slots__ = ("_view", "request", "table")
+
+    def __init__(self, request: Request, table: numpy.ndarray | None = None, view: torch.Tensor | None = None):
+        self.request, self.table, self._view = request, table, view
+
+    @property
+    def nbytes(self) -> int:
+        return 0 if self.table is None else self.table.nbytes
+
+    def without_table(self) -> StepTable:
+        return StepTable(self.request)
+
+    def next(self, request: Request, given: HandOut, page_size: int, change: Change) -> StepTable:
+        """The table of the next step: this one with the new pages, planned, if it has the same sequences and room for them."""
+        table = self.table
+        if table is None or request.sequences != self.request.sequences:
+            return StepTable(request)
+        if -(-given.longest // page_size) > table.shape[1]:
+            return StepTable(request)
+        if len(given.copied):
+            change.cells(self, "table", (given.copied, given.before[given.copied, PAGES] - 1), given.targets, old=given.sources)
+        if given.runs is not None:
+            change.cells(self, "table", given.runs.cells_in(given.grown), given.pages.reshape(given.runs.shape), old=-1)
+        return StepTable(request, table, self._view)
+
+    def batch(self, pool: PagePool, given: HandOut, copies: tuple[tuple[int, int], ...], number: int) -> Batch:
+        """The batch of the step, whose pages the pool's tables have by now."""
+        after, request = given.after, self.request
+        width = max(-(-given.longest // pool.page_size), 1)
+        if self.table is None:
+            self.table = gather(pool._tables, after[:, WIDTH], after[:, ROW], width + width // 8 + 8)
+        if self._view is None or self._view.shape[1] != width:
+            self._view = torch.from_numpy(self.table)[:, :width]
+        batch = Batch(
+            self._view,
+            torch.from_numpy(after[:, LENGTH].astype(numpy.int32)),
+            torch.from_numpy(request.q_starts.copy()),
+            max_q_len=request.max_q_len,
+            max_kv_len=given.longest,
+            copies=copies,
+            sequences=request.sequences,
+            page_size=pool.page_size,
+        )
+        batch.step_id, batch._tokens = (pool._name, number), request.tokens
+        if pool.device.type != "cpu":
+            return batch.to(pool.device)
+        batch._clock, batch._number = pool._clock, number
+        return batch

@@ -1,0 +1,147 @@
+"""An exception at any line of the pool leaves its books as they were, or the operation done as a whole."""
+
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+import quire
+from quire.cache.change import Change
+from quire.cache.pool import PagePool
+from support.pool_books import books
+
+HERE = Path(quire.__file__).parent
+FILES = {str(path) for path in (HERE / "cache").glob("*.py")} | {str(HERE / "batch.py")}
+
+
+class Interrupt:
+    """Raises KeyboardInterrupt at one line of the pool's files, counted as they run from 1 on."""
+
+    def __init__(self, line):
+        self.line, self.seen = line, 0
+
+    def __enter__(self):
+        sys.settrace(self.trace)
+        return self
+
+    def __exit__(self, *error):
+        sys.settrace(None)
+
+    def trace(self, frame, event, _):
+        if frame.f_code.co_filename not in FILES:
+            return None
+        if event == "line":
+            self.seen += 1
+            if self.seen == self.line:
+                raise KeyboardInterrupt
+        return self.trace
+
+
+def begin():
+    """A pool with shared pages, dropped pages, freed pages, and a step that can be rolled back."""
+    pool = PagePool(pages=40, page_size=2)
+    assert pool.issue.max() == -1
+    a, b, c, d = (pool.sequence() for _ in range(4))
+    pool.step({a: 5, b: 9, c: 1})
+    pool.free(d)
+    e = pool.fork(b)
+    pool.drop(e, 3)
+    pool.step({a: 1, c: 1})
+    batch = pool.step({a: 1, c: 2})
+    return pool, {"a": a, "b": b, "c": c, "e": e, "batch": batch}
+
+
+ACTS = {
+    "sequence": lambda pool, at: pool.sequence(),
+    "step in place": lambda pool, at: pool.step({at["a"]: 1, at["c"]: 2}),
+    "step with copies": lambda pool, at: pool.step({at["e"]: 1, at["b"]: 12, at["a"]: 0}),
+    "extend": lambda pool, at: pool.extend(at["b"], 3),
+    "trim": lambda pool, at: pool.trim(at["b"], 3),
+    "drop": lambda pool, at: pool.drop(at["b"], 7),
+    "fork": lambda pool, at: pool.fork(at["e"]),
+    "free": lambda pool, at: pool.free(at["b"], at["a"], at["e"]),
+    "rollback": lambda pool, at: pool.rollback(at["batch"]),
+}
+SECOND = [0]
+"""The line of the next undoing that is interrupted too; 0 for none."""
+MAY_BE_DONE = ("trim", "drop", "free", "rollback")
+"""Operations that return nothing. Of the others nobody has the result, so they are not done."""
+
+
+def without_numbers(found):
+    """The books without what an interrupted step may skip."""
+    sequences, free, holders, issue, _, usage = found
+    return [s[1:3] for s in sequences], free, holders, [number >= 0 for number in issue], usage
+
+
+@cache
+def whole(name):
+    """The books before and after an operation that nothing interrupts."""
+    pool, at = begin()
+    before = books(pool)
+    ACTS[name](pool, at)
+    return before, books(pool)
+
+
+def interrupted(name, line):
+    """Interrupts one operation at a line, and checks what is left. False if it ended before."""
+    pool, at = begin()
+    with Interrupt(line) as interrupt:
+        try:
+            ACTS[name](pool, at)
+        except KeyboardInterrupt:
+            pass
+    SECOND[0] = 0
+    if interrupt.seen < line:
+        return False
+    before, after = whole(name)
+    found = books(pool)
+    assert found == before or (name in MAY_BE_DONE and found == after)
+    if found != before or line % 3:
+        return True
+    at["batch"].check_current()
+    assert at["batch"].page_table.tolist() == [s.pages + [-1] * (4 - len(s.pages)) for s in (at["a"], at["c"])]
+    if name != "rollback":
+        pool.rollback(at["batch"])
+        assert books(pool) == whole("rollback")[1], "the step before can still be rolled back"
+        at = {**at, "batch": pool.step({at["a"]: 1, at["c"]: 2})}
+    ACTS[name](pool, at)
+    assert without_numbers(books(pool)) == without_numbers(after)
+    return True
+
+
+@pytest.mark.parametrize("name", ACTS)
+def test_an_interrupt_at_any_line(name):
+    line = 1
+    while interrupted(name, line):
+        line += 1
+    assert line > 20
+
+
+@pytest.mark.parametrize("name", ACTS)
+def test_a_second_interrupt_while_the_first_is_undone(name, monkeypatch):
+    real = Change.undo
+
+    def undo(change):
+        line, SECOND[0] = SECOND[0], 0
+        if line:
+            with Interrupt(line):
+                real(change)
+        else:
+            real(change)
+
+    monkeypatch.setattr(Change, "undo", undo)
+    line = 1
+    while True:
+        # A line of the undoing that differs from one time to the next.
+        SECOND[0] = 1 + line * 7 % 23
+        if not interrupted(name, line):
+            return
+        line += 5
+
+
+def test_a_pool_that_undoes_nothing_is_caught(monkeypatch):
+    monkeypatch.setattr(Change, "undo", lambda change: None)
+    with pytest.raises(AssertionError):
+        test_an_interrupt_at_any_line("step with copies")
