@@ -13,8 +13,8 @@ from quire.batch import Batch
 from quire.bench.stream.setup import Layers, Planned, Setup
 
 Contestant = Callable[[Setup, Batch | None], Layers]
-"""Binds a setup. The batch, if there is one, has fixed buffers: all plans are made for it, in place, so that a captured graph of the
-layers stays right."""
+"""Binds a setup. The batch, if there is one, has fixed buffers: all plans are made for it, in place, so that a captured graph of
+the layers stays right."""
 
 
 class Own:

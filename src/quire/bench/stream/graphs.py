@@ -49,8 +49,9 @@ def _capture(setup: Setup, contestant: Contestant, capture: Capture, size: int) 
         rows = setup.fused.new_zeros(tokens + model.layers, *setup.fused.shape[1:])
     outs = [setup.fused.new_full((tokens, model.q_heads, model.head_dim), torch.nan) for _ in range(model.layers)]
     captured = Captured(size, batch, rows, outs, layers, lambda: outs[-1])
-    # A plan of empty rows: what is captured reads lengths from the buffers.
-    _plan(captured, Planned(_empty(setup), [], [], _no_slots(setup) if layers.needs_slots else None))
+    # Any plan of this size will do: what is captured reads tables and lengths from the buffers.
+    slots = torch.full((tokens,), -1, device=setup.device) if layers.needs_slots else None
+    _plan(captured, Planned(_full(setup, size, per_row), [per_row] * size, [per_row] * size, slots))
 
     def run() -> torch.Tensor:
         for layer, out in enumerate(outs):
@@ -62,13 +63,12 @@ def _capture(setup: Setup, contestant: Contestant, capture: Capture, size: int) 
     return captured
 
 
-def _empty(setup: Setup) -> Batch:
-    index = {"dtype": torch.int32, "device": setup.device}
-    return Batch(torch.empty(0, 1, **index), torch.empty(0, **index), torch.zeros(1, **index))
-
-
-def _no_slots(setup: Setup) -> torch.Tensor:
-    return torch.empty(0, dtype=torch.int64, device=setup.device)
+def _full(setup: Setup, size: int, per_row: int) -> Batch:
+    """As many rows as a graph has, each with its new tokens and nothing before them."""
+    device, pages = setup.device, -(-per_row // setup.model.page_size)
+    table = torch.zeros(size, pages, dtype=torch.int32, device=device)
+    starts = torch.arange(size + 1, dtype=torch.int32, device=device) * per_row
+    return Batch(table, torch.full((size,), per_row, dtype=torch.int32, device=device), starts)
 
 
 def _plan(captured: Captured, planned: Planned) -> None:
@@ -80,8 +80,8 @@ def _plan(captured: Captured, planned: Planned) -> None:
 
 
 class Graphed:
-    """Graphs for the steps that only decode, one call after the other for all others. A step with copy-on-write is one of those: its
-    copies are no part of a graph."""
+    """Graphs for the steps that only decode, one call after the other for all others. A step with copy-on-write is one of those:
+    its copies are no part of a graph."""
 
     def __init__(self, setup: Setup, layers: Layers, graphs: list[Captured]):
         self.eager, self.graphs, self.setup = Eager(setup, layers), graphs, setup

@@ -98,8 +98,8 @@ class Layers(Protocol):
 
 
 class Setup:
-    """The tensors of a replay. Layer `l` of a step that starts at row `s` gets the rows from `s + l` on: no two layers have the same
-    input, and nothing is copied."""
+    """The tensors of a replay. Layer `l` of a step that starts at row `s` gets the rows from `s + l` on: no two layers have the
+    same input, and nothing is copied."""
 
     def __init__(self, spec: Spec, device: torch.device | str = "cpu"):
         self.spec, self.model, self.device = spec, spec.model, torch.device(device)
