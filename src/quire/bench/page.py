@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from typing import Any
 
-from quire.bench.report import PRECISION, UNITS, device_of, host_table, notes, table, title, who
+from quire.bench.report import PRECISION, UNITS, device_of, notes, table, title, who
 
 Row = Mapping[str, Any]
 
@@ -54,9 +54,6 @@ def page(report: Mapping[str, Any]) -> str:
         "The ratio compares with the best peer whose queries have the same precision.</p>",
         html_table(*table(report), rows, colours),
     ]
-    if report.get("host"):
-        parts.append("<h2>On the host</h2><p>How long one call keeps the CPU, the GPU's work apart.</p>")
-        parts.append(html_table(*host_table(report), report["host"], colours))
     if notes(report):
         parts.append(f"<h2>What is missing, and why</h2><p>{'<br>'.join(map(escape, notes(report)))}</p>")
     parts.append("</body></html>\n")

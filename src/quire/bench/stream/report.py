@@ -79,7 +79,8 @@ def title(report: Mapping[str, Any]) -> str:
     trace, model = report["trace"], Model(**report["model"])
     scale = trace["engine"]["scale"]
     scaled = f", lengths x {scale:g}" if scale != 1 else ""
-    threads = f", {report['threads']} threads" if report.get("threads") else ""
+    count = report.get("threads")
+    threads = f", {count} thread{'' if count == 1 else 's'}" if count else ""
     return (
         f"stream {trace['stream']}, seed {trace['seed']}: {trace['steps']} steps ({trace['decode_only_steps']} decode only), "
         f"{trace['requests']} requests, {trace['tokens']} tokens ({trace['prefill_tokens']} of prompts, {trace['rejected_tokens']} "
