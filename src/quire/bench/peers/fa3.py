@@ -94,7 +94,7 @@ def stream() -> StreamContestant:
     write = writer.load()
 
     class Layers:
-        needs_slots = True
+        is_peer = True
 
         def __init__(self, setup: Setup, fixed: Batch | None = None):
             self.model, self.caches, self.dtype = setup.model, setup.caches(), setup.fused.dtype

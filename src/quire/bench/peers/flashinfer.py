@@ -61,7 +61,7 @@ def stream() -> StreamContestant:
     workspaces: list[torch.Tensor] = []
 
     class Layers:
-        needs_slots = True
+        is_peer = True
 
         def __init__(self, setup: Setup, fixed: Batch | None = None):
             self.model, self.device, self.dtype, self.caches = setup.model, setup.device, setup.fused.dtype, setup.caches()

@@ -65,7 +65,7 @@ def stream() -> StreamContestant:
     from vllm import _custom_ops as ops
 
     class Layers:
-        needs_slots = True
+        is_peer = True
 
         def __init__(self, setup: Setup, fixed: Batch | None = None):
             model, dtype = setup.model, setup.fused.dtype
@@ -79,15 +79,13 @@ def stream() -> StreamContestant:
             flat = (setup.pages, model.kv_heads, 2 * PAGE, model.head_dim)
             self.pages = [x.view(flat).chunk(2, dim=2) for x in self.memory]
             self.planned: Planned | None = None
-            self.table, self.metadata = torch.empty(0), torch.empty(0)
+            self.metadata = torch.empty(0)
 
         def plan(self, planned: Planned) -> None:
             batch, model, self.planned = planned.batch, self.model, planned
             for source, target in batch.copies:
                 for memory in self.memory:
                     memory[target] = memory[source]
-            # Its kernel reads whole rows of the table: padding must name a page.
-            self.table = batch.page_table.clamp(min=0)
             self.metadata = ops.cpu_attn_get_scheduler_metadata(
                 batch.seqs, model.q_heads, model.kv_heads, model.head_dim, batch.kv_lens, self.dtype, batch.q_starts, True, -1,
                 self.isa, True, None, "auto",
@@ -99,8 +97,8 @@ def stream() -> StreamContestant:
             scale, scales = self.model.head_dim**-0.5, (1.0, 1.0)
             ops.cpu_attn_reshape_and_cache(k, v, k_pages, v_pages, self.planned.slots, self.isa, *scales, "auto")
             ops.cpu_attention_with_kv_cache(
-                q, k_pages, v_pages, out, batch.q_starts, batch.kv_lens, scale, True, None, -1, self.table, 0.0, self.metadata,
-                None, None, *scales, "auto",
+                q, k_pages, v_pages, out, batch.q_starts, batch.kv_lens, scale, True, None, -1, batch.page_table, 0.0,
+                self.metadata, None, None, *scales, "auto",
             )  # fmt: skip
 
     return Layers

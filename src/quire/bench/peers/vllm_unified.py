@@ -75,7 +75,7 @@ def stream() -> StreamContestant:
     write = writer.load()
 
     class Layers:
-        needs_slots = True
+        is_peer = True
 
         def __init__(self, setup: Setup, fixed: Batch | None = None):
             model, device = setup.model, setup.device

@@ -20,7 +20,7 @@ the layers stays right."""
 class Own:
     """`quire.step`, every check that it always makes included."""
 
-    needs_slots = False
+    is_peer = False
 
     def __init__(self, setup: Setup, fixed: Batch | None = None, kernel: str | None = None):
         self.caches, self.kernel = setup.caches(), kernel
@@ -38,7 +38,7 @@ class GatherSdpa:
     """For each sequence: gather its pages with index_select, pack the group as query rows, call torch's SDPA. Masks and page lists
     are part of the plan."""
 
-    needs_slots = True
+    is_peer = True
 
     def __init__(self, setup: Setup, fixed: Batch | None = None):
         self.model, self.caches = setup.model, setup.caches()

@@ -42,6 +42,7 @@ def _capture(setup: Setup, contestant: Contestant, capture: Capture, size: int) 
     per_row = max(row.new for step in setup.trace.steps if step.decode_only for row in step.rows)
     tokens, model = size * per_row, setup.model
     width = -(-setup.max_kv_len // model.page_size)
+    width += -width % 8
     batch = Batch.allocate(size, width, tokens, max_q_len=per_row, max_kv_len=setup.max_kv_len, device=setup.device)
     layers = contestant(setup, batch)
     rows = setup.fused[: tokens + model.layers].clone()
@@ -50,7 +51,7 @@ def _capture(setup: Setup, contestant: Contestant, capture: Capture, size: int) 
     outs = [setup.fused.new_full((tokens, model.q_heads, model.head_dim), torch.nan) for _ in range(model.layers)]
     captured = Captured(size, batch, rows, outs, layers, lambda: outs[-1])
     # Any plan of this size will do: what is captured reads tables and lengths from the buffers.
-    slots = torch.full((tokens,), -1, device=setup.device) if layers.needs_slots else None
+    slots = torch.full((tokens,), -1, device=setup.device) if layers.is_peer else None
     _plan(captured, Planned(_full(setup, size, per_row), [per_row] * size, [per_row] * size, slots))
 
     def run() -> torch.Tensor:
@@ -75,6 +76,8 @@ def _plan(captured: Captured, planned: Planned) -> None:
     """Puts a step into the buffers of a graph and plans it there. The lengths are padded as the batch is."""
     batch, left_over = planned.batch, captured.size - len(planned.q_lens)
     captured.batch.fill(batch.page_table, batch.kv_lens, batch.q_starts, planned.slots)
+    if captured.layers.is_peer:
+        captured.batch.page_table.clamp_(min=0)  # as `setup.planned` does
     q_lens, kv_lens = ([*lens, *[0] * left_over] for lens in (planned.q_lens, planned.kv_lens))
     captured.layers.plan(Planned(captured.batch, q_lens, kv_lens, captured.batch.slots))
 
@@ -88,8 +91,9 @@ class Graphed:
         self.active: Captured | None = None
         self.replayed = 0
 
-    def needs_slots(self, step: Step) -> bool:
-        return self.eager.layers.needs_slots
+    @property
+    def is_peer(self) -> bool:
+        return self.eager.is_peer
 
     def plan(self, step: Step, planned: Planned) -> None:
         fits = (graph for graph in self.graphs if graph.size >= len(step.rows))

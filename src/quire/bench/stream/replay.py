@@ -31,7 +31,8 @@ class Timed(NamedTuple):
 class Runner(Protocol):
     """Runs all layers of a step."""
 
-    def needs_slots(self, step: Step) -> bool: ...
+    @property
+    def is_peer(self) -> bool: ...
 
     def plan(self, step: Step, planned: Planned) -> None: ...
 
@@ -46,8 +47,9 @@ class Eager:
     def __init__(self, setup: Setup, layers: Layers):
         self.setup, self.layers = setup, layers
 
-    def needs_slots(self, step: Step) -> bool:
-        return self.layers.needs_slots
+    @property
+    def is_peer(self) -> bool:
+        return self.layers.is_peer
 
     def plan(self, step: Step, planned: Planned) -> None:
         self.layers.plan(planned)
@@ -146,11 +148,11 @@ def device_seconds(setup: Setup, runner: Runner, host: list[float], tell: Callab
 
 def _given(setup: Setup, player: Player, runner: Runner, step: Step, batch: Batch) -> Planned:
     """What an engine has at hand for its contestants. It is not timed: Quire does without it."""
-    slots = None
-    if runner.needs_slots(step):
-        slots = batch.slots_of_tokens(step.tokens, setup.model.page_size)
+    q_lens = [row.new for row in step.rows]
+    given = planned(batch, q_lens, player.lengths(step), setup.model.page_size, for_peer=runner.is_peer)
+    if runner.is_peer:
         setup.settle()
-    return planned(step, batch, player.lengths(step), slots)
+    return given
 
 
 def warm_up(setup: Setup, layers: Layers) -> None:
@@ -160,8 +162,7 @@ def warm_up(setup: Setup, layers: Layers) -> None:
     sequence, length = pool.sequence(), 0
     for new in (min(size + 3, setup.trace.max_tokens, setup.pages * size - 1), 1):
         batch, length = pool.step({sequence: new}), length + new
-        slots = batch.slots_of_tokens(new, size) if layers.needs_slots else None
-        layers.plan(Planned(batch, [new], [length], slots))
+        layers.plan(planned(batch, [new], [length], size, for_peer=layers.is_peer))
         for layer, out in enumerate(setup.outs):
             q, k, v = setup.split(setup.fused[layer : layer + new])
             layers.run(layer, q, k, v, out[:new])

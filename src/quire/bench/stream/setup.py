@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from quire.batch import Batch
-from quire.bench.stream.trace import Engine, Step, Trace, generate
+from quire.bench.stream.trace import Engine, Trace, generate
 from quire.bench.stream.traffic import TRAFFIC
 from quire.cache.format import FORMATS
 from quire.cache.kv_cache import KVCache
@@ -82,13 +82,14 @@ class Planned(NamedTuple):
     q_lens: Sequence[int]
     kv_lens: Sequence[int]
     slots: torch.Tensor | None = None
-    """The slot of each new token, for contestants that ask for it."""
+    """The slot of each new token, for peers."""
 
 
 class Layers(Protocol):
     """A contestant: its plan of a step, made once, and its work of each layer."""
 
-    needs_slots: bool
+    is_peer: bool
+    """Whether it is given slots and a padded table: `planned`."""
 
     def plan(self, planned: Planned) -> None: ...
 
@@ -146,5 +147,12 @@ class Setup:
             torch.cuda.synchronize(self.device)
 
 
-def planned(step: Step, batch: Batch, lengths: Sequence[int], slots: torch.Tensor | None = None) -> Planned:
-    return Planned(batch, [row.new for row in step.rows], lengths, slots)
+def planned(batch: Batch, q_lens: Sequence[int], kv_lens: Sequence[int], page_size: int, *, for_peer: bool) -> Planned:
+    """A step for a contestant. A peer is given the slots of the new tokens and a table that it may read past the end of a row: its
+    padding names a page, its width is a multiple of 8."""
+    if not for_peer:
+        return Planned(batch, q_lens, kv_lens)
+    slots = batch.slots_of_tokens(sum(q_lens), page_size)
+    table = torch.nn.functional.pad(batch.page_table.clamp(min=0), (0, -batch.page_table.shape[1] % 8))
+    hints = {"max_q_len": batch.max_q_len, "max_kv_len": batch.max_kv_len}
+    return Planned(Batch(table, batch.kv_lens, batch.q_starts, copies=batch.copies, **hints), q_lens, kv_lens, slots)
