@@ -10,7 +10,7 @@ import torch
 
 import quire
 from quire.bench import host_gpu
-from quire.bench.figures import Figure, figures, table
+from quire.bench.figures import Figure, figures, of_cpu_host, table
 from quire.bench.host_gpu import Call, Shape, calls, measure_gpu_host, seconds_of, shapes
 from quire.bench.stream.setup import Model
 
@@ -102,3 +102,25 @@ def test_rows_of_any_measurement() -> None:
     assert rows[2].to_dict() == {
         "name": "bytes per page", "value": 65.0, "limit": 64, "note": "", "unit": "bytes", "passed": False,
     }  # fmt: skip
+
+
+class HostRow(NamedTuple):
+    """A row of `quire.bench.host`, in microseconds."""
+
+    operation: str
+    seqs: int
+    kv_len: int
+    total: float
+    kernel: float
+    operator: float
+
+
+def test_rows_of_the_cpu_have_the_limits_of_their_size() -> None:
+    one, beyond_one, many, beyond_many = of_cpu_host(
+        [HostRow("step", 1, 16, 90.0, 20.0, 1.5), HostRow("attend", 256, 16, 500.0, 400.0, 2.0)]
+    )
+    assert (one.value, one.limit, one.passed) == (pytest.approx(90e-6), 100e-6, True)
+    assert one.note == "60 x; kernel 20.0 us, one small torch operator 1.50 us"
+    assert (beyond_one.value, beyond_one.limit) == (pytest.approx(70e-6), None)
+    assert (many.limit, beyond_many.value, beyond_many.passed) == (None, pytest.approx(100e-6), False)
+    assert beyond_many.note == "50 x"

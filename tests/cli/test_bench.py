@@ -6,13 +6,15 @@ import json
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+import quire
 from quire.bench import case, contestants, gpu, limits, peers, run, timing, workloads
 from quire.bench.workloads import Workload
 from quire.cli import main
@@ -234,21 +236,33 @@ def test_host_and_pool_are_tables_of_figures(
     """Played: what is measured is tested elsewhere."""
     from quire.bench import host_gpu
 
-    rows = [("attend, one sequence", 40e-6, 60e-6), ("step, one sequence", 120e-6, 100e-6)]
-    for name, member in (("host", "measure_cpu_host"), ("pool", "measure_pool")):
-        module = ModuleType(f"quire.bench.{name}")
-        setattr(module, member, lambda: rows)
-        monkeypatch.setitem(sys.modules, f"quire.bench.{name}", module)
+    row = SimpleNamespace(operation="attend", seqs=1, kv_len=16, total=40.0, kernel=9.0, operator=1.0)
+    slow = SimpleNamespace(operation="step", seqs=256, kv_len=16, total=200.0, kernel=80.0, operator=1.0)
+    measured: dict[str, Callable[[], list[Any]]] = {
+        "host.measure_cpu_host": lambda: [row, slow],
+        "pool.measure_pool": lambda: [("step, one token", 40e-6, 60e-6), ("free", 120e-6, 60e-6), ("bytes per page", 65.0, 64)],
+    }
+    for name, function in measured.items():
+        module, member = name.split(".")
+        monkeypatch.setitem(sys.modules, f"quire.bench.{module}", ModuleType(module))
+        monkeypatch.setattr(sys.modules[f"quire.bench.{module}"], member, function, raising=False)
     monkeypatch.setattr(host_gpu, "measure_gpu_host", lambda: [("attend on the card", 9e-6, 15e-6)])
     file = str(tmp_path / "out.json")
-    for option in ("--pool", "--host"):
-        assert main(["bench", option, "--device", "cpu", "--json", file] if option == "--host" else ["bench", option]) == 0
+    for options in (["--pool"], ["--host", "--device", "cpu", "--json", file]):
+        assert main(["bench", *options]) == 0
         out = capsys.readouterr().out
-        assert re.search(r"attend, one sequence +40.0 +60.0 +pass", out) and re.search(r"120.0 +100.0 +FAIL", out)
-    assert [row["passed"] for row in json.loads(Path(file).read_text())["rows"]] == [True, False]
+        assert re.search(r"40.0 +60.0 +pass", out) and re.search(r"120.0 +60.0 +FAIL", out)
+    assert [row["passed"] for row in json.loads(Path(file).read_text())["rows"]] == [True, None, None, False]
     assert main(["bench", "--from", file]) == 0
     assert capsys.readouterr().out == out
     assert "--html: given x.html" in error_of(["--from", file, "--html", "x.html"], capsys)
+
+    def unbuilt() -> list[Any]:
+        raise quire.KernelError("the native kernels are not built here")
+
+    monkeypatch.setattr(sys.modules["quire.bench.host"], "measure_cpu_host", unbuilt)
+    assert main(["bench", "--host", "--device", "cpu"]) == 0
+    assert "the native kernels are not built here" in capsys.readouterr().out
     detect = Platform.detect
     monkeypatch.setattr(Platform, "detect", lambda device=None: Platform.named("sm90") if device == "cuda" else detect(device))
     assert main(["bench", "--host", "--device", "cuda", "--json", "-"]) == 0

@@ -46,6 +46,28 @@ def figures(rows: Iterable[Any]) -> list[Figure]:
     return found
 
 
+CPU_LIMITS = {"attend": 60e-6, "step": 100e-6}
+"""For one sequence, kernel included."""
+MOST_OVERHEAD = 60e-6
+"""What a call of more sequences may take beyond its kernel."""
+
+
+def of_cpu_host(rows: Iterable[Any]) -> list[Figure]:
+    """The rows of `quire.bench.host`, in microseconds: one sequence by its whole time, more by the time beyond the kernel."""
+    found = []
+    for row in rows:
+        name = f"{row.operation} on the CPU, {row.seqs} x {row.kv_len} keys"
+        whole, beyond = row.total * 1e-6, (row.total - row.kernel) * 1e-6
+        note = f"kernel {row.kernel:.1f} us, one small torch operator {row.operator:.2f} us"
+        one = row.seqs == 1
+        found.append(
+            Figure(name, whole, CPU_LIMITS.get(row.operation) if one else None, f"{row.total / row.operator:.0f} x; {note}")
+        )
+        times = f"{(row.total - row.kernel) / row.operator:.0f} x"
+        found.append(Figure(f"{name}, beyond the kernel", beyond, None if one else MOST_OVERHEAD, times))
+    return found
+
+
 def table(rows: Iterable[Figure]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
     """The head, and a line for each figure."""
     words = {True: "pass", False: "FAIL", None: ""}

@@ -183,9 +183,13 @@ def _measure_host(args: argparse.Namespace) -> dict[str, Any]:
 
     rows: list[Any] = []
     if args.device != "cuda":
+        from quire.bench.figures import Figure, of_cpu_host
         from quire.bench.host import measure_cpu_host
 
-        rows += measure_cpu_host()
+        try:
+            rows += of_cpu_host(measure_cpu_host())
+        except quire.KernelError as error:
+            rows.append(Figure("attend and step on the CPU", None, note=str(error)))
     if args.device == "cuda" or (args.device is None and torch.cuda.is_available()):
         from quire.bench.host_gpu import measure_gpu_host
         from quire.dispatch.platform import Platform
