@@ -15,6 +15,7 @@ import torch
 import quire
 from quire.batch import Batch
 from quire.bench.figures import Figure
+from quire.bench.stream.replay import frozen_heap
 from quire.bench.stream.setup import Model
 from quire.cache.kv_cache import KVCache
 
@@ -126,11 +127,12 @@ def flash_attention() -> Function:
 def seconds_of(runs: Sequence[Callable[[], object]], settle: Settle) -> list[float]:
     """The host's time of each run, the device idle before it."""
     seconds = []
-    for run in runs:
-        settle()
-        start = perf_counter()
-        run()
-        seconds.append(perf_counter() - start)
+    with frozen_heap():
+        for run in runs:
+            settle()
+            start = perf_counter()
+            run()
+            seconds.append(perf_counter() - start)
     settle()
     return seconds
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from time import perf_counter
 from typing import Any, NamedTuple, Protocol
 
@@ -100,30 +102,46 @@ def replay(setup: Setup, runner: Runner, tell: Callable[[], None] = lambda: None
     """Replays the trace, step by step. On a GPU the attention time is left at 0: `device_seconds` measures it."""
     setup.clear()
     player, checker, steps = Player(setup), Checker(setup), []
-    on_gpu = setup.device.type == "cuda"
-    for index, step in enumerate(setup.trace.steps):
-        checker.begin(index, step)
-        started = perf_counter()
-        batch = player.begin(step)
-        paged = perf_counter()
-        given = _given(setup, player, runner, step, batch)
-        resumed = perf_counter()
-        runner.plan(step, given)
-        launching = perf_counter()
-        outs = runner.launch(setup.start(index), step.tokens)
-        launched = perf_counter()
-        player.end(step)
-        host = perf_counter()
-        setup.settle()
-        total = (paged - started) + (perf_counter() - resumed)
-        if on_gpu:
-            steps.append(Timed(total, 0.0, (paged - started) + (launched - resumed)))
-        else:
-            steps.append(Timed(total, launched - launching, (paged - started) + (launching - resumed) + (host - launched)))
-        checker.check(index, step, outs)
-        checker.end(step)
-        tell()
+    with frozen_heap():
+        for index, step in enumerate(setup.trace.steps):
+            steps.append(_step(setup, runner, player, checker, index, step))
+            tell()
     return Replay(steps, checker.worst)
+
+
+def _step(setup: Setup, runner: Runner, player: Player, checker: Checker, index: int, step: Step) -> Timed:
+    """One step with its clock; what the checker does is outside of it."""
+    checker.begin(index, step)
+    started = perf_counter()
+    batch = player.begin(step)
+    paged = perf_counter()
+    given = _given(setup, player, runner, step, batch)
+    resumed = perf_counter()
+    runner.plan(step, given)
+    launching = perf_counter()
+    outs = runner.launch(setup.start(index), step.tokens)
+    launched = perf_counter()
+    player.end(step)
+    ended = perf_counter()
+    setup.settle()
+    total = (paged - started) + (perf_counter() - resumed)
+    checker.check(index, step, outs)
+    checker.end(step)
+    if setup.device.type == "cuda":
+        return Timed(total, 0.0, (paged - started) + (launched - resumed))
+    return Timed(total, launched - launching, (paged - started) + (launching - resumed) + (ended - launched))
+
+
+@contextmanager
+def frozen_heap() -> Iterator[None]:
+    """Keeps Python's collector from scanning what was there before, which takes 50 to 250 ms whenever it happens to. Engines do the
+    same after their start. What a contestant leaves behind in each step is still collected."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def device_seconds(setup: Setup, runner: Runner, host: list[float], tell: Callable[[], None] = lambda: None) -> list[float]:
