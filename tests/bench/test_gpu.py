@@ -173,27 +173,6 @@ def test_what_cannot_be_captured_is_still_measured() -> None:
     assert row.note == "no graph: RuntimeError: a read from the device"
 
 
-def test_host_times() -> None:
-    rows = gpu.host_times(SMALL, {"quire": own, "bad": wrong, "copy": device_copy}, lambda run: 5e-6, device="cpu")
-    assert [(row["contestant"], row["note"]) for row in rows] == [("quire", ""), ("bad", "wrong result: no speed")]
-    assert [row["microseconds"] for row in rows] == [pytest.approx(5.0), None]
-
-
-def test_only_the_call_is_timed_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    now, waits = [0.0], []
-    monkeypatch.setattr(timing.time, "perf_counter", lambda: now[0])
-
-    def run() -> None:
-        now[0] += 2e-6
-
-    def settle() -> None:
-        waits.append(1)
-        now[0] += 1.0
-
-    assert timing.on_the_host(run, settle, calls=300, burst=100) == pytest.approx(2e-6)
-    assert len(waits) == 4
-
-
 @pytest.mark.parametrize("dirty", [False, True], ids=["clean", "dirty"])
 def test_the_cache_is_flushed_before_the_clock_starts(monkeypatch: pytest.MonkeyPatch, dirty: bool) -> None:
     """Events are played: flushing takes a second of the device, the run two milliseconds."""

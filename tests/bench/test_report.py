@@ -15,7 +15,7 @@ import pytest
 from quire.bench.limits import Limits
 from quire.bench.measured import Measured, compared
 from quire.bench.page import page
-from quire.bench.report import host_table, notes, report, table, title, verdict
+from quire.bench.report import notes, report, table, title, verdict
 from quire.bench.workloads import CUDA_WORKLOADS, Workload
 from quire.platform import Platform
 
@@ -49,12 +49,11 @@ ROWS = [
     row(WRITE, "quire", 20),
     row(WRITE, "copy", 18),
 ]
-HOST = [{"workload": "decode 64 x 128, bf16", "contestant": "quire", "microseconds": 12.34, "note": ""}]
 
 
 def made(rows: list[Measured] = ROWS, **more: Any) -> dict[str, Any]:
     platform = replace(Platform.named("sm90"), name="A <card> & co")
-    settings: dict[str, Any] = {"software": {"torch": "2.11"}, "missing": {"flashinfer": "ImportError: no"}, "host": HOST} | more
+    settings: dict[str, Any] = {"software": {"torch": "2.11"}, "missing": {"flashinfer": "ImportError: no"}} | more
     return report("cuda", platform, LIMITS, rows, **settings)
 
 
@@ -110,7 +109,6 @@ def test_cells() -> None:
     assert notes(made()) == [f"{PREFILL.label}, vllm_unified: wrong result: no speed", "not measured: flashinfer (ImportError: no)"]
     assert lines[10][5] == "", "a write computes nothing"
     assert len(table(made(ROWS[3:]))[0]) == 9, "no columns for graphs that nobody asked for"
-    assert host_table(made())[1] == [("decode 64 x 128, bf16", "quire", "12.3")]
     assert title(made()) == (
         "A <card> & co: reads 4.50 TB/s, copies 4.00 TB/s, multiplies 780 TFLOP/s in bf16 (measured in this run)"
     )
@@ -158,7 +156,7 @@ def test_the_page_shows_every_figure() -> None:
     dots_of_peers = [r for r in timed if not r.own]
     assert parsed.count("circle") == len(on_roofline) + len(dots_of_peers)
     assert parsed.count("rect") == len([r for r in ROWS if r.own])
-    for cell in ("250.0", "1.04", "wrong result: no speed", "12.3", "fa3 (fp8 q)", "not measured: flashinfer"):
+    for cell in ("250.0", "1.04", "wrong result: no speed", "fa3 (fp8 q)", "not measured: flashinfer"):
         assert cell in text
 
 
@@ -180,5 +178,5 @@ def test_points_lie_inside_and_under_the_roof() -> None:
     ids=["nothing", "no peer", "wrong", "only writes"],
 )
 def test_a_page_of_little(rows: list[Measured], pictures: int) -> None:
-    parsed = Page(page(made(rows, host=())))
+    parsed = Page(page(made(rows)))
     assert parsed.open == [] and parsed.count("svg") == pictures

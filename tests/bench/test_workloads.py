@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from quire.bench.workloads import CPU_WORKLOADS, CUDA_WORKLOADS, HOST_WORKLOAD, Workload, parse_batch
+from quire.bench.workloads import CPU_WORKLOADS, CUDA_WORKLOADS, Workload, parse_batch
 from quire.errors import ArgumentError
 
 NAMED = {w.label: w for w in CUDA_WORKLOADS}
@@ -16,7 +16,7 @@ NAMED = {w.label: w for w in CUDA_WORKLOADS}
 @pytest.mark.parametrize("workloads", [CPU_WORKLOADS, CUDA_WORKLOADS], ids=["cpu", "cuda"])
 def test_labels_differ_and_workloads_travel_as_json(workloads: tuple[Workload, ...]) -> None:
     assert len({w.label for w in workloads}) == len(workloads)
-    for workload in (*workloads, HOST_WORKLOAD):
+    for workload in workloads:
         assert Workload.from_json(workload.to_json()) == workload
 
 

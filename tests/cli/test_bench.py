@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+import quire
 from quire.bench import case, contestants, gpu, limits, peers, run, timing, workloads
 from quire.bench.workloads import Workload
 from quire.cli import main
@@ -34,14 +38,12 @@ def card(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = {"bf16": {}, "fp8": {"format": "e4m3fn"}, "write": {"operation": "write"}}
     small = tuple(Workload(name, SMALL.rows, q_heads=4, kv_heads=2, head_dim=16, **more) for name, more in rows.items())
     monkeypatch.setattr(workloads, "CUDA_WORKLOADS", small)
-    monkeypatch.setattr(workloads, "HOST_WORKLOAD", small[0])
     detect = Platform.detect
     monkeypatch.setattr(Platform, "detect", lambda device=None: Platform.named("sm90") if device == "cuda" else detect(device))
     monkeypatch.setattr(limits, "gpu_limits", lambda timer, reads, device: limits.Limits(4e12, 7e14, 4e12))
     monkeypatch.setattr(gpu, "build", lambda workload, device: case.build(workload))
     monkeypatch.setattr(timing, "by_events", lambda run, dirty=False: [1e-4])
     monkeypatch.setattr(timing, "capture", lambda run: run)
-    monkeypatch.setattr(timing, "on_the_host", lambda run: 1e-5)
 
     def load(names: list[str] | None) -> Any:
         return dict.fromkeys(["peer"] if names is None else names, peer), {"fa3": "ImportError: not here"}
@@ -71,7 +73,16 @@ def error_of(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         (["--peers", "fa3"], "--peers: given fa3; allowed: only beside --device cuda"),
         (["--device", "cuda", "--flex"], "--flex: given True; allowed: only beside --device cpu"),
         (["--graph"], "--graph"),
-        (["--host"], "--host"),
+        (["--host", "--graph"], "--graph: given True; allowed: nothing beside --host"),
+        (["--host", "--stream", "chat"], "--host: given True; allowed: one of --stream, --host, --pool, not beside --stream"),
+        (["--pool", "--html", "x.html"], "--html: given x.html; allowed: nothing beside --pool"),
+        (["--stream", "poems"], "documents"),
+        (["--stream", "chat", "--only", "decode"], "--only: given decode; allowed: nothing beside --stream"),
+        (["--stream", "chat", "--steps", "0"], "--steps: given 0; allowed: 1 or more"),
+        (["--stream", "chat", "--peers", "fa3"], "--peers: given fa3; allowed: only beside --device cuda"),
+        (["--stream", "chat", "--device", "cuda", "--turns", "2"], "--turns: given 2; allowed: only beside --device cpu"),
+        (["--seed", "3"], "--seed: given 3; allowed: only beside --stream"),
+        (["--from", "x.json", "--pool"], "--pool: given True; allowed: nothing beside --from"),
         (["--device", "tpu"], "cpu"),
         (["--from", "/no/such/file"], "/no/such/file"),
         (["--from", "x.json", "--only", "decode"], "--only: given decode; allowed: nothing beside --from"),
@@ -120,10 +131,7 @@ def test_a_batch_of_ones_own(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
 @pytest.mark.usefixtures("card")
 def test_on_a_gpu(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     file, html = tmp_path / "out.json", tmp_path / "page.html"
-    assert (
-        main(["bench", "--device", "cuda", "--json", str(file), "--graph", "--host", "--only", "bf16|write", "--html", str(html)])
-        == 0
-    )
+    assert main(["bench", "--device", "cuda", "--json", str(file), "--graph", "--only", "bf16|write", "--html", str(html)]) == 0
     captured = capsys.readouterr()
     report = json.loads(file.read_text())
     assert [(row["workload"].split(",")[0], row["contestant"]) for row in report["rows"]] == [
@@ -132,8 +140,7 @@ def test_on_a_gpu(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     ]  # fmt: skip
     assert report["device"] == "cuda" and report["missing"] == {"fa3": "ImportError: not here"}
     assert report["rows"][0]["ratio"] == report["rows"][0]["graph_ratio"] == 1.0
-    assert {row["contestant"] for row in report["host"]} == {"quire", "peer"}
-    for words in ("TFLOP/s", "host time of a call", "not measured: fa3 (ImportError: not here)", "10.0"):
+    for words in ("TFLOP/s", "not measured: fa3 (ImportError: not here)", "100.0"):
         assert words in captured.out
     assert "<svg" in html.read_text()
 
@@ -182,3 +189,81 @@ def test_plain_text_without_rich() -> None:
     done = subprocess.run([sys.executable, "-c", f"{code}_print({report!r})"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[1].split()[:3] == ["workload", "who", "ms"]
+
+
+def test_a_stream(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In real processes; then the same figures from the file."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    file, html = str(tmp_path / "out.json"), tmp_path / "page.html"
+    assert main(["bench", "--stream", "chat", "--steps", "4", "--layers", "1", "--seed", "5", "--json", file]) == 0
+    measured = capsys.readouterr().out
+    report = json.loads(Path(file).read_text())
+    assert [row["contestant"] for row in report["rows"]] == ["quire", "quire torch", "gather + SDPA"]
+    assert all(row["right"] and len(row["steps"]) == 4 for row in report["rows"])
+    assert (report["trace"]["seed"], report["model"]["layers"]) == (5, 1)
+    for words in ("stream chat, seed 5: 4 steps", "no step exceeds its attention time by more than 5 ms", "not measured: vLLM"):
+        assert words in measured
+    assert main(["bench", "--from", file, "--html", str(html)]) == 0
+    assert capsys.readouterr().out == measured
+    assert 'aria-label="Timeline"' in html.read_text()
+    report["rows"][0]["right"] = False
+    Path(file).write_text(json.dumps(report))
+    assert main(["bench", "--from", file]) == 1
+
+
+@pytest.mark.usefixtures("card")
+def test_a_stream_on_a_gpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    from quire.bench.stream import run as stream
+    from quire.bench.stream.result import Result
+
+    seen: dict[str, Any] = {}
+
+    def measure(spec: Any, peers: Any, *, capture: Any, tell: Any) -> list[Result]:
+        seen.update(spec=spec, peers=peers, capture=capture)
+        return [Result("quire", total=1.0, attention=0.9, host=0.1, p50=1.0, p99=1.0, max=1.0, excess=1e-3, right=True)]
+
+    monkeypatch.setattr(stream, "measure_gpu", measure)
+    monkeypatch.setattr(peers, "load_streams", lambda names: ({"peer": peer}, {"fa3": "ImportError: not here"}))
+    assert main(["bench", "--stream", "agents", "--device", "cuda", "--steps", "8"]) == 0
+    out = capsys.readouterr().out
+    assert seen["spec"].model.layers == 32 and seen["capture"] is timing.capture and set(seen["peers"]) == {"peer"}
+    assert "not measured: fa3 (ImportError: not here)" in out and "open  total time at least 0.9 x the best peer" in out
+
+
+def test_host_and_pool_are_tables_of_figures(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Played: what is measured is tested elsewhere."""
+    from quire.bench import host_gpu
+
+    row = SimpleNamespace(operation="attend", seqs=1, kv_len=16, total=40.0, kernel=9.0, operator=1.0)
+    slow = SimpleNamespace(operation="step", seqs=256, kv_len=16, total=200.0, kernel=80.0, operator=1.0)
+    measured: dict[str, Callable[[], list[Any]]] = {
+        "host.measure_cpu_host": lambda: [row, slow],
+        "pool.measure_pool": lambda: [("step, one token", 40e-6, 60e-6), ("free", 120e-6, 60e-6), ("bytes per page", 65.0, 64)],
+    }
+    for name, function in measured.items():
+        module, member = name.split(".")
+        monkeypatch.setitem(sys.modules, f"quire.bench.{module}", ModuleType(module))
+        monkeypatch.setattr(sys.modules[f"quire.bench.{module}"], member, function, raising=False)
+    monkeypatch.setattr(host_gpu, "measure_gpu_host", lambda: [("attend on the card", 9e-6, 15e-6)])
+    file = str(tmp_path / "out.json")
+    for options in (["--pool"], ["--host", "--device", "cpu", "--json", file]):
+        assert main(["bench", *options]) == 0
+        out = capsys.readouterr().out
+        assert re.search(r"40.0 +60.0 +pass", out) and re.search(r"120.0 +60.0 +FAIL", out)
+    assert [row["passed"] for row in json.loads(Path(file).read_text())["rows"]] == [True, None, None, False]
+    assert main(["bench", "--from", file]) == 0
+    assert capsys.readouterr().out == out
+    assert "--html: given x.html" in error_of(["--from", file, "--html", "x.html"], capsys)
+
+    def unbuilt() -> list[Any]:
+        raise quire.KernelError("the native kernels are not built here")
+
+    monkeypatch.setattr(sys.modules["quire.bench.host"], "measure_cpu_host", unbuilt)
+    assert main(["bench", "--host", "--device", "cpu"]) == 0
+    assert "the native kernels are not built here" in capsys.readouterr().out
+    detect = Platform.detect
+    monkeypatch.setattr(Platform, "detect", lambda device=None: Platform.named("sm90") if device == "cuda" else detect(device))
+    assert main(["bench", "--host", "--device", "cuda", "--json", "-"]) == 0
+    assert [row["name"] for row in json.loads(capsys.readouterr().out)["rows"]] == ["attend on the card"]

@@ -95,23 +95,6 @@ def _race(
     ]
 
 
-def host_times(
-    workload: Workload,
-    contestants: Mapping[str, Contestant],
-    clock: Callable[[Run], float],
-    *,
-    device: torch.device | str = "cuda",
-) -> list[dict[str, Any]]:
-    """How long one call of each contestant keeps the host, or why there is no figure."""
-    rows = []
-    for entry in _checked(workload, contestants, device, None):
-        seconds = entry.attempt(clock, entry.bound.run) if entry.bound is not None and entry.right else None
-        microseconds = None if seconds is None else seconds * 1e6
-        rows.append({"workload": workload.label, "contestant": entry.name, "microseconds": microseconds, "note": entry.note})
-    _release()
-    return rows
-
-
 def _checked(
     workload: Workload,
     contestants: Mapping[str, Contestant],

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from typing import Any
 
-from quire.bench.report import PRECISION, UNITS, device_of, host_table, notes, table, title, who
+from quire.bench.report import PRECISION, UNITS, device_of, notes, table, title, who
 
 Row = Mapping[str, Any]
 
@@ -41,8 +41,7 @@ td.who { padding-left: 1.5rem; } tr.first td { border-top: 1px solid var(--line)
 def page(report: Mapping[str, Any]) -> str:
     """The whole page."""
     rows: list[Row] = list(report["rows"])
-    names = list(dict.fromkeys(row["contestant"] for row in rows))
-    colours = {name: f"var(--c{min(i, 6)})" for i, name in enumerate(sorted(names, key=lambda n: (not n.startswith("quire"), n)))}
+    colours = colours_of(row["contestant"] for row in rows)
     software = ", ".join(f"{name} {version}" for name, version in report.get("software", {}).items())
     parts = [
         "<!doctype html>",
@@ -53,18 +52,21 @@ def page(report: Mapping[str, Any]) -> str:
         _ratios(rows, colours),
         "<h2>Every figure</h2><p>Each result was compared with float64 before it was timed; a wrong one has no speed. "
         "The ratio compares with the best peer whose queries have the same precision.</p>",
-        _html_table(*table(report), rows, colours),
+        html_table(*table(report), rows, colours),
     ]
-    if report.get("host"):
-        parts.append("<h2>On the host</h2><p>How long one call keeps the CPU, the GPU's work apart.</p>")
-        parts.append(_html_table(*host_table(report), report["host"], colours))
     if notes(report):
         parts.append(f"<h2>What is missing, and why</h2><p>{'<br>'.join(map(escape, notes(report)))}</p>")
     parts.append("</body></html>\n")
     return "\n".join(parts)
 
 
-class _Log:
+def colours_of(names: Iterable[str]) -> dict[str, str]:
+    """A colour for each contestant, Quire's first."""
+    ordered = sorted(dict.fromkeys(names), key=lambda name: (not name.startswith("quire"), name))
+    return {name: f"var(--c{min(i, 6)})" for i, name in enumerate(ordered)}
+
+
+class Log:
     """A logarithmic axis: numbers from low to high, pixels from start to end."""
 
     def __init__(self, values: Iterable[float], start: float, end: float):
@@ -93,8 +95,8 @@ def _roofline(report: Mapping[str, Any], rows: Sequence[Row], colours: Mapping[s
         return ""
     knee = flops_per_second / bytes_per_second
     wide, high = 1000, 470
-    x = _Log([knee, *(row["flops"] / row["bytes"] for row in shown)], 64, wide - 24)
-    y = _Log([flops_per_second / 1e9, *(row["gigaflops"] for row in shown)], high - 48, 16)
+    x = Log([knee, *(row["flops"] / row["bytes"] for row in shown)], 64, wide - 24)
+    y = Log([flops_per_second / 1e9, *(row["gigaflops"] for row in shown)], high - 48, 16)
     least, most = 10.0**x.low, 10.0**x.high
     out = [f'<svg viewBox="0 0 {wide} {high}" role="img" aria-label="Roofline">']
     for tick in x.ticks():
@@ -131,7 +133,7 @@ def _roofline(report: Mapping[str, Any], rows: Sequence[Row], colours: Mapping[s
         "<h2>Under the roof</h2><p>What each contestant reached on each workload, and what the machine allows. "
         "Point at a dot to read it.</p>"
     )
-    return head + _legend(colours) + "\n".join(out)
+    return head + legend(colours) + "\n".join(out)
 
 
 def _ratios(rows: Sequence[Row], colours: Mapping[str, str]) -> str:
@@ -178,7 +180,7 @@ def _ratios(rows: Sequence[Row], colours: Mapping[str, str]) -> str:
     return head + "\n".join(out)
 
 
-def _legend(colours: Mapping[str, str]) -> str:
+def legend(colours: Mapping[str, str]) -> str:
     dot = '<span class="item"><span class="dot" style="background:{}"></span>{}</span>'
     return f"<p>{' '.join(dot.format(colour, escape(name)) for name, colour in colours.items())}</p>"
 
@@ -189,7 +191,7 @@ def _hover(row: Row, device: str) -> str:
     return f"<title>{escape(row['workload'])}\n{escape(who(row))}: {figures}{work(row['gigaflops'])} {work.name}</title>"
 
 
-def _html_table(head: Sequence[str], lines: Sequence[Sequence[str]], rows: Sequence[Row], colours: Mapping[str, str]) -> str:
+def html_table(head: Sequence[str], lines: Sequence[Sequence[str]], rows: Sequence[Row], colours: Mapping[str, str]) -> str:
     """The first cell of a line is a line of its own, once for all that share it."""
     out = ['<div class="scroll"><table><thead><tr>', f'<th class="left">{escape(head[0])}</th>']
     out += [f"<th>{escape(cell)}</th>" for cell in head[2:]]

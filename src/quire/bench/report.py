@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from quire.bench.limits import Limits
@@ -37,7 +37,6 @@ def report(
     *,
     software: Mapping[str, str],
     missing: Mapping[str, str] | None = None,
-    host: Sequence[Mapping[str, Any]] = (),
 ) -> dict[str, Any]:
     """Everything that was measured, and where. `missing` says of peers that are not here why."""
     bounds = {"read_gigabytes_per_second": limits.bytes / 1e9, f"{PRECISION[device]}_gigaflops": limits.flops / 1e9}
@@ -50,7 +49,6 @@ def report(
         "limits": bounds,
         "missing": dict(missing or {}),
         "rows": compared(rows),
-        "host": [dict(row) for row in host],
     }
 
 
@@ -92,21 +90,9 @@ def table(report: Mapping[str, Any]) -> tuple[tuple[str, ...], list[tuple[str, .
     ]
 
 
-def host_table(report: Mapping[str, Any]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    """The host's time for one call of each contestant."""
-    micro = Unit("us", 1.0, ".1f")
-    return ("host time of a call", "who", "us"), [
-        (row["workload"], row["contestant"], micro(row["microseconds"]) or "failed") for row in report.get("host", ())
-    ]
-
-
 def notes(report: Mapping[str, Any]) -> list[str]:
     """Why figures are missing, a line each."""
-    of_rows = [
-        f"{row['workload']}, {row['contestant']}: {row['note']}"
-        for row in (*report["rows"], *report.get("host", ()))
-        if row["note"]
-    ]
+    of_rows = [f"{row['workload']}, {row['contestant']}: {row['note']}" for row in report["rows"] if row["note"]]
     return of_rows + [f"not measured: {name} ({reason})" for name, reason in report.get("missing", {}).items()]
 
 

@@ -1,9 +1,8 @@
-"""Time on a GPU: by events, with the L2 cache flushed before each run; by the replay of a captured graph; and on the host alone."""
+"""Time on a GPU: by events, with the L2 cache flushed before each run, and by the replay of a captured graph."""
 
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -58,21 +57,3 @@ def capture(run: Run) -> Run:
         return out
 
     return replay
-
-
-def on_the_host(
-    run: Callable[[], Any], settle: Callable[[], None] = torch.cuda.synchronize, calls: int = 2000, burst: int = 100
-) -> float:
-    """The median of the seconds that a call keeps the host. The device is waited for after each burst, outside of the timing: a
-    full queue would make the host wait inside."""
-    for _ in range(burst):
-        run()
-    seconds = []
-    for _ in range(calls // burst):
-        settle()
-        for _ in range(burst):
-            start = time.perf_counter()
-            run()
-            seconds.append(time.perf_counter() - start)
-    settle()
-    return statistics.median(seconds)

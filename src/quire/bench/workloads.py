@@ -178,6 +178,3 @@ CUDA_WORKLOADS: tuple[Workload, ...] = (
     _WRITE,
     replace(_WRITE, format="e4m3fn"),
 )
-
-HOST_WORKLOAD = Workload("decode 64 x 128", ((1, 127),) * 64)
-"""Little work for a GPU: what its calls cost is the host's time."""

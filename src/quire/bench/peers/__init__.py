@@ -2,25 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from quire.bench.contestants import Contestant
 from quire.errors import ArgumentError
 
+if TYPE_CHECKING:
+    from quire.bench.stream.contestants import Contestant as StreamContestant
+
 PEERS = ("vllm_chunked", "vllm_unified", "fa3", "flashinfer")
+STREAM_PEERS = ("fa3", "flashinfer", "vllm_unified")
+"""Those that replay streams on a GPU."""
 
 
 def load(names: Sequence[str] | None = None) -> tuple[dict[str, Contestant], dict[str, str]]:
     """The peers of these names, all of which must be here; without names, every peer that is here. And, of the others, why not."""
+    return _found(names, PEERS, lambda module: module.load())
+
+
+def load_streams(names: Sequence[str] | None = None) -> tuple[dict[str, StreamContestant], dict[str, str]]:
+    """The same for the peers that replay streams."""
+    return _found(names, STREAM_PEERS, lambda module: module.stream())
+
+
+def _found(names: Sequence[str] | None, known: Sequence[str], make: Callable[[Any], Any]) -> tuple[dict[str, Any], dict[str, str]]:
     for name in names or ():
-        if name not in PEERS:
-            raise ArgumentError("--peers", repr(name), ", ".join(PEERS))
-    found: dict[str, Contestant] = {}
+        if name not in known:
+            raise ArgumentError("--peers", repr(name), ", ".join(known))
+    found: dict[str, Any] = {}
     missing: dict[str, str] = {}
-    for name in PEERS if names is None else dict.fromkeys(names):
+    for name in known if names is None else dict.fromkeys(names):
         try:
-            found[name] = import_module(f"quire.bench.peers.{name}").load()
+            found[name] = make(import_module(f"quire.bench.peers.{name}"))
         # A package that is there but broken raises whatever it likes.
         except Exception as error:
             missing[name] = f"{type(error).__name__}: {error}"

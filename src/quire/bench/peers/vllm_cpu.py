@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import torch
 
+from quire.batch import Batch
 from quire.bench.case import K_SCALE, V_SCALE, Case
 from quire.bench.contestants import Bound, Contestant
+from quire.bench.stream.contestants import Contestant as StreamContestant
+from quire.bench.stream.setup import UNWRITTEN, Planned, Setup
+from quire.errors import ArgumentError
 
 PAGE = 32
 FORMATS = {"": "auto", "e4m3fn": "fp8_e4m3", "e5m2": "fp8_e5m2"}
@@ -56,3 +60,47 @@ def load(amx: bool) -> Contestant:
         return Bound(run, w.dtype)
 
     return contestant
+
+
+def stream() -> StreamContestant:
+    """The contestant of a stream: its own memory in its own layout, its schedule made once a step."""
+    from vllm import _custom_ops as ops
+
+    class Layers:
+        is_peer = True
+
+        def __init__(self, setup: Setup, fixed: Batch | None = None):
+            model, dtype = setup.model, setup.fused.dtype
+            if model.page_size != PAGE:
+                raise ArgumentError("page_size", model.page_size, f"{PAGE}: vLLM's CPU kernel has no other")
+            self.model, self.dtype = model, dtype
+            with_amx = torch.cpu._is_amx_tile_supported() and torch.cpu._init_amx() and dtype is torch.bfloat16
+            self.isa = "amx" if with_amx else "vec" if model.head_dim % 32 == 0 else "vec16"
+            shape = (setup.pages, model.kv_heads, PAGE, 2 * model.head_dim)
+            self.memory = [torch.full(shape, UNWRITTEN, dtype=dtype) for _ in range(model.layers)]
+            flat = (setup.pages, model.kv_heads, 2 * PAGE, model.head_dim)
+            self.pages = [x.view(flat).chunk(2, dim=2) for x in self.memory]
+            self.planned: Planned | None = None
+            self.metadata = torch.empty(0)
+
+        def plan(self, planned: Planned) -> None:
+            batch, model, self.planned = planned.batch, self.model, planned
+            for source, target in batch.copies:
+                for memory in self.memory:
+                    memory[target] = memory[source]
+            self.metadata = ops.cpu_attn_get_scheduler_metadata(
+                batch.seqs, model.q_heads, model.kv_heads, model.head_dim, batch.kv_lens, self.dtype, batch.q_starts, True, -1,
+                self.isa, True, None, "auto",
+            )  # fmt: skip
+
+        def run(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor) -> None:
+            assert self.planned is not None
+            (k_pages, v_pages), batch = self.pages[layer], self.planned.batch
+            scale, scales = self.model.head_dim**-0.5, (1.0, 1.0)
+            ops.cpu_attn_reshape_and_cache(k, v, k_pages, v_pages, self.planned.slots, self.isa, *scales, "auto")
+            ops.cpu_attention_with_kv_cache(
+                q, k_pages, v_pages, out, batch.q_starts, batch.kv_lens, scale, True, None, -1, batch.page_table, 0.0,
+                self.metadata, None, None, *scales, "auto",
+            )  # fmt: skip
+
+    return Layers

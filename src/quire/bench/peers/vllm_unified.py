@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import torch
 
+from quire.batch import Batch
 from quire.bench.case import Case
 from quire.bench.contestants import Bound, Contestant
+from quire.bench.peers import writer
+from quire.bench.stream.contestants import Contestant as StreamContestant
+from quire.bench.stream.contestants import copy_pages
+from quire.bench.stream.setup import Planned, Setup
 
 LEAST_PROGRAMS = 128
 """Below so many (sequence, key head) pairs vLLM cuts each sequence into segments."""
@@ -59,3 +65,60 @@ def load() -> Contestant:
         return Bound(run, case.workload.dtype)
 
     return bind
+
+
+def stream() -> StreamContestant:
+    """The contestant of a stream: its buffers are made once, pages are written by vLLM's writer."""
+    from vllm.v1.attention.ops.triton_unified_attention import unified_attention
+    from vllm.v1.kv_cache_interface import KVQuantMode
+
+    write = writer.load()
+
+    class Layers:
+        is_peer = True
+
+        def __init__(self, setup: Setup, fixed: Batch | None = None):
+            model, device = setup.model, setup.device
+            self.model, self.caches = model, setup.caches()
+            most = LEAST_PROGRAMS // model.kv_heads
+            padded = 1 << (model.head_dim - 1).bit_length()
+            self.one = torch.ones((), device=device)
+            self.buffers = {
+                "seq_threshold_3D": most,
+                "num_par_softmax_segments": SEGMENTS,
+                "softmax_segm_output": torch.empty(most, model.q_heads, SEGMENTS, padded, device=device),
+                "softmax_segm_max": torch.empty(most, model.q_heads, SEGMENTS, device=device),
+                "softmax_segm_expsum": torch.empty(most, model.q_heads, SEGMENTS, device=device),
+            }
+            self.slots: torch.Tensor | None = None
+            self.call: Any = None
+
+        def plan(self, planned: Planned) -> None:
+            batch, self.slots = planned.batch, planned.slots
+            copy_pages(self.caches, batch)
+            scales = self.one.expand(batch.seqs, self.model.kv_heads)
+            self.call = partial(
+                unified_attention,
+                cu_seqlens_q=batch.q_starts,
+                max_seqlen_q=batch.max_q_len,
+                seqused_k=batch.kv_lens,
+                max_seqlen_k=batch.max_kv_len,
+                softmax_scale=self.model.head_dim**-0.5,
+                causal=True,
+                window_size=(-1, -1),
+                block_table=batch.page_table,
+                softcap=0.0,
+                q_descale=None,
+                k_descale=scales,
+                v_descale=scales,
+                kv_quant_mode=KVQuantMode.NONE,
+                **self.buffers,
+            )
+
+        def run(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor) -> None:
+            cache = self.caches[layer]
+            assert self.slots is not None
+            write(k, v, cache, self.slots)
+            self.call(q=q, k=cache.k, v=cache.v, out=out)
+
+    return Layers
