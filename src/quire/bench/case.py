@@ -85,7 +85,7 @@ def build(workload: Workload, device: torch.device | str = "cpu", folder: str | 
     shape = (pages, w.page_size, w.kv_heads, w.head_dim)
     k_scale, v_scale = (K_SCALE, V_SCALE) if format.quantised else (None, None)
     if w.operation == "write":
-        batch.slots = slots
+        batch.given_slots = slots
         stored = [torch.zeros(shape, dtype=format.dtype, device=device) for _ in "kv"]
     else:
         files = [None if folder is None else Path(folder, name) for name in "kv"]
