@@ -279,7 +279,7 @@ class Batch:
         """A batch that owns buffers of a fixed size, for captured graphs: `fill` changes them in place. It starts empty."""
         for name, size in (("seqs", seqs), ("pages_per_seq", pages_per_seq), ("tokens", tokens)):
             if not is_size(size):
-                raise ArgumentError(name, describe(size), "an int of 0 to 2^31 - 1")
+                raise ArgumentError(name, describe(size), "an int of 0 or more")
         if not isinstance(dtype, torch.dtype) or dtype not in INDEX_TYPES:
             raise ArgumentError("dtype", describe(dtype), "torch.int32 or torch.int64")
         batch = cls(
@@ -312,7 +312,7 @@ class Batch:
         for name, tensor in (("page_table", page_table), ("kv_lens", kv_lens), ("q_starts", q_starts), ("slots", slots)):
             # The copies below would cast any type; an aliased tensor is left to the rules.
             if tensor is not None and (tensor.dtype not in INDEX_TYPES or tensor.is_meta != buffer.is_meta):
-                raise ArgumentError(name, describe(tensor), "a tensor of int32 or int64 with values")
+                raise ArgumentError(name, describe(tensor), "a tensor of int32 or int64")
         if page_table.dim() != 2 or kv_lens.shape != page_table.shape[:1] or q_starts.shape != (kv_lens.shape[0] + 1,):
             given = ", ".join(
                 f"{n} {list(t.shape)}" for n, t in (("page_table", page_table), ("kv_lens", kv_lens), ("q_starts", q_starts))
@@ -415,7 +415,7 @@ class Batch:
         (the decode wrapper). The table is new memory; its width is `pages_per_seq`, or read from `kv_indptr` on the host."""
         for name, tensor in (("kv_indptr", kv_indptr), ("kv_indices", kv_indices), ("kv_last_page_len", kv_last_page_len)):
             if not is_index(tensor) or tensor.dim() != 1:
-                raise ArgumentError(name, describe(tensor), "a tensor of int32 or int64, of one axis")
+                raise ArgumentError(name, describe(tensor), "a tensor of int32 or int64")
             if tensor.device != kv_indptr.device:
                 raise ArgumentError(name, describe(tensor), f"on {kv_indptr.device}, where kv_indptr is")
         if not is_size(page_size) or page_size < 1:

@@ -17,6 +17,7 @@ from quire.cli import main
         (["cpu", "--junit", "/no/such/folder/x.xml"], "--junit: given /no/such/folder/x.xml"),
         (["cpu", "--case", "mixed q_lens=5 kv_lens=3"], "--case: given q_len 5 over kv_len 3"),
         (["cpu", "--case", "mixed", "--only", "window"], "--only: given window; allowed: none beside --case"),
+        (["cpu", "--case", "nonsense"], "--case: given 'nonsense'; allowed: NAME FIELD=VALUE"),
         (["cpu", "--names", "3"], "--names: given 3; allowed: only beside --power"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
@@ -34,6 +35,21 @@ def test_no_gpu_is_said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
         main(["conform", "cpu", "--device", "cuda"])
     assert stop.value.code == 2
     assert "--device: given cuda; allowed: a device that torch sees" in capsys.readouterr().err
+
+
+def test_a_kernel_of_a_gpu_needs_one(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit) as stop:
+        main(["conform", "triton-mixed"])
+    assert stop.value.code == 2
+    assert "TARGET: given triton-mixed; allowed: cpu, torch or native" in capsys.readouterr().err
+
+
+def test_a_run_without_an_answer_is_not_green(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "zeros.py").write_text(WRONG)
+    asked = [f"{tmp_path}/zeros.py:attention", "--in-process", "--case", "capped softcap=5.0"]
+    assert main(["conform", *asked]) == 1
+    assert "verdict: NOTHING WAS COMPUTED" in capsys.readouterr().out
 
 
 def test_an_unknown_kernel_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

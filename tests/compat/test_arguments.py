@@ -316,3 +316,16 @@ def test_nothing_is_kept_alive() -> None:
     del case
     gc.collect()
     assert [ref() for ref in watched] == [None] * len(watched)
+
+
+def test_a_softcap_that_is_no_number_is_refused() -> None:
+    with pytest.raises(quire.ArgumentError, match=r"^softcap: given nan"):
+        unified(in_cache("cpu", q_lens=[1], seq_lens=[5]), softcap=float("nan"))
+
+
+def test_an_address_within_a_block_is_refused() -> None:
+    case = build("cpu", [1], [20])
+    keys, table = case.arguments["key_cache"], case.arguments["block_table"].long()
+    case.arguments["block_table"] = keys.data_ptr() + table * keys.stride(0) * keys.element_size() + 4
+    with pytest.raises(quire.ContractError, match="block_table"):
+        case.run(vllm.chunked_prefill_paged_decode, is_block_table_ptr=True)

@@ -10,6 +10,7 @@ import torch
 from quire import reference
 from quire.bench.case import Q_SCALE, Case
 from quire.cache.format import FORMATS
+from quire.conformance.budget import allowed, least_loss
 
 HEADS = 3
 """How many key heads of each sequence are compared, in how many places, and how many queries at each: float64 is slow and large,
@@ -45,16 +46,26 @@ class Truth:
         return float(torch.stack(worst).max())
 
     def budget(self, q_format: str) -> float:
-        """What is allowed: twice the error of a plain kernel that computes in fp32 and rounds queries and weights to this format
-        and its output to the workload's, and one rounding of the output."""
+        """What is allowed: the budget of the conformance kit, for a plain kernel that computes in fp32, rounds queries and weights
+        to this format, and rounds its output once."""
         if q_format not in self.budgets:
-            worst, largest = 0.0, 0.0
+            step = 0.0 if q_format == "fp32" else torch.finfo(FORMATS[q_format].dtype).eps / 2
+            lost, sizes = 0.0, []
             for sample, (_, _, want) in zip(samples(self.case), self.want):
-                got = plain(sample, q_format, self.case.q.dtype, self.case.options.sides[0])
-                worst = max(worst, float((got.double() - want).abs().max()))
-                largest = max(largest, float(want.abs().max()))
-            self.budgets[q_format] = 2 * worst + torch.finfo(self.case.q.dtype).eps / 2 * largest
+                weighted = reference.attention(sample.q, sample.k, sample.v.abs(), window=self.case.options.sides)[0]
+                got = plain(sample, q_format, torch.float32, self.case.options.sides[0])
+                off = (got.double() - want).abs() / weighted.clamp(min=1e-30)
+                lost = max(lost, float(off.max()), least_loss(largest_logit(sample), step))
+                sizes.append((weighted, want))
+            self.budgets[q_format] = max(float(allowed(lost, *size, self.case.q.dtype).max()) for size in sizes)
         return self.budgets[q_format]
+
+
+def largest_logit(sample: Sample) -> float:
+    """The largest magnitude of a logit."""
+    group = sample.q.shape[1] // sample.k.shape[1]
+    k = sample.k.float().repeat_interleave(group, 1)
+    return float(torch.einsum("qhd,khd->hqk", sample.q.float(), k).abs().max()) * sample.q.shape[2] ** -0.5
 
 
 def samples(case: Case) -> Iterator[Sample]:

@@ -39,8 +39,8 @@ window, softcap, alibi, sinks, causal, mask, positions, k_scale, v_scale, new_k,
 one it does not support; `SUPPORTS = {"page_size": (16, 32)}` in its file declares finer limits.
 `python -c 'import quire.conformance.target as t; help(t)'` has the whole signature, docs/faults.md every fault.
 
-exit status: 0 if the target is right wherever it was asked, 1 if not, 2 for a bad argument, 130 if it was
-interrupted: what was found until then is reported all the same
+exit status: 0 if the target is right wherever it was asked, 1 if not or if it computed no case at all, 2 for a bad
+argument, 130 if it was interrupted: what was found until then is reported all the same
 """
 
 
@@ -117,6 +117,8 @@ def _cases(args: argparse.Namespace) -> list[Case]:
     if args.case is not None:
         if args.only is not None:
             raise ArgumentError("--only", args.only, "none beside --case, which is one case")
+        if "=" not in args.case:
+            return [_case_named(args.case.strip())]
         case = Case.parse(args.case)
         for q_len, kv_len in zip(case.q_lens, case.kv_lens):
             if q_len > kv_len and case.causal == "yes":
@@ -131,9 +133,30 @@ def _cases(args: argparse.Namespace) -> list[Case]:
     return found
 
 
-def _conform(args: argparse.Namespace) -> int:
+def _case_named(name: str) -> Case:
+    """A case of the suite. A name alone says nothing about a case that is not there."""
+    from quire.conformance.suite import cases
+
+    known = {case.name: case for case in cases("full")}
+    if name not in known:
+        raise ArgumentError("--case", repr(name), "NAME FIELD=VALUE ..., as it was printed, or the name of a case of the suite")
+    return known[name]
+
+
+def _check_device(target: str, device: str | None) -> None:
+    """Raises if a kernel of ours would run on a GPU and there is none. Any other target looks for its own device."""
     import torch
 
+    from quire.conformance.target import is_ours, ours
+
+    no_gpu = not torch.cuda.is_available()
+    if (device or "").startswith("cuda") and no_gpu:
+        raise ArgumentError("--device", device, "a device that torch sees: there is no CUDA or ROCm device here")
+    if is_ours(target) and device is None and ours(target).device.startswith("cuda") and no_gpu:
+        raise ArgumentError("TARGET", target, "cpu, torch or native: there is no CUDA or ROCm device here")
+
+
+def _conform(args: argparse.Namespace) -> int:
     from quire.conformance import known
     from quire.conformance.apart import apart
     from quire.conformance.jobs import conform_in
@@ -149,8 +172,7 @@ def _conform(args: argparse.Namespace) -> int:
         raise ArgumentError("--jobs", args.jobs, "1 or more")
     if args.names:
         raise ArgumentError("--names", args.names, "only beside --power")
-    if (args.device or "").startswith("cuda") and not torch.cuda.is_available():
-        raise ArgumentError("--device", args.device, "a device that torch sees: there is no CUDA or ROCm device here")
+    _check_device(args.target, args.device)
     for name, file in (("--junit", args.junit), ("--html", args.html)):
         # Before the cases run: what they find would be lost.
         if file is not None and not Path(file).absolute().parent.is_dir():
@@ -251,6 +273,8 @@ def _verdict(report: Report) -> str:
     mended = [result.case.name for result in report.unexpected if result.known]
     if any(not result.known for result in failed):
         return "WRONG"
+    if not report.answered:
+        return "NOTHING WAS COMPUTED: every case was refused or not asked"
     if mended:
         return f"known failures that are right now, so the list is out of date: {', '.join(mended)}"
     return "wrong only where that is known" if failed else "the target is right wherever it was asked"

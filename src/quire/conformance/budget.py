@@ -37,12 +37,23 @@ def truth(call: Call, stages: Stages = PLAIN, losses: tuple[float, float] | None
     arithmetic coarser."""
     outcome = as_stored(call, exact(call, stages, only=only))
     lost, lost_lse = honest_losses(call) if losses is None else losses
-    rounding = torch.finfo(call.out.dtype).eps / 2
-    smallest = torch.finfo(call.out.dtype).smallest_normal * rounding
-    # What is rounded is not the exact number but one that is `lost` away from it: with few bits this counts.
-    budget = LIFT * lost * (1 + rounding) * outcome.weighted + rounding * outcome.out.abs() + smallest
+    budget = allowed(lost, outcome.weighted, outcome.out, call.out.dtype)
     lse_budget = LIFT * lost_lse + 8 * SMALL * outcome.lse.abs().nan_to_num(0.0, 0.0, 0.0).clamp(min=1)
     return Truth(outcome, budget, lse_budget)
+
+
+def allowed(lost: float, weighted: torch.Tensor, out: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """How far each element of an output of this type may be off: twice what an honest computation loses, and one rounding."""
+    rounding = torch.finfo(dtype).eps / 2
+    smallest = torch.finfo(dtype).smallest_normal * rounding
+    # What is rounded is not the exact number but one that is `lost` away from it: with few bits this counts.
+    return LIFT * lost * (1 + rounding) * weighted + rounding * out.abs() + smallest
+
+
+def least_loss(top: float, step: float) -> float:
+    """What an honest computation may lose at least, whatever luck it has: an fp32 rounding of the largest logit, and one step of
+    the type that factors are rounded to."""
+    return max(4.0, top) * SMALL + step
 
 
 def as_stored(call: Call, outcome: Outcome) -> Outcome:
@@ -62,8 +73,7 @@ def honest_losses(call: Call, stages: Stages = PLAIN, narrow: Narrow | None = No
     if factors is not None:
         tries.append(exact(call, stages, torch.float32, factors))
     step = 0.0 if factors is None else factors.step if isinstance(factors, Narrow) else torch.finfo(factors).eps / 2
-    floor = max(4.0, right.top) * SMALL + step
-    lost, lost_lse = floor, 0.0
+    lost, lost_lse = least_loss(right.top, step), 0.0
     live = slice(0, call.live)
     for plain in tries:
         error = (plain.out[live].double() - right.out[live]).abs() / right.weighted[live].clamp(min=1e-30)

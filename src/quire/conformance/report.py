@@ -184,9 +184,14 @@ class Report:
         return [r for r in self.results if r.failed != bool(r.known) and r.status != "unsupported"]
 
     @property
+    def answered(self) -> bool:
+        """Whether the target computed a case, rightly or not. A run in which it did not proves nothing."""
+        return any(result.status in ("right", "wrong", "raised") for result in self.results)
+
+    @property
     def exit_code(self) -> int:
-        """0: right wherever it was asked. 1: not."""
-        return 1 if self.unexpected else 0
+        """0: right wherever it was asked. 1: not, or it was never asked."""
+        return 1 if self.unexpected or not self.answered else 0
 
     def to_dict(self) -> dict[str, Any]:
         return {
