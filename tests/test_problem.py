@@ -71,7 +71,7 @@ def test_parameters_that_are_converted_in_place() -> None:
 
 def test_batches_of_other_sizes_have_one_problem() -> None:
     s = build(1, [1, 2], [20, 30])
-    t = build(2, [1] * 40 + [300], [500] * 41)
+    t = build(2, [1] * 4 + [30], [50] * 5)
     assert problem_of(s) is problem_of(t)
     for hints in ({}, {"max_q_len": 1, "max_kv_len": 1}, {"max_q_len": 99, "max_kv_len": 10**6}):
         wide = torch.cat((t.batch.page_table, t.batch.page_table), 1)[:, : t.batch.page_table.shape[1] + 1]
@@ -80,14 +80,14 @@ def test_batches_of_other_sizes_have_one_problem() -> None:
 
 
 def test_the_extent_takes_hints_no_further_than_shapes() -> None:
-    s = build(2, [1] * 40 + [300], [500] * 41, page_size=16)
+    s = build(2, [1] * 4 + [30], [50] * 5, page_size=16)
     room, starts = s.batch.page_table.shape[1] * 16, s.batch.q_starts
 
     def of_hints(**hints: int) -> Extent:
         return Extent.of(s.q, s.cache, quire.Batch(s.batch.page_table, s.batch.kv_lens, starts, **hints))
 
-    assert of_hints() == Extent(41, s.q.shape[0], s.q.shape[0], room)
-    assert of_hints(max_q_len=3, max_kv_len=7) == Extent(41, s.q.shape[0], 3, 7)
+    assert of_hints() == Extent(5, s.q.shape[0], s.q.shape[0], room)
+    assert of_hints(max_q_len=3, max_kv_len=7) == Extent(5, s.q.shape[0], 3, 7)
     assert of_hints(max_q_len=10**6, max_kv_len=10**6) == of_hints()
 
 

@@ -74,7 +74,7 @@ def test_beyond_its_limits_a_target_must_refuse_or_be_right() -> None:
 def test_a_limit_may_be_a_function_or_a_range() -> None:
     target = wrap(attention, "mine", supports={"head_dim": lambda n: n % 8 == 0, "max_q_len": range(2)}, refuses=False)
     assert examine(Case("a", q_lens=(1, 1), kv_lens=(5, 9)), target).status == "right"
-    assert examine(Case("a"), target).reason == "max_q_len = 32"
+    assert examine(Case("a"), target).reason == "max_q_len = 20"
 
 
 def test_adapters_are_found_by_file_and_name(tmp_path: Path) -> None:
