@@ -67,34 +67,28 @@ def attend(
         from quire import ops
 
         return ops.attend(q, cache, batch, options, new, out, lse, kernel, check)
-    call = Call(cache, batch, q, PLAIN if options is None else options, new, out, lse=lse_buffer(q, lse))
+    given = None if lse is True or lse is False else lse
+    call = Call(cache, batch, q, PLAIN if options is None else options, new, out, lse=given, with_lse=lse is not False)
     enforce("attend", call, check)
     return run(launcher_for("attend", call, kernel), call)
 
 
 def run(launcher: Launcher, call: Call) -> Result:
-    """Launches, into a new tensor if none was given: the launcher fills its padding rows with zeros."""
+    """Launches, into new tensors if none were given: the launcher fills their padding rows with zeros."""
     q = call.q
     assert q is not None
     if call.out is None:
         dtype = default_out_dtype(q.dtype, call.options.out_scale is not None)
         call.out = torch.empty((q.shape[0], q.shape[1], call.cache.v_head_dim), dtype=dtype, device=q.device)
         call.zero_padding = True
+    if call.with_lse and call.lse is None:
+        call.lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
     if call.cache.ledger is not None:
         audit = audit_launcher(call)
         if audit is not None:
             audit(call)
     launcher(call)
     return call.out if call.lse is None else (call.out, call.lse)
-
-
-def lse_buffer(q: torch.Tensor, lse: bool | torch.Tensor) -> torch.Tensor | None:
-    """Where the LSE goes: nowhere, into a new tensor, or into the one given."""
-    if lse is False:
-        return None
-    if lse is True and isinstance(q, torch.Tensor):
-        return torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
-    return lse  # type: ignore[return-value]  # the contract refuses what is no tensor
 
 
 def is_traced(rows: torch.Tensor) -> bool:

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import torch
 
-from quire.attend import lse_buffer
 from quire.batch import Batch
 from quire.cache.kv_cache import KVCache
 from quire.contract.call import Call
@@ -51,14 +50,14 @@ def explain(
     if not isinstance(lse, (bool, torch.Tensor)):
         raise ArgumentError("lse", describe(lse), "True, False or a tensor")
     options = PLAIN if options is None else options
-    logs = lse_buffer(q, lse)
+    given = lse if isinstance(lse, torch.Tensor) else None
     if operation in ("write", "step") and k is None and v is None and isinstance(q, torch.Tensor) and q.dim() == 3:
         dtype = torch.bfloat16 if is_fp8(q.dtype) else q.dtype
         k, v = (q.new_empty((q.shape[0], cache.kv_heads, dim), dtype=dtype) for dim in (cache.head_dim, cache.v_head_dim))
     if operation == "write":
         call = Call(cache, batch, k=k, v=v, slots=slots)
     else:
-        call = Call(cache, batch, q, options, new, out, k, v, slots, lse=logs)
+        call = Call(cache, batch, q, options, new, out, k, v, slots, lse=given, with_lse=lse is not False)
     enforce_static("explain", call)
     platform = Platform.detect(q.device) if platform is None else platform
     needed = {"step": ("write", "attend")}.get(operation, (operation,))

@@ -55,7 +55,7 @@ def described(operation: str, call: Call) -> tuple[Problem, Extent]:
         call.options,
         new=call.new,
         out=call.out,
-        lse=call.lse is not None,
+        lse=call.with_lse,
         context_from=call.context_from,
         only=call.only,
     )

@@ -61,14 +61,15 @@ def attend(
     options: Options | None,
     new: tuple[torch.Tensor, torch.Tensor] | None,
     out: torch.Tensor | None,
-    lse: bool,
+    lse: bool | torch.Tensor,
     kernel: str | None,
     check: Level,
 ) -> Result:
     """`quire.attend` in a graph."""
     new_k, new_v = (None, None) if new is None else new
     parts = (*_of_cache(cache), *_of_batch(batch, batch.given_slots), *_of_options(options or PLAIN))
-    return _returned(torch.ops.quire.attend(q, *parts, new_k, new_v, out, lse, kernel, check, _refused(cache, batch, q)), out, lse)
+    logs, refused = lse is not False, _refused(cache, batch, q)
+    return _returned(torch.ops.quire.attend(q, *parts, new_k, new_v, out, logs, kernel, check, refused), out, lse)
 
 
 def write(
@@ -87,13 +88,14 @@ def step(
     batch: Batch,
     options: Options | None,
     out: torch.Tensor | None,
-    lse: bool,
+    lse: bool | torch.Tensor,
     kernel: str | None,
     check: Level,
 ) -> Result:
     """`quire.step` in a graph."""
     parts = (*_of_cache(cache), *_of_batch(batch, batch.given_slots), *_of_options(options or PLAIN))
-    return _returned(torch.ops.quire.step(q, k, v, *parts, out, lse, kernel, check, _refused(cache, batch, q)), out, lse)
+    logs, refused = lse is not False, _refused(cache, batch, q)
+    return _returned(torch.ops.quire.step(q, k, v, *parts, out, logs, kernel, check, refused), out, lse)
 
 
 def _refused(cache: KVCache, batch: Batch, q: torch.Tensor | None = None) -> str | None:
@@ -135,9 +137,12 @@ def _apart(scale: float | torch.Tensor | None) -> tuple[float | None, torch.Tens
     return (None, scale) if isinstance(scale, torch.Tensor) else (scale, None)
 
 
-def _returned(made: tuple[torch.Tensor, torch.Tensor], out: torch.Tensor | None, lse: bool) -> Result:
+def _returned(made: tuple[torch.Tensor, torch.Tensor], out: torch.Tensor | None, lse: bool | torch.Tensor) -> Result:
+    """What the function returns. An LSE buffer is filled by a copy, which the graph can see."""
     result = made[0] if out is None else out
-    return (result, made[1]) if lse else result
+    if lse is False:
+        return result
+    return (result, made[1]) if lse is True else (result, lse.copy_(made[1]))
 
 
 # What an operator runs: objects are put together again.

@@ -6,7 +6,7 @@ from typing import Literal, overload
 
 import torch
 
-from quire.attend import Result, is_traced, lse_buffer, run
+from quire.attend import Result, is_traced, run
 from quire.batch import Batch
 from quire.cache.kv_cache import KVCache
 from quire.contract.call import Call
@@ -45,7 +45,8 @@ def step(
         from quire import ops
 
         return ops.step(q, k, v, cache, batch, options, out, lse, kernel, check)
-    call = Call(cache, batch, q, PLAIN if options is None else options, None, out, k, v, lse=lse_buffer(q, lse))
+    given = None if lse is True or lse is False else lse
+    call = Call(cache, batch, q, PLAIN if options is None else options, None, out, k, v, lse=given, with_lse=lse is not False)
     enforce("step", call, check)
     writer = launcher_for("write", call)
     launcher = launcher_for("attend", call, kernel)

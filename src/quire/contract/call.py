@@ -29,7 +29,9 @@ class Call:
     v: torch.Tensor | None = None
     slots: torch.Tensor | None = None
     lse: torch.Tensor | None = None
-    """Where an attend writes its LSE, fp32 `[tokens, q_heads]`."""
+    """Where an attend writes its LSE, fp32 `[tokens, q_heads]`, if that is given."""
+    with_lse: bool = False
+    """Whether an attend gives an LSE."""
     context_from: int = 1
     """Sequences with at least that many new tokens take them from `new`; the others find all of theirs in the cache."""
     only: tuple[int, int] = (0, ANY)
@@ -96,7 +98,8 @@ class Call:
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
         """Every tensor of the call besides the cache's, by name."""
-        named: dict[str, torch.Tensor | None] = {"q": self.q, "k": self.k, "v": self.v, "out": self.out, **self.index_tensors}
+        named: dict[str, torch.Tensor | None] = {"q": self.q, "k": self.k, "v": self.v, "out": self.out, "lse": self.lse}
+        named |= self.index_tensors
         if self.new is not None:
             named |= {"new[0]": self.new[0], "new[1]": self.new[1]}
         for name in ("alibi", "sinks", "causal", "mask", "q_scale", "out_scale"):

@@ -57,6 +57,8 @@ def is_certainly_legal(call: Call) -> bool:
         return False
     if k is not None and not _write_is_legal(call, device):
         return False
+    if call.lse is not None and (q is None or not _lse_is_legal(call, q, call.lse, device)):
+        return False
     return call.out is None or (q is not None and _output_is_legal(call, q, call.out, device))
 
 
@@ -124,19 +126,31 @@ def _write_is_legal(call: Call, device: torch.device) -> bool:
     return _are_apart(k, *written) and _are_apart(v, *written)
 
 
+def _lse_is_legal(call: Call, q: torch.Tensor, lse: torch.Tensor, device: torch.device) -> bool:
+    if lse.dtype is not torch.float32 or lse.shape != q.shape[:2] or lse.device != device or not lse.is_contiguous():
+        return False
+    return _are_apart(lse, call.out, *_read(call))
+
+
 def _output_is_legal(call: Call, q: torch.Tensor, out: torch.Tensor, device: torch.device) -> bool:
-    options, cache, batch, dtype = call.options, call.cache, call.batch, out.dtype
-    if type(out) is not _Tensor or out.shape != (q.size(0), q.size(1), cache.v_head_dim) or out.device != device:
+    dtype = out.dtype
+    if type(out) is not _Tensor or out.shape != (q.size(0), q.size(1), call.cache.v_head_dim) or out.device != device:
         return False
     # Elements side by side do not overlap; other strides are the rule's.
     if not out.is_contiguous():
         return False
-    if not is_fp8(dtype) if options.out_scale is not None else dtype not in _FLOATS:
+    if not is_fp8(dtype) if call.options.out_scale is not None else dtype not in _FLOATS:
         return False
+    return _are_apart(out, call.lse, *_read(call))
+
+
+def _read(call: Call) -> list[torch.Tensor]:
+    """Every tensor that an attend or a step reads."""
+    options, cache, batch = call.options, call.cache, call.batch
     indices = (batch.page_table, batch.kv_lens, batch.q_starts, batch.given_slots, call.slots)
     features = (options.alibi, options.sinks, options.causal, options.mask, options.positions, options.q_scale, options.out_scale)
-    tensors = [x for x in (*indices, *features) if isinstance(x, _Tensor)]
-    return _are_apart(out, q, call.k, call.v, *(call.new or ()), cache.k, cache.v, cache.k_scale, cache.v_scale, *tensors)
+    data = (call.q, call.k, call.v, *(call.new or ()), cache.k, cache.v, cache.k_scale, cache.v_scale)
+    return [x for x in (*data, *indices, *features) if isinstance(x, _Tensor)]
 
 
 def _are_apart(mine: torch.Tensor, *others: torch.Tensor | None) -> bool:

@@ -119,6 +119,7 @@ def output(call: Call) -> Iterator[Violation]:
     q, out, options = call.q, call.out, call.options
     if q is None or q.dim() != 3:
         return
+    yield from _lse(call, q)
     if out is None:
         return
     shape = (q.shape[0], q.shape[1], call.cache.v_head_dim)
@@ -134,12 +135,31 @@ def output(call: Call) -> Iterator[Violation]:
     if overlaps_itself(out):
         given = f"strides {out.stride()} over {list(out.shape)}, which overlap"
         yield Violation("output", "out", given, "memory of its own for each element")
-    inputs = {name: tensor for name, tensor in call.tensors.items() if name != "out"}
-    inputs |= {"the cache's K": call.cache.k, "the cache's V": call.cache.v}
-    inputs |= {name: t for name, t in (("k_scale", call.cache.k_scale), ("v_scale", call.cache.v_scale)) if t is not None}
-    for name, tensor in inputs.items():
-        if share_memory(out, tensor):
-            yield Violation("output", "out", f"memory shared with {name}", "memory of its own: nothing else is touched")
+    yield from _shared(call, "out", out)
+
+
+def _lse(call: Call, q: torch.Tensor) -> Iterator[Violation]:
+    """A buffer for the LSE is fp32 and as large as the queries' rows."""
+    lse = call.lse
+    if lse is None:
+        return
+    if lse.dtype is not torch.float32 or lse.shape != q.shape[:2]:
+        yield Violation("output", "lse", describe(lse), f"float32 [tokens, q_heads] = {list(q.shape[:2])}")
+        return
+    if overlaps_itself(lse):
+        given = f"strides {lse.stride()} over {list(lse.shape)}, which overlap"
+        yield Violation("output", "lse", given, "memory of its own for each element")
+    yield from _shared(call, "lse", lse)
+
+
+def _shared(call: Call, name: str, written: torch.Tensor) -> Iterator[Violation]:
+    """What is written shares memory with no other tensor of the call."""
+    others = {other: tensor for other, tensor in call.tensors.items() if other != name}
+    others |= {"the cache's K": call.cache.k, "the cache's V": call.cache.v}
+    others |= {other: t for other, t in (("k_scale", call.cache.k_scale), ("v_scale", call.cache.v_scale)) if t is not None}
+    for other, tensor in others.items():
+        if share_memory(written, tensor):
+            yield Violation("output", name, f"memory shared with {other}", "memory of its own: nothing else is touched")
 
 
 def quantisation(call: Call) -> Iterator[Violation]:
