@@ -20,7 +20,7 @@ LAYERS = (
     ("problem",),
     ("contract",),
     ("dispatch",),
-    ("launch",),
+    ("launch", "slots_alone"),
     ("attend", "write", "step", "ops", "merge", "explain", "prepare", "checked", ""),  # "" is the package itself: `import quire`
     ("conformance", "bench", "demo", "compat", "integrations"),
     ("cli", "__main__"),

@@ -36,6 +36,8 @@ class Call:
     """Sequences with at least that many new tokens take them from `new`; the others find all of theirs in the cache."""
     only: tuple[int, int] = (0, ANY)
     """Sequences with fewer or more new tokens are not part of the call."""
+    positions_known: bool = True
+    """False in a write of slots alone."""
     zero_padding: bool = False
     """Whether rows of `out` that belong to no sequence become zero."""
 

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import torch
 
-from quire.batch import INDEX_TYPES, Batch
+from quire.batch import INDEX_TYPES
 from quire.cache.kv_cache import KVCache, Scale
 from quire.compat.vllm.border import operator
 from quire.compat.vllm.caches import token_major, x_packed
 from quire.contract.call import Call
-from quire.contract.check import enforce
+from quire.contract.check import enforce, is_watched
 from quire.errors import ArgumentError, describe
 from quire.launch import launcher_for
+from quire.slots_alone import slots_batch
 
 
 @operator()
@@ -56,26 +55,8 @@ def store(key: torch.Tensor, value: torch.Tensor, cache: KVCache, slot_mapping: 
             raise ArgumentError(name, describe(tensor), "a tensor [tokens, kv_heads, head_size]")
     tokens = slot_mapping.shape[0]
     key, value = key[:tokens], value[:tokens]
-    # As one sequence of new tokens without a table: the slots say where they go. What is made while a graph is captured belongs to
-    # that graph.
-    capturing = key.is_cuda and torch.cuda.is_current_stream_capturing()
-    make = _one_sequence.__wrapped__ if capturing else _one_sequence
-    batch = Batch(*make(tokens, slot_mapping.device, _stream(slot_mapping.device)), max_q_len=tokens, max_kv_len=tokens)
-    enforce("write", Call(cache, batch, k=key, v=value, slots=slot_mapping.clamp(min=-1)), "auto")
+    batch = slots_batch(tokens, slot_mapping)
+    looked_at = slot_mapping.clamp(min=-1) if key.device.type == "cpu" or is_watched() else slot_mapping
+    enforce("write", Call(cache, batch, k=key, v=value, slots=looked_at), "auto")
     call = Call(cache, batch, k=key, v=value, slots=slot_mapping)
     launcher_for("write", call)(call)
-
-
-@lru_cache(maxsize=256)
-def _one_sequence(tokens: int, device: torch.device, stream: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """A table without columns, one sequence's length, and where its tokens start and end: constants, kept where they are used. Each
-    stream has its own: another's may not be filled yet. The length is no view of the others: kernels want it aligned."""
-    lens = torch.full((1,), tokens, dtype=torch.int32, device=device)
-    starts = torch.zeros(2, dtype=torch.int32, device=device)
-    starts[1:] = tokens
-    return torch.zeros(1, 0, dtype=torch.int32, device=device), lens, starts
-
-
-def _stream(device: torch.device) -> int:
-    """The stream that a device works on now."""
-    return torch._C._cuda_getCurrentRawStream(device.index) if device.type == "cuda" else 0
