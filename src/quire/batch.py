@@ -68,8 +68,8 @@ class Batch:
         "_slot_buffer",
         "_tokens",
         "_derived",
-        "_clock",
-        "_number",
+        "clock",
+        "number",
     )
 
     def __init__(
@@ -109,8 +109,8 @@ class Batch:
         self._slot_buffer: torch.Tensor | None = None
         self._tokens: int | None = None
         self._derived: dict[str, tuple[tuple[torch.Tensor, ...], torch.Tensor]] = {}
-        self._clock: Clock | None = None
-        self._number = 0
+        self.clock: Clock | None = None
+        self.number = 0
 
     def check_tensors(self) -> None:
         """Raises unless every tensor of the batch is a dense tensor."""
@@ -121,15 +121,10 @@ class Batch:
                 dense = "dense " if isinstance(tensor, torch.Tensor) else ""
                 raise ArgumentError(name, describe(tensor), f"a {dense}tensor of int32 or int64")
 
-    @property
-    def is_current(self) -> bool:
-        """False if this batch aliases the tables of a pool that has changed since."""
-        return self._clock is None or self._clock.now == self._number
-
     def check_current(self) -> None:
         """Raises `StaleBatch` if this batch aliases the tables of a pool that has changed since. One comparison."""
-        if self._clock is not None and not self.is_current:
-            raise StaleBatch(self._number, self._clock.now)
+        if self.clock is not None and self.clock.now != self.number:
+            raise StaleBatch(self.number, self.clock.now)
 
     @property
     def seqs(self) -> int:

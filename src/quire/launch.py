@@ -25,7 +25,7 @@ _launchers: dict[tuple[Problem, Kernel], Launcher] = {}
 def launcher_for(operation: str, call: Call, kernel: str | None = None) -> Launcher:
     """The launcher of a call that keeps the contract. Raises if no kernel can run it, or not the one asked for by name."""
     problem, extent = described(operation, call)
-    device = call.cache.device
+    device = call.batch.page_table.device
     platform = Platform.detect(device)
     capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
     chosen = kernel_for(problem, extent, platform, operation, kernel, capturing)

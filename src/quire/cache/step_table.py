@@ -96,5 +96,5 @@ class StepTable:
         batch.step_id, batch._tokens = (pool._name, number), request.tokens
         if pool.device.type != "cpu":
             return batch.to(pool.device)
-        batch._clock, batch._number = pool._clock, number
+        batch.clock, batch.number = pool._clock, number
         return batch

@@ -41,17 +41,8 @@ class Call:
     zero_padding: bool = False
     """Whether rows of `out` that belong to no sequence become zero."""
 
-    def __post_init__(self) -> None:
-        batch = self.batch
-        if type(self.cache) is KVCache and type(batch) is Batch and type(self.options) is Options and self.new is None:
-            # The usual case, decided without a name for each argument.
-            given = (self.q, self.k, self.v, self.out, self.lse, self.slots, batch.given_slots)
-            for tensor in (batch.page_table, batch.kv_lens, batch.q_starts, *[x for x in given if x is not None]):
-                if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or tensor.is_neg():
-                    break
-            else:
-                if batch.is_current and (self.k is None) is (self.v is None):
-                    return
+    def check_arguments(self) -> None:
+        """Raises if an argument is not of the class that it should be, or if the batch is stale."""
         # Whatever is no plain tensor has no shape to check: it is refused before any rule looks at it.
         for name, wanted in (("cache", KVCache), ("batch", Batch), ("options", Options)):
             if not isinstance(getattr(self, name), wanted):

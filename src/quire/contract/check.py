@@ -36,7 +36,7 @@ class Watch(NamedTuple):
     strict: bool
     """Whether the whole call is checked first."""
     recorder: Any = None
-    """Who is told about calls: an object with the methods `writer`, `attending` and `refused`, or None."""
+    """Who is told about calls: an object with the methods `around` and `refused`, or None."""
 
 
 _checked: ContextVar[Watch | None] = ContextVar("quire_checked", default=None)
@@ -91,6 +91,7 @@ def recording() -> Any:
 
 def enforce_static(operation: str, call: Call) -> None:
     """Raises if shapes, types, devices or options alone break the contract, whatever the cache holds by now. Reads no value."""
+    call.check_arguments()
     _enforce_given(operation, call)
     broken = [v for rule in CONTRACT if rule.id != "residency" for find in rule.static for v in find(call)]
     if broken:
@@ -106,6 +107,8 @@ def _enforce_given(operation: str, call: Call) -> None:
 
 
 def violations(call: Call, level: Level) -> list[Violation]:
+    """What a call breaks: the rules' answer. Raises if an argument is not even of the class that it should be."""
+    call.check_arguments()
     found = {rule.id: [v for find in rule.static for v in find(call)] for rule in CONTRACT}
     # Values cannot be read through index tensors that are themselves not as they should be; anything else does not hide them.
     unreadable = any(v.rule in ("index-types", "devices") or v.argument in _READ for of_rule in found.values() for v in of_rule)
@@ -119,10 +122,15 @@ def enforce(operation: str, call: Call, level: Level) -> None:
     """Raises if the call breaks the contract. Low hints pass, except under `checked()`.
 
     The fast checks accept a legal call. The rules run only if those are not sure, and produce the messages."""
+    watch = _checked.get()
+    if watch is None and level == "auto" and not _ASKED and fast.is_certainly_legal(call):
+        if call.q is not None or operation == "write":
+            if not call.cache.k_view.is_cpu or _values_are_certainly_legal(call, level):
+                return
     if not isinstance(level, str) or (level != "auto" and level != "full"):
         raise ArgumentError("check", describe(level), "'auto' or 'full'")
+    call.check_arguments()
     _enforce_given(operation, call)
-    watch = _checked.get()
     strict = watch is not None and watch.strict
     if not strict and _is_certainly_legal(call, level):
         return
@@ -140,6 +148,14 @@ def _is_certainly_legal(call: Call, level: Level) -> bool:
             return False
     if not call.cache.k_view.is_cpu:
         return level == "auto"
+    return _values_are_certainly_legal(call, level)
+
+
+def _values_are_certainly_legal(call: Call, level: Level) -> bool:
     if not validated.are_certainly_legal(call, trust=level == "auto"):
         return False
-    return not any(not violation.harmless for find in _ASKED_VALUES for violation in find(call))
+    for find in _ASKED_VALUES:
+        for violation in find(call):
+            if not violation.harmless:
+                return False
+    return True

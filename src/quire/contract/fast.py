@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import torch
 
+from quire.batch import Batch
 from quire.cache.kv_cache import KVCache
 from quire.contract import static
 from quire.contract.call import Call
-from quire.options import Options
+from quire.options import PLAIN, Options
 from quire.problem import is_fp8
 
 COVERED = frozenset(
@@ -35,42 +36,43 @@ _Tensor, _Strided = torch.Tensor, torch.strided
 
 
 def is_certainly_legal(call: Call) -> bool:
-    """Whether shapes, types, devices, strides and options break none of the rules that it covers. False: run the rules."""
-    cache, batch, q, k, options = call.cache, call.batch, call.q, call.k, call.options
-    table, lens, starts = batch.page_table, batch.kv_lens, batch.q_starts
-    device = cache.k_view.device
-    if (
-        batch.copies
-        or not (type(table) is _Tensor and type(lens) is _Tensor and type(starts) is _Tensor)
-        or not (table.dtype in _INDEX and lens.dtype in _INDEX and starts.dtype in _INDEX)
-        or not (table.layout is _Strided and lens.layout is _Strided and starts.layout is _Strided)
-        or not (table.device == device and lens.device == device and starts.device == device)
-        or not (table.dim() == 2 and lens.dim() == 1 and starts.dim() == 1)
-    ):
+    """Whether classes, shapes, types, devices, strides and options break none of the rules that it covers. False: run the rules."""
+    cache, batch, q, options = call.cache, call.batch, call.q, call.options
+    if type(cache) is not KVCache or type(batch) is not Batch or type(options) is not Options:
         return False
+    table, lens, starts, clock = batch.page_table, batch.kv_lens, batch.q_starts, batch.clock
+    if (clock is not None and clock.now != batch.number) or batch.copies:
+        return False
+    device = cache.k_view.device
+    for tensor, dims in ((table, 2), (lens, 1), (starts, 1)):
+        if type(tensor) is not _Tensor or tensor.dtype not in _INDEX or tensor.layout is not _Strided:
+            return False
+        if tensor.device != device or tensor.dim() != dims:
+            return False
     seqs = lens.size(0)
     if table.size(0) != seqs or starts.size(0) != seqs + 1:
         return False
-    if q is not None and not _query_is_legal(q, cache, options, seqs, device):
-        return False
+    if q is not None:
+        if type(q) is not _Tensor or q.layout is not _Strided or q.dim() != 3 or q.device != device:
+            return False
+        dtype, heads = q.dtype, q.size(1)
+        if dtype not in _QUERIES or q.is_neg() or q.requires_grad or (options.q_scale is None) is not (dtype in _FLOATS):
+            return False
+        if q.size(2) != cache.head_dim or heads == 0 or heads % cache.kv_heads:
+            return False
+        if options is not PLAIN and not _options_are_legal(q, options, seqs, device):
+            return False
     if call.new is not None and not _new_is_legal(call, device):
         return False
-    if k is not None and not _write_is_legal(call, device):
+    if (call.k is not None or call.v is not None) and not _write_is_legal(call, device):
         return False
-    if call.lse is not None and (q is None or not _lse_is_legal(call, q, call.lse, device)):
-        return False
-    return call.out is None or (q is not None and _output_is_legal(call, q, call.out, device))
+    if call.out is None and call.lse is None:
+        return True
+    return q is not None and _results_are_legal(call, q, device)
 
 
-def _query_is_legal(q: torch.Tensor, cache: KVCache, options: Options, seqs: int, device: torch.device) -> bool:
-    dtype = q.dtype
-    if type(q) is not _Tensor or q.dim() != 3 or dtype not in _QUERIES or q.device != device or q.requires_grad:
-        return False
-    tokens, heads, dim = q.shape
-    if dim != cache.head_dim or heads == 0 or heads % cache.kv_heads:
-        return False
-    if (options.q_scale is None) is not (dtype in _FLOATS):
-        return False
+def _options_are_legal(q: torch.Tensor, options: Options, seqs: int, device: torch.device) -> bool:
+    tokens, heads, _ = q.shape
     alibi, sinks, causal, mask, positions = options.alibi, options.sinks, options.causal, options.mask, options.positions
     if alibi is not None and (alibi.size(0) != heads or alibi.device != device):
         return False
@@ -87,7 +89,9 @@ def _query_is_legal(q: torch.Tensor, cache: KVCache, options: Options, seqs: int
 
 def _new_is_legal(call: Call, device: torch.device) -> bool:
     cache, q, new = call.cache, call.q, call.new
-    if q is None or new is None or (call.options.batch_invariant and cache.format.quantised):
+    if type(new) is not tuple or len(new) != 2:
+        return False
+    if q is None or (call.options.batch_invariant and cache.format.quantised):
         return False
     return _pair_is_legal(new[0], new[1], cache, q.size(0), device)
 
@@ -96,6 +100,10 @@ def _pair_is_legal(k: torch.Tensor, v: torch.Tensor, cache: KVCache, tokens: int
     return (
         type(k) is _Tensor
         and type(v) is _Tensor
+        and k.layout is _Strided
+        and v.layout is _Strided
+        and not k.is_neg()
+        and not v.is_neg()
         and k.shape == (tokens, cache.kv_heads, cache.head_dim)
         and v.shape == (tokens, cache.kv_heads, cache.v_head_dim)
         and k.dtype in _FLOATS
@@ -107,7 +115,7 @@ def _pair_is_legal(k: torch.Tensor, v: torch.Tensor, cache: KVCache, tokens: int
 
 def _write_is_legal(call: Call, device: torch.device) -> bool:
     cache, k, v = call.cache, call.k, call.v
-    if k is None or v is None or k.dim() != 3:
+    if type(k) is not _Tensor or type(v) is not _Tensor or k.dim() != 3:
         return False
     tokens = k.size(0) if call.q is None else call.q.size(0)
     if not _pair_is_legal(k, v, cache, tokens, device):
@@ -126,22 +134,24 @@ def _write_is_legal(call: Call, device: torch.device) -> bool:
     return _are_apart(k, *written) and _are_apart(v, *written)
 
 
-def _lse_is_legal(call: Call, q: torch.Tensor, lse: torch.Tensor, device: torch.device) -> bool:
-    if lse.dtype is not torch.float32 or lse.shape != q.shape[:2] or lse.device != device or not lse.is_contiguous():
+def _results_are_legal(call: Call, q: torch.Tensor, device: torch.device) -> bool:
+    """Buffers for the output and the LSE. Elements side by side do not overlap; other strides are the rule's."""
+    out, lse = call.out, call.lse
+    for tensor in (out, lse):
+        if tensor is not None and (type(tensor) is not _Tensor or tensor.layout is not _Strided):
+            return False
+        if tensor is not None and (tensor.is_neg() or tensor.device != device or not tensor.is_contiguous()):
+            return False
+    read = _read(call)
+    if lse is not None and (lse.dtype is not torch.float32 or lse.shape != q.shape[:2] or not _are_apart(lse, out, *read)):
         return False
-    return _are_apart(lse, call.out, *_read(call))
-
-
-def _output_is_legal(call: Call, q: torch.Tensor, out: torch.Tensor, device: torch.device) -> bool:
-    dtype = out.dtype
-    if type(out) is not _Tensor or out.shape != (q.size(0), q.size(1), call.cache.v_head_dim) or out.device != device:
+    if out is None:
+        return True
+    if out.shape != (q.size(0), q.size(1), call.cache.v_head_dim):
         return False
-    # Elements side by side do not overlap; other strides are the rule's.
-    if not out.is_contiguous():
+    if not is_fp8(out.dtype) if call.options.out_scale is not None else out.dtype not in _FLOATS:
         return False
-    if not is_fp8(dtype) if call.options.out_scale is not None else dtype not in _FLOATS:
-        return False
-    return _are_apart(out, call.lse, *_read(call))
+    return _are_apart(out, *read)
 
 
 def _read(call: Call) -> list[torch.Tensor]:
