@@ -47,16 +47,16 @@ def hint(s: Scenario, kernel: str | None) -> None:
         s.batch.max_q_len = min(MOST_DECODED, s.q.shape[0])
 
 
-def named(s: Scenario, kernel: str | None) -> str | None:
-    """Gluon's kernel for the scenario's cache. What is beyond its limits must be refused; then there is nothing to test."""
-    if kernel != "gluon-mixed":
+def named(s: Scenario, kernel: str | None, out: torch.Tensor | None = None) -> str | None:
+    """The kernel for the scenario's cache. What is beyond its limits must be refused; then there is nothing to test."""
+    if kernel is None or kernel == "triton-mixed":
         return kernel
-    name = "gluon-mixed-bytes" if s.cache.format.itemsize == 1 else "gluon-mixed"
-    decision = quire.explain(s.q, s.cache, s.batch, s.options, new=s.new, lse=True)
+    name = "gluon-mixed-bytes" if kernel == "gluon-mixed" and s.cache.format.itemsize == 1 else kernel
+    decision = quire.explain(s.q, s.cache, s.batch, s.options, new=s.new, out=out, lse=True)
     refusals = next(candidate for candidate in decision.candidates if candidate.kernel.name == name).refusals
-    if refusals:
+    if refusals and (kernel == "gluon-mixed" or {refusal.rule for refusal in refusals} == {"memory"}):
         with pytest.raises(quire.KernelError):
-            quire.attend(s.q, s.cache, s.batch, s.options, new=s.new, kernel=name)
+            quire.attend(s.q, s.cache, s.batch, s.options, new=s.new, out=out, kernel=name)
         pytest.skip(f"refused, as it must be: {refusals[0]}")
     return name
 
@@ -74,8 +74,8 @@ def attend(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The output and LSE of one call."""
     hint(s, kernel)
-    kernel = named(s, kernel)
     out = fresh_out(s, out_dtype) if out is None else out
+    kernel = named(s, kernel, out)
     return quire.attend(s.q, s.cache, s.batch, s.options, new=s.new, out=out, lse=True, kernel=kernel)
 
 
