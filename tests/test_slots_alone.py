@@ -36,9 +36,7 @@ def test_without_a_batch_slots_are_needed(slots: object) -> None:
 
 def test_scales_that_a_slot_was_not_written_with_break_a_rule() -> None:
     pool = PagePool(pages=2, page_size=4)
-    cache = KVCache.allocate(
-        pool, kv_heads=1, head_dim=8, dtype=torch.float8_e4m3fn, k_scale=0.5, v_scale=0.25, ledger=True
-    )
+    cache = KVCache.allocate(pool, kv_heads=1, head_dim=8, dtype=torch.float8_e4m3fn, k_scale=0.5, v_scale=0.25, ledger=True)
     batch = pool.step({pool.sequence(): 3})
     quire.write(torch.randn(3, 1, 8), torch.randn(3, 1, 8), cache, slots=batch.slots)
     q = torch.randn(3, 1, 8)

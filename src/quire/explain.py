@@ -37,8 +37,8 @@ def explain(
     operation: str = "attend",
     platform: Platform | None = None,
 ) -> Decision:
-    """The decision that an operation would make for this call, here or on another `platform`. Nothing is computed, no value is read,
-    tensors of torch's meta device will do; a call that the operation would refuse for its shapes, types or options is refused here.
+    """The decision that an operation would make for this call, here or on another `platform`. Nothing is computed and no value is
+    read: tensors of torch's meta device will do. What the operation would refuse for its shapes, types or options is refused.
 
     `operation` is attend, write, step or audit. A write and a step are explained for `k` and `v`, by default contiguous tensors of
     q's type (bf16 for fp8 queries). `Decision.compiled` has a key for each kernel that the operation needs: those of a step include

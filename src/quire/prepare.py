@@ -35,7 +35,9 @@ class Prepared(NamedTuple):
     """What one call allocates for partial results at most, whatever the batch."""
 
     def __str__(self) -> str:
-        return f"{len(self.kernels)} kernels compiled in {self.seconds:.1f} s, workspace {self.workspace_bytes / 2**20:.1f} MiB a call"
+        return (
+            f"{len(self.kernels)} kernels compiled in {self.seconds:.1f} s, workspace {self.workspace_bytes / 2**20:.1f} MiB a call"
+        )
 
 
 def prepare(

@@ -213,9 +213,7 @@ class Problem:
         )
 
     @classmethod
-    def of_write(
-        cls, k: torch.Tensor, v: torch.Tensor, cache: KVCache, batch: Batch, slots: torch.Tensor | None = None
-    ) -> Problem:
+    def of_write(cls, k: torch.Tensor, v: torch.Tensor, cache: KVCache, batch: Batch, slots: torch.Tensor | None = None) -> Problem:
         """The facts of a call of `write`: its keys and values stand where an attend has queries."""
         storage, (k_unit, v_unit) = cache.storage, cache.storage.stride_units
         table, kv_lens, q_starts = batch.page_table, batch.kv_lens, batch.q_starts
@@ -228,7 +226,7 @@ class Problem:
 
     def of_writes(self) -> Problem:
         """The problem of the writes of the same layer, whose new keys and values are of the queries' type, bf16 beside fp8."""
-        plain = {field.name: field.default for field in fields(Problem) if field.name in _NOT_OF_WRITES}
+        plain: dict[str, Any] = {field.name: field.default for field in fields(Problem) if field.name in _NOT_OF_WRITES}
         dtype = "bf16" if FORMATS[self.q_dtype].itemsize == 1 else self.q_dtype
         return replace(self, **plain, q_heads=self.kv_heads, q_dtype=dtype, out_dtype=dtype)
 

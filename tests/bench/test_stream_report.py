@@ -17,7 +17,7 @@ from quire.bench.stream.report import acceptance, notes, report, table, title, v
 from quire.bench.stream.result import Result
 from quire.bench.stream.setup import Model, Spec
 from quire.bench.stream.trace import Engine
-from quire.dispatch.platform import Platform
+from quire.platform import Platform
 
 SPEC = Spec("chat", 3, Model(2, 4, 2, 16, 16), Engine(steps=100, budget=64, sequences=8, capacity=4096, scale=1 / 32))
 RIGHT, WRONG = Error(1e-3, 2e-3), Error(5.0, 2e-3)

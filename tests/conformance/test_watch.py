@@ -123,15 +123,11 @@ def test_a_table_without_columns_passes() -> None:
 def test_a_wrong_result_under_out_scale_is_named(call: dict[str, Any], out_scale: Any) -> None:
     q, cache, batch = call["q"], call["cache"], call["batch"]
     asked, taken = (quire.Options(window=window, out_scale=out_scale) for window in (4, 3))
-    honest = choose_kernel(q, cache, batch, taken, None, None, False, None)
-
-    def narrow(q: Any, cache: Any, batch: Any, options: Any, new: Any, out: Any, lse: Any) -> None:
-        honest(q, cache, batch, taken, new, out, lse)
-
+    honest = launcher_for("attend", Call(cache, batch, q, taken))
     judge = Judge()
-    run = judge.attending(narrow, quire.explain(q, cache, batch, asked), {})
+    run = judge.around("attend", lambda made: honest(replace(made, options=taken)), quire.explain(q, cache, batch, asked))
     with pytest.raises(WrongResult, match="window-left-off"), recorded_by(judge):
-        run(q, cache, batch, asked, None, torch.zeros(12, 4, 16).to(torch.float8_e4m3fn), None)
+        run(Call(cache, batch, q, asked, None, torch.zeros(12, 4, 16).to(torch.float8_e4m3fn)))
 
 
 def test_a_recorded_call_with_out_scale_is_judged(call: dict[str, Any], tmp_path: Path) -> None:

@@ -121,7 +121,7 @@ def _launched(kernel: str, calls: Sequence[Call], platform: Platform, row: Tunin
 
     todo = [(call, *described("attend", call)) for call in calls]
     launchers = [AttendLauncher(kernel, problem, platform, row) for _, problem, _ in todo]
-    dynamic = any(launcher.tiles.schedule(extent).extras for launcher, (_, _, extent) in zip(launchers, todo))
+    dynamic = any(launcher.schedule(call, extent).extras for launcher, (call, _, extent) in zip(launchers, todo))
     if row.many is not None and not dynamic:
         # None of the calls has so many units: the kernels' other schedule is compiled in, and never runs.
         return _launched(kernel, calls, platform, row._replace(many=None))

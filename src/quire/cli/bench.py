@@ -157,7 +157,7 @@ def _measure_stream(args: argparse.Namespace) -> dict[str, Any]:
 
     from quire.bench.peers import load_streams
     from quire.bench.stream import report, run, setup
-    from quire.dispatch.platform import Platform
+    from quire.platform import Platform
 
     device = args.device or "cpu"
     spec = setup.default_spec(args.stream, device, args.seed or 0).with_counts(args.layers, args.steps)
@@ -192,7 +192,7 @@ def _measure_host(args: argparse.Namespace) -> dict[str, Any]:
             rows.append(Figure("attend and step on the CPU", None, note=str(error)))
     if args.device == "cuda" or (args.device is None and torch.cuda.is_available()):
         from quire.bench.host_gpu import measure_gpu_host
-        from quire.dispatch.platform import Platform
+        from quire.platform import Platform
 
         Platform.detect("cuda")  # says so if there is none
         rows += measure_gpu_host()

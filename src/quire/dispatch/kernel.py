@@ -263,7 +263,12 @@ def _limits(kernel: Kernel) -> Iterator[Limit]:
         ("format", attrgetter("problem.format"), one_of(kernel.formats), "store the cache as {}"),
         ("scales", attrgetter("problem.scales"), one_of(kernel.scales), "set scales to {}"),
         ("layout", attrgetter("problem.layout"), one_of(kernel.layouts), "set layout to {}"),
-        ("memory", attrgetter("problem.memory"), one_of(kernel.memory), "give contiguous tensors that begin at multiples of 16 bytes"),
+        (
+            "memory",
+            attrgetter("problem.memory"),
+            one_of(kernel.memory),
+            "give contiguous tensors that begin at 16 bytes",
+        ),
         ("page_size", attrgetter("problem.page_size"), kernel.page_size, "set page_size to {}"),
         ("head_dim", attrgetter("problem.head_dim"), kernel.head_dim, "use a head_dim of {}"),
         ("v_head_dim", attrgetter("problem.v_head_dim"), kernel.v_head_dim, "use a v_head_dim of {}"),

@@ -1,5 +1,5 @@
-"""How wide tiles are on Hopper, and how many rows they have. Seeds 23002, 25008, 31023 and 31030 of the random calls were wrong on an
-H200 with tiles of other shapes. These tests pin the shapes; only a card can show that the results are right."""
+"""How wide tiles are on Hopper, and how many rows they have. Seeds 23002, 25008, 31023 and 31030 of the random calls were wrong on
+an H200 with tiles of other shapes. These tests pin the shapes; only a card can show that the results are right."""
 
 from __future__ import annotations
 

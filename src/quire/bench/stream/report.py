@@ -8,7 +8,7 @@ from typing import Any
 
 from quire.bench.stream.result import EXCESS, Result
 from quire.bench.stream.setup import Model, Spec
-from quire.dispatch.platform import Platform
+from quire.platform import Platform
 
 LEAST_RATIO = 0.9
 """The least speed on a stream, in multiples of the best peer's."""

@@ -154,5 +154,6 @@ def planned(batch: Batch, q_lens: Sequence[int], kv_lens: Sequence[int], page_si
         return Planned(batch, q_lens, kv_lens)
     slots = batch.slots_of_tokens(sum(q_lens), page_size)
     table = torch.nn.functional.pad(batch.page_table.clamp(min=0), (0, -batch.page_table.shape[1] % 8))
-    hints = {"max_q_len": batch.max_q_len, "max_kv_len": batch.max_kv_len}
-    return Planned(Batch(table, batch.kv_lens, batch.q_starts, copies=batch.copies, **hints), q_lens, kv_lens, slots)
+    longest, most = batch.max_q_len, batch.max_kv_len
+    padded = Batch(table, batch.kv_lens, batch.q_starts, copies=batch.copies, max_q_len=longest, max_kv_len=most)
+    return Planned(padded, q_lens, kv_lens, slots)

@@ -9,7 +9,7 @@ import torch
 
 from quire.kernels.gluon.prefill import FIRST, SECOND, prefill_kernel
 from quire.kernels.gluon.units import FIELDS, HEADER, units_kernel
-from quire.kernels.triton.arguments import Geometry, Query, Workspace
+from quire.kernels.triton.arguments import Cache, Features, New, Out, Query, Rows
 from quire.kernels.triton.constants import constants_of
 from quire.kernels.triton.launcher import LARGE, At, AttendLauncher, Launch, arguments_of, balanced, finish_empty
 from quire.kernels.triton.program import Program
@@ -20,6 +20,11 @@ from quire.problem import Extent, Problem
 
 REGISTERS = 504
 """What three groups of warps have together, a thread of each: a multiprocessor's, in steps of eight."""
+
+
+UNITS = (None, Rows, Cache, Features)
+PREFILL = (Out, None, Query, Cache, Rows, New, Features, None, None)
+"""What the kernels are given."""
 
 
 class HopperTile(NamedTuple):
@@ -54,8 +59,8 @@ class HopperLauncher(AttendLauncher):
         self.tiles.short, self.programs = {(1, 1): self.decode.tiles.short[1, 1]}, {}
         constants = constants_of(problem, platform, self.row, self.tiles.short[1, 1], self.long)
         tile = HopperTile(*self.long, *self._registers(), COPIES=self._copies())
-        self.cut = Program(units_kernel, (tile, constants), self.units, self.warps)
-        self.prefill = Program(prefill_kernel, (tile, constants), self.units, 4)
+        self.cut = Program(units_kernel, UNITS, (tile, constants), self.units, self.warps)
+        self.prefill = Program(prefill_kernel, PREFILL, (tile, constants), self.units, 4)
 
     def _registers(self) -> tuple[int, int]:
         assert self.row.registers is not None
@@ -81,11 +86,12 @@ class HopperLauncher(AttendLauncher):
         if not schedule.fits:
             yield from self.generic.launches(call, extent, at)
             return
-        given = ready = Query(at(q), *q.stride(), None)
+        given: tuple[Any, ...] = (at(q), *q.stride(), None)
+        ready = given
         if self.balance is not None:
             halves, exponents = balanced(q)
             yield self.balancing(given, extent, at(halves), at(exponents))
-            ready = Query(at(halves), *halves.stride(), at(exponents))
+            ready = (at(halves), *halves.stride(), at(exponents))
         tile, programs = schedule.tile, schedule.programs
         assert self.long is not None
         out, cache, rows, new, features = arguments_of(call, at, extent, tile.TOKENS)
@@ -95,10 +101,10 @@ class HopperLauncher(AttendLauncher):
         long = (out, units, ready, cache, rows, new, features)
         yield self.prefill, (workers, 1, 1), (*long, FIRST.value, workers // 2), False
         workspace = torch.empty(schedule.workspace, dtype=torch.float32, device=q.device)
-        room = Workspace(at(workspace), programs, 0, 1, self.decode.row.many or 0, 1)
+        room = (at(workspace), programs, 0, 1, self.decode.row.many or 0, 1)
         yield self.decode.programs[tile], (programs, 1, 1), (out, room, given, cache, rows, new, features), True
         yield self.prefill, (workers, 1, 1), (*long, SECOND.value, workers // 2), True
-        geometry = Geometry(tile.ROWS, tile.TOGETHER, tile.TOKENS, tile.HEADS)
+        geometry = (tile.ROWS, tile.TOGETHER, tile.TOKENS, tile.HEADS)
         yield self.combine, (programs, schedule.combined_rows, 1), (out, room, cache, features, geometry), self.constants.EARLY
 
 

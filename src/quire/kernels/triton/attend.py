@@ -233,7 +233,9 @@ def misses_page(rows, cache, unit, C: tl.constexpr):
         for first in range(begin // C.PAGE_SIZE, end, C.SCAN):
             column = first + tl.arange(0, C.SCAN)
             needed = column < end
-            page = tl.load(rows.page_table + unit.row.to(tl.int64) * rows.table_row + column * rows.table_step, mask=needed, other=0)
+            page = tl.load(
+                rows.page_table + unit.row.to(tl.int64) * rows.table_row + column * rows.table_step, mask=needed, other=0
+            )
             _, exists = existing(page, cache.pages)
             missing += tl.sum((needed & ~exists).to(tl.int32))
     return uniform(missing, C) > 0

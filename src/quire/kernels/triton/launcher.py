@@ -29,7 +29,12 @@ BALANCED = 16
 LARGE = Extent(seqs=8, tokens=64, max_q_len=8, max_kv_len=1024)
 """Some batch: what is compiled for it does not depend on its size."""
 LOG2E = math.log2(math.e)
-NO_NEW = New(*[None] * 8)
+NO_NEW = (None,) * 8
+
+ATTEND = (Out, Workspace, Query, Cache, Rows, New, Features)
+COMBINE = (Out, Workspace, Cache, Features, Geometry)
+BALANCE = (None, None, Query, None)
+"""What the kernels are given."""
 
 Launch = tuple[Program, tuple[int, int, int], tuple[Any, ...], bool]
 """A program, its grid, its arguments, and whether it may be launched before the kernel before it has ended."""
@@ -144,8 +149,8 @@ class AttendLauncher(Launcher):
         constants = constants_of(problem, platform, self.row, self.tiles.short[1, 1], self.long)
         self.balance = None
         if constants.BALANCE == "before":
-            self.balance = Program(balance_kernel, (BALANCED, Balance.of(constants)), self.units, self.warps)
-        self.combine = Program(combine_kernel, (Finish.of(constants),), self.units, 1)
+            self.balance = Program(balance_kernel, BALANCE, (BALANCED, Balance.of(constants)), self.units, self.warps)
+        self.combine = Program(combine_kernel, COMBINE, (Finish.of(constants),), self.units, 1)
         self.constants = constants
         self.workspace_bytes = 4 * max(self._workspace(tile, 2 * self.tiles.programs) for tile in self.programs)
         self._generic: AttendLauncher | None = None
@@ -153,7 +158,7 @@ class AttendLauncher(Launcher):
     def _attend(self, tile: Tile) -> Program:
         row, constants = self.row, constants_of(self.problem, self.platform, self.row, tile, self.long)
         stages = max(row.stages, row.long_stages)
-        return Program(attend_kernel, (tile, self.long, constants), self.units, row.warps, stages, row.registers)
+        return Program(attend_kernel, ATTEND, (tile, self.long, constants), self.units, row.warps, stages, row.registers)
 
     def _workspace(self, tile: Tile, programs: int) -> int:
         return programs * (2 * tile.ROWS * (self.constants.V_WIDTH + 2) + 5)
@@ -204,29 +209,29 @@ class AttendLauncher(Launcher):
         if not schedule.fits:
             yield from self.generic.launches(call, extent, at)
             return
-        query = Query(at(q), *q.stride(), None)
+        query: tuple[Any, ...] = (at(q), *q.stride(), None)
         if self.balance is not None:
             ready, exponents = balanced(q)
             yield self.balancing(query, extent, at(ready), at(exponents))
-            query = Query(at(ready), *ready.stride(), at(exponents))
+            query = (at(ready), *ready.stride(), at(exponents))
         tile, programs = schedule.tile, schedule.programs
         workspace = torch.empty(schedule.workspace, dtype=torch.float32, device=q.device)
-        room = Workspace(at(workspace), programs, schedule.extras, schedule.mains, self.row.many or 0, 0)
+        room = (at(workspace), programs, schedule.extras, schedule.mains, self.row.many or 0, 0)
         short, heads = (ANY, 0) if self.long is None else (tile.TOKENS, self.long.HEADS)
         out, cache, rows, new, features = arguments_of(call, at, extent, short)
         grid = (programs + schedule.long_tiles * heads, 1, 1)
         yield self.programs[tile], grid, (out, room, query, cache, rows, new, features), False
         if not self.constants.INVARIANT:
-            geometry = Geometry(tile.ROWS, tile.TOGETHER, tile.TOKENS, tile.HEADS)
+            geometry = (tile.ROWS, tile.TOGETHER, tile.TOKENS, tile.HEADS)
             grid = (programs, schedule.combined_rows, 1)
             yield self.combine, grid, (out, room, cache, features, geometry), self.constants.EARLY
 
     def all_launches(self, call: Any, at: At) -> Iterator[Launch]:
-        for program, *rest in self.launches(call, LARGE, at):
+        for program, grid, arguments, early in self.launches(call, LARGE, at):
             for one in self.programs.values() if program.kernel is attend_kernel else [program]:
-                yield one, *rest
+                yield one, grid, arguments, early
 
-    def balancing(self, query: Query, extent: Extent, ready: Any, exponents: Any) -> Launch:
+    def balancing(self, query: tuple[Any, ...], extent: Extent, ready: Any, exponents: Any) -> Launch:
         """The launch that balances queries."""
         assert self.balance is not None
         count = extent.tokens * self.problem.q_heads
@@ -239,8 +244,9 @@ def balanced(q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return ready, torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
 
 
-def arguments_of(call: Any, at: At, extent: Extent, short: int) -> tuple[Out, Cache, Rows, New, Features]:
-    """The arguments of the attention kernels, but for queries and workspace. Rows of up to `short` new tokens are short."""
+def arguments_of(call: Any, at: At, extent: Extent, short: int) -> tuple[tuple[Any, ...], ...]:
+    """The arguments of the attention kernels, but for queries and workspace: `Out`, `Cache`, `Rows`, `New` and `Features`, as plain
+    tuples. Rows of up to `short` new tokens are short."""
     cache, batch, options, out, lse, new = call.cache, call.batch, call.options, call.out, call.lse, call.new
     table, kv_lens, q_starts = batch.page_table, batch.kv_lens, batch.q_starts
     causal, alibi, sinks, mask, positions = options.causal, options.alibi, options.sinks, options.mask, options.positions
@@ -255,21 +261,21 @@ def arguments_of(call: Any, at: At, extent: Extent, short: int) -> tuple[Out, Ca
         on_device = isinstance(out_scale, torch.Tensor) and out_scale.device == out.device
         out_scale = at(out_scale) if on_device else float(out_scale)
     return (
-        Out(at(out), *out.stride(), *((None,) * 3 if lse is None else (at(lse), *lse.stride())), int(call.zero_padding)),
-        Cache(
+        (at(out), *out.stride(), *((None,) * 3 if lse is None else (at(lse), *lse.stride())), int(call.zero_padding)),
+        (
             at(cache.k),
             at(cache.v),
             None if k_scale is None else at(k_scale),
             None if v_scale is None else at(v_scale),
             cache.pages,
         ),
-        Rows(
+        (
             *(at(table), *table.stride(), table.shape[1], at(kv_lens), *kv_lens.stride(), at(q_starts), *q_starts.stride()),
             *((None, None) if causal is True or causal is False else (at(causal), causal.stride(0))),
             *(extent.seqs, extent.tokens, short),
         ),
-        NO_NEW if new is None else New(at(new[0]), *new[0].stride(), at(new[1]), *new[1].stride()),
-        Features(
+        NO_NEW if new is None else (at(new[0]), *new[0].stride(), at(new[1]), *new[1].stride()),
+        (
             # Not 0: what is hidden must stay at minus infinity.
             max(abs(scale) * LOG2E, 2.0**-126),
             None if options.softcap is None else float(options.softcap),

@@ -157,7 +157,7 @@ class AuditLauncher(Launcher):
             FEWEST=problem.only[0],
             MOST=problem.only[1],
         )
-        self.program = Program(audit_kernel, (needs,), None, portion.warps)
+        self.program = Program(audit_kernel, (None, Marks, Rows, Tree, None), (needs,), None, portion.warps)
 
     def launches(self, call: Any, extent: Extent, at: At) -> Iterator[Launch]:
         cache, batch, ledger, positions = call.cache, call.batch, call.cache.ledger, call.options.positions
@@ -166,12 +166,12 @@ class AuditLauncher(Launcher):
         programs = extent.seqs * stretches
         if not extent.tokens or not programs:
             return
-        marks = Marks(at(ledger.position), at(ledger.issue), at(ledger.current), cache.pages)
-        rows = Rows(
+        marks = (at(ledger.position), at(ledger.issue), at(ledger.current), cache.pages)
+        rows = (
             at(table), *table.stride(), table.shape[1], at(kv_lens), *kv_lens.stride(), at(q_starts), *q_starts.stride(),
             None, None, extent.seqs, extent.tokens, ANY,
         )  # fmt: skip
-        tree = Tree(None, None) if positions is None else Tree(at(positions), positions.stride(0))
+        tree = (None, None) if positions is None else (at(positions), positions.stride(0))
         found = at(ledger.violations)
         yield self.program, (programs, 1, 1), (found, marks, rows, tree, stretches), False
         yield self.program, (1, 1, 1), (found, marks, rows, tree, 0), False

@@ -30,11 +30,12 @@ compile_hooks: list[Callable[[Problem, str], None]] = []
 class Program:
     """One kernel and all that it is compiled for, but for the types of its arguments."""
 
-    __slots__ = ("constants", "kernel", "loaded", "registers", "stages", "units", "warps")
+    __slots__ = ("constants", "kernel", "loaded", "records", "registers", "stages", "units", "warps")
 
     def __init__(
         self,
         kernel: Any,
+        records: tuple[Any, ...],
         constants: tuple[Any, ...],
         units: tuple[int, int] | None,
         warps: int,
@@ -42,6 +43,8 @@ class Program:
         registers: int | None = None,
     ):
         self.kernel, self.constants, self.units = kernel, constants, units
+        self.records = records
+        """The named tuple that each argument is, None for a single value. Launches pass plain tuples, which take less time."""
         self.warps, self.stages = warps, stages
         self.registers = registers
         """At most so many a thread; None leaves it to the compiler."""
@@ -56,7 +59,11 @@ class Program:
         return options | ({} if self.registers is None else {"maxnreg": self.registers})
 
     def recipe(self, arguments: tuple[Any, ...]) -> Recipe:
-        return recipe_of(self.kernel, arguments, self.constants, self.options, self.units)
+        return recipe_of(self.kernel, self.named(arguments), self.constants, self.options, self.units)
+
+    def named(self, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Arguments with the names of their members."""
+        return tuple(value if record is None else record(*value) for record, value in zip(self.records, arguments))
 
     def load(self, arguments: tuple[Any, ...], platform: Platform, device: int, problem: Problem | None = None) -> None:
         """Compiles for the current device, or finds what another problem has compiled. `problem` is that of a call which needs it
@@ -64,8 +71,9 @@ class Program:
         recipe = self.recipe(arguments)
         key = recipe.key(platform), device
         if key not in _loaded:
-            for hook in compile_hooks if problem is not None else ():
-                hook(problem, self.kernel.__name__)
+            if problem is not None:
+                for hook in compile_hooks:
+                    hook(problem, self.kernel.__name__)
             kernel = recipe.compile(platform)
             early = copy.copy(kernel.run)
             early.launch_pdl = True
@@ -74,7 +82,7 @@ class Program:
 
     def interpret(self, grid: tuple[int, int, int], arguments: tuple[Any, ...]) -> None:
         """Runs in Triton's interpreter."""
-        self.kernel[grid](*arguments, *self.constants, **self.options)
+        self.kernel[grid](*self.named(arguments), *self.constants, **self.options)
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -31,7 +31,9 @@ _BY_HEAD = {
 """Strides that are multiples of a head's length in aligned memory: K's (0) or V's (1)."""
 _WIDE = frozenset(("table_row", "causal_step", "alibi_step", "sinks_step", "mask_token", "positions_step", "lse_token", "lse_head"))
 """Strides that take 64 bits in any memory."""
-_DATA = frozenset((("Out", "at"), ("Query", "at"), *((record, kind) for record in ("Cache", "New", "Tokens", "Pages") for kind in "kv")))
+_DATA = frozenset(
+    (("Out", "at"), ("Query", "at"), *((record, kind) for record in ("Cache", "New", "Tokens", "Pages") for kind in "kv"))
+)
 """Pointers to what is read and written in vectors: multiples of 16 bytes in aligned memory."""
 _OWN = frozenset((("Workspace", "at"), ("Query", "exponents")))
 """Pointers into memory that the launcher allocates, which is always aligned."""

@@ -62,17 +62,21 @@ class Sample:
         return AttendLauncher(self.kernel, problem, platform, SMALL if self.small else None)
 
     def as_problem(self) -> Problem:
-        fields = {
+        fields: dict[str, Any] = {
+            "q_heads": self.q_heads,
+            "kv_heads": self.kv_heads,
             "head_dim": self.head_dim,
+            "page_size": self.page_size,
             "format": self.format,
             "q_dtype": self.q_dtype,
             "out_dtype": self.out_dtype,
             "scales": self.scales if FORMATS[self.format].quantised else "none",
             "form": "context" if self.new else "full",
+            "index": self.index,
+            "lse": self.lse,
+            "device": "cuda:0",
         }
-        return Problem(
-            self.q_heads, self.kv_heads, page_size=self.page_size, index=self.index, lse=self.lse, device="cuda:0", **fields | self.problem
-        )
+        return Problem(**fields | self.problem)
 
     @property
     def extent(self) -> Extent:

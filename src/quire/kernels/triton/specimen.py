@@ -1,4 +1,4 @@
-"""A call made from a problem, of tensors without memory: for whoever wants to know what is compiled, or to compile it, beforehand."""
+"""A call made from a problem, of tensors without memory: it says what is compiled for the problem before there is a real call."""
 
 from __future__ import annotations
 

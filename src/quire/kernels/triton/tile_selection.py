@@ -38,7 +38,7 @@ class Tiles:
         if not self.every_row_is_short:
             self.long = Tile.of(row.long_rows, row.long_keys, row.long_stages, False, problem.group, problem.kv_heads)
         self.short: dict[tuple[int, int], Tile] = {}
-        """The tile of rows with up to so many new tokens, a power of two, with so many key heads in it: all that a batch can get."""
+        """The tile of rows with up to so many new tokens, a power of two, with so many key heads in it: all that there are."""
         for few in (1, 2, 4, 8, FEW) if self.every_row_is_short else (1,):
             rows = self.most if problem.batch_invariant else max(row.rows, min(self.most, power_of_two(few * problem.group)))
             heads = 1

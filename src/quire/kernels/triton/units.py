@@ -204,7 +204,7 @@ def store(out, token, head, live, result, lse, broken, dim, C: tl.constexpr):
 
 @triton.jit
 def parts_of(room, rows, C: tl.constexpr):
-    """The largest logits, the sums of weights and the headers in a workspace of tiles of so many rows, behind the weighted values."""
+    """The largest logits, the sums of weights and the headers in a workspace of tiles of so many rows."""
     places = room.programs * 2 * rows
     tops = room.at + places * C.V_WIDTH
     return tops, tops + places, (tops + 2 * places).to(tl.pointer_type(tl.int32), bitcast=True)

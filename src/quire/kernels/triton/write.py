@@ -191,7 +191,7 @@ class WriteLauncher(Launcher):
             V_SCALE_STEPS=problem.v_scale_strides or None,
             PER_TOKEN=problem.scales == "token",
         )
-        self.program = Program(write_kernel, (constants,), self.units, portion.warps)
+        self.program = Program(write_kernel, (Pages, Tokens), (constants,), self.units, portion.warps)
         self.slots = getattr(torch, problem.slots)
 
     def launches(self, call: Any, extent: Extent, at: At) -> Iterator[Launch]:
@@ -203,13 +203,13 @@ class WriteLauncher(Launcher):
             slots = torch.empty(0, dtype=self.slots, device=k.device)
         scales = (None, None) if cache.k_scale is None else (at(cache.k_scale), at(cache.v_scale))
         table, kv_lens, q_starts = batch.page_table, batch.kv_lens, batch.q_starts
-        tokens = Tokens(
+        tokens = (
             at(k), *k.stride(), at(v), *v.stride(), at(slots), *slots.stride(), int(has_slots),
             at(table), *table.stride(), table.shape[1], at(kv_lens), *kv_lens.stride(), at(q_starts), *q_starts.stride(),
             extent.seqs, extent.tokens, extent.seqs.bit_length(),
         )  # fmt: skip
         grid = (-(-extent.tokens * self.problem.kv_heads // self.portion.size), 1, 1)
-        yield self.program, grid, (Pages(at(cache.k), at(cache.v), *scales, cache.pages), tokens), False
+        yield self.program, grid, ((at(cache.k), at(cache.v), *scales, cache.pages), tokens), False
 
 
 def launcher(problem: Problem, platform: Platform) -> WriteLauncher:

@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from quire.kernels.gluon.units import FIELDS, HEADER, units_kernel
+from quire.kernels.triton.arguments import Cache, Features, New, Out, Rows
 from quire.kernels.triton.launcher import arguments_of
 from quire.kernels.triton.program import as_bytes
 from quire.kernels.triton.schedule import find_row, total_work
@@ -19,12 +20,16 @@ TOKENS = 8
 """Of a query tile here: 32 rows of a group of four."""
 
 
+def named(arguments):  # type: ignore[no-untyped-def]
+    return tuple(record(*value) for record, value in zip((Out, Cache, Rows, New, Features), arguments))
+
+
 def units_of(s, **how) -> list[list[int]]:  # type: ignore[no-untyped-def]
     """What the kernel writes down: first how many were taken, how many there are and the short rows, then the units."""
     call, launcher = prepared("mixed", s, s.q, **how)
     assert launcher.long is not None and launcher.long.TOKENS == TOKENS
     short = launcher.tiles.short[1, 1].TOKENS
-    _, cache, rows, _, features = arguments_of(call, as_bytes, Extent.of(s.q, s.cache, s.batch), short)
+    _, cache, rows, _, features = named(arguments_of(call, as_bytes, Extent.of(s.q, s.cache, s.batch), short))
     units = torch.full((HEADER.value + 200 * FIELDS.value,), -7, dtype=torch.int32, device=s.q.device)
     units_kernel[(s.batch.seqs,)](units, rows, cache, features, launcher.long, launcher.constants)
     taken, count, short = units[:3].tolist()
@@ -93,7 +98,7 @@ def test_work_beyond_32_bits_is_counted(device: str) -> None:
     assert not launcher.schedule(call, extent).fits
     constants, tile = launcher.generic.constants, launcher.generic.tiles.short[1, 1]
     assert constants.WIDE
-    _, _, rows, _, _ = arguments_of(call, as_bytes, extent, ANY)
+    _, _, rows, _, _ = named(arguments_of(call, as_bytes, extent, ANY))
     found = torch.zeros(3, dtype=torch.int64, device=device)
     one = -(-(2**31 - 64) // tile.KEYS) + constants.OPENING
     at = 97 * one + 5
