@@ -12,7 +12,7 @@ from importlib import import_module, metadata
 import quire
 from quire.errors import ArgumentError
 
-VERBS = ("doctor", "demo", "explain", "check", "conform", "diagnose", "bench", "tune")
+VERBS = ("doctor", "demo", "explain", "warm", "check", "conform", "diagnose", "bench", "tune")
 
 EXAMPLES = """\
 examples:

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -63,7 +64,7 @@ def examine() -> dict[str, Any]:
     return {
         "versions": {"python": host.python_version(), "quire": quire.__version__, **{name: version(name) for name in PACKAGES}},
         "machine": {device: Platform.detect(device).to_dict() for device in devices},
-        "notes": [_native(), *([AMX_NOTE] if {"amx_bf16", "hypervisor"} <= cpu_flags() else [])],
+        "notes": [_native(), _compile_cache(), *([AMX_NOTE] if {"amx_bf16", "hypervisor"} <= cpu_flags() else [])],
         "kernels": kernels,
         "healthy": not any(row["fault"] or any(check["ok"] is False for check in row["checks"]) for row in kernels),
     }
@@ -79,6 +80,15 @@ def _native() -> str:
         return str(error)
     *others, best = found.levels
     return f"the native CPU kernels use {best}" + (f"; this CPU also runs {', '.join(others)}" if others else "")
+
+
+def _compile_cache() -> str:
+    """Where compiled GPU kernels are kept."""
+    if find_spec("triton") is None:
+        return "Triton is not installed, so there is no compile cache"
+    from triton import knobs
+
+    return f"compiled GPU kernels are kept in {knobs.cache.dir}"
 
 
 def _kernels(device: str) -> Iterator[dict[str, Any]]:

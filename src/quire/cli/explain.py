@@ -46,8 +46,8 @@ SPELLINGS = {
 }
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("file", nargs="?", metavar="FILE", help="a call that quire.record saved, instead of a problem by flags")
+def add_problem_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags that describe a machine, a layer and a batch."""
     add = parser.add_argument_group("the machine").add_argument
     add("--arch", metavar="NAME", help=f"by default this machine; or {', '.join(NAMED)}")
 
@@ -90,6 +90,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     ):
         add(flag, action="store_true", help=text)
 
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("file", nargs="?", metavar="FILE", help="a call that quire.record saved, instead of a problem by flags")
+    add_problem_arguments(parser)
     add = parser.add_argument_group("the question").add_argument
     add("--operation", choices=OPERATIONS, default="attend", help="attend, write keys and values, or audit the ledger (attend)")
     add("--kernel", metavar="NAME", help="ask for one kernel by name")
@@ -110,7 +114,7 @@ def run(args: argparse.Namespace) -> int:
         return _recorded(args)
     if args.q_heads % args.kv_heads:
         raise ArgumentError("--q-heads", args.q_heads, f"a multiple of --kv-heads {args.kv_heads}")
-    platform = _platform(args)
+    platform = platform_of(args)
     return _as_vllm(args, platform) if args.whose == "vllm" else _as_quire(args, platform)
 
 
@@ -119,7 +123,7 @@ def _recorded(args: argparse.Namespace) -> int:
     from quire.conformance.record import load
 
     able, answers = True, []
-    platform = _platform(args)
+    platform = platform_of(args)
     for number, call in enumerate(load(args.file)):
         problem = call.problem.replace(device="cpu" if platform.vendor == "cpu" else "cuda")
         decision = _decide(args, problem, call.extent, platform)
@@ -133,7 +137,7 @@ def _recorded(args: argparse.Namespace) -> int:
     return 0 if able else 1
 
 
-def _platform(args: argparse.Namespace) -> Platform:
+def platform_of(args: argparse.Namespace) -> Platform:
     try:
         return Platform.named(args.arch) if args.arch else Platform.detect()
     except ArgumentError as error:

@@ -10,6 +10,9 @@ from quire.dispatch.kernel import Finding, Kernel
 from quire.platform import Platform
 from quire.problem import Extent, Problem
 
+COMPILE_SECONDS = {"attend_kernel": 2.0, "prefill_kernel": 4.0}
+"""What one core takes to compile a kernel, roughly; all others take less than half a second."""
+
 
 class Candidate(NamedTuple):
     """A kernel and what its limits answered."""
@@ -57,6 +60,12 @@ class Decision:
         return tuple(dict.fromkeys((*keys, *(key for one in self.beside for key in one.compiled))))
 
     @property
+    def not_compiled(self) -> tuple[str, ...]:
+        """The names of those that a call would have to compile first: neither this process nor the compile cache has them."""
+        names = () if self.chosen is None else self.chosen.not_compiled(self.problem, self.extent, self.platform)
+        return (*names, *(name for one in self.beside for name in one.not_compiled))
+
+    @property
     def next_better(self) -> Candidate | None:
         """The most preferred kernel above the chosen one that changes could get; its `changes` say which."""
         for candidate in self.candidates:
@@ -77,6 +86,8 @@ class Decision:
             "capturing": self.capturing,
             "chosen": self.chosen and self.chosen.name,
             "because": self.because,
+            "compiled": list(self.compiled),
+            "not_compiled": list(self.not_compiled),
             "candidates": [candidate.to_dict() for candidate in self.candidates],
             "next_better": better and {"kernel": better.kernel.name, "changes": list(better.changes or ())},
         }
@@ -88,6 +99,14 @@ class Decision:
             return f"{self.asked} was asked for by name, and its limits {'all hold' if self.chosen else 'do not all hold'}"
         return "it is the first whose limits all hold" if self.chosen else "there is none whose limits all hold"
 
+    def _compile_state(self) -> str:
+        missing = self.not_compiled
+        if not missing:
+            return "compiled"
+        seconds = sum(COMPILE_SECONDS.get(name, 0.3) for name in missing)
+        count = "" if len(missing) == len(self.compiled) else f"{len(missing)} of them "
+        return f"{count}not compiled yet (about {max(1, round(seconds))} s)"
+
     def __str__(self) -> str:
         chosen = f"{self.chosen.name} ({self.chosen.summary})" if self.chosen else "none"
         lines = [
@@ -95,6 +114,8 @@ class Decision:
             f"on {self.platform}",
             f"chosen: {chosen}, because {self.because}",
         ]
+        if self.compiled:
+            lines.append(f"kernels: {len(self.compiled)}, {self._compile_state()}")
         for candidate in self.candidates:
             if candidate.refusals:
                 lines.append(f"refused: {candidate.kernel.name} ({candidate.kernel.summary})")

@@ -165,6 +165,9 @@ class Compiling(Protocol):
     def keys(self, extent: Extent | None = None) -> tuple[str, ...]:
         """A key for each kernel that a batch needs; without an extent, that some batch needs."""
 
+    def not_compiled(self, extent: Extent) -> tuple[str, ...]:
+        """The names of a batch's kernels that a call would have to compile."""
+
     def prepare(self, device: int | None) -> Iterable[tuple[str, Callable[[], None]]]:
         """The kernels that some batch needs, by key, and what compiles each, for a device also loads it."""
 
@@ -226,6 +229,11 @@ class Kernel:
         """Keys of the kernels that a batch of a problem needs compiled; empty if nothing is compiled at run time."""
         launcher = self.launcher_for(problem, platform)
         return launcher.keys(extent) if isinstance(launcher, Compiling) else ()
+
+    def not_compiled(self, problem: Problem, extent: Extent, platform: Platform) -> tuple[str, ...]:
+        """The names of the kernels that a batch of a problem would have to compile."""
+        launcher = self.launcher_for(problem, platform)
+        return launcher.not_compiled(extent) if isinstance(launcher, Compiling) else ()
 
     @cached_property
     def _factory(self) -> Callable[[Problem, Platform], Launcher]:

@@ -17,7 +17,7 @@ from quire.kernels.triton.attend import attend_kernel
 from quire.kernels.triton.balance import balance_kernel
 from quire.kernels.triton.combine import combine_kernel
 from quire.kernels.triton.constants import constants_of
-from quire.kernels.triton.program import Program, as_bytes
+from quire.kernels.triton.program import Program, as_bytes, is_compiled
 from quire.kernels.triton.specimen import specimen
 from quire.kernels.triton.tile_selection import FEW, Tiles
 from quire.kernels.triton.tuning import SMALL, SMALL_GLUON, Tuning
@@ -95,6 +95,11 @@ class Launcher:
         """A key for each compiled kernel that a batch needs: a hash of what `triton.compile` is given. Without an extent, for each
         that some batch of the problem needs."""
         return tuple(dict.fromkeys(program.recipe(arguments).key(self.platform) for program, arguments in self.needed(extent)))
+
+    def not_compiled(self, extent: Extent) -> tuple[str, ...]:
+        """The names of a batch's kernels that a call would have to compile."""
+        recipes = {recipe.key(self.platform): recipe for recipe in (p.recipe(a) for p, a in self.needed(extent))}
+        return tuple(recipe.kernel.__name__ for recipe in recipes.values() if not is_compiled(recipe, self.platform))
 
     def prepare(self, device: int | None) -> Iterator[tuple[str, Callable[[], None]]]:
         """Each kernel that some batch of the problem needs, by its key, and a function that compiles it and, for a device, loads

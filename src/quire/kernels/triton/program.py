@@ -85,6 +85,12 @@ class Program:
         self.kernel[grid](*self.named(arguments), *self.constants, **self.options)
 
 
+def is_compiled(recipe: Recipe, platform: Platform) -> bool:
+    """Whether a kernel need not be compiled: this process has loaded it, or the compile cache has it."""
+    key = recipe.key(platform)
+    return any(key == known for known, _ in _loaded) or recipe.is_cached(platform)
+
+
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """Eight-bit tensors enter as bytes: not every target knows every format."""
     return tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor

@@ -62,6 +62,19 @@ class Recipe(NamedTuple):
         asked = (self.kernel.__name__, self.source().hash(), platform.compiler_target, sorted(self.options.items()))
         return f"{self.kernel.__name__}-{hashlib.sha256(repr(asked).encode()).hexdigest()[:32]}"
 
+    def is_cached(self, platform: Platform) -> bool:
+        """Whether Triton's compile cache has this kernel."""
+        from triton._C.libtriton import get_cache_invalidating_env_vars
+        from triton.backends.compiler import GPUTarget
+        from triton.compiler.compiler import make_backend
+        from triton.runtime.cache import get_cache_key, get_cache_manager
+
+        source, backend = self.source(), make_backend(GPUTarget(*platform.compiler_target))
+        options = backend.parse_options({**self.options, **source.parse_options()})
+        key = get_cache_key(source, backend, options, env_vars=get_cache_invalidating_env_vars())
+        folder = get_cache_manager(hashlib.sha256(key.encode()).hexdigest())
+        return bool(folder.get_group(f"{source.name[:150]}.json"))
+
     def compile(self, platform: Platform) -> Any:
         """The compiled kernel."""
         import triton
