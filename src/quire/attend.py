@@ -9,7 +9,7 @@ import torch
 from quire.batch import Batch
 from quire.cache.kv_cache import KVCache
 from quire.contract.call import Call
-from quire.contract.check import Level, enforce
+from quire.contract.check import Level
 from quire.dispatch.kernel import Launcher
 from quire.launch import audit_launcher, launcher_for
 from quire.options import PLAIN, Options
@@ -63,27 +63,28 @@ def attend(
     >>> quire.attend(q, cache, batch).shape
     torch.Size([5, 8, 64])
     """
-    if is_traced(q):
+    if (torch.compiler.is_dynamo_compiling() or type(q) is not torch.Tensor) and is_traced(q):
         from quire import ops
 
         return ops.attend(q, cache, batch, options, new, out, lse, kernel, check)
     given = None if lse is True or lse is False else lse
     call = Call(cache, batch, q, PLAIN if options is None else options, new, out, lse=given, with_lse=lse is not False)
-    enforce("attend", call, check)
-    return run(launcher_for("attend", call, kernel), call)
+    return run(launcher_for("attend", call, kernel, check), call)
 
 
 def run(launcher: Launcher, call: Call) -> Result:
     """Launches, into new tensors if none were given: the launcher fills their padding rows with zeros."""
-    q = call.q
+    q, cache = call.q, call.cache
     assert q is not None
     if call.out is None:
-        dtype = default_out_dtype(q.dtype, call.options.out_scale is not None)
-        call.out = torch.empty((q.shape[0], q.shape[1], call.cache.v_head_dim), dtype=dtype, device=q.device)
+        dtype = q.dtype
+        if dtype.itemsize == 1 or call.options.out_scale is not None:
+            dtype = default_out_dtype(dtype, call.options.out_scale is not None)
+        call.out = torch.empty((q.shape[0], q.shape[1], cache.v_head_dim), dtype=dtype, device=q.device)
         call.zero_padding = True
     if call.with_lse and call.lse is None:
         call.lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
-    if call.cache.ledger is not None:
+    if cache.ledger is not None:
         audit = audit_launcher(call)
         if audit is not None:
             audit(call)

@@ -171,7 +171,6 @@ class Problem:
         cache: KVCache,
         batch: Batch,
         options: Options | None = None,
-        *,
         new: tuple[torch.Tensor, torch.Tensor] | None = None,
         out: torch.Tensor | None = None,
         lse: bool = False,
@@ -187,7 +186,12 @@ class Problem:
         if new is not None:
             tensors += [(new[0], k_unit), (new[1], v_unit)]
         for tensor, unit in tensors:
-            aligned = aligned and _is_aligned(tensor, unit)
+            # As `_is_aligned`, without a call.
+            token, head, last = tensor.stride()
+            if last != 1 or token % unit or head % unit or token >= 2**31 or head >= 2**31:
+                aligned = False
+            elif (tensor.data_ptr() or tensor.storage_offset() * tensor.element_size()) % ALIGNED:
+                aligned = False
         alibi, sinks, mask, positions = options.alibi, options.sinks, options.mask, options.positions
         q_scale, out_scale = options.q_scale, options.out_scale
         return _problem(

@@ -8,7 +8,7 @@ from quire.attend import is_traced
 from quire.batch import Batch
 from quire.cache.kv_cache import KVCache
 from quire.contract.call import Call
-from quire.contract.check import Level, enforce
+from quire.contract.check import Level
 from quire.dispatch.kernel import Launcher
 from quire.errors import ArgumentError, describe
 from quire.launch import launcher_for
@@ -43,8 +43,7 @@ def write(
 
         return ops.write(k, v, cache, batch, slots, kernel, check)
     call = Call(cache, batch, k=k, v=v, slots=slots, positions_known=known)
-    enforce("write", call, check)
-    store(launcher_for("write", call, kernel), call)
+    store(launcher_for("write", call, kernel, check), call)
 
 
 def store(launcher: Launcher, call: Call) -> None:

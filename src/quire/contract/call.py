@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 
@@ -38,6 +39,8 @@ class Call:
     """Sequences with fewer or more new tokens are not part of the call."""
     positions_known: bool = True
     """False in a write of slots alone."""
+    extent: Any = None
+    """How large the batch is, an `Extent`, once the launch path knows it."""
     zero_padding: bool = False
     """Whether rows of `out` that belong to no sequence become zero."""
 

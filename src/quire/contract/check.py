@@ -39,7 +39,7 @@ class Watch(NamedTuple):
     """Who is told about calls: an object with the methods `around` and `refused`, or None."""
 
 
-_checked: ContextVar[Watch | None] = ContextVar("quire_checked", default=None)
+watching: ContextVar[Watch | None] = ContextVar("quire_watching", default=None)
 
 
 def check(
@@ -63,7 +63,7 @@ def check(
 @contextmanager
 def recorded_by(recorder: Any) -> Iterator[None]:
     """Within it every operation of this thread or task tells the recorder about its call."""
-    watch = _checked.get()
+    watch = watching.get()
     with watched_by(Watch(watch is not None and watch.strict, recorder)):
         yield
 
@@ -71,21 +71,21 @@ def recorded_by(recorder: Any) -> Iterator[None]:
 @contextmanager
 def watched_by(watch: Watch) -> Iterator[None]:
     """Within it this is what is wanted of every operation of this thread or task. Higher layers register their recorder here."""
-    token = _checked.set(watch)
+    token = watching.set(watch)
     try:
         yield
     finally:
-        _checked.reset(token)
+        watching.reset(token)
 
 
 def is_watched() -> bool:
     """Whether the caller is within `checked()` or a recording."""
-    return _checked.get() is not None
+    return watching.get() is not None
 
 
 def recording() -> Any:
     """Who is told about calls here; None if nobody is."""
-    watch = _checked.get()
+    watch = watching.get()
     return None if watch is None else watch.recorder
 
 
@@ -122,7 +122,7 @@ def enforce(operation: str, call: Call, level: Level) -> None:
     """Raises if the call breaks the contract. Low hints pass, except under `checked()`.
 
     The fast checks accept a legal call. The rules run only if those are not sure, and produce the messages."""
-    watch = _checked.get()
+    watch = watching.get()
     if watch is None and level == "auto" and not _ASKED and fast.is_certainly_legal(call):
         if call.q is not None or operation == "write":
             if not call.cache.k_view.is_cpu or _values_are_certainly_legal(call, level):

@@ -52,12 +52,12 @@ def kernel_for(
     capturing: bool,
     catalogue: tuple[Kernel, ...] = CATALOGUE,
 ) -> Kernel:
-    """The kernel that `choose` chooses, or its error. What depends on the layer and the machine is asked once for all batches."""
-    for able in _able(problem, platform, operation, kernel, capturing, catalogue):
-        for limit in able.batch_limits:
-            if limit.given(Request(problem, extent, platform, capturing)) not in limit.allowed:
-                break
-        else:
+    """The kernel that `choose` chooses, or its error. What depends on the layer and the machine is asked once for all batches; of
+    a batch, the two limits of `Kernel.batch_limits` are."""
+    for able in able_kernels(problem, platform, operation, kernel, capturing, catalogue):
+        if able.max_q_len is not None and extent.max_q_len > able.max_q_len:
+            continue
+        if able.max_kv_len is None or extent.max_kv_len <= able.max_kv_len:
             return able
     return chosen_by(
         choose(problem, extent, platform, operation=operation, kernel=kernel, capturing=capturing, catalogue=catalogue)
@@ -65,8 +65,13 @@ def kernel_for(
 
 
 @lru_cache(maxsize=4096)
-def _able(
-    problem: Problem, platform: Platform, operation: str, kernel: str | None, capturing: bool, catalogue: tuple[Kernel, ...]
+def able_kernels(
+    problem: Problem,
+    platform: Platform,
+    operation: str,
+    kernel: str | None,
+    capturing: bool,
+    catalogue: tuple[Kernel, ...] = CATALOGUE,
 ) -> tuple[Kernel, ...]:
     """The kernels that can run some batch of a problem, the most preferred first."""
     request = Request(problem, Extent(), platform, capturing)
@@ -81,7 +86,7 @@ def _able(
 def kernels_for(problem: Problem, platform: Platform, operation: str) -> tuple[Kernel, ...]:
     """The kernels that batches of a problem get: those before the first without a limit on batches, and that one."""
     found: list[Kernel] = []
-    for kernel in _able(problem, platform, operation, None, False, CATALOGUE):
+    for kernel in able_kernels(problem, platform, operation, None, False):
         found.append(kernel)
         if not kernel.batch_limits:
             break

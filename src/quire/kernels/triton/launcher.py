@@ -63,7 +63,7 @@ class Launcher:
 
     def __call__(self, call: Any) -> None:
         rows = call.k if call.q is None else call.q
-        extent, device = Extent.of(rows, call.cache, call.batch), rows.device
+        extent, device = call.extent or Extent.of(rows, call.cache, call.batch), rows.device
         if self.platform.vendor == "interpreter":
             for program, grid, arguments, _ in self.launches(call, extent, as_bytes):
                 program.interpret(grid, arguments)
@@ -199,7 +199,7 @@ class AttendLauncher(Launcher):
             programs + extras,
             extras,
             max(1, programs // tile.HEADS),
-            min(tile.ROWS, few * problem.group * heads),
+            min(tile.ROWS, few * self.constants.GROUP * heads),
             long_tiles,
             (programs + extras) * (2 * tile.ROWS * (self.constants.V_WIDTH + 2) + 5),
             self.units is None or most < 2**31,
