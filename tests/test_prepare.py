@@ -1,0 +1,98 @@
+"""Warm-up: what is compiled beforehand is all that any batch needs."""
+
+from __future__ import annotations
+
+import random
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+import quire
+from quire import Extent, Platform, Problem
+from quire.dispatch.choose import choose
+from quire.prepare import Prepared, _problems, _warn, _warned, _work, prepare
+
+LAYER = Problem(q_heads=32, kv_heads=8, head_dim=128, page_size=16, device="cuda:0")
+
+
+def prepared_keys(problem: Problem, platform: Platform) -> set[str]:
+    return set(_work(_problems(problem, None, None, None, (problem.form,), (problem.lse,), ("int32",)), platform)[0])
+
+
+@pytest.mark.parametrize("arch", ["sm90", "sm80", "gfx942"])
+@pytest.mark.parametrize("fields", [{}, {"format": "e4m3fn", "scales": "tensor"}, {"form": "context"}, {"mask": True}], ids=str)
+def test_no_batch_needs_another_kernel(fields: dict[str, object], arch: str) -> None:
+    problem, platform, draw = LAYER.replace(**fields), Platform.named(arch), random.Random(3)
+    ready = prepared_keys(problem, platform)
+    assert 0 < len(ready) <= 12
+    for _ in range(60):
+        seqs = draw.choice((1, 2, 30, 200, 512))
+        longest = draw.choice((1, 2, 5, 16, 17, 300))
+        extent = Extent(seqs, draw.randint(seqs, seqs * longest), longest, draw.randint(longest, 10**5))
+        for memory in ("aligned", "generic"):
+            one = problem.replace(memory=memory)
+            assert set(choose(one, extent, platform).compiled) <= ready
+            assert set(choose(one.of_writes(), extent, platform, operation="write").compiled) <= ready
+
+
+def test_a_cache_and_a_problem_ask_for_the_same() -> None:
+    k, v = (torch.empty(4, 16, 8, 128, dtype=torch.bfloat16, device="meta") for _ in "kv")
+    cache, how = quire.KVCache.wrap(k, v, layout="nhd"), (("full", "context"), (False, True), ("int32", "int64"))
+    found = _problems(cache, 32, torch.bfloat16, None, *how)
+    same = _problems(LAYER.replace(device="meta"), None, None, None, *how)
+    assert {problem for _, problem in found} == {problem for _, problem in same}
+
+
+def test_kernels_that_are_not_compiled_need_nothing() -> None:
+    pool = quire.PagePool(pages=4, page_size=16)
+    cache = quire.KVCache.allocate(pool, kv_heads=2, head_dim=64)
+    done = prepare(cache, q_heads=4, q_dtype=torch.bfloat16)
+    assert (done.kernels, done.workspace_bytes) == ((), 0)
+
+
+def test_a_folder_is_a_compile_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The smallest layer there is: two kernels of attention, two of writes."""
+    small = Problem(q_heads=1, kv_heads=1, head_dim=16, page_size=16, batch_invariant=True, q_dtype="fp16", format="fp16")
+    platform, extent = Platform.named("sm80"), Extent(2, 2, 1, 64)
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "empty"))
+    assert choose(small, extent, platform).not_compiled == ("attend_kernel",)
+    done = prepare(small, platform=platform, directory=tmp_path / "kernels", progress=False)
+    assert isinstance(done, Prepared) and len(done.kernels) == 4 and done.seconds > 0 and done.workspace_bytes > 0
+    assert choose(small, extent, platform).not_compiled == ("attend_kernel",), "another folder than the one in use"
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "kernels"))
+    decision = choose(small, extent, platform)
+    assert decision.not_compiled == () and set(decision.compiled) < set(done.kernels)
+    assert f"kernels: {len(decision.compiled)}, compiled" in str(decision)
+
+
+def test_what_was_not_covered_is_named_once() -> None:
+    _warned.discard(LAYER)
+    with pytest.warns(RuntimeWarning, match=r"compiles attend_kernel at run time: quire.prepare did not cover 32/8 heads x 128"):
+        _warn(LAYER, "attend_kernel")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        _warn(LAYER, "combine_kernel")
+    _warned.discard(LAYER)
+
+
+@pytest.mark.parametrize(
+    "given, match",
+    [
+        ({}, "q_heads"),
+        ({"q_heads": 3, "q_dtype": torch.bfloat16}, "a multiple of kv_heads = 2"),
+        ({"q_heads": 4}, "q_dtype"),
+        ({"q_heads": 4, "q_dtype": torch.bfloat16, "forms": "full"}, "forms"),
+        ({"q_heads": 4, "q_dtype": torch.bfloat16, "index": ("int8",)}, "index"),
+        ({"q_heads": 4, "q_dtype": torch.bfloat16, "lse": True}, "lse"),
+    ],
+)
+def test_wrong_questions(given: dict[str, object], match: str) -> None:
+    cache = quire.KVCache.allocate(quire.PagePool(4, 16), kv_heads=2, head_dim=64)
+    with pytest.raises(quire.ArgumentError, match=match):
+        prepare(cache, **given)  # type: ignore[arg-type]
+    with pytest.raises(quire.ArgumentError, match="cache_or_problem"):
+        prepare("a cache")  # type: ignore[arg-type]
