@@ -68,8 +68,9 @@ def prepare(
     platform = Platform.detect(device) if platform is None else platform
     begin = time.perf_counter()
     work, workspace = _work(problems, platform)
-    with _cache_directory(directory):
-        _compile(work, platform, progress)
+    folder = None if directory is None else os.fspath(directory)
+    with _cache_directory(folder):
+        _compile(work, platform, folder, progress)
         if here and device.type == "cuda":
             with torch.cuda.device(device):
                 for launcher in {id(launcher): launcher for _, launcher in work.values()}.values():
@@ -155,7 +156,7 @@ def _work(problems: Iterable[tuple[str, Problem]], platform: Platform) -> tuple[
     return found, workspace
 
 
-def _compile(work: Work, platform: Platform, progress: bool | None) -> None:
+def _compile(work: Work, platform: Platform, folder: str | None, progress: bool | None) -> None:
     """Compiles side by side: each worker is a process of its own, since a compiler may abort and holds the interpreter's lock."""
     if not work:
         return
@@ -165,17 +166,18 @@ def _compile(work: Work, platform: Platform, progress: bool | None) -> None:
     with Progress(transient=True, disable=progress is False) as bar:
         shown = bar.add_task(f"compiling for {platform.arch}", total=len(work))
         with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
-            for done in as_completed([pool.submit(compile_one, what, platform) for what, _ in work.values()]):
+            for done in as_completed([pool.submit(compile_one, what, platform, folder) for what, _ in work.values()]):
                 done.result()
                 bar.advance(shown)
 
 
-def compile_one(what: tuple[str, str, Problem, int], platform: Platform) -> None:
-    """Compiles one kernel into the compile cache: what a worker does."""
+def compile_one(what: tuple[str, str, Problem, int], platform: Platform, folder: str | None) -> None:
+    """Compiles one kernel into the compile cache, or a folder in its place: what a worker does."""
     operation, name, problem, number = what
     (kernel,) = (kernel for kernel in kernels_for(problem, platform, operation) if kernel.name == name)
     compilations: list[tuple[str, Callable[[], None]]] = list(_launcher(kernel, problem, platform).prepare(None))
-    compilations[number][1]()
+    with _cache_directory(folder):
+        compilations[number][1]()
 
 
 def _launcher(kernel: Kernel, problem: Problem, platform: Platform) -> Compiling:
@@ -185,20 +187,16 @@ def _launcher(kernel: Kernel, problem: Problem, platform: Platform) -> Compiling
 
 
 @contextmanager
-def _cache_directory(directory: str | os.PathLike[str] | None) -> Iterator[None]:
-    """Within it, here and in subprocesses, Triton's compile cache is another folder."""
+def _cache_directory(directory: str | None) -> Iterator[None]:
+    """Within it Triton's compile cache is another folder."""
     if directory is None:
         yield
         return
-    before = os.environ.get("TRITON_CACHE_DIR")
-    os.environ["TRITON_CACHE_DIR"] = os.fspath(directory)
-    try:
+    from triton import knobs
+
+    with knobs.cache.scope():
+        knobs.cache.dir = directory
         yield
-    finally:
-        if before is None:
-            del os.environ["TRITON_CACHE_DIR"]
-        else:
-            os.environ["TRITON_CACHE_DIR"] = before
 
 
 _warned: set[Problem] = set()
