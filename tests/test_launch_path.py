@@ -87,7 +87,8 @@ def test_one_launcher_serves_every_batch_of_a_layer(launched: list[str]) -> None
     for tokens, seqs, columns in ((7, 7, 8), (1, 1, 1), (90, 2, 300), (16, 16, 8), (33, 1, 9), (4000, 511, 77)):
         other = call(tokens, seqs, columns)
         quire.attend(other["q"], made["cache"], other["batch"])
-        quire.write(*(torch.empty(tokens, 8, 128, dtype=torch.bfloat16, device="meta") for _ in "kv"), made["cache"], other["batch"])
+        k, v = (torch.empty(tokens, 8, 128, dtype=torch.bfloat16, device="meta") for _ in "kv")
+        quire.write(k, v, made["cache"], other["batch"])
     kernels = sorted(kernel.name for _, kernel in launch._launchers)
     assert kernels == ["gluon-mixed", "triton", "triton-decode"]
 
