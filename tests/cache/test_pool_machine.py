@@ -423,7 +423,7 @@ class RollbackForgetsTheFreePages(PagePool):
 class RollbackKeepsTheBatch(PagePool):
     def rollback(self, batch):
         super().rollback(batch)
-        self._clock.now = batch._number
+        self._clock.now = batch.number
 
 
 class NeverStale(PagePool):

@@ -21,6 +21,7 @@ NAMES = [
     "step",
     "merge",
     "explain",
+    "prepare",
     "check",
     "checked",
     "record",
@@ -28,6 +29,7 @@ NAMES = [
     "Violation",
     "Problem",
     "Extent",
+    "Prepared",
     "Platform",
     "QuireError",
     "ArgumentError",
@@ -38,7 +40,7 @@ NAMES = [
     "reference",
     "__version__",
 ]
-SHADOWED = ["attend", "write", "step", "merge", "explain", "checked"]  # a function and the module that defines it
+SHADOWED = ["attend", "write", "step", "merge", "explain", "prepare", "checked"]  # a function and the module that defines it
 
 
 def test_all_is_pinned() -> None:

@@ -53,6 +53,8 @@ def kernel_for(
     catalogue: tuple[Kernel, ...] = CATALOGUE,
 ) -> Kernel:
     """The kernel that `choose` chooses, or its error. What depends on the layer and the machine is asked once for all batches."""
+    if kernel is not None and not isinstance(kernel, str):
+        raise ArgumentError("kernel", describe(kernel), "the name of a kernel, or None")
     for able in _able(problem, platform, operation, kernel, capturing, catalogue):
         for limit in able.batch_limits:
             if limit.given(Request(problem, extent, platform, capturing)) not in limit.allowed:
