@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import random
 import sys
+import zlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy
 import pytest
 import torch
 
@@ -24,6 +27,26 @@ else:
     hypothesis.settings.register_profile("repeatable", derandomize=True, **_COMMON)
     hypothesis.settings.register_profile("explore", max_examples=1000, **_COMMON)
     hypothesis.settings.load_profile("repeatable")
+
+
+def _seed(name: str) -> None:
+    # Random numbers that depended on the tests before would depend on the load too: pytest-xdist distributes tests by speed. Seeds
+    # differ, so that a fixture and a test never draw the same numbers.
+    seed = zlib.crc32(name.encode())
+    random.seed(seed)
+    numpy.random.seed(seed)
+    torch.manual_seed(seed)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_fixture_setup(fixturedef: Any) -> None:
+    _seed(fixturedef.argname)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_call(item: pytest.Item) -> None:
+    _seed(item.nodeid)
+
 
 torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else 2)
 

@@ -236,8 +236,9 @@ def test_the_type_of_an_output_nobody_gave(q_dtype: str) -> None:
     assert quire.attend(s.q, s.cache, s.batch, s.options).dtype is (torch.bfloat16 if fp8 else s.q.dtype)
     scaled = quire.Options(**QUERIES[q_dtype], out_scale=0.5)
     assert quire.attend(s.q, s.cache, s.batch, scaled).dtype is (s.q.dtype if fp8 else torch.float8_e4m3fn)
-    for documented in (quire.attend.__doc__, default_out_dtype.__doc__):
-        assert "fp8 queries keep their own type, all others give e4m3fn" in " ".join(str(documented).split())
+    documented = [" ".join(str(function.__doc__).split()) for function in (quire.attend, default_out_dtype)]
+    assert "of q's type (bf16 for fp8 queries); under Options(out_scale=...) of q's fp8 type, e4m3fn for other" in documented[0]
+    assert "With an `out_scale`: fp8 queries' own type, e4m3fn for others. Without: the queries' type, bf16 for" in documented[1]
 
 
 LIMITS: dict[str, dict[str, Any]] = {

@@ -9,6 +9,7 @@ import torch
 
 import quire
 from quire.contract.rule import Violation
+from quire.kernels.native.library import FILE
 
 PAGES, SIZE = 16, 4
 STEPS = ((3, 5), (1, 1), (1, 2))
@@ -62,7 +63,7 @@ def test_a_scheduler_and_two_workers():
         assert isinstance(error, quire.ContractError) and error.violations
         pipe.send(None)
     for worker in workers:
-        worker.join(30)
+        worker.join(600)
         assert worker.exitcode == 0
 
 
@@ -88,8 +89,10 @@ def test_errors(error, copied):
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda e: pickle.loads(pickle.dumps(e))], ids=["deepcopy", "pickle"])
 def test_options_and_batches(copied):
     options = quire.Options(window=4, sinks=torch.ones(2))
-    quire.kind.of_options(options) if hasattr(quire, "kind") else None
+    fields = set(vars(quire.Options(sinks=torch.ones(2))))
+    assert options.traits is options.traits and set(vars(options)) > fields
     assert repr(copied(options)) == repr(options) and torch.equal(copied(options).sinks, options.sinks)
+    assert set(vars(copied(options))) == fields, "what was derived belongs to this process"
     pool = quire.PagePool(PAGES, SIZE)
     a = pool.sequence()
     batch = pool.step({a: 6})
@@ -118,3 +121,23 @@ def test_a_cache_is_pickled_as_its_description(layout):
     assert torch.equal(got.k_scale, scale) and float(got.v_scale) == 0.25
     same = copy.deepcopy(cache)
     assert torch.equal(same.k, cache.k) and same.k.data_ptr() != cache.k.data_ptr() and same.pool is not pool
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda e: pickle.loads(pickle.dumps(e))], ids=["deepcopy", "pickle"])
+def test_memos_with_addresses_are_not_copied(copied):
+    """What a batch and a cache keep about calls holds ids and addresses of this process."""
+    pool = quire.PagePool(PAGES, SIZE)
+    cache = quire.KVCache.allocate(pool, kv_heads=2, head_dim=16, dtype=torch.float32)
+    batch = pool.step({pool.sequence(): 6})
+    k = torch.ones(6, 2, 16)
+    want = quire.step(k, k, k, cache, batch)
+    assert batch.validated is not None and cache.storage is cache.storage
+    assert cache.packed is not None or not FILE.exists()
+    other_batch, other = copied(batch), copied(cache)
+    assert other_batch.validated is None and other.packed is None and "storage" not in vars(other)
+    other.k.zero_()
+    other_batch.page_table.fill_(PAGES)
+    with pytest.raises(quire.ContractError, match="page_table"):
+        quire.attend(k, other, other_batch)
+    other_batch = copied(batch)
+    assert torch.equal(quire.step(k, k, k, other, other_batch), want) and torch.equal(other.k, cache.k)

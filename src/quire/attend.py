@@ -11,6 +11,7 @@ from quire.cache.kv_cache import KVCache
 from quire.contract.call import Call
 from quire.contract.check import Level
 from quire.dispatch.kernel import Launcher
+from quire.errors import ArgumentError
 from quire.launch import audit_launcher, launcher_for
 from quire.options import PLAIN, Options
 from quire.problem import default_out_dtype
@@ -63,6 +64,8 @@ def attend(
     >>> quire.attend(q, cache, batch).shape
     torch.Size([5, 8, 64])
     """
+    if lse is None:
+        raise ArgumentError("lse", None, "True, False or a tensor [tokens, q_heads] of fp32")
     if (torch.compiler.is_dynamo_compiling() or type(q) is not torch.Tensor) and is_traced(q):
         from quire import ops
 

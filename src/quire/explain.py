@@ -23,7 +23,7 @@ OPERATIONS = ("attend", "write", "step", "audit")
 
 
 def explain(
-    q: torch.Tensor,
+    q: torch.Tensor | None,
     cache: KVCache,
     batch: Batch,
     options: Options | None = None,
@@ -41,10 +41,12 @@ def explain(
     read: tensors of torch's meta device will do. What the operation would refuse for its shapes, types or options is refused.
 
     `operation` is attend, write, step or audit. A write and a step are explained for `k` and `v`, by default contiguous tensors of
-    q's type (bf16 for fp8 queries). `Decision.compiled` has a key for each kernel that the operation needs: those of a step include
-    its write's."""
-    if operation not in OPERATIONS:
-        raise ArgumentError("operation", repr(operation), str(OneOf(OPERATIONS)))
+    q's type (bf16 for fp8 queries); a write of `k` and `v` needs no q. `Decision.compiled` has a key
+    for each kernel that the operation needs: those of a step include its write's."""
+    if not isinstance(operation, str) or operation not in OPERATIONS:
+        raise ArgumentError("operation", describe(operation), str(OneOf(OPERATIONS)))
+    if not isinstance(cache, KVCache):
+        raise ArgumentError("cache", describe(cache), "a quire.KVCache")
     if platform is not None and not isinstance(platform, Platform):
         raise ArgumentError("platform", describe(platform), "a quire.Platform, or None for the device of q")
     if not isinstance(lse, (bool, torch.Tensor)):
@@ -58,8 +60,8 @@ def explain(
         call = Call(cache, batch, k=k, v=v, slots=slots)
     else:
         call = Call(cache, batch, q, options, new, out, k, v, slots, lse=given, with_lse=lse is not False)
-    enforce_static("explain", call)
-    platform = Platform.detect(q.device) if platform is None else platform
+    enforce_static("write" if operation == "write" else "explain", call)
+    platform = Platform.detect(cache.device) if platform is None else platform
     needed = {"step": ("write", "attend")}.get(operation, (operation,))
     if cache.ledger is not None and "attend" in needed:
         needed = (*needed, "audit")

@@ -33,7 +33,14 @@ def launcher_for(operation: str, call: Call, kernel: str | None = None, check: L
     watch = watching.get()
     if check is not None:
         # On a GPU no value is read: what is certainly legal needs no further look.
-        if watch is not None or check != "auto" or not is_certainly_legal(call) or cache.k_view.is_cpu:
+        given = call.k if operation == "write" else q
+        if (
+            not isinstance(given, torch.Tensor)
+            or given.is_cpu
+            or watch is not None
+            or check != "auto"
+            or not is_certainly_legal(call)
+        ):
             enforce(operation, call, check)
     if q is None or operation == "write":
         problem, extent = described(operation, call)
@@ -48,7 +55,7 @@ def launcher_for(operation: str, call: Call, kernel: str | None = None, check: L
     device = batch.page_table.device
     platform = Platform.detect(device)
     capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-    for chosen in able_kernels(problem, platform, operation, kernel, capturing):
+    for chosen in able_kernels(problem, platform, operation, None, capturing) if kernel is None else ():
         if chosen.max_q_len is None or extent.max_q_len <= chosen.max_q_len:
             if chosen.max_kv_len is None or extent.max_kv_len <= chosen.max_kv_len:
                 break

@@ -15,12 +15,13 @@ import torch
 
 from quire.batch import Batch
 from quire.cache.kv_cache import KVCache
+from quire.contract.static import FLOATS
 from quire.dispatch.choose import kernels_for
 from quire.dispatch.kernel import Compiling, Kernel
 from quire.errors import ArgumentError, describe
 from quire.options import Options
 from quire.platform import Platform
-from quire.problem import Problem
+from quire.problem import Problem, is_fp8
 
 FORMS, INDICES = ("full", "context"), ("int32", "int64")
 
@@ -62,6 +63,10 @@ def prepare(
         progress           whether a progress bar is shown; by default on a terminal
 
     Afterwards no call of the layer compiles. A call that compiles all the same gives one warning, which names its problem."""
+    if platform is not None and not isinstance(platform, Platform):
+        raise ArgumentError("platform", describe(platform), "a quire.Platform, or None for the cache's device")
+    if directory is not None and not isinstance(directory, (str, os.PathLike)):
+        raise ArgumentError("directory", describe(directory), "a path, or None")
     problems = _problems(cache_or_problem, q_heads, q_dtype, options, forms, lse, index)
     device = torch.device(problems[0][1].device)
     here = platform is None
@@ -91,8 +96,8 @@ def _problems(
 ) -> list[tuple[str, Problem]]:
     """The operations and problems of all calls that will be made."""
     for name, values, allowed in (("forms", forms, FORMS), ("index", index, INDICES), ("lse", lse, (False, True))):
-        if isinstance(values, (str, bool)) or not set(values) <= set(allowed):
-            raise ArgumentError(name, describe(values), f"a sequence of {', '.join(map(str, allowed))}")
+        if not isinstance(values, (list, tuple, set, frozenset)) or not values or any(not _is_one_of(v, allowed) for v in values):
+            raise ArgumentError(name, describe(values), f"a list or tuple of {' and '.join(map(str, allowed))}")
     if isinstance(given, Problem):
         if q_heads is not None or q_dtype is not None or options is not None:
             raise ArgumentError("q_heads", "q_heads, q_dtype or options beside a Problem", "None: the Problem says them")
@@ -112,6 +117,10 @@ def _problems(
     return list(found)
 
 
+def _is_one_of(value: object, allowed: tuple[str | bool, ...]) -> bool:
+    return isinstance(value, (str, bool)) and value in allowed
+
+
 def _of_cache(
     cache: KVCache,
     q_heads: int | None,
@@ -121,10 +130,14 @@ def _of_cache(
     lse: Sequence[bool],
     index: Sequence[str],
 ) -> Iterator[Problem]:
-    if not isinstance(q_heads, int) or q_heads < 1 or q_heads % cache.kv_heads:
-        raise ArgumentError("q_heads", describe(q_heads), f"a multiple of kv_heads = {cache.kv_heads}")
-    if not isinstance(q_dtype, torch.dtype):
-        raise ArgumentError("q_dtype", describe(q_dtype), "the queries' torch.dtype")
+    if not isinstance(q_heads, int) or isinstance(q_heads, bool) or not 1 <= q_heads <= 65536 or q_heads % cache.kv_heads:
+        raise ArgumentError("q_heads", describe(q_heads), f"a multiple of kv_heads = {cache.kv_heads}, at most 65536")
+    if not isinstance(q_dtype, torch.dtype) or not (q_dtype in FLOATS or is_fp8(q_dtype)):
+        raise ArgumentError("q_dtype", describe(q_dtype), "fp32, fp16, bf16 or an fp8 type: the type of the queries")
+    if options is not None and not isinstance(options, Options):
+        raise ArgumentError("options", describe(options), "a quire.Options")
+    if is_fp8(q_dtype) is not (options is not None and options.q_scale is not None):
+        raise ArgumentError("options", describe(options), "Options(q_scale=...) with fp8 queries, and only with them")
     device = cache.device
     q = torch.empty((1, q_heads, cache.head_dim), dtype=q_dtype, device=device)
     kv_dtype = torch.bfloat16 if q_dtype.itemsize == 1 else q_dtype

@@ -11,6 +11,7 @@ from quire.batch import Batch
 from quire.cache.kv_cache import KVCache
 from quire.contract.call import Call
 from quire.contract.check import Level, enforce
+from quire.errors import ArgumentError
 from quire.launch import launcher_for
 from quire.options import PLAIN, Options
 from quire.write import store
@@ -41,6 +42,8 @@ def step(
 ) -> Result:
     """`write(k, v, cache, batch)`, then `attend(q, cache, batch, options)`. Both are checked, and both kernels
     chosen, before anything is written. `kernel` names the attention kernel."""
+    if lse is None:
+        raise ArgumentError("lse", None, "True, False or a tensor [tokens, q_heads] of fp32")
     if is_traced(q):
         from quire import ops
 

@@ -178,7 +178,7 @@ def fp8(**scales):
 SHAPES = "float32 of shape [] = [], [kv_heads] = [3], [pages, page_size, kv_heads] = [5, 8, 3]"
 
 REFUSED = {
-    "heads": (allocate(kv_heads=0), "kv_heads: given 0; allowed: 1 or more"),
+    "heads": (allocate(kv_heads=0), "kv_heads: given 0; allowed: 1 to 2147483647"),
     "dim-0": (allocate(head_dim=0), "head_dim: given 0; allowed: 1 to 512"),
     "dim-513": (allocate(head_dim=513), "head_dim: given 513; allowed: 1 to 512"),
     "dim-float": (allocate(head_dim=16.0), "head_dim: given 16.0; allowed: 1 to 512"),
@@ -223,8 +223,8 @@ REFUSED = {
         fp8(k_scale=torch.ones(PAGES, PAGE_SIZE, HEADS)),
         "v_scale: given float32[] on cpu; allowed: one per token and head, as k_scale float32[5, 8, 3] on cpu, or neither",
     ),
-    "not-a-tensor": (wrap([1], zeros(1, 1, 1, 1)), "k_pages: given [1]; allowed: a tensor of pages"),
-    "v-not-a-tensor": (wrap(zeros(1, 1, 1, 1), 3), "v_pages: given 3; allowed: a tensor of pages"),
+    "not-a-tensor": (wrap([1], zeros(1, 1, 1, 1)), "k_pages: given [1]; allowed: a dense tensor of pages"),
+    "v-not-a-tensor": (wrap(zeros(1, 1, 1, 1), 3), "v_pages: given 3; allowed: a dense tensor of pages"),
     "one-tensor": (wrap(zeros(1, 1, 1, 2)), "v_pages: given None; allowed: a tensor: layout 'nhd' keeps K and V apart"),
     "two-tensors": (
         wrap(zeros(1, 1, 1, 2), zeros(1, 1, 1, 2), layout="vllm_joint"),

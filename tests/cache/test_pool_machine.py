@@ -21,7 +21,7 @@ from quire.errors import ArgumentError, OutOfPages, StaleBatch
 from support.pool_books import books
 
 PAGES, PAGE_SIZE = 16, 3
-QUICK = settings(stateful_step_count=30)
+QUICK = settings(stateful_step_count=30, max_examples=60)
 PLANTED = settings(QUICK, max_examples=2000, phases=(Phase.generate,), derandomize=True, database=None, report_multiple_bugs=False)
 
 which = st.integers(0, 7)
@@ -423,7 +423,7 @@ class RollbackForgetsTheFreePages(PagePool):
 class RollbackKeepsTheBatch(PagePool):
     def rollback(self, batch):
         super().rollback(batch)
-        self._clock.now = batch._number
+        self._clock.now = batch.number
 
 
 class NeverStale(PagePool):

@@ -50,7 +50,7 @@ def test_what_is_no_pool_or_no_tensor_is_refused_by_name():
         quire.KVCache.allocate(None, kv_heads=1, head_dim=8)
     pool, cache, (q, _, _) = engine(dtype=torch.float32)
     batch = pool.step({pool.sequence(): 5})
-    with pytest.raises(quire.ArgumentError, match=r"kv_lens: given int64.*; allowed: a dense tensor"):
+    with pytest.raises(quire.ArgumentError, match=r"kv_lens: given a sparse_coo tensor int64.*; allowed: a dense tensor"):
         quire.Batch(batch.page_table, torch.tensor([5]).to_sparse(), batch.q_starts)
     batch.kv_lens = None
     with pytest.raises(quire.ArgumentError, match="kv_lens: given None; allowed: a tensor of int32 or int64"):

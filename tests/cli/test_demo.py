@@ -63,7 +63,7 @@ def test_each_proof_counts(report: Report, changed: dict[str, Any]) -> None:
 @pytest.mark.parametrize("left", ["a page is held", "a request is not done"])
 def test_what_is_left_over_counts(report: Report, left: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if left == "a page is held":
-        monkeypatch.setattr(report.engine.pool, "_free", report.engine.pool._free[1:])
+        monkeypatch.setattr(report.engine.pool._free, "count", report.engine.pool._free.count - 1)
     else:
         monkeypatch.setattr(report.engine.requests[3], "state", "decode")
     assert not report.right

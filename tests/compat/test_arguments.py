@@ -6,6 +6,7 @@ import gc
 import inspect
 import weakref
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,9 +15,8 @@ import torch
 import quire
 from compat.calls import close_in_fp8, in_cache, kernel_2d, rocm, unified
 from compat.case import build
-from quire import launch
+from quire import launch, slots_alone
 from quire.compat import vllm
-from quire.compat.vllm import write
 from quire.compat.vllm.attention import DECODE, PREFILL, Mixture, batch_of
 from quire.compat.vllm.caches import x_packed
 from quire.errors import ArgumentError, ContractError
@@ -291,13 +291,22 @@ def test_what_is_kept_is_used_with_care(monkeypatch: pytest.MonkeyPatch, tmp_pat
 
 def test_streams_share_no_constants(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a stream has yet to fill is not given to another."""
-    key, one = torch.randn(37, 2, 24), torch.ones(1)
-    given = []
-    monkeypatch.setattr(write, "launcher_for", lambda operation, call: lambda call: given.append(call.batch.q_starts))
-    for stream in (1, 2, 1):
-        monkeypatch.setattr(write, "_stream", lambda device, stream=stream: stream)
-        vllm.reshape_and_cache_flash(key, key, *torch.zeros(2, 4, 16, 2, 24), torch.arange(37), "auto", one, one)
-    assert given[0] is given[2] and given[0] is not given[1]
+    card, host = torch.device("cuda", 0), torch.device("cpu")
+    slots = SimpleNamespace(device=card)
+    made = slots_alone._one_sequence
+    slots_alone._kept.cache_clear()
+    monkeypatch.setattr(slots_alone, "_one_sequence", lambda tokens, device: made(tokens, host))
+    monkeypatch.setattr(slots_alone, "Batch", lambda *tensors, **_: tensors)
+    now = {"stream": 1, "captures": False}
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=now["stream"]))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: now["captures"])
+    given: list[Any] = []
+    for stream, captures in ((1, False), (2, False), (1, False), (1, True)):
+        now |= {"stream": stream, "captures": captures}
+        given.append(slots_alone.slots_batch(37, slots))  # type: ignore[arg-type]
+    slots_alone._kept.cache_clear()
+    for first, second, third, captured in zip(*given):
+        assert first is third and first is not second and captured is not first
 
 
 def test_gradients_are_nobodys_business(device: str) -> None:

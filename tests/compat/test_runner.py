@@ -51,7 +51,7 @@ def test_that_fails():
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, str(RUN), *arguments], capture_output=True, text=True, timeout=120)
+    return subprocess.run([sys.executable, str(RUN), *arguments], capture_output=True, text=True, timeout=900)
 
 
 def test_foreign_files_find_quire(tmp_path: Path) -> None:

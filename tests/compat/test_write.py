@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from quire.compat.vllm import chunked_prefill_paged_decode, reshape_and_cache, reshape_and_cache_flash
-from quire.compat.vllm.write import _one_sequence
 from quire.errors import ArgumentError, ContractError
+from quire.slots_alone import _one_sequence
 
 STORED = {"auto": torch.float16, "float16": torch.float16, "fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn,
           "fp8_e5m2": torch.float8_e5m2}  # fmt: skip
@@ -181,4 +181,4 @@ def test_a_shape_that_does_not_fit_is_named() -> None:
 
 def test_constants_of_a_write_are_aligned() -> None:
     """Views into others would make every write take the compiler's way."""
-    assert all(part.storage_offset() == 0 for part in _one_sequence(7, torch.device("cpu"), 0))
+    assert all(part.storage_offset() == 0 for part in _one_sequence(7, torch.device("cpu")))

@@ -79,8 +79,8 @@ def test_whatever_happens_is_a_finding_and_the_run_goes_on(adapter: str) -> None
 
 def test_a_call_without_an_end_is_ended_and_not_asked_for_ever(adapter: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("quire.conformance.apart.PATIENCE", 1)
-    with apart(f"{adapter}:attention", seconds=2) as target:
-        with pytest.raises(Failure, match=r"no answer within 2 s") as caught:
+    with apart(f"{adapter}:attention", seconds=5) as target:
+        with pytest.raises(Failure, match=r"no answer within 5 s") as caught:
             target.run(build(case(4)))
         assert caught.value.fault == "hangs" and caught.value.at == "kernel.py:20"
         assert "no answer" in (target.missing(build(case(None))) or "")

@@ -147,7 +147,7 @@ def test_a_browser_shows_it_alive(html: str, tmp_path: Path) -> None:
         "--v=0",
     ]
     done = subprocess.run(
-        [*command, f"--user-data-dir={tmp_path}/profile", "--dump-dom", file.as_uri()], capture_output=True, text=True, timeout=120
+        [*command, f"--user-data-dir={tmp_path}/profile", "--dump-dom", file.as_uri()], capture_output=True, text=True, timeout=900
     )
     assert done.returncode == 0, done.stderr
     assert not re.findall(r"CONSOLE.*(?:Error|Uncaught)", done.stderr), done.stderr

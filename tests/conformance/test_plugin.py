@@ -51,7 +51,7 @@ def run(tmp_path: Path) -> Run:
         command = [sys.executable, "-c", pytest_itself, "-p", "quire.conformance.plugin", "-p", "no:cacheprovider", *args]
         paths = os.pathsep.join((str(Path(quire.__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])))
         environment = {**os.environ, "PYTHONPATH": paths}
-        return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+        return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=900)
 
     return run
 

@@ -79,7 +79,23 @@ def check_call() -> dict[str, Any]:
 
 
 def explain_call() -> dict[str, Any]:
-    return {name: value for name, value in attend_call().items() if name not in ("kernel", "check")} | {"platform": None}
+    given = {name: value for name, value in attend_call().items() if name not in ("kernel", "check")}
+    return given | {"k": None, "v": None, "slots": None, "operation": "attend", "platform": None}
+
+
+def explain_write_call() -> dict[str, Any]:
+    """Without q, and without what a write does not have."""
+    given = {name: value for name, value in write_call().items() if name not in ("kernel", "check")}
+    return {"q": None} | given | {"operation": "write"}
+
+
+def write_slots_call() -> dict[str, Any]:
+    return write_call() | {"batch": None, "slots": torch.tensor([0, 5, -1])}
+
+
+def prepare_call() -> dict[str, Any]:
+    given = {"cache_or_problem": scenario().cache, "q_heads": 4, "q_dtype": torch.float32, "options": None, "forms": ("full",)}
+    return given | {"lse": (False,), "index": ("int32",), "platform": None, "directory": None, "progress": False}
 
 
 def batch_call() -> dict[str, Any]:
@@ -150,7 +166,10 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]]]] = 
     "write": (quire.write, write_call),
     "step": (quire.step, step_call),
     "check": (quire.check, check_call),
+    "write with slots alone": (quire.write, write_slots_call),
     "explain": (quire.explain, explain_call),
+    "explain a write": (quire.explain, explain_write_call),
+    "prepare": (quire.prepare, prepare_call),
     "checked": (checked, lambda: {"results": False}),
     "Options": (use_options, options_call),
     "Batch": (use_batch, batch_call),

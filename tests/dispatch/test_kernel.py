@@ -157,6 +157,10 @@ def test_a_launcher_that_is_not_there_is_named() -> None:
 
 
 def test_dispatch_loads_no_kernel() -> None:
-    code = "import quire.dispatch.choose, quire.dispatch.vllm, sys; print([m for m in sys.modules if m.startswith(%r)])"
-    code %= (("triton", "quire.kernels."),)
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+    """Validation imports the interface of the native library, and loads the library itself at the first call only."""
+    code = "import quire.dispatch.choose, quire.dispatch.vllm, sys; print([m for m in sys.modules if m.startswith(%r)]);"
+    code = code % (("triton", "quire.kernels."),) + "from quire.kernels.native.library import library;"
+    code += "print(library.cache_info().currsize, 'libquire' in open('/proc/self/maps').read())"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    interface = ["quire.kernels.native", "quire.kernels.native.call", "quire.kernels.native.library"]
+    assert done.stdout == f"{interface}\n0 False\n"

@@ -22,7 +22,7 @@ def root() -> Path:
 def python() -> Run:
     """`python(*args)` runs this interpreter in the repository's root and returns what it printed."""
 
-    def run(*args: str, timeout: float = 300) -> subprocess.CompletedProcess[str]:
+    def run(*args: str, timeout: float = 900) -> subprocess.CompletedProcess[str]:
         return subprocess.run([sys.executable, *args], cwd=ROOT, capture_output=True, text=True, timeout=timeout)
 
     return run

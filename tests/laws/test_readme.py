@@ -61,7 +61,7 @@ def same(shown: str | None, printed: str) -> bool:
 
 def run_session(sources: list[str]) -> list[tuple[str, str | None]]:
     done = subprocess.run(
-        [sys.executable, "-c", SESSION], input=json.dumps(sources), cwd=README.parent, capture_output=True, text=True, timeout=300
+        [sys.executable, "-c", SESSION], input=json.dumps(sources), cwd=README.parent, capture_output=True, text=True, timeout=900
     )
     assert done.returncode == 0, done.stderr
     return [(printed, error) for printed, error in json.loads(done.stdout)]

@@ -18,7 +18,7 @@ PROSE = sorted({*FILES, *ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob(
 FOREIGN_FILES = ("dispatch/vllm.py", "compat/", "integrations/")
 FOREIGN_FUNCTIONS = ("from_vllm", "from_flash_attn", "from_flashinfer")
 # A child process inherits its parent's environment: the only reason to touch it.
-MAY_READ_ENVIRONMENT = ("bench/",)
+MAY_READ_ENVIRONMENT = ("bench/", "prepare.py")
 
 
 def inside(path: Path, places: tuple[str, ...]) -> bool:

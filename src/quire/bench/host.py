@@ -79,11 +79,11 @@ def _measure(seqs: int, kv_len: int, turns: int) -> list[HostRow]:
     cache = quire.KVCache.allocate(pool, kv_heads=8, head_dim=128)
     owners = [pool.sequence() for _ in range(seqs)]
     torch.manual_seed(0)
-    k, v = (torch.randn(seqs * (kv_len - 1), 8, 128).bfloat16() for _ in range(2))
+    k, v = (torch.randn(seqs * (kv_len - 1), 8, 128, device="cpu").bfloat16() for _ in range(2))
     quire.write(k, v, cache, pool.step(dict.fromkeys(owners, kv_len - 1)))
     batch = pool.step(dict.fromkeys(owners, 1))
-    q, k, v = torch.randn(seqs, 32, 128).bfloat16(), k[:seqs].clone(), v[:seqs].clone()
-    out, number = torch.empty_like(q), torch.ones(16)
+    q, k, v = torch.randn(seqs, 32, 128, device="cpu").bfloat16(), k[:seqs].clone(), v[:seqs].clone()
+    out, number = torch.empty_like(q), torch.ones(16, device="cpu")
 
     def read() -> None:
         attend.launch(q, cache, batch, PLAIN, None, out, None)

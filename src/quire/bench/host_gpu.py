@@ -78,7 +78,8 @@ def calls(wanted: Sequence[Shape], device: torch.device | str, model: Model = MO
         # Different pages for all rows of a batch, so that no two tokens are written to one slot.
         needed = len(kv_lens) * width
         ids = torch.arange(needed, dtype=torch.int32, device=device) % pages
-        lens, starts = torch.tensor(kv_lens).int(), torch.tensor([0, *q_lens]).cumsum(0).int()
+        lens = torch.tensor(kv_lens, dtype=torch.int32, device="cpu")
+        starts = torch.tensor([0, *q_lens], device="cpu").cumsum(0).int()
         batch = Batch(
             ids.view(len(kv_lens), width), lens.to(device), starts.to(device), max_q_len=max(q_lens), max_kv_len=max(kv_lens)
         )

@@ -7,7 +7,6 @@ import math
 from collections import deque
 from collections.abc import Iterable
 from functools import cached_property
-from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -103,20 +102,33 @@ class KVCache:
         self.copied: deque[tuple[tuple[int, int], ...]] = deque(maxlen=256)
         """Copies without an id that were applied lately, by identity."""
 
-    # Views and sizes are worked out once, so the pages stay: other pages are another cache. Getters in C cost nothing in a call.
-    k = property(attrgetter("_k"))
-    v = property(attrgetter("_v"))
+    # Views and sizes are worked out once, so the pages stay: other pages are another cache. The getters are Python functions
+    # because torch.compile cannot trace operator.attrgetter.
+    @property
+    def k(self) -> torch.Tensor:
+        return self._k
 
-    def _set_k_scale(self, scale: torch.Tensor | None) -> None:
+    @property
+    def v(self) -> torch.Tensor:
+        return self._v
+
+    @property
+    def k_scale(self) -> torch.Tensor | None:
+        return self._k_scale
+
+    @k_scale.setter
+    def k_scale(self, scale: torch.Tensor | None) -> None:
         self._k_scale = scale
         self.__dict__.pop("storage", None)
 
-    def _set_v_scale(self, scale: torch.Tensor | None) -> None:
+    @property
+    def v_scale(self) -> torch.Tensor | None:
+        return self._v_scale
+
+    @v_scale.setter
+    def v_scale(self, scale: torch.Tensor | None) -> None:
         self._v_scale = scale
         self.__dict__.pop("storage", None)
-
-    k_scale = property(attrgetter("_k_scale"), _set_k_scale)
-    v_scale = property(attrgetter("_v_scale"), _set_v_scale)
 
     @cached_property
     def storage(self) -> Storage:

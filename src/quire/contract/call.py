@@ -189,9 +189,9 @@ class Call:
         room = self.page_table.shape[1] * self.cache.page_size
         if self.options.mask is not None:
             parts = [(seq, low, min(high, room)) for seq, ranges in self.tree_needed.items() for low, high in ranges if low < room]
-            empty = torch.zeros(0, dtype=torch.int64)
-            seqs = torch.cat([empty, *(torch.full((high - low,), seq) for seq, low, high in parts)])
-            return seqs, torch.cat([empty, *(torch.arange(low, high) for _, low, high in parts)])
+            empty = torch.zeros(0, dtype=torch.int64, device="cpu")
+            seqs = torch.cat([empty, *(torch.full((high - low,), seq, device="cpu") for seq, low, high in parts)])
+            return seqs, torch.cat([empty, *(torch.arange(low, high, device="cpu") for _, low, high in parts)])
         end = self.end_needed.clamp(max=room)
         first = torch.minimum(self.first_needed, end)
         counts = end - first

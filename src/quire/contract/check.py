@@ -123,16 +123,18 @@ def enforce(operation: str, call: Call, level: Level) -> None:
 
     The fast checks accept a legal call. The rules run only if those are not sure, and produce the messages."""
     watch = watching.get()
-    if watch is None and level == "auto" and not _ASKED and fast.is_certainly_legal(call):
-        if call.q is not None or operation == "write":
+    values_were_read = False
+    if watch is None and type(level) is str and level == "auto" and not _ASKED and fast.is_certainly_legal(call):
+        if (call.q is not None or operation == "write") and (call.k is not None or operation == "attend"):
             if not call.cache.k_view.is_cpu or _values_are_certainly_legal(call, level):
                 return
+            values_were_read = True
     if not isinstance(level, str) or (level != "auto" and level != "full"):
         raise ArgumentError("check", describe(level), "'auto' or 'full'")
     call.check_arguments()
     _enforce_given(operation, call)
     strict = watch is not None and watch.strict
-    if not strict and _is_certainly_legal(call, level):
+    if not strict and not values_were_read and _is_certainly_legal(call, level):
         return
     broken = [v for v in violations(call, "full" if strict else level) if strict or not v.harmless]
     if broken:

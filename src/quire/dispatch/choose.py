@@ -54,6 +54,8 @@ def kernel_for(
 ) -> Kernel:
     """The kernel that `choose` chooses, or its error. What depends on the layer and the machine is asked once for all batches; of
     a batch, the two limits of `Kernel.batch_limits` are."""
+    if kernel is not None and not isinstance(kernel, str):
+        raise ArgumentError("kernel", describe(kernel), "the name of a kernel, or None")
     for able in able_kernels(problem, platform, operation, kernel, capturing, catalogue):
         if able.max_q_len is not None and extent.max_q_len > able.max_q_len:
             continue

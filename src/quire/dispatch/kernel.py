@@ -275,7 +275,7 @@ def _limits(kernel: Kernel) -> Iterator[Limit]:
             "memory",
             attrgetter("problem.memory"),
             one_of(kernel.memory),
-            "give contiguous tensors that begin at 16 bytes",
+            "give contiguous tensors that begin at multiples of 16 bytes",
         ),
         ("page_size", attrgetter("problem.page_size"), kernel.page_size, "set page_size to {}"),
         ("head_dim", attrgetter("problem.head_dim"), kernel.head_dim, "use a head_dim of {}"),

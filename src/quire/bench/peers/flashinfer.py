@@ -70,12 +70,13 @@ def stream() -> StreamContestant:
             if not workspaces:
                 workspaces.append(torch.zeros(WORKSPACE, dtype=torch.uint8, device=setup.device))
             (workspace,) = workspaces
-            index: dict[str, Any] = {"dtype": torch.int32, "device": setup.device}
+            device = setup.device
             decode: dict[str, Any] = {}
             prefill: dict[str, Any] = {}
             if fixed is not None:  # what a captured graph reads stays in these buffers
-                indptr, last = torch.zeros(fixed.seqs + 1, **index), torch.ones(fixed.seqs, **index)
-                indices = torch.zeros(fixed.page_table.numel(), **index)
+                indptr = torch.zeros(fixed.seqs + 1, dtype=torch.int32, device=device)
+                last = torch.ones(fixed.seqs, dtype=torch.int32, device=device)
+                indices = torch.zeros(fixed.page_table.numel(), dtype=torch.int32, device=device)
                 decode = {
                     "use_cuda_graph": True,
                     "paged_kv_indptr_buffer": indptr,
@@ -84,7 +85,7 @@ def stream() -> StreamContestant:
                 }
                 prefill = {
                     "use_cuda_graph": True,
-                    "qo_indptr_buf": torch.zeros(fixed.seqs + 1, **index),
+                    "qo_indptr_buf": torch.zeros(fixed.seqs + 1, dtype=torch.int32, device=device),
                     "paged_kv_indptr_buf": indptr,
                     "paged_kv_indices_buf": indices,
                     "paged_kv_last_page_len_buf": last,
@@ -104,7 +105,7 @@ def stream() -> StreamContestant:
                 self.decode.plan(*pages, *heads, **types)
             else:
                 self.wrapper = self.prefill
-                starts = torch.tensor([0, *planned.q_lens], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+                starts = torch.tensor([0, *planned.q_lens], dtype=torch.int32, device="cpu").cumsum(0, dtype=torch.int32)
                 self.prefill.plan(starts, *pages, *heads, causal=True, **types)
 
         def run(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor) -> None:
@@ -119,13 +120,13 @@ def stream() -> StreamContestant:
 def csr(planned: Planned, page_size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The pages of a step in FlashInfer's form: offsets and lengths of last pages on the host, where its plan reads them, and page
     ids on the device, gathered there."""
-    lens = torch.tensor(planned.kv_lens, dtype=torch.int32)
+    lens = torch.tensor(planned.kv_lens, dtype=torch.int32, device="cpu")
     counts = (lens + page_size - 1) // page_size
-    indptr = torch.zeros(len(planned.kv_lens) + 1, dtype=torch.int32)
+    indptr = torch.zeros(len(planned.kv_lens) + 1, dtype=torch.int32, device="cpu")
     indptr[1:] = counts.cumsum(0)
     table = planned.batch.page_table
-    row = torch.repeat_interleave(torch.arange(len(counts)), counts.long())
-    column = torch.arange(int(indptr[-1])) - indptr[:-1].long()[row]
+    row = torch.repeat_interleave(torch.arange(len(counts), device="cpu"), counts.long())
+    column = torch.arange(int(indptr[-1]), device="cpu") - indptr[:-1].long()[row]
     at = (row * table.shape[1] + column).to(table.device, non_blocking=True)
     # A row without keys has a last page of 1 token among 0 pages.
     last = torch.where(lens > 0, (lens - 1) % page_size + 1, 1).int()

@@ -77,11 +77,11 @@ def stream() -> StreamContestant:
             with_amx = torch.cpu._is_amx_tile_supported() and torch.cpu._init_amx() and dtype is torch.bfloat16
             self.isa = "amx" if with_amx else "vec" if model.head_dim % 32 == 0 else "vec16"
             shape = (setup.pages, model.kv_heads, PAGE, 2 * model.head_dim)
-            self.memory = [torch.full(shape, UNWRITTEN, dtype=dtype) for _ in range(model.layers)]
+            self.memory = [torch.full(shape, UNWRITTEN, dtype=dtype, device="cpu") for _ in range(model.layers)]
             flat = (setup.pages, model.kv_heads, 2 * PAGE, model.head_dim)
             self.pages = [x.view(flat).chunk(2, dim=2) for x in self.memory]
             self.planned: Planned | None = None
-            self.metadata = torch.empty(0)
+            self.metadata = torch.empty(0, device="cpu")
 
         def plan(self, planned: Planned) -> None:
             batch, model, self.planned = planned.batch, self.model, planned

@@ -85,8 +85,9 @@ class Checker:
 
     def _compare(self, row: Row, layer: int, got: torch.Tensor) -> Error:
         setup, model = self.setup, self.setup.model
-        rows = torch.cat([torch.arange(at, at + count) for at, count in self.given[row.sequence]]).to(setup.device) + layer
-        heads = torch.linspace(0, model.kv_heads - 1, min(HEADS, model.kv_heads)).long().to(setup.device)
+        given = [torch.arange(at, at + count, device="cpu") for at, count in self.given[row.sequence]]
+        rows = torch.cat(given).to(setup.device) + layer
+        heads = torch.linspace(0, model.kv_heads - 1, min(HEADS, model.kv_heads), device="cpu").long().to(setup.device)
         group = model.q_heads // model.kv_heads
         q_heads = (heads[:, None] * group + torch.arange(group, device=setup.device)).flatten()
         count = min(QUERIES, row.new)

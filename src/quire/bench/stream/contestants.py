@@ -51,7 +51,9 @@ class GatherSdpa:
         group = self.model.q_heads // self.model.kv_heads
         self.rows, self.slots, token = [], planned.slots, 0
         for ids, q_len, kv_len in zip(table, planned.q_lens, planned.kv_lens):
-            seen = torch.ones(q_len, kv_len, dtype=torch.bool).tril(kv_len - q_len).repeat(group, 1) if q_len > 1 else None
+            seen = None
+            if q_len > 1:
+                seen = torch.ones(q_len, kv_len, dtype=torch.bool, device=table.device).tril(kv_len - q_len).repeat(group, 1)
             self.rows.append((slice(token, token + q_len), q_len, kv_len, ids[: -(-kv_len // size)], seen))
             token += q_len
 
