@@ -83,8 +83,8 @@ class Draws:
 
     def cache(self) -> KVCache:
         layer, format = self.layer, FORMATS[self.layer.format]
-        # A cache of 2^31 elements or more is another configuration (`Problem.far`: offsets in 64 bits): a layer's cache is allocated
-        # once, so that the batches of one layer never have caches of both sizes.
+        # Never 2^31 elements or more: such a cache is another configuration (`Problem.far`: its offsets take 64 bits). A layer's cache
+        # is allocated once, so that no layer has batches over caches of both sizes.
         pages = self.chance.choice((1, 17, 4096))
         k, v = (nothing(pages, layer.page_size, layer.kv_heads, layer.head_dim, dtype=format.dtype) for _ in "kv")
         scales = (nothing(), nothing()) if format.quantised else (None, None)

@@ -96,12 +96,16 @@ class Launcher:
 
     def keys(self, extent: Extent | None = None) -> tuple[str, ...]:
         """A key for each compiled kernel that a batch needs: a hash of what `triton.compile` is given. Without an extent, for each
-        that some batch of the problem needs."""
+        that some batch of the problem needs. The interpreter compiles none."""
+        if self.platform.vendor == "interpreter":
+            return ()
         return tuple(dict.fromkeys(program.recipe(arguments).key(self.platform) for program, arguments in self.needed(extent)))
 
     def prepare(self, device: int | None) -> Iterator[tuple[str, Callable[[], None]]]:
         """Each kernel that some batch of the problem needs, by its key, and a function that compiles it and, for a device, loads
-        it."""
+        it. The interpreter compiles none."""
+        if self.platform.vendor == "interpreter":
+            return
         for program, arguments in self.needed():
             recipe = program.recipe(arguments)
             if device is None:
