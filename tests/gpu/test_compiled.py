@@ -20,7 +20,9 @@ class Layer:
 
     def __init__(self, kv_heads: int, head_dim: int, format: str = "bf16"):
         self.kv_heads, self.head_dim, self.chance = kv_heads, head_dim, random.Random(head_dim)
-        scales = {name: torch.ones((), device=DEVICE) for name in ("k_scale", "v_scale")} if format == "e4m3fn" else {}
+        scales: dict[str, Any] = (
+            {name: torch.ones((), device=DEVICE) for name in ("k_scale", "v_scale")} if format == "e4m3fn" else {}
+        )
         dtype = {"bf16": torch.bfloat16, "e4m3fn": torch.float8_e4m3fn}[format]
         k, v = (torch.zeros(SEQS * COLUMNS, PAGE, kv_heads, head_dim, device=DEVICE).to(dtype) for _ in "kv")
         self.cache = quire.KVCache.wrap(k, v, layout="nhd", format=format, **scales)

@@ -83,8 +83,8 @@ class Draws:
 
     def cache(self) -> KVCache:
         layer, format = self.layer, FORMATS[self.layer.format]
-        # Never 2^31 elements or more: such a cache is another configuration (`Problem.far`: its offsets take 64 bits). A layer's cache
-        # is allocated once, so that no layer has batches over caches of both sizes.
+        # Never 2^31 elements or more: such a cache is another configuration (`Problem.far`: its offsets take 64 bits). A cache is
+        # allocated once, so that no layer has batches over caches of both sizes.
         pages = self.chance.choice((1, 17, 4096))
         k, v = (nothing(pages, layer.page_size, layer.kv_heads, layer.head_dim, dtype=format.dtype) for _ in "kv")
         scales = (nothing(), nothing()) if format.quantised else (None, None)
@@ -202,11 +202,11 @@ def test_explain_names_the_kernels_that_are_launched(name: str, arch: str) -> No
         calls = draws.calls()
         attend, write = calls["attend"], calls["write"]
         keys = {operation: counting.keys(operation, call) for operation, call in calls.items()}
-        how = {"new": attend.new, "out": attend.out, "lse": False if attend.lse is None else attend.lse}
+        how: dict[str, Any] = {"new": attend.new, "out": attend.out, "lse": False if attend.lse is None else attend.lse}
         how |= {"k": write.k, "v": write.v, "slots": write.given_slots, "platform": counting.platform}
         assert attend.q is not None
         for operation, parts in {"step": ("write", "attend", "audit"), "attend": ("attend", "audit"), "audit": ("audit",)}.items():
-            said = quire.explain(attend.q, attend.cache, attend.batch, attend.options, operation=operation, **how)  # type: ignore[arg-type]
+            said = quire.explain(attend.q, attend.cache, attend.batch, attend.options, operation=operation, **how)
             assert set(said.compiled) == set.union(*(keys[part] for part in parts)), operation
             assert len(said.compiled) == len(set(said.compiled))
 
