@@ -48,16 +48,22 @@ def hint(s: Scenario, kernel: str | None) -> None:
 
 
 def named(s: Scenario, kernel: str | None, out: torch.Tensor | None = None) -> str | None:
-    """The kernel for the scenario's cache. What is beyond its limits must be refused; then there is nothing to test."""
+    """The kernel for the scenario's cache. What is beyond its limits must be refused, and nothing may be written. A call that is
+    refused for its memory alone goes to triton-mixed, which takes any; of other calls there is nothing to test."""
     if kernel is None or kernel == "triton-mixed":
         return kernel
     name = "gluon-mixed-bytes" if kernel == "gluon-mixed" and s.cache.format.itemsize == 1 else kernel
     decision = quire.explain(s.q, s.cache, s.batch, s.options, new=s.new, out=out, lse=True)
     refusals = next(candidate for candidate in decision.candidates if candidate.kernel.name == name).refusals
-    if refusals and (kernel == "gluon-mixed" or {refusal.rule for refusal in refusals} == {"memory"}):
-        with pytest.raises(quire.KernelError):
-            quire.attend(s.q, s.cache, s.batch, s.options, new=s.new, out=out, kernel=name)
-        pytest.skip(f"refused, as it must be: {refusals[0]}")
+    only_memory = {refusal.rule for refusal in refusals} == {"memory"}
+    if only_memory or (refusals and kernel == "gluon-mixed"):
+        before = None if out is None else bits(out).clone()
+        with pytest.raises(quire.KernelError, match=name):
+            quire.attend(s.q, s.cache, s.batch, s.options, new=s.new, out=out, lse=True, kernel=name)
+        assert out is None or torch.equal(bits(out), before), "a call that was refused has written"
+        if not only_memory:
+            pytest.skip(f"refused, as it must be: {refusals[0]}")
+        return "triton-mixed"
     return name
 
 

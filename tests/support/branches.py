@@ -17,10 +17,12 @@ Place = tuple[str, int, int]
 
 
 CANNOT = {
-    "attend.attend_kernel: if C.EARLY and (not C.BESIDE) -> yes": "compiled: griddepcontrol.launch_dependents",
-    "attend.attend_kernel: if C.BESIDE -> yes": "only beside Hopper's own kernel",
-    "attend.attend_kernel: if program == 0 -> yes": "only beside Hopper's own kernel",
-    "attend.attend_kernel: if program == 0 -> no": "only beside Hopper's own kernel",
+    "attend.attend_kernel: if C.EARLY -> yes": "compiled: griddepcontrol.launch_dependents",
+    **{
+        f"attend.attend_kernel: if {test} -> {outcome}": "only on cards that launch dependent kernels early"
+        for test in ("room.beside != 0", "room.beside == 0", "program == 0")
+        for outcome in ("yes", "no")
+    },
     "combine.combine_kernel: if C.EARLY -> yes": "compiled: griddepcontrol.wait",
     "schedule.uniform: if C.UNIFORM and (not C.WIDE) -> yes": "compiled: redux.sync",
     "formats.encode: if HARDWARE and FORMAT == 'e4m3fn' -> yes": "an instruction of cards: test_bytes_are_made_by_cards_that_can",

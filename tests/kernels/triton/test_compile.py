@@ -26,6 +26,7 @@ from quire.kernels.triton.tuning import TABLE
 from quire.platform import Platform
 from support.branches import CANNOT
 from support.once import once
+from support.versions import installed
 
 KERNELS = ("decode", "mixed")
 FORMATS = ("bf16", "e4m3fn", "e4m3fnuz", "e5m2", "int8")
@@ -185,7 +186,7 @@ SPILLS = {
     ("gfx1100", "mixed-128-e4m3fn"): 320,
     ("gfx1100", "mixed-128-e4m3fnuz"): 32,
     ("gfx1100", "mixed-128-int8"): 96,
-    ("sm90", "decode-128-e4m3fn-wide"): 1280,
+    ("sm90", "decode-128-e4m3fn-wide"): 1344,
     ("sm80", "decode-128-e4m3fn-wide"): 24,
     ("sm89", "decode-128-e4m3fn-wide"): 8,
     ("sm100", "decode-128-bf16-wide"): 56,
@@ -200,6 +201,15 @@ Of Hopper's own kernel it is mostly the loader that has no registers left, for a
 converts bytes by integer arithmetic, up to 264 bytes are left even with the smallest tiles. Wide are tiles of 64 query rows: one or
 two warps, the fastest over bytes with 16 rows, have too few registers for those. (Four warps spill nothing there; whether they are
 faster has not been measured.)"""
+SPILLS_FROM_3_9 = {
+    ("sm90", "decode-128-e4m3fn"): 96,
+    ("sm90", "decode-128-bf16-wide"): 16,
+    ("sm90", "decode-128-e4m3fn-wide"): 1600,
+    **{("sm90", name): 416 for name in HOPPER if name != MANY},
+}
+"""The same from Triton 3.9 on, which spills more: 88 bytes of the decode over e4m3fn, 8 and 1568 of the wide ones. Of Hopper's own
+kernel it is 272 over bf16, where 3.6 to 3.8 spill 0 to 24, and up to 384 in the context form. Whether this costs time has not been
+measured."""
 
 
 def test_registers_are_enough(arch: str, name: str, results: Callable[[str], dict[str, Any]]) -> None:
@@ -207,6 +217,8 @@ def test_registers_are_enough(arch: str, name: str, results: Callable[[str], dic
     kernels = results(arch)[name]
     assert not isinstance(kernels, str), kernels
     known = SPILLS.get((arch, name), 0)
+    if tuple(map(int, installed().split(".")[:2])) >= (3, 9):
+        known = max(known, SPILLS_FROM_3_9.get((arch, name), 0))
     assert {kernel.kernel: kernel.spilled for kernel in kernels if kernel.spilled > known} == {}
 
 

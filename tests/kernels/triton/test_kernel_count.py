@@ -17,12 +17,14 @@ import torch
 
 pytest.importorskip("triton")
 
+import quire
 from quire.batch import Batch
 from quire.cache.format import FORMATS
 from quire.cache.kv_cache import KVCache
 from quire.contract.call import Call
 from quire.dispatch.choose import kernel_for
-from quire.dispatch.kernel import Launcher
+from quire.kernels.triton.launcher import Launcher
+from quire.kernels.triton.program import as_bytes
 from quire.launch import described
 from quire.options import Options
 from quire.platform import Platform
@@ -70,8 +72,10 @@ def nothing(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 class Draws:
     """Random batches of one layer."""
 
-    def __init__(self, layer: Layer, index: torch.dtype, seed: str):
+    def __init__(self, layer: Layer, index: torch.dtype, seed: str, wide: bool = True):
         self.layer, self.index, self.chance = layer, index, random.Random(seed)
+        self.wide = wide
+        """Whether some page tables are too wide to count their work in 32 bits. An extent does not tell how wide a table is."""
         self.rows_of = Counter[str]()
 
     def one_in(self, n: int) -> bool:
@@ -79,6 +83,8 @@ class Draws:
 
     def cache(self) -> KVCache:
         layer, format = self.layer, FORMATS[self.layer.format]
+        # Never 2^31 elements or more: such a cache is another configuration (`Problem.far`: its offsets take 64 bits). A cache is
+        # allocated once, so that no layer has batches over caches of both sizes.
         pages = self.chance.choice((1, 17, 4096))
         k, v = (nothing(pages, layer.page_size, layer.kv_heads, layer.head_dim, dtype=format.dtype) for _ in "kv")
         scales = (nothing(), nothing()) if format.quantised else (None, None)
@@ -97,7 +103,7 @@ class Draws:
         tokens = max(1, min(seqs * most, chance.randint(1, seqs * most), 20_000)) if most > 1 else seqs
         tokens += chance.choice((0, 0, chance.randint(1, 100)))  # padding
         # Now and then a table that nobody would fill: its work is more than 32 bits count.
-        width = chance.randint(1, 2**22) if self.one_in(25) else chance.randint(1, 5000)
+        width = chance.randint(1, 2**22) if self.wide and self.one_in(25) else chance.randint(1, 5000)
         table = nothing(seqs + chance.randint(0, 9), width + chance.randint(0, 33), dtype=self.index)[:seqs, :width]
         lens, starts = nothing(seqs, dtype=self.index), nothing(seqs + 1, dtype=self.index)
         if self.one_in(8):
@@ -152,18 +158,30 @@ class Draws:
         return {"attend": attend, "audit": attend, "write": Call(cache, batch, k=k, v=v, slots=slots)}
 
 
+class Counting:
+    """The compiled kernels that calls need, by the launchers that would launch them on a card."""
+
+    def __init__(self, arch: str):
+        self.platform, self.launchers = Platform.named(arch), dict[Any, Launcher]()
+
+    def keys(self, operation: str, call: Call) -> set[str]:
+        problem, extent = described(operation, call)
+        kernel = kernel_for(problem, extent, self.platform, operation, None, False)
+        if (problem, kernel) not in self.launchers:
+            launcher = kernel.launcher_for(problem, self.platform)
+            assert isinstance(launcher, Launcher)
+            self.launchers[problem, kernel] = launcher
+        launches = self.launchers[problem, kernel].launches(call, extent, as_bytes)
+        return {program.recipe(arguments).key(self.platform) for program, _, arguments, _ in launches}
+
+
 def count(layer: Layer, arch: str, index: torch.dtype, batches: int) -> Counter[str]:
     """How often each compiled kernel is needed."""
-    platform, found = Platform.named(arch), Counter[str]()
+    found, counting = Counter[str](), Counting(arch)
     draws = Draws(layer, index, f"{layer} {arch} {index}")
-    launchers: dict[Any, Launcher] = {}
     for _ in range(batches):
         for operation, call in draws.calls().items():
-            problem, extent = described(operation, call)
-            kernel = kernel_for(problem, extent, platform, operation, None, False)
-            if (problem, kernel) not in launchers:
-                launchers[problem, kernel] = kernel.launcher_for(problem, platform)
-            found.update(launchers[problem, kernel].keys(call, extent))  # type: ignore[attr-defined]
+            found.update(counting.keys(operation, call))
     return found
 
 
@@ -173,6 +191,24 @@ def test_all_batches_of_a_layer_need_few_kernels(name: str, arch: str) -> None:
     for index in (torch.int32, torch.int64):
         found = count(LAYERS[name], arch, index, BATCHES)
         assert len(found) <= MOST, f"{len(found)} kernels for indices of {index}:\n" + "\n".join(sorted(found))
+
+
+@pytest.mark.parametrize("arch", ARCHES)
+@pytest.mark.parametrize("name", LAYERS)
+def test_explain_names_the_kernels_that_are_launched(name: str, arch: str) -> None:
+    """`Decision.compiled` is made from the problem and the extent alone, the launches from the tensors of the call."""
+    draws, counting = Draws(LAYERS[name], torch.int32, f"explain {name} {arch}", wide=False), Counting(arch)
+    for _ in range(6):
+        calls = draws.calls()
+        attend, write = calls["attend"], calls["write"]
+        keys = {operation: counting.keys(operation, call) for operation, call in calls.items()}
+        how: dict[str, Any] = {"new": attend.new, "out": attend.out, "lse": False if attend.lse is None else attend.lse}
+        how |= {"k": write.k, "v": write.v, "slots": write.given_slots, "platform": counting.platform}
+        assert attend.q is not None
+        for operation, parts in {"step": ("write", "attend", "audit"), "attend": ("attend", "audit"), "audit": ("audit",)}.items():
+            said = quire.explain(attend.q, attend.cache, attend.batch, attend.options, operation=operation, **how)
+            assert set(said.compiled) == set.union(*(keys[part] for part in parts)), operation
+            assert len(said.compiled) == len(set(said.compiled))
 
 
 if __name__ == "__main__":

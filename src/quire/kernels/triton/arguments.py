@@ -98,7 +98,8 @@ class Out(NamedTuple):
 
 
 class Workspace(NamedTuple):
-    """Where programs store partial results of units that are split: two places a share, `[programs, 2, rows]`.
+    """Where programs store partial results of units that are split: two places a share and row, `[rows, programs, 2]`. What
+    `combine` adds up of one row so lies at distances that the compiler knows, although it does not know the number of rows.
 
     One piece of memory: weighted values `[.., v width]`, then the largest logit `[..]`, then the sum of weights `[..]`, in fp32;
     then a header for each share, int32 `[programs, 5]`."""

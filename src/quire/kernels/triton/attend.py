@@ -131,7 +131,7 @@ def leave(room, share, second, weighted, top, weights, broken, T: tl.constexpr, 
     """Leaves what was gathered of a unit that several shares have. At most two of a share are such: its first and its last."""
     index = tl.arange(0, T.ROWS)
     dim = tl.arange(0, C.V_WIDTH)
-    place = (share * 2 + second.to(tl.int32)) * T.ROWS + index
+    place = index * (2 * room.programs) + (share * 2 + second.to(tl.int32))
     tops, totals, _ = parts_of(room, T.ROWS, C)
     tl.store(room.at + place[:, None] * C.V_WIDTH + dim[None, :], weighted)
     tl.store(tops + place, top)
@@ -245,14 +245,16 @@ def misses_page(rows, cache, unit, C: tl.constexpr):
 def zero_padding(out, rows, program, programs, C: tl.constexpr):
     """Zeros for rows of the LSE, and of an output that is new, which belong to no sequence."""
     WIDTH: tl.constexpr = C.V_WIDTH
+    HEADS: tl.constexpr = C.KV_HEADS * C.GROUP
     dim = tl.arange(0, WIDTH)
     if (out.zero_padding != 0) | (out.lse is not None):
         used = tl.load(rows.q_starts + rows.seqs * rows.q_starts_step).to(tl.int32)
-        for nth in range(used + program, rows.tokens, programs):
-            token = tl.full([], 0, tl.int64) + nth
-            for head in range(C.KV_HEADS * C.GROUP):
-                if out.zero_padding != 0:
-                    at = token * out.token + head * out.head + dim * out.dim
-                    tl.store(out.at + at, tl.zeros([WIDTH], out.at.dtype.element_ty), mask=dim < C.V_DIM)
-                if out.lse is not None:
-                    tl.store(out.lse + token * out.lse_token + head * out.lse_head, 0.0)
+        # One loop over tokens and heads: the compiler would unroll one over heads alone.
+        for nth in range(program, tl.maximum(rows.tokens - used, 0).to(tl.int64) * HEADS, programs):
+            token = used + nth // HEADS
+            head = nth % HEADS
+            if out.zero_padding != 0:
+                at = token * out.token + head * out.head + dim * out.dim
+                tl.store(out.at + at, tl.zeros([WIDTH], out.at.dtype.element_ty), mask=dim < C.V_DIM)
+            if out.lse is not None:
+                tl.store(out.lse + token * out.lse_token + head * out.lse_head, 0.0)

@@ -51,7 +51,7 @@ def add_up(out, room, cache, features, share, index, parts, second, token, q_hea
     for first in range(0, parts, PARTS):
         part = first + tl.arange(0, PARTS)
         mine = part < parts
-        place = ((share + part) * 2 + tl.where(part == 0, second, 0)) * rows + index
+        place = index * (2 * room.programs) + (share + part) * 2 + tl.where(part == 0, second, 0)
         part_top = tl.load(tops + place, mask=mine, other=float("-inf"))
         part_total = tl.load(totals + place, mask=mine, other=0.0)
         part_weighted = tl.load(room.at + place[:, None] * WIDTH + dim[None, :], mask=mine[:, None], other=0.0)

@@ -26,6 +26,9 @@ from quire.problem import ANY, Extent, Problem, power_of_two
 
 BALANCED = 16
 """Query rows that one program balances."""
+COMBINING = 168
+"""Registers of a thread that combines values of up to 128 numbers, at most: it then needs no more, and twelve such programs fit a
+multiprocessor of 64 K registers. Left alone, the compiler takes up to 190."""
 LARGE = Extent(seqs=8, tokens=64, max_q_len=8, max_kv_len=1024)
 """Some batch: what is compiled for it does not depend on its size."""
 LOG2E = math.log2(math.e)
@@ -93,7 +96,9 @@ class Launcher:
 
     def keys(self, extent: Extent | None = None) -> tuple[str, ...]:
         """A key for each compiled kernel that a batch needs: a hash of what `triton.compile` is given. Without an extent, for each
-        that some batch of the problem needs."""
+        that some batch of the problem needs. The interpreter compiles none."""
+        if self.platform.vendor == "interpreter":
+            return ()
         return tuple(dict.fromkeys(program.recipe(arguments).key(self.platform) for program, arguments in self.needed(extent)))
 
     def not_compiled(self, extent: Extent) -> tuple[str, ...]:
@@ -103,7 +108,9 @@ class Launcher:
 
     def prepare(self, device: int | None) -> Iterator[tuple[str, Callable[[], None]]]:
         """Each kernel that some batch of the problem needs, by its key, and a function that compiles it and, for a device, loads
-        it."""
+        it. The interpreter compiles none."""
+        if self.platform.vendor == "interpreter":
+            return
         for program, arguments in self.needed():
             recipe = program.recipe(arguments)
             if device is None:
@@ -155,7 +162,8 @@ class AttendLauncher(Launcher):
         self.balance = None
         if constants.BALANCE == "before":
             self.balance = Program(balance_kernel, BALANCE, (BALANCED, Balance.of(constants)), self.units, self.warps)
-        self.combine = Program(combine_kernel, COMBINE, (Finish.of(constants),), self.units, 1)
+        registers = COMBINING if platform.vendor == "nvidia" and constants.V_WIDTH <= 128 else None
+        self.combine = Program(combine_kernel, COMBINE, (Finish.of(constants),), self.units, 1, registers=registers)
         self.constants = constants
         self.workspace_bytes = 4 * max(self._workspace(tile, 2 * self.tiles.programs) for tile in self.programs)
         self._generic: AttendLauncher | None = None

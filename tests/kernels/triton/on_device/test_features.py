@@ -119,7 +119,7 @@ def test_fp8_output_saturates(device: str) -> None:
     assert torch.equal(out.float().abs() == 448, s.expected.abs() > 432e-4)  # 432 is half-way between 416 and 448
 
 
-@pytest.mark.parametrize("power", [-100, 60, 100])
+@pytest.mark.parametrize("power", [-100, 60, 98])
 def test_queries_far_from_one(power: int, device: str) -> None:
     """bf16 holds more than the fp16 in which an eight-bit cache is multiplied."""
     s = build(4, **LENS, format="e4m3fn", q_dtype="bf16", scale=0.25 * 2.0**-power, device=device)
