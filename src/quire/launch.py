@@ -34,13 +34,8 @@ def launcher_for(operation: str, call: Call, kernel: str | None = None, check: L
     if check is not None:
         # On a GPU no value is read: what is certainly legal needs no further look.
         given = call.k if operation == "write" else q
-        if (
-            not isinstance(given, torch.Tensor)
-            or given.is_cpu
-            or watch is not None
-            or check != "auto"
-            or not is_certainly_legal(call)
-        ):
+        static = isinstance(given, torch.Tensor) and not given.is_cpu and watch is None and type(check) is str and check == "auto"
+        if not static or not is_certainly_legal(call):
             enforce(operation, call, check)
     if q is None or operation == "write":
         problem, extent = described(operation, call)
