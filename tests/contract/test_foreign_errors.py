@@ -268,3 +268,18 @@ def test_a_large_array_is_described_in_a_line() -> None:
         quire.attend(numpy.zeros((1000, 64, 128), numpy.float32), s.cache, s.batch)  # type: ignore[call-overload]
     assert "q: given" in str(caught.value) and "numpy" in str(caught.value) and "[1000, 64, 128]" in str(caught.value)
     assert len(str(caught.value)) < 200
+
+
+@pytest.mark.parametrize("name", ["attend", "step"])
+def test_an_lse_of_none_is_refused(name: str) -> None:
+    """It is neither True nor False."""
+    run, good = FUNCTIONS[name]
+    with pytest.raises(quire.ArgumentError, match=r"^lse: given None; allowed: True, False or a tensor"):
+        run(**good() | {"lse": None})
+
+
+@pytest.mark.parametrize("name", ["write", "step"])
+def test_nothing_to_write_is_refused(name: str) -> None:
+    run, good = FUNCTIONS[name]
+    with pytest.raises(quire.ArgumentError, match=r"^k: given None"):
+        run(**good() | {"k": None, "v": None})
