@@ -222,6 +222,13 @@ def test_registers_are_enough(arch: str, name: str, results: Callable[[str], dic
     assert {kernel.kernel: kernel.spilled for kernel in kernels if kernel.spilled > known} == {}
 
 
+@pytest.mark.parametrize("arch, most", [("sm90", 168), ("gfx942", 128)])
+def test_combining_takes_few_registers(arch: str, most: int, results: Callable[[str], dict[str, Any]]) -> None:
+    """It is one warp that loads 32 rows at once: if the compiler does not know how far apart these are, each takes an address."""
+    (combine,) = (kernel for kernel in results(arch)["decode-128-bf16"] if kernel.kernel == "combine_kernel")
+    assert combine.registers <= most and combine.spilled == 0
+
+
 @pytest.mark.parametrize("instruction", [why.removeprefix("compiled: ") for why in CANNOT.values() if why.startswith("compiled: ")])
 def test_what_the_interpreter_cannot_run_is_compiled(instruction: str, results: Callable[[str], dict[str, Any]]) -> None:
     """Where the card has it, and nowhere else."""

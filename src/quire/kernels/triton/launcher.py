@@ -27,8 +27,8 @@ from quire.problem import ANY, Extent, Problem, power_of_two
 BALANCED = 16
 """Query rows that one program balances."""
 COMBINING = 168
-"""Registers of a thread that combines values of up to 128 numbers, at most: it then needs no more, and twelve such programs fit a
-multiprocessor of 64 K registers. Left alone, the compiler takes up to 190."""
+"""Registers of a thread that combines values of up to 128 numbers, at most, on NVIDIA's cards: twelve such programs then fit a
+multiprocessor of 64 K registers. Triton 3.7 takes 160 for sm90 and spills none; without a limit it takes 186."""
 LARGE = Extent(seqs=8, tokens=64, max_q_len=8, max_kv_len=1024)
 """Some batch: what is compiled for it does not depend on its size."""
 LOG2E = math.log2(math.e)
