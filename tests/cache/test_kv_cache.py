@@ -1,5 +1,7 @@
 """KVCache: allocated and wrapped memory, scales, page copies, and every refusal with its message."""
 
+import copy
+
 import pytest
 import torch
 
@@ -282,3 +284,9 @@ def test_what_is_refused(act, message):
 def test_expanded_memory_is_refused():
     with pytest.raises(ArgumentError, match=r"^v_pages: given strides \(0, .*; allowed: memory of its own for each"):
         wrap(zeros(3, 4, 1, 2), zeros(1, 4, 1, 2).expand(3, 4, 1, 2))()
+
+
+def test_a_shallow_copy_has_the_same_pages() -> None:
+    cache = KVCache.allocate(PagePool(4, 8), kv_heads=1, head_dim=8, ledger=True)
+    same = copy.copy(cache)
+    assert same.k is cache.k and same.v is cache.v and same.ledger is cache.ledger and same.pool is cache.pool

@@ -362,6 +362,12 @@ class KVCache:
             scales = (self.scale_kind, self.k_scale.cpu().numpy(), self.v_scale.cpu().numpy())
         return _restored, (described, scales)
 
+    def __copy__(self) -> KVCache:
+        """Another cache over the same pages, scales and ledger."""
+        cache = KVCache.__new__(KVCache)
+        cache.__dict__.update(self.__dict__)
+        return cache
+
     def __deepcopy__(self, memo: dict[int, Any]) -> KVCache:
         k, v, k_scale, v_scale = (None if t is None else t.detach().clone() for t in (self.k, self.v, self.k_scale, self.v_scale))
         assert k is not None and v is not None
