@@ -335,3 +335,18 @@ def calls(draw: st.DrawFn) -> dict[str, Any]:
 @given(spec=calls(), seed=st.integers(0, 2**16))
 def test_any_combination(spec: dict[str, Any], seed: int) -> None:
     attend(build(seed, **spec))
+
+
+@pytest.mark.parametrize("check", [None, False, 0, "none"])
+def test_checks_cannot_be_switched_off(check: object) -> None:
+    pool = quire.PagePool(4, 8)
+    cache = quire.KVCache.allocate(pool, kv_heads=1, head_dim=8)
+    batch = pool.step({pool.sequence(): 3})
+    q, k = torch.zeros(3, 1, 8, dtype=torch.bfloat16), torch.zeros(3, 1, 8, dtype=torch.bfloat16)
+    for run in (
+        lambda: quire.attend(q, cache, batch, check=check),  # type: ignore[call-overload]
+        lambda: quire.write(k, k, cache, batch, check=check),  # type: ignore[arg-type]
+        lambda: quire.step(q, k, k, cache, batch, check=check),  # type: ignore[call-overload]
+    ):
+        with pytest.raises(quire.ArgumentError, match="check"):
+            run()

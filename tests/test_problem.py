@@ -251,3 +251,18 @@ def test_calls_of_the_same_layer_are_described_alike() -> None:
     s = small()
     call = Call(s.cache, s.batch, s.q, s.options)
     assert launch.described("attend", call)[0] is launch.described("audit", call)[0] is problem_of(s)
+
+
+def test_heads_that_32_bits_do_not_reach_are_generic() -> None:
+    """Queries stored head by head: the last head begins 2^31 elements behind the first."""
+    s = build(1, [3], [9])
+    q = torch.empty(16, 3 * 10**6, 64, device="meta").transpose(0, 1)
+    cache = quire.KVCache.wrap(*(torch.empty(2, 16, 1, 64, device="meta") for _ in "kv"), layout="nhd")
+    batch = quire.Batch(*(t.to("meta") for t in (s.batch.page_table, s.batch.kv_lens, s.batch.q_starts)))
+    assert Problem.of(q, cache, batch).memory == "generic"
+    assert Problem.of(q[:, :2], cache, batch).memory == "aligned"
+
+
+def test_equal_facts_are_one_object() -> None:
+    s = build(1, [3], [9])
+    assert Problem.of(s.q, s.cache, s.batch) is Problem.of(s.q, s.cache, s.batch, out=torch.empty_like(s.q))

@@ -24,14 +24,14 @@ _launchers: dict[tuple[int, Kernel], tuple[Problem, Launcher]] = {}
 """By problem and kernel. Equal facts make one Problem, so its identity will do, and the entry keeps it alive."""
 
 
-def launcher_for(operation: str, call: Call, kernel: str | None = None, check: Level | None = None) -> Launcher:
-    """The launcher of a call. With `check` the call is checked first; without, its caller has checked it. Raises if the call breaks
-    the contract, if no kernel can run it, or not the one asked for by name.
+def launcher_for(operation: str, call: Call, kernel: str | None = None, check: Level = "auto", checked: bool = True) -> Launcher:
+    """The launcher of a call. Unless its caller has `checked` it, the call is checked first. Raises if the call breaks the
+    contract, if no kernel can run it, or not the one asked for by name.
 
     It runs in every call, so it is one function: what follows reads like the line above, `Call` to `Launcher`."""
     cache, batch, q = call.cache, call.batch, call.q
     watch = watching.get()
-    if check is not None:
+    if not checked:
         # On a GPU no value is read: what is certainly legal needs no further look.
         given = call.k if operation == "write" else q
         static = isinstance(given, torch.Tensor) and not given.is_cpu and watch is None and type(check) is str and check == "auto"
@@ -78,7 +78,7 @@ def described(operation: str, call: Call) -> tuple[Problem, Extent]:
     cache, batch = call.cache, call.batch
     if operation == "write":
         assert call.k is not None and call.v is not None
-        return Problem.of_write(call.k, call.v, cache, batch, call.given_slots), Extent.of(call.k, cache, batch)
+        return Problem.of_write(call.k, call.v, cache, batch), Extent.of(call.k, cache, batch)
     assert call.q is not None
     problem = Problem.of(call.q, cache, batch, call.options, call.new, call.out, call.with_lse, call.context_from, call.only)
     return problem, Extent.of(call.q, cache, batch)

@@ -9,7 +9,7 @@ An `out` that is given is declared as written to, as is the cache of a write. Wh
 where a tensor without elements stands for an `out` that was given and for an LSE that nobody asked for.
 
 What lives outside of tensors stays outside of a graph: a batch with copies is refused (apply them before), as is a cache with a
-ledger; and who holds a page of a pool is not checked. Inference only, as everywhere.
+ledger; and neither who holds a page of a pool nor whether a pool's batch is stale is checked. Inference only, as everywhere.
 """
 
 from __future__ import annotations

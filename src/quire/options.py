@@ -11,6 +11,7 @@ import torch
 
 from quire.errors import ArgumentError, describe
 
+FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 FAR = 2**62
 """The most a window can reach: positions are 64-bit."""
 
@@ -77,13 +78,18 @@ class Options:
 
     def __post_init__(self) -> None:
         self._check_window()
+        for name in ("alibi", "sinks", "q_scale", "out_scale"):
+            value = getattr(self, name)
+            if isinstance(value, torch.Tensor) and value.is_neg():
+                # torch negates when it reads; a kernel reads what lies there.
+                raise ArgumentError(name, "a view that torch negates when it reads it", "numbers as they lie: tensor.resolve_neg()")
         self._check_numbers()
         for name in ("alibi", "sinks"):
             value = getattr(self, name)
             if value is not None and not (
-                isinstance(value, torch.Tensor) and value.dim() == 1 and value.is_floating_point() and value.layout is torch.strided
+                isinstance(value, torch.Tensor) and value.dim() == 1 and value.dtype in FLOATS and value.layout is torch.strided
             ):
-                raise ArgumentError(name, describe(value), "a floating-point tensor [q_heads] or None")
+                raise ArgumentError(name, describe(value), "a tensor [q_heads] of float32, float16 or bfloat16, or None")
         if isinstance(self.causal, torch.Tensor):
             if self.causal.dtype is not torch.bool or self.causal.dim() != 1 or self.causal.layout is not torch.strided:
                 raise ArgumentError("causal", describe(self.causal), "True, False or a bool tensor [seqs]")

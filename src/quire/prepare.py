@@ -47,18 +47,19 @@ def prepare(
     q_heads: int | None = None,
     q_dtype: torch.dtype | None = None,
     options: Options | None = None,
-    forms: Sequence[str] = ("full",),
-    lse: Sequence[bool] = (False,),
-    index: Sequence[str] = ("int32",),
+    forms: Sequence[str] | None = None,
+    lse: Sequence[bool] | None = None,
+    index: Sequence[str] | None = None,
     platform: Platform | None = None,
     directory: str | os.PathLike[str] | None = None,
     progress: bool | None = None,
 ) -> Prepared:
-    """Compiles all kernels of a layer in parallel, and loads them if the platform is this machine's.
+    """Compiles all kernels of a layer in parallel, and loads them on the layer's device unless a `platform` is named.
 
         cache_or_problem   the layer's cache, then q_heads and q_dtype are needed too; or a Problem
-        forms, lse, index  which calls will be made: full and context form, with and without LSE, types of the index tensors
-        platform           by default that of the cache's device; another is compiled for, and not loaded
+        forms, lse, index  which calls will be made: full and context form, with and without LSE, types of the index tensors; by
+                           default what a Problem says, and for a cache full form, without LSE, int32
+        platform           by default that of the cache's or the Problem's device; one that is named is compiled for, and not loaded
         directory          where compiled kernels go, in the layout of TRITON_CACHE_DIR; by default Triton's own cache
         progress           whether a progress bar is shown; by default on a terminal
 
@@ -69,6 +70,8 @@ def prepare(
         raise ArgumentError("directory", describe(directory), "a path, or None")
     problems = _problems(cache_or_problem, q_heads, q_dtype, options, forms, lse, index)
     device = torch.device(problems[0][1].device)
+    if device.type == "cuda" and device.index is None and torch.cuda.is_available():
+        device = torch.device("cuda", torch.cuda.current_device())
     here = platform is None
     platform = Platform.detect(device) if platform is None else platform
     begin = time.perf_counter()
@@ -90,18 +93,24 @@ def _problems(
     q_heads: int | None,
     q_dtype: torch.dtype | None,
     options: Options | None,
-    forms: Sequence[str],
-    lse: Sequence[bool],
-    index: Sequence[str],
+    forms: Sequence[str] | None,
+    lse: Sequence[bool] | None,
+    index: Sequence[str] | None,
 ) -> list[tuple[str, Problem]]:
     """The operations and problems of all calls that will be made."""
+    forms = forms if forms is not None else (given.form,) if isinstance(given, Problem) else ("full",)
+    lse = lse if lse is not None else (given.lse,) if isinstance(given, Problem) else (False,)
+    mixed = isinstance(given, Problem) and index is None and given.index not in INDICES
+    index = index if index is not None else (given.index,) if isinstance(given, Problem) else ("int32",)
     for name, values, allowed in (("forms", forms, FORMS), ("index", index, INDICES), ("lse", lse, (False, True))):
+        if name == "index" and mixed:
+            continue
         if not isinstance(values, (list, tuple, set, frozenset)) or not values or any(not _is_one_of(v, allowed) for v in values):
             raise ArgumentError(name, describe(values), f"a list or tuple of {' and '.join(map(str, allowed))}")
     if isinstance(given, Problem):
         if q_heads is not None or q_dtype is not None or options is not None:
             raise ArgumentError("q_heads", "q_heads, q_dtype or options beside a Problem", "None: the Problem says them")
-        bases, ledger = [given.replace(form=form, lse=logs, index=i) for form in forms for logs in lse for i in index], False
+        bases, ledger = [given.replace(form=form, lse=logs, index=i) for form in forms for logs in lse for i in index], True
     elif isinstance(given, KVCache):
         bases, ledger = list(_of_cache(given, q_heads, q_dtype, options, forms, lse, index)), given.ledger is not None
     else:
@@ -112,6 +121,8 @@ def _problems(
             problem = base.replace(memory=memory)
             found["attend", problem] = None
             found["write", problem.of_writes()] = None
+            # A write with slots alone has index tensors of its own.
+            found["write", problem.of_writes().replace(index="int32")] = None
             if ledger:
                 found["audit", problem] = None
     return list(found)

@@ -106,8 +106,6 @@ class Problem:
     sinks_dtype: str = "fp32"
     positions: str = "none"
     """The type of a tree's positions: none, int32 or int64."""
-    slots: str = "int64"
-    """The type of the slots of a write; int64 if none are given."""
     q_scale: str = "none"
     """none, number (also a tensor of another device, which is read on the host) or tensor."""
     out_scale: str = "none"
@@ -129,8 +127,8 @@ class Problem:
         fill = object.__setattr__
         fill(self, "v_head_dim", self.v_head_dim or self.head_dim)
         fill(self, "out_dtype", self.out_dtype or self.q_dtype)
-        if self.form == "context":
-            fill(self, "new_dtype", self.new_dtype or ("bf16" if self.q_dtype.startswith("e") else self.q_dtype))
+        beside = self.new_dtype or ("bf16" if self.q_dtype.startswith("e") else self.q_dtype)
+        fill(self, "new_dtype", beside if self.form == "context" else "")
         for name in ("window", "only"):
             fill(self, name, tuple(getattr(self, name)))
         for name in ("k_pages", "v_pages"):
@@ -188,25 +186,27 @@ class Problem:
         for tensor, unit in tensors:
             # As `_is_aligned`, without a call.
             token, head, last = tensor.stride()
-            if last != 1 or token % unit or head % unit or token >= 2**31 or head >= 2**31:
+            if last != 1 or token % unit or head % unit or token >= 2**31 or head * tensor.shape[1] >= 2**31:
                 aligned = False
             elif (tensor.data_ptr() or tensor.storage_offset() * tensor.element_size()) % ALIGNED:
                 aligned = False
         alibi, sinks, mask, positions = options.alibi, options.sinks, options.mask, options.positions
         q_scale, out_scale = options.q_scale, options.out_scale
+        out_dtype = q.dtype if out is None else out.dtype
+        if out is None and (out_scale is not None or out_dtype.itemsize == 1):
+            out_dtype = default_out_dtype(q.dtype, out_scale is not None)
         return _problem(
             storage,
             options.traits,
             q.shape[1],
             q.dtype,
-            None if out is None else out.dtype,
+            out_dtype,
             None if new is None else new[0].dtype,
             None if alibi is None else alibi.dtype,
             None if sinks is None else sinks.dtype,
             None if positions is None else positions.dtype,
             mask is not None,
             (table.dtype, kv_lens.dtype, q_starts.dtype),
-            None,
             "none" if q_scale is None else _scale_kind(q_scale, q.device),
             "none" if out_scale is None else _scale_kind(out_scale, q.device),
             lse,
@@ -222,11 +222,11 @@ class Problem:
         storage, (k_unit, v_unit) = cache.storage, cache.storage.stride_units
         table, kv_lens, q_starts = batch.page_table, batch.kv_lens, batch.q_starts
         aligned = storage.aligned and table.stride(1) == 1 and kv_lens.stride(0) == 1 and q_starts.stride(0) == 1
-        aligned = aligned and _is_aligned(k, k_unit) and _is_aligned(v, v_unit) and (slots is None or slots.stride(0) == 1)
-        types, written = (table.dtype, kv_lens.dtype, q_starts.dtype), None if slots is None else slots.dtype
-        nothing = (None,) * 5
+        aligned = aligned and _is_aligned(k, k_unit) and _is_aligned(v, v_unit)
+        types = (table.dtype, kv_lens.dtype, q_starts.dtype)
+        nothing = (None,) * 4
         rest = ("none", "none", False, aligned, k.device, 1, (0, ANY))
-        return _problem(storage, PLAIN.traits, storage.kv_heads, k.dtype, *nothing, False, types, written, *rest)
+        return _problem(storage, PLAIN.traits, storage.kv_heads, k.dtype, k.dtype, *nothing, False, types, *rest)
 
     def of_writes(self) -> Problem:
         """The problem of the writes of the same layer, whose new keys and values are of the queries' type, bf16 beside fp8."""
@@ -299,14 +299,13 @@ def _problem(
     traits: Traits,
     q_heads: int,
     q_dtype: torch.dtype,
-    out_dtype: torch.dtype | None,
+    out_dtype: torch.dtype,
     new_dtype: torch.dtype | None,
     alibi: torch.dtype | None,
     sinks: torch.dtype | None,
     positions: torch.dtype | None,
     mask: bool,
     index: tuple[torch.dtype, torch.dtype, torch.dtype],
-    slots: torch.dtype | None,
     q_scale: str,
     out_scale: str,
     lse: bool,
@@ -324,7 +323,7 @@ def _problem(
         page_size=storage.page_size,
         v_head_dim=storage.v_head_dim,
         q_dtype=dtype_name(q_dtype),
-        out_dtype=dtype_name(default_out_dtype(q_dtype, out_scale != "none") if out_dtype is None else out_dtype),
+        out_dtype=dtype_name(out_dtype),
         format=storage.format,
         layout=storage.layout,
         scales=storage.scales,
@@ -344,7 +343,6 @@ def _problem(
         alibi_dtype="fp32" if alibi is None else dtype_name(alibi),
         sinks_dtype="fp32" if sinks is None else dtype_name(sinks),
         positions="none" if positions is None else dtype_name(positions),
-        slots="int64" if slots is None else dtype_name(slots),
         q_scale=q_scale,
         out_scale=out_scale,
         negative_scale=traits.negative_scale,
@@ -361,7 +359,8 @@ def _problem(
 def _is_aligned(tensor: torch.Tensor, unit: int) -> bool:
     """Whether a tensor [tokens, heads, dim] may be read sixteen bytes at a time, as the views of a fused projection may."""
     token, head, last = tensor.stride()
-    if last != 1 or token % unit or head % unit or token >= 2**31 or head >= 2**31:
+    # Heads are addressed in 32 bits, tokens in 64.
+    if last != 1 or token % unit or head % unit or token >= 2**31 or head * tensor.shape[1] >= 2**31:
         return False
     return (tensor.data_ptr() or tensor.storage_offset() * tensor.element_size()) % ALIGNED == 0
 
@@ -385,8 +384,11 @@ def dtype_name(dtype: torch.dtype) -> str:
     return _NAMES.get(dtype, str(dtype).removeprefix("torch."))
 
 
+_FP8 = frozenset((torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2))
+
+
 def is_fp8(dtype: torch.dtype) -> bool:
-    return dtype.itemsize == 1 and dtype.is_floating_point
+    return dtype in _FP8
 
 
 def default_out_dtype(q_dtype: torch.dtype, scaled: bool) -> torch.dtype:

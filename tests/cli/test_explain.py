@@ -132,7 +132,8 @@ def test_fp8_is_the_flavour_of_the_platform(asked, arch: str, spelling: str, for
 def test_json_of_a_decision(asked) -> None:
     found = asked("--arch sm90 --operation write")
     assert set(found) == {
-        *("operation", "problem", "extent", "platform", "asked", "capturing", "chosen", "because", "candidates", "next_better")
+        *("operation", "problem", "extent", "platform", "asked", "capturing", "chosen", "because", "candidates", "next_better"),
+        *("compiled", "not_compiled"),
     }
     assert found["operation"] == "write"
     assert set(found["candidates"][-1]) == {"kernel", "summary", "refusals"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 from dataclasses import replace
 
 import pytest
@@ -172,3 +173,10 @@ def test_the_real_catalogue_serves_every_platform(platform: Platform, operation:
 def test_the_torch_kernel_is_not_captured() -> None:
     with pytest.raises(KernelError, match="capturing: given yes, allowed no"):
         choose(PROBLEM, DECODE, H100, kernel="torch", capturing=True)
+
+
+def test_a_refusal_can_be_pickled() -> None:
+    with pytest.raises(KernelError) as caught:
+        choose(PROBLEM, DECODE, CPU, kernel="triton-decode")
+    again = pickle.loads(pickle.dumps(caught.value))
+    assert str(again) == str(caught.value) and again.decision.candidates == caught.value.decision.candidates

@@ -80,7 +80,7 @@ REFUSALS: dict[str, tuple[dict[str, Any], dict[str, Any], Any, str, str | None]]
         {"memory": ("generic",)},
         "aligned",
         "generic",
-        "give contiguous tensors that begin at 16 bytes",
+        "give contiguous tensors that begin at multiples of 16 bytes",
     ),
     "page_size": ({"page_size": MultipleOf(16)}, {"page_size": OneOf((32, 64))}, 16, "32 or 64", "set page_size to 32 or 64"),
     "head_dim": ({"head_dim": Span(1, 128)}, {"head_dim": Span(1, 127)}, 128, "1 to 127", "use a head_dim of 1 to 127"),

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import quire.launch
-from quire.dispatch.choose import kernel_for
+from quire.dispatch.choose import able_kernels
 from quire.kernels.native import library
 
 NO_LIBRARY = "the native kernels are not built here: python setup.py build_ext --inplace"
@@ -31,13 +31,13 @@ def kernel(name: str) -> Iterator[None]:
     """Within it every attend and write that asks for no kernel by name gets this one."""
     wanted, _, level = name.partition("-")
 
-    def wanted_for(problem: Any, extent: Any, platform: Any, operation: str, kernel: str | None, capturing: bool) -> Any:
+    def wanted_for(problem: Any, platform: Any, operation: str, kernel: str | None, capturing: bool) -> Any:
         if operation != "audit" and kernel is None:
             kernel = wanted
-        return kernel_for(problem, extent, platform, operation, kernel, capturing)
+        return able_kernels(problem, platform, operation, kernel, capturing)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(quire.launch, "kernel_for", wanted_for)
+        patch.setattr(quire.launch, "able_kernels", wanted_for)
         if level:
             with library.forced(level):
                 yield

@@ -68,7 +68,7 @@ def write(
 ) -> None:
     """One launch of the writer."""
     call = Call(cache, batch, k=k, v=v, slots=slots)
-    WriteLauncher(Problem.of_write(k, v, cache, batch, call.given_slots), platform_at(k.device), portion)(call)
+    WriteLauncher(Problem.of_write(k, v, cache, batch), platform_at(k.device), portion)(call)
 
 
 def audit(call: Call, portion: Portion = AUDIT) -> None:

@@ -47,7 +47,7 @@ SPELLINGS = {
 
 
 def add_problem_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags that describe a machine, a layer and a batch."""
+    """The flags that describe a machine and a layer."""
     add = parser.add_argument_group("the machine").add_argument
     add("--arch", metavar="NAME", help=f"by default this machine; or {', '.join(NAMED)}")
 
@@ -72,10 +72,6 @@ def add_problem_arguments(parser: argparse.ArgumentParser) -> None:
         help="what one scale of a quantised cache covers (tensor)",
     )
     add("--layout", choices=tuple(LAYOUTS), default="nhd", help="the order of axes in a page (nhd)")
-    add("--seqs", type=_count, default=1, metavar="N", help="sequences in the batch (1)")
-    add("--max-q-len", type=_count, default=1, metavar="N", help="most new tokens of a sequence (1)")
-    add("--max-kv-len", "--max-seq-len", type=_count, default=4096, metavar="N", help="most tokens of a sequence (4096)")
-    add("--padded-pages", action="store_true", help="pages lie apart in memory (only vLLM asks)")
     add("--form", choices=("full", "context"), default="full", help="context: new tokens come beside the cache (full)")
     add("--window", "--sliding-window", type=int, default=0, metavar="N", help="visible keys, the query's own included (0: all)")
     add("--softcap", type=float, nargs="?", const=1.0, metavar="CAP", help="logits are capped")
@@ -86,7 +82,6 @@ def add_problem_arguments(parser: argparse.ArgumentParser) -> None:
         ("--lse", "the log-sum-exp is asked for"),
         ("--non-causal", "queries also see later keys"),
         ("--batch-invariant", "bits must not depend on the batch"),
-        ("--capturing", "the call is recorded into a CUDA graph"),
     ):
         add(flag, action="store_true", help=text)
 
@@ -94,6 +89,12 @@ def add_problem_arguments(parser: argparse.ArgumentParser) -> None:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("file", nargs="?", metavar="FILE", help="a call that quire.record saved, instead of a problem by flags")
     add_problem_arguments(parser)
+    add = parser.add_argument_group("the batch").add_argument
+    add("--seqs", type=_count, default=1, metavar="N", help="sequences in the batch (1)")
+    add("--max-q-len", type=_count, default=1, metavar="N", help="most new tokens of a sequence (1)")
+    add("--max-kv-len", "--max-seq-len", type=_count, default=4096, metavar="N", help="most tokens of a sequence (4096)")
+    add("--padded-pages", action="store_true", help="pages lie apart in memory (only vLLM asks)")
+    add("--capturing", action="store_true", help="the call is recorded into a CUDA graph")
     add = parser.add_argument_group("the question").add_argument
     add("--operation", choices=OPERATIONS, default="attend", help="attend, write keys and values, or audit the ledger (attend)")
     add("--kernel", metavar="NAME", help="ask for one kernel by name")
@@ -199,6 +200,8 @@ def _as_vllm(args: argparse.Namespace, platform: Platform) -> int:
 
 def extent_of(args: argparse.Namespace) -> Extent:
     """How large a batch the flags describe: every sequence has the most new tokens."""
+    if args.max_q_len > args.max_kv_len and not args.non_causal:
+        raise ArgumentError("--max-q-len", args.max_q_len, f"at most --max-kv-len {args.max_kv_len}: keys include the new tokens")
     return Extent(args.seqs, args.seqs * args.max_q_len, args.max_q_len, args.max_kv_len)
 
 
@@ -208,8 +211,6 @@ def problem_of(args: argparse.Namespace, platform: Platform) -> Problem:
         raise ArgumentError("--window", args.window, "0 for no window, or the number of visible keys")
     if args.softcap is not None and not args.softcap > 0:
         raise ArgumentError("--softcap", args.softcap, "a number above 0")
-    if args.max_q_len > args.max_kv_len and not args.non_causal:
-        raise ArgumentError("--max-q-len", args.max_q_len, f"at most --max-kv-len {args.max_kv_len}: keys include the new tokens")
     q_dtype = _type_of("--q-dtype", args.q_dtype, Q_TYPES, platform)
     out_dtype = _type_of("--out-dtype", args.out_dtype, Q_TYPES, platform, auto="bf16" if q_dtype.startswith("e") else q_dtype)
     format = _type_of("--kv-dtype", args.kv_dtype, tuple(FORMATS), platform, auto=q_dtype)

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 from quire.cli.explain import add_problem_arguments, platform_of, problem_of
-from quire.prepare import FORMS, INDICES, prepare
+from quire.prepare import INDICES, prepare
 
 HELP = "compile every kernel of a layer beforehand, so that no call compiles"
 EXAMPLES = """\
@@ -25,7 +25,6 @@ exit status: 0 compiled, 1 this machine has no kernel that is compiled, 2 the qu
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_problem_arguments(parser)
     add = parser.add_argument_group("what is compiled").add_argument
-    add("--forms", nargs="+", choices=FORMS, default=["full"], help="forms of the calls that will be made (full)")
     add("--index", nargs="+", choices=INDICES, default=["int32"], help="types of the index tensors (int32)")
     add("--directory", type=Path, metavar="DIR", help="where compiled kernels go; by default Triton's own cache")
     add("--json", action="store_true", help="for programs")
@@ -36,8 +35,6 @@ def run(args: argparse.Namespace) -> int:
     problem = problem_of(args, platform)
     prepared = prepare(
         problem,
-        forms=args.forms,
-        lse=[problem.lse],
         index=args.index,
         platform=platform,
         directory=args.directory,

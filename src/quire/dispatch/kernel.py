@@ -212,6 +212,9 @@ class Kernel:
     capturable: bool = True
     """Whether a CUDA graph may record its launch."""
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _of_catalogue, (self.operation, self.name)
+
     @cached_property
     def limits(self) -> tuple[Limit, ...]:
         return tuple(_limits(self))
@@ -245,6 +248,16 @@ class Kernel:
             return getattr(importlib.import_module(module), function)
         except (ImportError, AttributeError) as error:
             raise KernelError(f"kernel {self.name!r} cannot {self.operation}: {place} does not load: {error}") from error
+
+
+def _of_catalogue(operation: str, name: str) -> Kernel:
+    """A kernel that was pickled: those of the catalogue are known by name."""
+    from quire.dispatch.catalogue import CATALOGUE
+
+    for kernel in CATALOGUE:
+        if (kernel.operation, kernel.name) == (operation, name):
+            return kernel
+    raise KernelError(f"this version of Quire has no kernel {name!r} for {operation}")
 
 
 def _limits(kernel: Kernel) -> Iterator[Limit]:

@@ -24,7 +24,7 @@ class Loaded(NamedTuple):
 _loaded: dict[tuple[str, int], Loaded] = {}
 """By key and device: problems may share kernels."""
 compile_hooks: list[Callable[[Problem, str], None]] = []
-"""Called with the problem of a call that compiles a kernel, or loads it from the compile cache, and with the kernel's name."""
+"""Called with the problem of a call that compiles a kernel, and with the kernel's name."""
 
 
 class Program:
@@ -71,7 +71,7 @@ class Program:
         recipe = self.recipe(arguments)
         key = recipe.key(platform), device
         if key not in _loaded:
-            if problem is not None:
+            if problem is not None and compile_hooks and not recipe.is_cached(platform):
                 for hook in compile_hooks:
                     hook(problem, self.kernel.__name__)
             kernel = recipe.compile(platform)

@@ -22,14 +22,16 @@ _POINTERS = {
     torch.int32: "*i32",
     torch.int64: "*i64",
 }
-_UNIT = frozenset(("dim", "k_dim", "v_dim", "table_step", "kv_lens_step", "q_starts_step", "slots_step", "mask_column"))
+_UNIT = frozenset(("dim", "k_dim", "v_dim", "table_step", "kv_lens_step", "q_starts_step", "mask_column"))
 """Strides that are 1 in aligned memory, where they become constants."""
 _BY_HEAD = {
     ("Query", "token"): 0, ("Query", "head"): 0, ("Out", "token"): 1, ("Out", "head"): 1,
     **{(record, f"{kind}_{axis}"): kind == "v" for record in ("New", "Tokens") for kind in "kv" for axis in ("token", "head")},
 }  # fmt: skip
 """Strides that are multiples of a head's length in aligned memory: K's (0) or V's (1)."""
-_WIDE = frozenset(("table_row", "causal_step", "alibi_step", "sinks_step", "mask_token", "positions_step", "lse_token", "lse_head"))
+_WIDE = frozenset(
+    ("table_row", "slots_step", "causal_step", "alibi_step", "sinks_step", "mask_token", "positions_step", "lse_token", "lse_head")
+)
 """Strides that take 64 bits in any memory."""
 _DATA = frozenset(
     (("Out", "at"), ("Query", "at"), *((record, kind) for record in ("Cache", "New", "Tokens", "Pages") for kind in "kv"))

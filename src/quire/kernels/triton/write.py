@@ -31,8 +31,8 @@ class Tokens(NamedTuple):
     v_dim: Any
     slots: Any
     slots_step: Any
-    has_slots: Any
-    """1 if `slots` are given; else what stands there is not read."""
+    slot_words: Any
+    """32-bit words of a slot, 1 or 2; 0 if no slots are given: what stands there is then not read."""
     page_table: Any
     table_row: Any
     table_step: Any
@@ -119,8 +119,12 @@ def slot_of(pages, tokens, token, S: tl.constexpr):
     live = (token < tokens.tokens) & (token < end)
     page = tl.zeros(token.shape, tl.int64) - 1
     slot = tl.zeros(token.shape, tl.int64)
-    if tokens.has_slots != 0:
-        found = tl.load(tokens.slots + token.to(tl.int64) * tokens.slots_step, mask=live, other=-1).to(tl.int64)
+    if tokens.slot_words != 0:
+        # Slots of either type are read word by word, so that both take the same kernel.
+        at = token.to(tl.int64) * tokens.slots_step
+        found = tl.load(tokens.slots + at, mask=live, other=-1).to(tl.int64)
+        upper = tl.load(tokens.slots + at + 1, mask=live & (tokens.slot_words == 2), other=0).to(tl.int64)
+        found = tl.where(tokens.slot_words == 2, (upper << 32) | (found & 0xFFFFFFFF), found)
         live &= found >= 0
         page = found // S.PAGE_SIZE
         slot = found % S.PAGE_SIZE
@@ -192,24 +196,36 @@ class WriteLauncher(Launcher):
             PER_TOKEN=problem.scales == "token",
         )
         self.program = Program(write_kernel, (Pages, Tokens), (constants,), self.units, portion.warps)
-        self.slots = getattr(torch, problem.slots)
 
     def launches(self, call: Any, extent: Extent, at: At) -> Iterator[Launch]:
         if not extent.tokens or not extent.seqs:
             return
         k, v, cache, batch, slots = call.k, call.v, call.cache, call.batch, call.given_slots
-        has_slots = slots is not None
+        words, step = 0, 0
         if slots is None:
-            slots = torch.empty(0, dtype=self.slots, device=k.device)
+            slots = torch.empty(0, dtype=torch.int32, device=k.device)
+        else:
+            words = slots.element_size() // 4
+            step = slots.stride(0) * words
+            slots = as_words(slots)
         scales = (None, None) if cache.k_scale is None else (at(cache.k_scale), at(cache.v_scale))
         table, kv_lens, q_starts = batch.page_table, batch.kv_lens, batch.q_starts
         tokens = (
-            at(k), *k.stride(), at(v), *v.stride(), at(slots), *slots.stride(), int(has_slots),
+            at(k), *k.stride(), at(v), *v.stride(), at(slots), step, words,
             at(table), *table.stride(), table.shape[1], at(kv_lens), *kv_lens.stride(), at(q_starts), *q_starts.stride(),
             extent.seqs, extent.tokens, extent.seqs.bit_length(),
         )  # fmt: skip
         grid = (-(-extent.tokens * self.problem.kv_heads // self.portion.size), 1, 1)
         yield self.program, grid, ((at(cache.k), at(cache.v), *scales, cache.pages), tokens), False
+
+
+def as_words(slots: torch.Tensor) -> torch.Tensor:
+    """Slots as 32-bit words, over the same memory."""
+    if slots.dtype is torch.int32 or not slots.numel():
+        return slots.to(torch.int32)
+    words = torch.empty(0, dtype=torch.int32, device=slots.device)
+    first, step = 2 * slots.storage_offset(), 2 * slots.stride(0)
+    return words.set_(slots.untyped_storage(), first, (slots.shape[0], 2), (step, 1))
 
 
 def launcher(problem: Problem, platform: Platform) -> WriteLauncher:
