@@ -152,7 +152,8 @@ class Draws:
                 options["mask"] = nothing(64, tokens, dtype=torch.bool).T
         slots = None
         if chance.random() < 0.5:
-            slots = nothing(tokens, dtype=torch.int64) if not self.one_in(4) else nothing(2 * tokens, dtype=torch.int64)[::2]
+            dtype = torch.int32 if self.one_in(3) else torch.int64
+            slots = nothing(tokens, dtype=dtype) if not self.one_in(4) else nothing(2 * tokens, dtype=dtype)[::2]
         new, padded = ((k, v) if layer.context else None), chance.random() < 0.5
         attend = Call(cache, batch, q, Options(**options), new, out, lse=lse, zero_padding=padded)
         return {"attend": attend, "audit": attend, "write": Call(cache, batch, k=k, v=v, slots=slots)}
