@@ -78,7 +78,7 @@ RANGE = "from 2^-100 to 2^100 (7.9e-31 to 1.3e+30)"
 SCALE = f"a finite number above 0, {RANGE}, or an fp32 tensor []"
 FACTOR = f"a finite number, 0 or of magnitude {RANGE}, or None"
 CAP = f"a finite number above 0, {RANGE}, or None for no cap"
-SLOPES = "a tensor [q_heads] of float32, float16 or bfloat16, or None"
+SLOPES = "a tensor [q_heads] of float64, float32, float16 or bfloat16, or None"
 
 REFUSED = {
     "window-0": ({"window": 0}, "window: given 0; allowed: 1 or more keys, the query's own included; None for no window"),

@@ -11,7 +11,7 @@ import torch
 
 from quire.errors import ArgumentError, describe
 
-FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 FAR = 2**62
 """The most a window can reach: positions are 64-bit."""
 
@@ -89,7 +89,7 @@ class Options:
             if value is not None and not (
                 isinstance(value, torch.Tensor) and value.dim() == 1 and value.dtype in FLOATS and value.layout is torch.strided
             ):
-                raise ArgumentError(name, describe(value), "a tensor [q_heads] of float32, float16 or bfloat16, or None")
+                raise ArgumentError(name, describe(value), "a tensor [q_heads] of float64, float32, float16 or bfloat16, or None")
         if isinstance(self.causal, torch.Tensor):
             if self.causal.dtype is not torch.bool or self.causal.dim() != 1 or self.causal.layout is not torch.strided:
                 raise ArgumentError("causal", describe(self.causal), "True, False or a bool tensor [seqs]")

@@ -46,7 +46,7 @@ PLAIN |= {"decode-512-fp32-invariant": Sample("decode", 512, **FP32, problem={"b
 PLAIN |= {f"write-{format}": Sample("write", format=format) for format in FORMATS}
 PLAIN |= {
     "write-token-scales": Sample("write", format="int8", scales="token", index="int64"),
-    "write-generic": Sample("write", format="e4m3fn", problem={"memory": "generic", "slots": "int32"}),
+    "write-generic": Sample("write", format="e4m3fn", problem={"memory": "generic"}),
     "audit": Sample("audit"),
 }
 TREE = {"window": [100, 0], "mask": True, "positions": "int64"}

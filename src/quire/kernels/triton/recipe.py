@@ -14,6 +14,7 @@ import torch
 from quire.platform import Platform
 
 _POINTERS = {
+    torch.float64: "*fp64",
     torch.float32: "*fp32",
     torch.float16: "*fp16",
     torch.bfloat16: "*bf16",

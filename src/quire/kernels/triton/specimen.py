@@ -69,13 +69,19 @@ def _options(problem: Problem, tokens: int, seqs: int) -> Any:
         scale=None,
         softcap=1.0 if problem.softcap else None,
         causal=_nothing(seqs, dtype=torch.bool) if problem.causal == "per-sequence" else problem.causal == "yes",
-        alibi=maybe(problem.alibi, problem.q_heads, dtype=FORMATS[problem.alibi_dtype].dtype),
-        sinks=maybe(problem.sinks, problem.q_heads, dtype=FORMATS[problem.sinks_dtype].dtype),
+        alibi=maybe(problem.alibi, problem.q_heads, dtype=_dtype(problem.alibi_dtype)),
+        sinks=maybe(problem.sinks, problem.q_heads, dtype=_dtype(problem.sinks_dtype)),
         mask=maybe(problem.mask, tokens, 128, dtype=torch.bool),
         positions=maybe(has_positions, tokens, dtype=positions),
         q_scale=scales[problem.q_scale],
         out_scale=scales[problem.out_scale],
     )
+
+
+def _dtype(name: str) -> torch.dtype:
+    """A type by the name that `dtype_name` gives it."""
+    found: torch.dtype = FORMATS[name].dtype if name in FORMATS else getattr(torch, name)
+    return found
 
 
 def _nothing(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
