@@ -350,3 +350,14 @@ def test_checks_cannot_be_switched_off(check: object) -> None:
     ):
         with pytest.raises(quire.ArgumentError, match="check"):
             run()
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e8m0fnu, torch.float8_e5m2fnuz], ids=str)
+def test_an_output_of_an_fp8_type_that_no_kernel_knows_is_refused(dtype: torch.dtype) -> None:
+    pool = quire.PagePool(4, 8)
+    cache = quire.KVCache.allocate(pool, kv_heads=1, head_dim=8)
+    batch = pool.step({pool.sequence(): 3})
+    q = torch.zeros(3, 1, 8, dtype=torch.bfloat16)
+    quire.write(q, q, cache, batch)
+    with pytest.raises(quire.ContractError, match="out"):
+        quire.attend(q, cache, batch, quire.Options(out_scale=1.0), out=torch.empty(3, 1, 8, dtype=dtype))

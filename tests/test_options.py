@@ -158,3 +158,10 @@ def test_what_is_refused(given, message):
     with pytest.raises(ArgumentError) as caught:
         Options(**given)
     assert str(caught.value) == message
+
+
+@pytest.mark.parametrize("name", ["alibi", "sinks"])
+@pytest.mark.parametrize("given", [torch.ones(2).to(torch.float8_e4m3fn), torch._neg_view(torch.ones(2))], ids=["fp8", "negated"])
+def test_numbers_that_kernels_would_misread(name: str, given: torch.Tensor) -> None:
+    with pytest.raises(ArgumentError, match=name):
+        Options(**{name: given})

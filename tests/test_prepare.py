@@ -96,3 +96,17 @@ def test_wrong_questions(given: dict[str, object], match: str) -> None:
         prepare(cache, **given)  # type: ignore[arg-type]
     with pytest.raises(quire.ArgumentError, match="cache_or_problem"):
         prepare("a cache")  # type: ignore[arg-type]
+
+
+def test_a_write_with_slots_alone_is_covered() -> None:
+    """Its index tensors are int32, whatever those of the batches are."""
+    platform = Platform.named("sm90")
+    ready = set(_work(_problems(LAYER.replace(index="int64"), None, None, None, None, None, None), platform)[0])
+    alone = choose(LAYER.of_writes(), Extent(1, 9, 9, 9), platform, operation="write")
+    assert alone.compiled and set(alone.compiled) <= ready
+
+
+def test_a_problem_says_which_calls_are_made() -> None:
+    given = LAYER.replace(form="context", lse=True, index="int64")
+    found = {problem for operation, problem in _problems(given, None, None, None, None, None, None) if operation == "attend"}
+    assert found == {given, given.replace(memory="generic")}

@@ -84,7 +84,7 @@ class PagePool:
 
     def sequence(self) -> Sequence:
         """A new sequence without tokens."""
-        self._settle()
+        self._undo_pending()
         change = Change()
         try:
             sequence = self._new_sequence(change)
@@ -103,7 +103,7 @@ class PagePool:
         `rollback`,
         and the operators raise `StaleBatch` for it after that. `batch.clone()` keeps it. A batch on another device is
         a copy and stays valid."""
-        self._settle()
+        self._undo_pending()
         latest, change = self._latest, Change()
         try:
             request = self._request(new_tokens)
@@ -126,7 +126,7 @@ class PagePool:
     def extend(self, sequence: Sequence, new_tokens: int) -> tuple[tuple[int, int], ...]:
         """`step` for one sequence, without a batch. Returns the (source, target) pages to copy before anything is written:
         give them to `copy_pages` of every layer's cache."""
-        self._settle()
+        self._undo_pending()
         change = Change()
         try:
             _, copies = self._plan(self._request({sequence: new_tokens}), change)
@@ -140,7 +140,7 @@ class PagePool:
         """Undoes the latest step, whose batch this is: pages, lengths, runs and issue numbers are as before it, and the next step
         gets the same pages. Copies of the step that a cache applied already do no harm, their targets are free again. Nothing else
         may have changed the pool since, `sequence` excepted."""
-        self._settle()
+        self._undo_pending()
         if not isinstance(batch, Batch):
             raise ArgumentError("batch", describe(batch), "the batch of this pool's latest step")
         if batch.step_id is None or self._latest is None or batch.step_id != (self._name, self._latest[0]):
@@ -151,15 +151,15 @@ class PagePool:
         try:
             # From here on an interrupt does not stop it: whoever uses the pool next finishes it.
             self._pending = self._latest[1]
-            self._settle()
+            self._undo_pending()
             self._latest = None
         except BaseException:
-            self._settle()
+            self._undo_pending()
             raise
 
     def trim(self, sequence: Sequence, length: int) -> None:
         """Forgets the tokens from position `length` on, such as drafts that were not accepted."""
-        self._settle()
+        self._undo_pending()
         row = self._row(sequence)
         least = int(row[DROPPED]) * self.page_size
         if not _is_count(length) or not least <= length <= row[LENGTH]:
@@ -189,7 +189,7 @@ class PagePool:
     def drop(self, sequence: Sequence, before: int) -> None:
         """Gives back the pages that lie wholly left of position `before`, which a sliding window no longer sees. The sequence
         keeps its length and its positions."""
-        self._settle()
+        self._undo_pending()
         row = self._row(sequence)
         if not _is_count(before) or not 0 <= before <= row[LENGTH]:
             raise ArgumentError("before", describe(before), f"0 to {row[LENGTH]}")
@@ -207,7 +207,7 @@ class PagePool:
 
     def free(self, *sequences: Sequence) -> None:
         """Gives back all pages of sequences, all of them or none; the handles are refused from now on."""
-        self._settle()
+        self._undo_pending()
         slots = self._slots_of(sequences)
         named = dict(zip(map(_IDS, sequences), sequences))
         if len(named) < len(sequences):
@@ -234,7 +234,7 @@ class PagePool:
 
     def fork(self, sequence: Sequence) -> Sequence:
         """A new sequence with the same tokens, in the same pages. Whoever first writes into a shared page gets a copy of it."""
-        self._settle()
+        self._undo_pending()
         change = Change()
         try:
             child = self._plan_fork(sequence, change)
@@ -263,13 +263,13 @@ class PagePool:
 
     @property
     def free_pages(self) -> int:
-        self._settle()
+        self._undo_pending()
         return self.pages - self._free.used + self._free.count
 
     @property
     def holders(self) -> torch.Tensor:
         """int32 `[pages]`: how many sequences hold a page; live, not to be written."""
-        self._settle()
+        self._undo_pending()
         return torch.from_numpy(self._holders)
 
     @property
@@ -281,7 +281,7 @@ class PagePool:
 
         Numbers are kept from the first time that somebody asks for them, a cache with a ledger for example. Tokens that are older
         get the number of the latest step by then."""
-        self._settle()
+        self._undo_pending()
         if self._issue is None:
             self._issue = numbers_of_today(self)
         return torch.from_numpy(self._issue).view(-1)
@@ -289,11 +289,11 @@ class PagePool:
     @property
     def sequences(self) -> tuple[Sequence, ...]:
         """The live sequences, oldest first."""
-        self._settle()
+        self._undo_pending()
         return tuple(sorted(self._live.values(), key=_IDS))
 
     def usage(self) -> Usage:
-        self._settle()
+        self._undo_pending()
         return Usage(self.pages, self.free_pages, self._shared, len(self._live), self._tokens)
 
     @property
@@ -315,7 +315,7 @@ class PagePool:
         return f"PagePool({self.pages} pages x {self.page_size} slots, {self.free_pages} free, {self.device})"
 
     def __getstate__(self) -> dict[str, Any]:
-        self._settle()
+        self._undo_pending()
         new = ("_name", "_clock", "_mirrors", "_last", "_latest", "_pending")
         return {name: value for name, value in self.__dict__.items() if name not in new}
 
@@ -326,7 +326,7 @@ class PagePool:
     # What a sequence asks about itself.
 
     def is_live(self, sequence: Sequence) -> bool:
-        self._settle()
+        self._undo_pending()
         return bool(self._books[sequence._slot, ID] == sequence.id)
 
     def length_of(self, sequence: Sequence) -> int:
@@ -347,7 +347,7 @@ class PagePool:
 
     # How an operation ends, one way or the other.
 
-    def _settle(self) -> None:
+    def _undo_pending(self) -> None:
         """Undoes what an operation left half done."""
         if self._pending is not None:
             self._pending.undo()
@@ -357,7 +357,7 @@ class PagePool:
     def _withdraw(self, change: Change) -> None:
         """Undoes an operation whose result its caller does not get, done or not: what was not done yet is as it was."""
         self._pending = change
-        self._settle()
+        self._undo_pending()
 
     def _commit(self, change: Change, *, keeps_step: bool = False) -> None:
         """Makes all writes of a change, or none if an exception comes in between. No step can be rolled back after it, unless it
@@ -369,7 +369,7 @@ class PagePool:
             change.apply()
             self._pending = None
         except BaseException:
-            self._settle()
+            self._undo_pending()
             raise
 
     def _commit_tokens(self, change: Change) -> None:
