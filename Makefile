@@ -12,7 +12,7 @@ BUILT := $(VENV)/.built
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -qq --constraint $(CONSTRAINTS)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test gpu-test versions sanitize emulate lint format bench docs clean
+.PHONY: help demo test gpu-test versions sanitize emulate lint format bench docs figures site clean
 
 help: ## this list
 	@echo "Quire: paged attention that explains itself."
@@ -67,12 +67,17 @@ format: $(READY) ## let ruff write what `make lint` asks for
 bench: $(BUILT) ## measure the CPU kernels against their baselines
 	@$(BIN)/quire bench --device cpu
 
-docs: $(READY) versions ## print docs/contract.md, faults.md, power.md and kernels.md from the objects: minutes, for every card is compiled for
+docs: $(READY) versions ## print docs/contract.md, faults.md and kernels.md from the objects: minutes, for every card is compiled for
 	@$(BIN)/python -m quire.contract > docs/contract.md.new && mv docs/contract.md.new docs/contract.md
 	@$(BIN)/python -m quire.conformance > docs/faults.md.new && mv docs/faults.md.new docs/faults.md
-	@mkdir -p build && $(BIN)/quire conform --power --level standard --json > build/power.json
-	@$(BIN)/python -m quire.conformance.matrix build/power.json > docs/power.md.new && mv docs/power.md.new docs/power.md
 	@$(BIN)/python -m quire.kernels.triton build/versions.json > docs/kernels.md.new && mv docs/kernels.md.new docs/kernels.md
+
+figures: $(READY) ## draw docs/figures from the tables of docs/performance.md and docs/data
+	@PYTHONPATH=src $(BIN)/python tools/figures
+
+site: $(READY) ## build the documentation site in build/site, where a warning is an error
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+	@echo "The site is build/site/index.html. With its search: python3 -m http.server --directory build/site"
 
 clean: ## remove the environment and everything that was generated
 	rm -rf .venv .venv-* build dist src/*.egg-info .hypothesis .pytest_cache .mypy_cache .ruff_cache docs/*.md.new
@@ -90,7 +95,7 @@ $(READY): pyproject.toml $(CONSTRAINTS)
 	@echo "Installing torch, triton and the tools into $(VENV). This happens once and takes a minute or a few."
 	@$(PYTHON) -m venv --clear $(VENV)
 	@$(PIP) setuptools
-	@$(PIP) --no-build-isolation --editable '.[test,lint]'
+	@$(PIP) --no-build-isolation --editable '.[test,lint,docs]'
 	@touch $@ $(BUILT)
 
 # The native kernels are built with the package where there is a compiler, and again when their sources change.

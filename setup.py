@@ -1,7 +1,10 @@
 """Builds the native CPU kernels where there is a C++17 compiler; without one, everything else installs all the same.
 
-    pip install .                             builds them by the way
+    pip install .                             builds them, too
     python setup.py build_ext --inplace       builds them in the source tree
+    pip wheel --no-deps .                     a wheel for this platform and any Python 3 (py3-none-linux_x86_64)
+    QUIRE_PURE=1 pip wheel --no-deps .        a wheel without them, for any platform (py3-none-any); so is one without a compiler
+    QUIRE_PROJECT_URL=https://... pip wheel . links of the README, and project URLs, that work on a package index
 
 One source, src/quire/kernels/native/kernels.cpp, is compiled once for each instruction set, with flags of its own, into one
 library. Which of them runs is decided when the library is loaded. pyproject.toml has all the rest.
@@ -11,6 +14,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import shutil
 import subprocess
 import tempfile
@@ -18,8 +22,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from setuptools import Extension, setup
+from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
+from setuptools.command.build_py import build_py
 
+PURE = bool(os.environ.get("QUIRE_PURE"))
+PROJECT_URL = os.environ.get("QUIRE_PROJECT_URL", "").rstrip("/")
+"""Where the project's repository can be browsed. The repository itself does not know: it has no fixed home."""
 FOLDER = Path("src/quire/kernels/native")
 COMMON = ("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra")
 # GCC's own headers of intrinsics are not free of the first two; the others are about how vectors travel between functions.
@@ -105,7 +114,73 @@ class Build(build_ext):
         try:
             super().run()
         except RuntimeError as error:
+            for ext in self.extensions:
+                # An earlier build may have left one: this build has none.
+                Path(self.get_ext_fullpath(ext.name)).unlink(missing_ok=True)
             print(f"quire: the native CPU kernels are not built, and the torch kernels will run on CPUs: {error}")
 
 
-setup(ext_modules=[Extension("quire.kernels.native.libquire", [str(FOLDER / "kernels.cpp")])], cmdclass={"build_ext": Build})
+class BuildPackage(build_py):
+    """Puts the examples into the package, where `quire example` finds them."""
+
+    def run(self) -> None:
+        super().run()
+        if not self.editable_mode and Path("examples").is_dir():
+            target = Path(self.build_lib, "quire", "examples")
+            shutil.rmtree(target, ignore_errors=True)
+            shutil.copytree("examples", target, ignore=shutil.ignore_patterns("__pycache__", "*.pyc"))
+
+
+class Wheel(bdist_wheel):
+    """The library is loaded with ctypes: a wheel that has it is for one platform and any Python 3, one without for all."""
+
+    def run(self) -> None:
+        self.run_command("build")
+        built = Path(self.get_finalized_command("build").build_lib, FOLDER.relative_to("src"), "libquire.so")
+        if not built.exists():
+            self.root_is_pure, self.distribution.ext_modules = True, []
+        super().run()
+
+    def get_tag(self) -> tuple[str, str, str]:
+        return "py3", "none", "any" if self.root_is_pure else super().get_tag()[2]
+
+
+def readme(version: str) -> str:
+    """README.md for a package index, where links relative to the repository lead nowhere: they become absolute, or, if the
+    repository has no address, plain text."""
+    text = Path("README.md").read_text(encoding="utf-8")
+    blob, raw = (f"{PROJECT_URL}/{kind}/v{version}/" for kind in ("blob", "raw"))
+
+    def link(found: re.Match[str]) -> str:
+        image, words, target = found.groups()
+        if re.match(r"[a-z]+:|#", target):
+            return found[0]
+        return f"{image}[{words}]({raw if image else blob}{target})" if PROJECT_URL else words
+
+    def source(found: re.Match[str]) -> str:
+        absolute = re.match(r"[a-z]+:", found[2]) or not PROJECT_URL
+        return found[0] if absolute else f"{found[1]}{raw}{found[2]}"
+
+    parts = re.split(r"(^```.*?^```$)", text, flags=re.MULTILINE | re.DOTALL)
+    for number in range(0, len(parts), 2):  # the others are code
+        parts[number] = re.sub(r"(!?)\[([^\[\]]*)\]\(([^()\s]+)\)", link, parts[number])
+        parts[number] = re.sub(r'((?:src|srcset)=")([^"]+)', source, parts[number])
+    return "".join(parts)
+
+
+def urls() -> dict[str, str]:
+    if not PROJECT_URL:
+        return {}
+    pages = {"Source": "", "Documentation": "/tree/main/docs", "Issues": "/issues", "Changelog": "/blob/main/CHANGELOG.md"}
+    return {name: f"{PROJECT_URL}{page}" for name, page in pages.items()}
+
+
+VERSION = re.search(r'^__version__ = "(.+)"', Path("src/quire/__init__.py").read_text(encoding="utf-8"), re.MULTILINE)
+assert VERSION
+setup(
+    ext_modules=[] if PURE else [Extension("quire.kernels.native.libquire", [str(FOLDER / "kernels.cpp")])],
+    cmdclass={"build_ext": Build, "build_py": BuildPackage, "bdist_wheel": Wheel},
+    long_description=readme(VERSION[1]),
+    long_description_content_type="text/markdown",
+    project_urls=urls(),
+)

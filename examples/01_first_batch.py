@@ -1,4 +1,4 @@
-"""A pool, a cache, and two steps: both sequences prefill, then one decodes while the other goes on prefilling, in one call."""
+"""A pool, a cache, and two steps: both sequences prefill, then one decodes while the other prefills, in one call."""
 
 import torch
 
@@ -33,12 +33,12 @@ print(pool.usage())
 print()
 print(quire.explain(q2, cache, second))
 
-# The decode row of a: 41 keys, 40 of them from the step before. The definition, densely, in float64.
+# The row of a, which decodes: 41 keys, 40 of them from the step before. The reference computes it from dense tensors in float64.
 k, v = torch.cat((k1[:40], k2[:1])), torch.cat((v1[:40], v2[:1]))
 want, _ = quire.reference.attention(q2[:1], k, v)
 error = (out[:1] - want).abs().max().item()
-print(f"\nthe decode row is off by {error:.1e} from float64")
+print(f"\nthe row of a is off by {error:.1e} from float64")
 assert error < 1e-5
 
 pool.free(a)
-print("after a is gone:", pool.usage())
+print("after a is freed:", pool.usage())

@@ -1,4 +1,4 @@
-"""An engine owns its memory already. Quire wraps it: two of vLLM's layouts, its index tensors, nothing copied."""
+"""Wraps the memory of an existing engine without a copy: two of vLLM's cache layouts, and its index tensors."""
 
 import torch
 
@@ -12,11 +12,11 @@ key_cache = torch.zeros(PAGES, KV_HEADS, HEAD_DIM // X, PAGE_SIZE, X, dtype=torc
 value_cache = torch.zeros(PAGES, KV_HEADS, HEAD_DIM, PAGE_SIZE, dtype=torch.bfloat16)
 packed = quire.KVCache.wrap(key_cache, value_cache, layout="vllm_x")
 
-# Its joint page: K and V of a slot side by side. This one is a view of a larger buffer, so its pages lie apart.
+# Its joint page: K and V of a slot side by side. This one is a view of a larger buffer, so there are gaps between its pages.
 buffer = torch.zeros(PAGES, 2, KV_HEADS, PAGE_SIZE, 2 * HEAD_DIM, dtype=torch.bfloat16)
 joint = quire.KVCache.wrap(buffer[:, 0], layout="vllm_joint")
 
-# The engine's own index tensors, under the engine's own names. torch.cumsum of int32 gives int64: simply right here.
+# The engine's own index tensors, under the engine's own names. torch.cumsum of int32 gives int64, which is supported.
 query_lens = torch.tensor([5, 1, 20], dtype=torch.int32)
 seq_lens = torch.tensor([5, 33, 40], dtype=torch.int32)
 query_start_loc = torch.cat((torch.zeros(1, dtype=torch.int32), query_lens.cumsum(0)))

@@ -1,4 +1,4 @@
-"""Mistakes that engines make, and what Quire says before a kernel reads garbage."""
+"""Typical mistakes in an engine, and the violations that Quire reports before a kernel runs."""
 
 import torch
 
@@ -9,7 +9,7 @@ pool = quire.PagePool(pages=8, page_size=4)
 cache = quire.KVCache.allocate(pool, kv_heads=1, head_dim=16, dtype=torch.float32, ledger=True)
 q, k, v = torch.randn(3, 10, 1, 16)
 
-# The decode token is attended to, but nobody has written it.
+# The decode token is attended to, but was never written.
 a, b = pool.sequence(), pool.sequence()
 quire.step(q, k, v, cache, pool.step({a: 6, b: 4}))
 batch = pool.step({a: 1}).clone()  # a copy: the pool changes below
@@ -19,7 +19,8 @@ assert [violation.rule for violation in found] == ["residency"] and "never writt
 quire.write(k[:1], v[:1], cache, batch)
 assert quire.check(q[:1], cache, batch) == []
 
-# A table still points at a page that went back to the pool, and then on to somebody else. `check` finds all; `checked` raises.
+# A table still points at a page that was freed, and then given to another sequence. `check` returns all violations, `checked`
+# raises.
 stale = b.pages[0]
 pool.free(b)
 batch.page_table[0, 0] = stale
@@ -41,8 +42,8 @@ except quire.ContractError as error:
     print(error, "\n")
 assert not own.k.any()
 
-# And one that is no mistake: torch.cumsum turns int32 into int64. Once, a kernel read those bytes as int32, skipped the decode
-# row and left garbage in the output; it took five documents to blame everything else. Here an index is read in its own type.
+# And one that is no mistake: torch.cumsum turns int32 into int64. Each index tensor is read in its own type;
+# examples/rocm_story shows what happens in a kernel that reads it as int32.
 lens = torch.tensor([3, 1, 2], dtype=torch.int32)
 starts = torch.cat((torch.zeros(1, dtype=torch.int32), lens.cumsum(0)))
 outs = [quire.step(q[:6], k[:6], v[:6], own, quire.Batch(torch.arange(3)[:, None], lens, s)) for s in (starts, starts.int())]

@@ -1,4 +1,4 @@
-"""A shared prefix without copies, the two forms of a call, and attention in parts that merges into the whole."""
+"""A prefix shared without copies, the two forms of a call, and partial results that are merged."""
 
 import torch
 
@@ -8,7 +8,7 @@ torch.manual_seed(0)
 pool = quire.PagePool(pages=16, page_size=16)
 cache = quire.KVCache.allocate(pool, kv_heads=2, head_dim=64, dtype=torch.float32, ledger=True)
 
-# A prefix of 40 tokens is computed once and forked: its last page is half full, and whoever writes into it gets a copy.
+# A prefix of 40 tokens is computed once and forked: its last page is half full, and a sequence that writes to it gets a copy.
 prefix_k, prefix_v = torch.randn(2, 40, 2, 64)
 prefix = pool.sequence()
 quire.write(prefix_k, prefix_v, cache, pool.step({prefix: 40}))
@@ -19,8 +19,8 @@ print("after their step: ", pool.usage())
 print("pages to copy:    ", batch.copies, "(write does it)")
 assert a.pages[:2] == b.pages[:2] == prefix.pages[:2] and a.pages[2] != b.pages[2]
 
-# Context form: the cache holds what came before, the new tokens come with the call. Full form: write first, then attend.
-# It is the write that applies a batch's copies. Context form writes nothing, so here they are asked for by hand.
+# Context form: the cache holds the tokens before the new ones, which are arguments. Full form: write first, then attend.
+# `write` applies the copies of a batch. Context form writes nothing, so they are applied explicitly here.
 q = torch.randn(4, 8, 64)
 k, v = torch.randn(2, 4, 2, 64)
 cache.copy_pages(batch.copies)
@@ -29,13 +29,13 @@ full, full_lse = quire.step(q, k, v, cache, batch, lse=True)
 print(f"the two forms differ by {(full - context).abs().max().item():.1e}")
 assert torch.allclose(full, context, atol=1e-6)
 
-# The prefix once for everybody, and each sequence's own tokens: two partial results with their LSEs, merged.
+# The prefix once for all queries, and each sequence's own tokens: two partial results with their LSEs, merged.
 shared = quire.Batch(torch.tensor([prefix.pages]), torch.tensor([40]), torch.tensor([0, 4]))
-everybody = quire.Options(causal=False)  # all four queries come after the prefix
-part, part_lse = quire.attend(q, cache, shared, everybody, lse=True)
+not_causal = quire.Options(causal=False)  # all four queries come after the prefix
+part, part_lse = quire.attend(q, cache, shared, not_causal, lse=True)
 own_cache = quire.KVCache.wrap(torch.zeros(2, 16, 2, 64), torch.zeros(2, 16, 2, 64), layout="nhd")
 own_batch = quire.Batch(torch.tensor([[0], [1]]), torch.tensor([3, 1]), torch.tensor([0, 3, 4]))
 own, own_lse = quire.step(q, k, v, own_cache, own_batch, lse=True)
 merged, merged_lse = quire.merge((part, own), (part_lse, own_lse))
-print(f"the prefix and the rest, merged, differ by {(merged - full).abs().max().item():.1e} from the whole")
+print(f"merged partial results differ by {(merged - full).abs().max().item():.1e} from the full result")
 assert torch.allclose(merged, full, atol=1e-6) and torch.allclose(merged_lse, full_lse, atol=1e-5)

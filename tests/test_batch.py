@@ -67,7 +67,7 @@ def test_slots_follow_from_table_lengths_and_starts(example):
     got = batch.slots_of_tokens(tokens, page_size)
     assert got.dtype is torch.int64
     assert got.tolist() == slots
-    assert batch.rows_of_tokens(tokens).tolist() == rows
+    assert batch.sequences_of_tokens(tokens).tolist() == rows
 
 
 def test_given_slots_are_taken_as_they_are():
@@ -89,7 +89,7 @@ def test_a_slot_beyond_two_billion():
 def test_no_sequences():
     batch = Batch(torch.empty(0, 1, dtype=torch.int32), ints(), ints(0))
     assert (batch.seqs, batch.slots_of_tokens(2, 4).tolist(), batch.slots_of_tokens(0, 4).tolist()) == (0, [-1, -1], [])
-    assert batch.rows_of_tokens(2).tolist() == [0, 0]
+    assert batch.sequences_of_tokens(2).tolist() == [0, 0]
 
 
 @int_types
@@ -125,7 +125,7 @@ def test_fill_with_slots():
     assert (batch.slots.tolist(), batch.slots.data_ptr()) == ([14, -1, -1, -1], memory)
     with pytest.raises(ArgumentError) as caught:
         batch.fill(ints([3]), ints(4), ints(0, 1))
-    assert str(caught.value) == "slots: given None; allowed: a tensor [tokens]: this batch was filled with slots before"
+    assert str(caught.value) == "slots: given nothing (None); allowed: a tensor [tokens]: this batch was filled with slots before"
 
 
 def test_from_vllm_copies_nothing():
@@ -212,7 +212,7 @@ RISING = "0 first, never falling, at most 3 (kv_indices)"
 
 REFUSED = {
     "list": (lambda: make(page_table=[[0]]), f"page_table: given [[0]]; allowed: {INDEX}"),
-    "no-lens": (lambda: make(kv_lens=None), f"kv_lens: given None; allowed: {INDEX}"),
+    "no-lens": (lambda: make(kv_lens=None), f"kv_lens: given nothing (None); allowed: {INDEX}"),
     "number": (lambda: make(q_starts=3), f"q_starts: given 3; allowed: {INDEX}"),
     "slots": (lambda: make(slots=[1]), f"slots: given [1]; allowed: {INDEX}"),
     "hint-negative": (lambda: make(max_q_len=-1), f"max_q_len: given -1; allowed: {HINT}"),
@@ -224,7 +224,7 @@ REFUSED = {
     ),
     "fill-alias": (
         lambda: make().fill(ints([0]), ints(1), ints(0, 1)),
-        "fill: given a batch that aliases its caller's tensors; allowed: a batch made by Batch.allocate",
+        "fill: given a batch that aliases the caller's tensors; allowed: a batch made by Batch.allocate",
     ),
     "fill-shapes": (
         fill(ints([0]), ints(1), ints(1)),
@@ -263,11 +263,11 @@ REFUSED = {
     ),
     "flash-appends-unsaid": (
         flash_attn(seqlen_q=1, cache_seqlens=ints(1)),
-        "appends: given None; allowed: True or False beside cache_seqlens, None beside seqused_k",
+        "appends: given nothing (None); allowed: True or False with cache_seqlens, None with seqused_k",
     ),
     "flash-appends-said": (
         flash_attn(seqlen_q=1, seqused_k=ints(1), appends=False),
-        "appends: given False; allowed: True or False beside cache_seqlens, None beside seqused_k",
+        "appends: given False; allowed: True or False with cache_seqlens, None with seqused_k",
     ),
     "csr-type": (flashinfer(kv_indices=torch.zeros(3)), f"kv_indices: given float32[3] on cpu; allowed: {INDEX}"),
     "csr-length": (

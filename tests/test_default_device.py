@@ -12,15 +12,15 @@ import torch
 
 import quire
 from quire.cli.demo import one_thread
-from quire.conformance.case import Case
-from quire.conformance.plant import planted
-from quire.conformance.record import load
-from quire.conformance.replay import here, then
-from quire.conformance.run import conform
-from quire.conformance.target import find
+from quire.conformance.cases.case import Case
+from quire.conformance.faults.planted import planted
+from quire.conformance.recording.record import load
+from quire.conformance.recording.replay import here, then
+from quire.conformance.runner.run import conform
+from quire.conformance.runner.target import find
 from quire.demo import requests
-from quire.demo.engine import Engine
-from quire.demo.model import Model
+from quire.demo.engine import DemoEngine
+from quire.demo.model import DemoModel
 from quire.demo.proof import Proof, outputs, tokens
 from quire.kernels.native import library
 from support.scenario import Scenario, build
@@ -133,7 +133,7 @@ def test_the_kit(fault: str) -> None:
 
 @pytest.mark.usefixtures("elsewhere")
 def test_the_demo() -> None:
-    engine = Engine(Model.make(1), *requests.make(2, 1), 22)
+    engine = DemoEngine(DemoModel.make(1), *requests.make(2, 1), 22)
     with one_thread():
         for _ in zip(range(4), engine.run()):
             pass

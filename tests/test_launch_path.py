@@ -16,7 +16,7 @@ pytest.importorskip("triton")
 
 import quire
 from quire import launch
-from quire.kernels.triton import launcher, program
+from quire.kernels.triton.host import launcher, program
 from quire.platform import Platform
 
 PACKAGE = str(Path(quire.__file__).parent)

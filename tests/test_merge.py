@@ -53,7 +53,7 @@ def test_two_parts_by_hand() -> None:
     ("outs", "lses", "words"),
     [
         ([], [], "one or more"),
-        ([torch.zeros(1, 2, 3)], [], "0 beside 1"),
+        ([torch.zeros(1, 2, 3)], [], "0 lses for 1"),
         ([torch.zeros(1, 2, 3)], [torch.zeros(2, 1)], r"lses\[0\].*\[1, 2\]"),
         ([torch.zeros(1, 2, 3)], [torch.zeros(1, 2).double()], r"lses\[0\].*float32"),
         ([torch.zeros(1, 2, 3), torch.zeros(1, 2, 4)], [torch.zeros(1, 2)] * 2, r"outs\[1\]"),

@@ -199,7 +199,7 @@ def test_one_launcher_serves_all_batches(monkeypatch: pytest.MonkeyPatch) -> Non
         s = build(seed, [1, seed, 2 * seed], [20, 30, 40])
         s.check(quire.attend(s.q, s.cache, s.batch, s.options))
     assert len(kept) == 1
-    monkeypatch.setattr(launch, "MOST", 1)
+    monkeypatch.setattr(launch, "MAX_LAUNCHERS", 1)
     quire.attend(s.q, s.cache, s.batch, Options(window=3))
     assert len(kept) == 1, "at most so many are kept"
 

@@ -1,8 +1,8 @@
-"""The operator: check the call, choose a kernel, launch it."""
+"""The attention operator: checks the call, chooses a kernel and launches it."""
 
 from __future__ import annotations
 
-from typing import Literal, overload
+from typing import Literal, NoReturn, overload
 
 import torch
 
@@ -10,8 +10,9 @@ from quire.batch import Batch
 from quire.cache.kv_cache import KVCache
 from quire.contract.call import Call
 from quire.contract.check import Level
-from quire.dispatch.kernel import Launcher
+from quire.dispatch.kernel import KernelLauncher
 from quire.errors import ArgumentError
+from quire.keywords import refuse_unknown
 from quire.launch import audit_launcher, launcher_for
 from quire.options import PLAIN, Options
 from quire.problem import default_out_dtype
@@ -42,28 +43,45 @@ def attend(
     lse: bool | torch.Tensor = False,
     kernel: str | None = None,
     check: Level = "auto",
+    **unknown: NoReturn,
 ) -> Result:
-    """Attention of the new tokens of every sequence of a mixed batch over its pages.
+    """Computes attention of the new tokens of every sequence over the sequence's keys and values in a paged cache.
 
-        q     [tokens, q_heads, head_dim]       fp32, fp16, bf16, or fp8 with Options(q_scale=...)
-        new   (k, v), [tokens, kv_heads, dim]   context form: the cache holds only what came before the new tokens; without it,
-                                                full form, the cache holds every token
-        out   [tokens, q_heads, v_head_dim]     where to write; by default a new tensor, zero in padding rows, of q's type (bf16 for
-                                                fp8 queries); under Options(out_scale=...) of q's fp8 type, e4m3fn for other queries
-        lse   True, or fp32 [tokens, q_heads]   returns the natural-log LSE too, in a new tensor or in the one given
+    Args:
+        q: Queries `[tokens, q_heads, head_dim]` of fp32, fp16, bf16, or fp8 with `Options(q_scale=...)`. Any strides are allowed.
+            Rows from `batch.q_starts[-1]` on are padding.
+        cache: The keys and values of the layer.
+        batch: The sequences: pages, lengths, and where their new tokens are in q.
+        options: Window, softmax options, masks and scales of the layer. Default: causal attention with scale `head_dim ** -0.5`.
+        new: The new keys and values `(k, v)`, `[tokens, kv_heads, dim]` each. If given, the cache holds only the tokens before the
+            new ones (context form). Default: the cache holds all tokens (full form).
+        out: The output buffer `[tokens, q_heads, v_head_dim]`; padding rows are not written. Default: a new tensor with zeros in
+            padding rows, of q's type (bf16 for fp8 queries); with `Options(out_scale=...)` of q's fp8 type, or OCP fp8.
+        lse: True, or an fp32 buffer `[tokens, q_heads]`, to also return the log-sum-exp of the logits (natural log).
+        kernel: The name of a kernel to use, for example "torch". Default: the first kernel of the catalogue that can run the call.
+        check: "auto" checks shapes and types, and values in host memory. "full" also checks values on a GPU.
 
-    Returns `out`, or `(out, lse)`. `kernel` forces a kernel by name or raises. `check="full"` reads values on any device, not only
-    in host memory.
+    Returns:
+        `out`, or `(out, lse)`. A query that sees no key gives zeros and an LSE of -inf (with a sink: the sink).
 
-    >>> import quire
-    >>> pool = quire.PagePool(pages=8, page_size=16)
-    >>> cache = quire.KVCache.allocate(pool, kv_heads=2, head_dim=64)
-    >>> batch = pool.step({pool.sequence(): 5})
-    >>> q, k, v = torch.randn(5, 12, 64, dtype=torch.bfloat16).split((8, 2, 2), dim=1)
-    >>> quire.write(k, v, cache, batch)
-    >>> quire.attend(q, cache, batch).shape
-    torch.Size([5, 8, 64])
+    Raises:
+        ContractError: The call violates the contract (docs/contract.md). Nothing was written.
+        KernelError: No kernel can run the call, or the one requested cannot.
+        ArgumentError: An argument has the wrong class.
+        StaleBatch: The batch's pool has changed since the batch was made.
+
+    Example:
+        >>> import torch, quire
+        >>> pool = quire.PagePool(pages=8, page_size=16)
+        >>> cache = quire.KVCache.allocate(pool, kv_heads=2, head_dim=64)
+        >>> batch = pool.step({pool.sequence(): 5})
+        >>> q, k, v = torch.randn(5, 12, 64, dtype=torch.bfloat16).split((8, 2, 2), dim=1)
+        >>> quire.write(k, v, cache, batch)
+        >>> quire.attend(q, cache, batch).shape
+        torch.Size([5, 8, 64])
     """
+    if unknown:
+        refuse_unknown(attend, unknown)
     if lse is None:
         raise ArgumentError("lse", None, "True, False or a tensor [tokens, q_heads] of fp32")
     if (torch.compiler.is_dynamo_compiling() or type(q) is not torch.Tensor) and is_traced(q):
@@ -75,8 +93,8 @@ def attend(
     return run(launcher_for("attend", call, kernel, check, checked=False), call)
 
 
-def run(launcher: Launcher, call: Call) -> Result:
-    """Launches, into new tensors if none were given: the launcher fills their padding rows with zeros."""
+def run(launcher: KernelLauncher, call: Call) -> Result:
+    """Launches a call. Results that were not given are allocated; the launcher fills their padding rows with zeros."""
     q, cache = call.q, call.cache
     assert q is not None
     if call.out is None:
@@ -96,8 +114,8 @@ def run(launcher: Launcher, call: Call) -> Result:
 
 
 def is_traced(rows: torch.Tensor) -> bool:
-    """True under torch.compile and with fake tensors: the call then becomes an operator of the graph. An operator that is run while
-    torch compiles, here or in another thread, has real tensors."""
+    """True under torch.compile and with fake tensors: the call then becomes an operator of the graph. A call with real tensors
+    while torch compiles, here or in another thread, is not traced."""
     if torch.compiler.is_dynamo_compiling():
         return True
     return type(rows) is not torch.Tensor and (torch.compiler.is_compiling() or hasattr(rows, "fake_mode"))

@@ -1,56 +1,80 @@
-"""Which tokens a call is about: for each sequence its pages, its length, and its run of new tokens."""
+"""The sequences of one call: for each its pages, its length, and its new tokens."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy
 import torch
 
 from quire.cache.copies import Copies
-from quire.cache.packing import Span, pack, packed_copies
-from quire.cache.sequence import SequenceSnapshot
+from quire.cache.packing import PackedTensor, pack, packed_copies
+from quire.cache.sequence import NO_POOL, SequenceSnapshot
 from quire.errors import ArgumentError, StaleBatch, describe
+from quire.keywords import refuse_unknown
 
 if TYPE_CHECKING:
     from quire.cache.sequence import Sequence as PoolSequence
-    from quire.cache.step_table import Clock
 
     AnySequence = PoolSequence | SequenceSnapshot
 
 INDEX_TYPES = (torch.int32, torch.int64)
+NOT_GIVEN: Any = None
+"""A tensor that has to be given: without one the constructor names it."""
 
 
 def is_size(value: object) -> bool:
-    """Whether it is a number of sequences, pages or tokens."""
+    """Whether a value is a valid number of sequences, pages or tokens."""
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**31
 
 
 def is_index(tensor: object) -> bool:
-    """Whether it is a dense tensor of int32 or int64, of one axis or more."""
+    """Whether a value is a dense tensor of int32 or int64 with at least one axis."""
     if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided:
         return False
     return tensor.dtype in INDEX_TYPES and tensor.dim() > 0
 
 
 class Batch:
-    """A mixed batch of sequences. It aliases the caller's tensors, never copies them, and trusts nothing: `check` and the
-    operators look at the values.
+    """A mixed batch of sequences: some prefill, some decode. `PagePool.step` makes batches; engines that manage pages themselves
+    construct them from their own index tensors. The batch aliases these tensors and never copies them. Their values are checked
+    when an operator is called.
 
-        page_table  [seqs, pages_per_seq]   page ids of a sequence, in order
-        kv_lens     [seqs]                  all tokens of a sequence, the new ones included
-        q_starts    [seqs + 1]              where a sequence's new tokens start among the rows of q; the last entry is their end
-        slots       [tokens]                where each new token is written, `page * page_size + offset`, -1 to skip it;
-                                            by default they follow from the other three
-        positions   [tokens]                where each new token stands in its sequence, for RoPE
+    The batch of a `PagePool` on the CPU aliases the pool's page table. It is valid until the pool allocates or releases tokens or
+    pages again; then every operator raises `StaleBatch`. Copies never become stale: `clone()`, `to(device)`, the batch of a pool on
+    another device, and a pickled batch. Pickled and deep-copied batches have no pool; their `sequences` are snapshots.
 
-    The maxima are hints for speed. A low one is reported by `check` and never truncates.
+    Args:
+        page_table: int32 or int64 `[seqs, pages_per_seq]`. The page ids of each sequence, in order. Entries after the last page may
+            hold any value.
+        kv_lens: int32 or int64 `[seqs]`. The length of each sequence, including the new tokens.
+        q_starts: int32 or int64 `[seqs + 1]`. The index of each sequence's first new token in q; the last entry is the end. The new
+            tokens of sequence i are `q[q_starts[i]:q_starts[i + 1]]`, and are the last tokens of the sequence.
+        slots: int32 or int64 `[tokens]`. The slot of each new token, `page * page_size + offset`, -1 to skip it. Default: computed
+            from the other three.
+        max_q_len: An upper bound of the new tokens of a sequence. Only a hint for speed: results are correct if it is too low, and
+            `quire.check` reports it.
+        max_kv_len: An upper bound of the lengths; a hint like `max_q_len`.
+        copies: (source, target) pages that `quire.write` copies before it writes (copy-on-write).
+        sequences: The sequences of the pool, in the order of the batch; a ledger reads them.
+        page_size: Slots of a page; needed for the property `slots` if no slots are given.
 
-    The batch of a `PagePool` on the CPU aliases the pool's page table. It is valid until the pool gives or takes tokens or
-    pages again; then `check_current`, and with it every operator, raises `StaleBatch`. Copies never become stale: `clone()`,
-    `to(device)`, a batch that a pool made for another device, and a pickled one. Pickled and deep-copied
-    batches have their own tensors and no pool; their `sequences` are snapshots.
+    Raises:
+        ArgumentError: An index argument is not a dense tensor, or a hint is not an int of 0 or more.
+
+    Example:
+        >>> import torch, quire
+        >>> batch = quire.Batch(
+        ...     page_table=torch.tensor([[4, 2], [7, -1]]),
+        ...     kv_lens=torch.tensor([6, 3]),        # sequence 0 has 6 tokens, sequence 1 has 3
+        ...     q_starts=torch.tensor([0, 1, 4]),    # 1 new token (decode), 3 new tokens (prefill)
+        ...     page_size=4,
+        ... )
+        >>> batch.slots.tolist()
+        [9, 28, 29, 30]
+        >>> batch.positions.tolist()
+        [5, 0, 1, 2]
     """
 
     __slots__ = (
@@ -68,15 +92,15 @@ class Batch:
         "_slot_buffer",
         "_tokens",
         "_derived",
-        "clock",
-        "number",
+        "pool_state",
+        "state_number",
     )
 
     def __init__(
         self,
-        page_table: torch.Tensor,
-        kv_lens: torch.Tensor,
-        q_starts: torch.Tensor,
+        page_table: torch.Tensor = NOT_GIVEN,
+        kv_lens: torch.Tensor = NOT_GIVEN,
+        q_starts: torch.Tensor = NOT_GIVEN,
         *,
         slots: torch.Tensor | None = None,
         max_q_len: int | None = None,
@@ -84,10 +108,13 @@ class Batch:
         copies: Sequence[tuple[int, int]] = (),
         sequences: Sequence[AnySequence] | None = None,
         page_size: int | None = None,
+        **unknown: NoReturn,
     ):
+        if unknown:
+            refuse_unknown(Batch.__init__, unknown)
         self.page_table, self.kv_lens, self.q_starts = page_table, kv_lens, q_starts
         self.given_slots = slots
-        """The slots that the caller gave, which `write` then uses; None if they follow from the table."""
+        """The slots given by the caller; None if they are computed from the page table."""
         self.check_tensors()
         for name, hint in (("max_q_len", max_q_len), ("max_kv_len", max_kv_len)):
             if hint is not None and (not isinstance(hint, int) or isinstance(hint, bool) or hint < 0):
@@ -96,21 +123,21 @@ class Batch:
             raise ArgumentError("page_size", describe(page_size), "an int of 1 or more, or None")
         self.max_q_len, self.max_kv_len = max_q_len, max_kv_len
         self.copies: tuple[tuple[int, int], ...] = copies if isinstance(copies, Copies) else tuple(copies)
-        """(source, target) pages to copy before this batch is written: a pool's copy-on-write. `write` applies them. A pool's
-        have an id, and a cache applies them once."""
+        """(source, target) pages to copy before this batch is written (copy-on-write). `write` applies them, once for each
+        cache."""
         self.sequences: tuple[AnySequence, ...] | None = None if sequences is None else tuple(sequences)
-        """The pool's sequences, row by row; they let a ledger tell one sequence's tokens from another's."""
+        """The pool's sequences in the order of the batch, or None. A ledger uses them to tell the tokens of sequences apart."""
         self.validated: Any = None
-        """For which calls its values were found legal: `quire.contract.validated`."""
+        """The calls for which the values of this batch were validated: `quire.contract.validated`."""
         self.page_size = page_size
-        """Slots of a page: needed for `slots` where none were given. A pool's batch knows it."""
+        """Slots of a page, or None."""
         self.step_id: tuple[str, int] | None = None
-        """The pool and the step that this batch comes from; None if no pool made it."""
+        """The pool and the step that made this batch; None for other batches."""
         self._slot_buffer: torch.Tensor | None = None
         self._tokens: int | None = None
         self._derived: dict[str, tuple[tuple[torch.Tensor, ...], torch.Tensor]] = {}
-        self.clock: Clock | None = None
-        self.number = 0
+        self.pool_state, self.state_number = NO_POOL, NO_POOL.now
+        """The state counter of the pool whose page table the batch aliases, and its value when the batch was made."""
 
     def check_tensors(self) -> None:
         """Raises unless every tensor of the batch is a dense tensor."""
@@ -122,22 +149,24 @@ class Batch:
                 raise ArgumentError(name, describe(tensor), f"a {dense}tensor of int32 or int64")
 
     def check_current(self) -> None:
-        """Raises `StaleBatch` if this batch aliases the tables of a pool that has changed since. One comparison."""
-        if self.clock is not None and self.clock.now != self.number:
-            raise StaleBatch(self.number, self.clock.now)
+        """Raises `StaleBatch` if this batch aliases the page table of a pool that has changed since."""
+        if self.pool_state.now != self.state_number:
+            raise StaleBatch(self.state_number, self.pool_state.now)
 
     @property
     def seqs(self) -> int:
+        """Number of sequences."""
         return self.kv_lens.shape[0]
 
     @property
     def device(self) -> torch.device:
+        """The device of the index tensors."""
         return self.page_table.device
 
     @property
     def slots(self) -> torch.Tensor | None:
-        """The slot of each new token: those that were given; otherwise computed from the table, int64 `[tokens]`, if `page_size` is
-        known, and None if it is not. `write` needs them computed by nobody: it looks at `given_slots` and derives the rest."""
+        """The slot of each new token, `[tokens]`: those given; otherwise computed from the page table, int64, if `page_size` is
+        known; otherwise None. `quire.write` does not need them."""
         if self.given_slots is not None or self.page_size is None:
             return self.given_slots
         return self._derive("slots")
@@ -148,8 +177,8 @@ class Batch:
 
     @property
     def positions(self) -> torch.Tensor:
-        """The position of each new token in its sequence, int64 `[tokens]`. A pool's batch computes slots and positions once;
-        any other batch in every access, and reads the number of tokens from `q_starts`."""
+        """The position of each new token in its sequence, int64 `[tokens]`, for example for RoPE. The batch of a pool computes
+        slots and positions once; any other batch in every access, and reads the number of tokens from `q_starts`."""
         return self._derive("positions")
 
     def _derive(self, name: str) -> torch.Tensor:
@@ -174,17 +203,25 @@ class Batch:
         at = torch.arange(tokens, device=self.device)
         if not self.seqs:
             return torch.full_like(at, -1)
-        row = self.rows_of_tokens(tokens).clamp(max=self.seqs - 1)
-        return at - self.q_starts.to(torch.int64)[row + 1] + self.kv_lens.to(torch.int64)[row]
+        seq = self.sequences_of_tokens(tokens).clamp(max=self.seqs - 1)
+        return at - self.q_starts.to(torch.int64)[seq + 1] + self.kv_lens.to(torch.int64)[seq]
 
     def clone(self) -> Batch:
-        """A batch with tensors of its own, which nothing changes later."""
+        """A copy of this batch with its own tensors. It does not become stale.
+
+        Raises:
+            StaleBatch: This batch is stale already.
+        """
         self.check_current()
         return self._copied(self.device)
 
     def to(self, device: torch.device | str) -> Batch:
-        """This batch on a device: itself if it is there already, else a copy. All tensors, slots and positions included if
-        they were computed, cross in one asynchronous copy."""
+        """This batch on `device`: the batch itself if it is there already, otherwise a copy, made with one asynchronous transfer of
+        all tensors.
+
+        Raises:
+            StaleBatch: This batch is stale already.
+        """
         self.check_current()
         device = torch.device(device)
         mine = self.device
@@ -198,7 +235,7 @@ class Batch:
         return self._with(copies, self.sequences)
 
     def _tensors(self) -> dict[str, torch.Tensor]:
-        """Every tensor of the batch by name, once."""
+        """Every tensor of the batch by name, each once."""
         self.check_tensors()
         named = {"page_table": self.page_table, "kv_lens": self.kv_lens, "q_starts": self.q_starts}
         if self._slot_buffer is not None:
@@ -212,7 +249,7 @@ class Batch:
         return named
 
     def _with(self, named: dict[str, torch.Tensor], sequences: tuple[AnySequence, ...] | None) -> Batch:
-        """A batch like this one, of other tensors with these names."""
+        """A batch like this one, with other tensors."""
         sources = (named["page_table"], named["kv_lens"], named["q_starts"])
         buffer = named.get("buffer")
         slots = buffer if buffer is not None and self.given_slots is self._slot_buffer else named.get("slots")
@@ -235,28 +272,37 @@ class Batch:
         buffered = self._slot_buffer is not None and self.given_slots is self._slot_buffer
         return _restored, (memory.cpu().numpy(), dict(zip(named, spans)), self.device, fields, sequences, buffered)
 
-    def rows_of_tokens(self, tokens: int) -> torch.Tensor:
-        """The sequence of each of `tokens` rows of q, `[tokens]`; padding rows get `seqs`. No host read."""
+    def sequences_of_tokens(self, tokens: int) -> torch.Tensor:
+        """The index of the sequence of each row of q, `[tokens]`; `seqs` for padding rows. Nothing is read on the host.
+
+        Args:
+            tokens: Number of rows of q.
+        """
         at = torch.arange(tokens, device=self.device, dtype=self.q_starts.dtype)
         return torch.searchsorted(self.q_starts[1:].contiguous(), at, right=True)
 
     def slots_of_tokens(self, tokens: int, page_size: int, slots: torch.Tensor | None = None) -> torch.Tensor:
-        """The slot of each of `tokens` rows of k and v, int64 `[tokens]`, -1 for padding rows and pages a table leaves
-        out. Slots that are given, here or with the batch, are taken as they are for every row that is not padding."""
+        """The slot of each row of k and v, int64 `[tokens]`; -1 for padding rows and for pages that the table does not have.
+
+        Args:
+            tokens: Number of rows of k and v.
+            page_size: Slots of a page.
+            slots: Slots to use instead of computed ones. Default: those given with the batch.
+        """
         slots = self.given_slots if slots is None else slots
         if slots is not None:
             live = torch.arange(tokens, device=self.device) < self.q_starts[-1]
             return torch.where(live, slots.to(torch.int64), -1)
         if not self.seqs or not tokens or not self.page_table.shape[1]:
             return torch.full((tokens,), -1, dtype=torch.int64, device=self.device)
-        row = self.rows_of_tokens(tokens)
-        live = row < self.seqs
-        row = row.clamp(max=self.seqs - 1)
+        seq = self.sequences_of_tokens(tokens)
+        live = seq < self.seqs
+        seq = seq.clamp(max=self.seqs - 1)
         starts = self.q_starts.to(torch.int64)
-        at = torch.arange(tokens, device=self.device) - starts[row + 1] + self.kv_lens.to(torch.int64)[row]
+        at = torch.arange(tokens, device=self.device) - starts[seq + 1] + self.kv_lens.to(torch.int64)[seq]
         column = torch.div(at, page_size, rounding_mode="floor")
         live &= (column >= 0) & (column < self.page_table.shape[1])
-        page = self.page_table[row, column.clamp(0, self.page_table.shape[1] - 1)].to(torch.int64)
+        page = self.page_table[seq, column.clamp(0, self.page_table.shape[1] - 1)].to(torch.int64)
         return torch.where(live & (page >= 0), page * page_size + at % page_size, -1)
 
     @classmethod
@@ -271,7 +317,25 @@ class Batch:
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.int32,
     ) -> Batch:
-        """A batch that owns buffers of a fixed size, for captured graphs: `fill` changes them in place. It starts empty."""
+        """Makes an empty batch with buffers of a fixed size, for CUDA graphs. `fill` updates the buffers in place.
+
+        Args:
+            seqs, pages_per_seq, tokens: The maximum number of sequences, of pages of a sequence, and of new tokens.
+            max_q_len, max_kv_len: Upper bounds of the lengths, for all later steps.
+            device: The device of the buffers.
+            dtype: torch.int32 or torch.int64.
+
+        Raises:
+            ArgumentError: A size is not an int of 0 or more, or `dtype` is not an index type.
+
+        Example:
+            >>> import quire
+            >>> pool = quire.PagePool(pages=8, page_size=4)
+            >>> step = pool.step({pool.sequence(): 3})
+            >>> batch = quire.Batch.allocate(seqs=2, pages_per_seq=2, tokens=4)
+            >>> batch.fill(step.page_table, step.kv_lens, step.q_starts).kv_lens.tolist()
+            [3, 0]
+        """
         for name, size in (("seqs", seqs), ("pages_per_seq", pages_per_seq), ("tokens", tokens)):
             if not is_size(size):
                 raise ArgumentError(name, describe(size), "an int of 0 or more")
@@ -297,33 +361,26 @@ class Batch:
         copies: Sequence[tuple[int, int]] = (),
         sequences: Sequence[AnySequence] | None = None,
     ) -> Batch:
-        """Takes over the values of another step, in place. Rows that are left over become empty (q_len 0). A batch that was
-        once filled with slots needs them every time: a captured graph goes on reading them. A step of a pool brings its
-        `copies` and `sequences`; a captured graph does not see copies: apply them to each cache before it is replayed."""
-        buffer = self._slot_buffer
-        if buffer is None:
-            raise ArgumentError("fill", "a batch that aliases its caller's tensors", "a batch made by Batch.allocate")
-        Batch(page_table, kv_lens, q_starts, slots=slots)
-        for name, tensor in (("page_table", page_table), ("kv_lens", kv_lens), ("q_starts", q_starts), ("slots", slots)):
-            # The copies below would cast any type; an aliased tensor is left to the rules.
-            if tensor is not None and (tensor.dtype not in INDEX_TYPES or tensor.is_meta != buffer.is_meta):
-                raise ArgumentError(name, describe(tensor), "a tensor of int32 or int64")
-        if page_table.dim() != 2 or kv_lens.shape != page_table.shape[:1] or q_starts.shape != (kv_lens.shape[0] + 1,):
-            given = ", ".join(
-                f"{n} {list(t.shape)}" for n, t in (("page_table", page_table), ("kv_lens", kv_lens), ("q_starts", q_starts))
-            )
-            raise ArgumentError("fill", given, "page_table [seqs, pages_per_seq], kv_lens [seqs], q_starts [seqs + 1]")
-        if slots is None and self.given_slots is not None:
-            raise ArgumentError("slots", None, "a tensor [tokens]: this batch was filled with slots before")
+        """Copies the index tensors of another step into the buffers of this batch. Remaining sequences become empty (no new
+        tokens).
+
+        Args:
+            page_table, kv_lens, q_starts: As in `Batch`, at most as large as allocated.
+            slots: As in `Batch`. A batch that was filled with slots once needs them every time, because a captured graph reads
+                them.
+            copies, sequences: Those of a pool's step. A captured graph does not apply copies: call `cache.copy_pages(copies)` for
+                each cache before the graph is replayed.
+
+        Returns:
+            This batch.
+
+        Raises:
+            ArgumentError: The batch was not made by `Batch.allocate`, or a tensor has a wrong type or is larger than allocated.
+        """
+        buffer = self._check_fill(page_table, kv_lens, q_starts, slots, sequences)
         seqs, width = page_table.shape
-        sizes = (("seqs", seqs, self.seqs), ("pages_per_seq", width, self.page_table.shape[1]))
-        for name, size, room in (*sizes, ("tokens", 0 if slots is None else slots.shape[0], buffer.shape[0])):
-            if size > room:
-                raise ArgumentError(name, size, f"at most {room}, as allocated")
-        if sequences is not None and len(sequences) != seqs:
-            raise ArgumentError("sequences", f"{len(sequences)} of them", f"{seqs}, one for each row")
-        # What does not fit the buffers' type saturates: a bad value stays a bad one, and no device is asked. The results are
-        # new tensors, so a batch may also be filled from itself.
+        # Values that do not fit the buffers' type saturate, so an invalid value stays invalid without a device read. The results
+        # are new tensors, so a batch may also be filled from itself.
         fits = torch.iinfo(self.kv_lens.dtype)
         page_table, kv_lens, q_starts = (t.long().clamp(fits.min, fits.max) for t in (page_table, kv_lens, q_starts))
         self.page_table.fill_(-1)[:seqs, :width].copy_(page_table)
@@ -339,6 +396,39 @@ class Batch:
         self._derived, self._tokens, self.step_id = {}, None, None
         return self
 
+    def _check_fill(
+        self,
+        page_table: torch.Tensor,
+        kv_lens: torch.Tensor,
+        q_starts: torch.Tensor,
+        slots: torch.Tensor | None,
+        sequences: Sequence[AnySequence] | None,
+    ) -> torch.Tensor:
+        """Raises unless `fill` can copy these tensors; returns the buffer for slots."""
+        buffer = self._slot_buffer
+        if buffer is None:
+            raise ArgumentError("fill", "a batch that aliases the caller's tensors", "a batch made by Batch.allocate")
+        Batch(page_table, kv_lens, q_starts, slots=slots)
+        for name, tensor in (("page_table", page_table), ("kv_lens", kv_lens), ("q_starts", q_starts), ("slots", slots)):
+            # `fill` would cast any type. The constructor leaves the types of aliased tensors to the rules.
+            if tensor is not None and (tensor.dtype not in INDEX_TYPES or tensor.is_meta != buffer.is_meta):
+                raise ArgumentError(name, describe(tensor), "a tensor of int32 or int64")
+        if page_table.dim() != 2 or kv_lens.shape != page_table.shape[:1] or q_starts.shape != (kv_lens.shape[0] + 1,):
+            given = ", ".join(
+                f"{n} {list(t.shape)}" for n, t in (("page_table", page_table), ("kv_lens", kv_lens), ("q_starts", q_starts))
+            )
+            raise ArgumentError("fill", given, "page_table [seqs, pages_per_seq], kv_lens [seqs], q_starts [seqs + 1]")
+        if slots is None and self.given_slots is not None:
+            raise ArgumentError("slots", None, "a tensor [tokens]: this batch was filled with slots before")
+        seqs, width = page_table.shape
+        sizes = (("seqs", seqs, self.seqs), ("pages_per_seq", width, self.page_table.shape[1]))
+        for name, size, capacity in (*sizes, ("tokens", 0 if slots is None else slots.shape[0], buffer.shape[0])):
+            if size > capacity:
+                raise ArgumentError(name, size, f"at most {capacity}, as allocated")
+        if sequences is not None and len(sequences) != seqs:
+            raise ArgumentError("sequences", f"{len(sequences)} of them", f"{seqs}, one for each sequence of page_table")
+        return buffer
+
     @classmethod
     def from_vllm(
         cls,
@@ -350,7 +440,18 @@ class Batch:
         max_query_len: int | None = None,
         max_seq_len: int | None = None,
     ) -> Batch:
-        """vLLM's words. `seq_lens` counts all tokens there too; `slot_mapping` -1 is skipped. Nothing is copied."""
+        """Makes a batch from the arguments of vLLM's attention operators. Nothing is copied.
+
+        Args:
+            block_table: vLLM's name of `page_table`.
+            seq_lens: vLLM's name of `kv_lens`; both include the new tokens.
+            query_start_loc: vLLM's name of `q_starts`.
+            slot_mapping: vLLM's name of `slots`; -1 skips a token.
+            max_query_len, max_seq_len: vLLM's names of `max_q_len` and `max_kv_len`.
+
+        Raises:
+            ArgumentError: as `Batch`.
+        """
         return cls(block_table, seq_lens, query_start_loc, slots=slot_mapping, max_q_len=max_query_len, max_kv_len=max_seq_len)
 
     @classmethod
@@ -366,16 +467,27 @@ class Batch:
         max_seqlen_q: int | None = None,
         max_seqlen_k: int | None = None,
     ) -> Batch:
-        """FlashAttention's words, varlen (`cu_seqlens_q`) or `q [batch, seqlen_q, ...]`.
+        """Makes a batch from the arguments of FlashAttention.
 
-        `seqused_k` counts all tokens. `cache_seqlens` counts those *before* the call when k and v are passed to
-        `flash_attn_with_kvcache`, and all of them otherwise: say which with `appends`."""
+        Args:
+            block_table: FlashAttention's name of `page_table`.
+            cu_seqlens_q: FlashAttention's name of `q_starts` (varlen functions). Give either this or `seqlen_q`.
+            seqlen_q: The number of new tokens of every sequence, for `q [batch, seqlen_q, heads, dim]`.
+            seqused_k: FlashAttention's name of `kv_lens`. Give either this or `cache_seqlens`.
+            cache_seqlens: The lengths given to `flash_attn_with_kvcache`.
+            appends: Required with `cache_seqlens`. True if k and v are passed to `flash_attn_with_kvcache`: the lengths then do not
+                include the new tokens. False otherwise.
+            max_seqlen_q, max_seqlen_k: FlashAttention's names of `max_q_len` and `max_kv_len`.
+
+        Raises:
+            ArgumentError: Both or neither of two alternative arguments are given, or a tensor has a wrong type or shape.
+        """
         if (seqused_k is None) == (cache_seqlens is None):
             raise ArgumentError("seqused_k", "both or neither of seqused_k and cache_seqlens", "exactly one of them")
         if (cu_seqlens_q is None) == (seqlen_q is None):
             raise ArgumentError("cu_seqlens_q", "both or neither of cu_seqlens_q and seqlen_q", "exactly one of them")
         if (cache_seqlens is None) != (appends is None) or not isinstance(appends, bool | None):
-            raise ArgumentError("appends", describe(appends), "True or False beside cache_seqlens, None beside seqused_k")
+            raise ArgumentError("appends", describe(appends), "True or False with cache_seqlens, None with seqused_k")
         lens = seqused_k if seqused_k is not None else cache_seqlens
         for name, tensor in (("seqused_k or cache_seqlens", lens), ("cu_seqlens_q", cu_seqlens_q)):
             if not is_index(tensor) and not (name == "cu_seqlens_q" and tensor is None):
@@ -406,8 +518,43 @@ class Batch:
         qo_indptr: torch.Tensor | None = None,
         pages_per_seq: int | None = None,
     ) -> Batch:
-        """FlashInfer's words: pages in CSR form, all tokens counted. Without `qo_indptr` every sequence has one new token
-        (the decode wrapper). The table is new memory; its width is `pages_per_seq`, or read from `kv_indptr` on the host."""
+        """Makes a batch from the arguments of FlashInfer's wrappers, whose page table is in CSR form. The page table is new memory.
+
+        Args:
+            kv_indptr: `[seqs + 1]`, where the pages of each sequence start in `kv_indices`.
+            kv_indices: The page ids of all sequences.
+            kv_last_page_len: `[seqs]`, the tokens in the last page of each sequence.
+            page_size: Slots of a page.
+            qo_indptr: FlashInfer's name of `q_starts`. Default: every sequence has one new token, as in the decode wrapper.
+            pages_per_seq: Columns of the page table. Default: read from `kv_indptr` on the host.
+
+        Raises:
+            ArgumentError: A tensor has a wrong type, shape or device; in host memory also if its values are invalid.
+        """
+        cls._check_flashinfer(kv_indptr, kv_indices, kv_last_page_len, page_size, pages_per_seq)
+        seqs, counts = kv_last_page_len.shape[0], kv_indptr.diff()
+        width = pages_per_seq if pages_per_seq is not None else (int(counts.max()) if seqs else 0)
+        column = torch.arange(width, device=kv_indptr.device)
+        at = kv_indptr[:-1, None].to(torch.int64) + column
+        inside = column < counts[:, None]
+        if kv_indices.numel():
+            table = torch.where(inside, kv_indices[at.clamp(max=kv_indices.shape[0] - 1)], -1)
+        else:
+            table = torch.full((seqs, width), -1, dtype=kv_indices.dtype, device=kv_indices.device)
+        kv_lens = torch.where(counts > 0, (counts - 1) * page_size + kv_last_page_len, 0)
+        if qo_indptr is None:
+            qo_indptr = torch.arange(seqs + 1, device=kv_indptr.device, dtype=kv_indptr.dtype)
+        return cls(table, kv_lens, qo_indptr)
+
+    @staticmethod
+    def _check_flashinfer(
+        kv_indptr: torch.Tensor,
+        kv_indices: torch.Tensor,
+        kv_last_page_len: torch.Tensor,
+        page_size: int,
+        pages_per_seq: int | None,
+    ) -> None:
+        """Raises unless the arguments of `from_flashinfer` fit together."""
         for name, tensor in (("kv_indptr", kv_indptr), ("kv_indices", kv_indices), ("kv_last_page_len", kv_last_page_len)):
             if not is_index(tensor) or tensor.dim() != 1:
                 raise ArgumentError(name, describe(tensor), "a tensor of int32 or int64")
@@ -431,18 +578,6 @@ class Batch:
             full = kv_last_page_len[counts > 0]
             if full.numel() and not 1 <= int(full.min()) <= int(full.max()) <= page_size:
                 raise ArgumentError("kv_last_page_len", kv_last_page_len.tolist(), f"1 to page_size = {page_size}")
-        width = pages_per_seq if pages_per_seq is not None else (int(counts.max()) if seqs else 0)
-        column = torch.arange(width, device=kv_indptr.device)
-        at = kv_indptr[:-1, None].to(torch.int64) + column
-        inside = column < counts[:, None]
-        if kv_indices.numel():
-            table = torch.where(inside, kv_indices[at.clamp(max=kv_indices.shape[0] - 1)], -1)
-        else:
-            table = torch.full((seqs, width), -1, dtype=kv_indices.dtype, device=kv_indices.device)
-        kv_lens = torch.where(counts > 0, (counts - 1) * page_size + kv_last_page_len, 0)
-        if qo_indptr is None:
-            qo_indptr = torch.arange(seqs + 1, device=kv_indptr.device, dtype=kv_indptr.dtype)
-        return cls(table, kv_lens, qo_indptr)
 
     def __repr__(self) -> str:
         hints = "".join(
@@ -454,13 +589,13 @@ class Batch:
 
 def _restored(
     memory: numpy.ndarray,
-    spans: dict[str, Span],
+    spans: dict[str, PackedTensor],
     device: torch.device,
     fields: dict[str, Any],
     sequences: tuple[SequenceSnapshot, ...] | None,
     buffered: bool,
 ) -> Batch:
-    """A batch that was pickled."""
+    """Unpickles a batch."""
     bytes_ = torch.from_numpy(memory).to(device)
     named = {name: span.of(bytes_) for name, span in spans.items()}
     batch = Batch(named["page_table"], named["kv_lens"], named["q_starts"], slots=named.get("slots"), sequences=sequences)

@@ -1,4 +1,4 @@
-"""What can go wrong, as types. Every message names the argument, what was given and what is allowed."""
+"""Exceptions. Every message names the argument, what was given and what is allowed."""
 
 from __future__ import annotations
 
@@ -11,27 +11,64 @@ if TYPE_CHECKING:
 
 
 class QuireError(Exception):
-    """The base of every error that Quire raises on purpose. All of them can be pickled: a worker process can raise them."""
+    """The base class of all errors that Quire raises. All of them can be pickled, so a worker process can raise them.
+
+    Example:
+        >>> import quire
+        >>> issubclass(quire.OutOfPages, quire.QuireError)
+        True
+    """
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _restored, (type(self), self.args, self.__dict__)
 
 
 class ArgumentError(QuireError, ValueError):
-    """One argument of a constructor is not allowed."""
+    """An argument has a type or value that is not allowed. Nothing was changed or written.
+
+    Attributes:
+        argument: The name of the argument.
+        given: What was given.
+        allowed: What is allowed, in words.
+
+    Example:
+        >>> import quire
+        >>> quire.PagePool(pages=0, page_size=16)
+        Traceback (most recent call last):
+        quire.errors.ArgumentError: pages: given 0; allowed: an int of 1 or more
+    """
 
     def __init__(self, argument: str, given: Any, allowed: str):
         self.argument, self.given, self.allowed = argument, given, allowed
-        super().__init__(f"{argument}: given {given}; allowed: {allowed}")
+        missing = given is None or (isinstance(given, str) and given == "None")
+        super().__init__(f"{argument}: given {'nothing (None)' if missing else given}; allowed: {allowed}")
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # What was given can be anything, also what no other process can hold: its text crosses.
+        # The given value may be an object that cannot be pickled: its text replaces it.
         given = self.given if isinstance(self.given, (str, int, float, type(None))) else str(self.given)
         return _restored, (type(self), self.args, {**self.__dict__, "given": given})
 
 
 class ContractError(QuireError, ValueError):
-    """A call breaks the contract. Nothing was written."""
+    """A call violates the contract (docs/contract.md). Nothing was written.
+
+    Attributes:
+        operation: The operation: attend, write or step.
+        violations: All violations, as `quire.Violation`.
+
+    Example:
+        >>> import torch, quire
+        >>> pool = quire.PagePool(pages=4, page_size=4)
+        >>> cache = quire.KVCache.allocate(pool, kv_heads=1, head_dim=8)
+        >>> batch = pool.step({pool.sequence(): 3})
+        >>> try:
+        ...     quire.attend(torch.zeros(3, 1, 16, dtype=torch.bfloat16), cache, batch)
+        ... except quire.ContractError as error:
+        ...     print(error.violations[0])
+        [shapes] q
+          given    head_dim 16
+          allowed  8, as the cache has
+    """
 
     def __init__(self, operation: str, violations: Sequence[Violation]):
         self.operation, self.violations = operation, tuple(violations)
@@ -44,7 +81,20 @@ class ContractError(QuireError, ValueError):
 
 
 class KernelError(QuireError, ValueError):
-    """No kernel, or not the one asked for by name, can run this problem on this platform."""
+    """No kernel can run the call on this platform, or the kernel requested with `kernel=` cannot.
+
+    Attributes:
+        decision: The `quire.Decision` with every kernel and why it was refused; None if no kernel has the requested name.
+
+    Example:
+        >>> import torch, quire
+        >>> pool = quire.PagePool(pages=4, page_size=4)
+        >>> cache = quire.KVCache.allocate(pool, kv_heads=1, head_dim=8)
+        >>> batch = pool.step({pool.sequence(): 3})
+        >>> quire.attend(torch.zeros(3, 1, 8, dtype=torch.bfloat16), cache, batch, kernel="cuda")
+        Traceback (most recent call last):
+        quire.errors.KernelError: kernel: given 'cuda'; allowed for attend: ...
+    """
 
     def __init__(self, message: str, decision: Decision | None = None):
         self.decision = decision
@@ -52,7 +102,20 @@ class KernelError(QuireError, ValueError):
 
 
 class OutOfPages(QuireError):
-    """The pool has too few free pages for a request. The pool is as it was before the request."""
+    """The pool has too few free pages for a step. The pool is unchanged.
+
+    Attributes:
+        needed: Pages that the step needs.
+        free: Free pages of the pool.
+        pages: All pages of the pool.
+
+    Example:
+        >>> import quire
+        >>> pool = quire.PagePool(pages=2, page_size=4)
+        >>> pool.step({pool.sequence(): 9})
+        Traceback (most recent call last):
+        quire.errors.OutOfPages: pages: the request needs 3 more, 2 of 2 are free; nothing was changed. ...
+    """
 
     def __init__(self, needed: int, free: int, pages: int):
         self.needed, self.free, self.pages = needed, free, pages
@@ -63,7 +126,21 @@ class OutOfPages(QuireError):
 
 
 class StaleBatch(QuireError):
-    """A batch aliases the page table of a pool that has changed since. Nothing was written."""
+    """A batch aliases the page table of a pool that has changed since the batch was made. Nothing was written.
+
+    Attributes:
+        number: The state of the pool that the batch was made for.
+        now: The state of the pool now.
+
+    Example:
+        >>> import quire
+        >>> pool = quire.PagePool(pages=4, page_size=4)
+        >>> sequence = pool.sequence()
+        >>> batch, later = pool.step({sequence: 3}), pool.step({sequence: 1})
+        >>> batch.check_current()
+        Traceback (most recent call last):
+        quire.errors.StaleBatch: batch: given the batch of state 1 of its pool, which is in state 2 by now; ...
+    """
 
     def __init__(self, number: int, now: int):
         self.number, self.now = number, now
@@ -73,8 +150,13 @@ class StaleBatch(QuireError):
         )
 
 
+class QuantisationWarning(UserWarning):
+    """A write to a quantised cache lost more than a rounding. The message begins with the loss: `saturation` or `underflow`. Only
+    within `quire.checked(quantisation=True)`."""
+
+
 def _restored(kind: type[QuireError], args: tuple[Any, ...], fields: dict[str, Any]) -> QuireError:
-    """An error that was pickled, without a call of its constructor, whose arguments are not its `args`."""
+    """Unpickles an error without calling its constructor, whose parameters differ from `args`."""
     error = kind.__new__(kind, *args)
     error.args = args
     error.__dict__.update(fields)
@@ -82,7 +164,8 @@ def _restored(kind: type[QuireError], args: tuple[Any, ...], fields: dict[str, A
 
 
 def describe(value: Any) -> str:
-    """A tensor as 'int64[3, 7] on cpu', an array of NumPy likewise, anything else as the beginning of its repr: for messages."""
+    """A value as a message shows it: a tensor as 'int64[3, 7] on cpu', a NumPy array likewise, anything else as the
+    beginning of its repr."""
     import torch
 
     if isinstance(value, torch.Tensor):

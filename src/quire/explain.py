@@ -1,4 +1,4 @@
-"""Which kernel a call gets, why, why not the others, and what to change to get a better one."""
+"""Explains which kernel a call uses, and why the others cannot run it."""
 
 from __future__ import annotations
 
@@ -37,34 +37,61 @@ def explain(
     operation: str = "attend",
     platform: Platform | None = None,
 ) -> Decision:
-    """The decision that an operation would make for this call, here or on another `platform`. Nothing is computed and no value is
-    read: tensors of torch's meta device will do. What the operation would refuse for its shapes, types or options is refused.
+    """Explains which kernel an operation would use for a call, here or on another platform. Nothing is computed and no value is
+    read: tensors on torch's meta device are enough.
 
-    `operation` is attend, write, step or audit. A write and a step are explained for `k` and `v`, by default contiguous tensors of
-    q's type (bf16 for fp8 queries); a write of `k` and `v` needs no q. `Decision.compiled` has a key
-    for each kernel that the operation needs: those of a step include its write's."""
-    if not isinstance(operation, str) or operation not in OPERATIONS:
-        raise ArgumentError("operation", describe(operation), str(OneOf(OPERATIONS)))
-    if not isinstance(cache, KVCache):
-        raise ArgumentError("cache", describe(cache), "a quire.KVCache")
-    if platform is not None and not isinstance(platform, Platform):
-        raise ArgumentError("platform", describe(platform), "a quire.Platform, or None for the device of q")
-    if not isinstance(lse, (bool, torch.Tensor)):
-        raise ArgumentError("lse", describe(lse), "True, False or a tensor")
-    options = PLAIN if options is None else options
-    given = lse if isinstance(lse, torch.Tensor) else None
+    Args:
+        q, cache, batch, options, new, out, lse: The arguments of `quire.attend`. `q` may be None for a write.
+        k, v, slots: The arguments of `quire.write`. Default: contiguous tensors of q's type (bf16 for fp8 queries).
+        operation: "attend", "write", "step" or "audit".
+        platform: The machine to explain the choice for, for example `quire.Platform.named("sm90")`. Default: that of the cache.
+
+    Returns:
+        A `quire.Decision`: the chosen kernel, and for each other kernel why it was refused and what to change. Print it.
+
+    Raises:
+        ContractError: Shapes, types or options violate the contract, so that the operation would raise too.
+        ArgumentError: An argument has the wrong class.
+
+    Example:
+        >>> import torch, quire
+        >>> pool = quire.PagePool(pages=8, page_size=16)
+        >>> cache = quire.KVCache.allocate(pool, kv_heads=2, head_dim=64)
+        >>> batch = pool.step({pool.sequence(): 5})
+        >>> decision = quire.explain(torch.zeros(5, 8, 64, dtype=torch.bfloat16), cache, batch)
+        >>> decision.because
+        'it is the first whose limits all hold'
+    """
+    _check_arguments(operation, cache, lse, platform)
     if operation in ("write", "step") and k is None and v is None and isinstance(q, torch.Tensor) and q.dim() == 3:
         dtype = torch.bfloat16 if is_fp8(q.dtype) else q.dtype
         k, v = (q.new_empty((q.shape[0], cache.kv_heads, dim), dtype=dtype) for dim in (cache.head_dim, cache.v_head_dim))
     if operation == "write":
         call = Call(cache, batch, k=k, v=v, slots=slots)
     else:
-        call = Call(cache, batch, q, options, new, out, k, v, slots, lse=given, with_lse=lse is not False)
+        buffer = lse if isinstance(lse, torch.Tensor) else None
+        options = PLAIN if options is None else options
+        call = Call(cache, batch, q, options, new, out, k, v, slots, lse=buffer, with_lse=lse is not False)
+    return decide(operation, call, Platform.detect(cache.device) if platform is None else platform)
+
+
+def decide(operation: str, call: Call, platform: Platform) -> Decision:
+    """The decision for an operation, with those for the other kernels that it launches in `beside`."""
     enforce_static("write" if operation == "write" else "explain", call)
-    platform = Platform.detect(cache.device) if platform is None else platform
     needed = {"step": ("write", "attend")}.get(operation, (operation,))
-    if cache.ledger is not None and "attend" in needed:
+    if call.cache.ledger is not None and "attend" in needed:
         needed = (*needed, "audit")
     decisions = {one: choose(*described(one, call), platform, operation=one) for one in needed}
     first = decisions["attend" if operation == "step" else operation]
     return replace(first, operation=operation, beside=tuple(d for one, d in decisions.items() if d is not first))
+
+
+def _check_arguments(operation: str, cache: KVCache, lse: bool | torch.Tensor, platform: Platform | None) -> None:
+    if not isinstance(operation, str) or operation not in OPERATIONS:
+        raise ArgumentError("operation", describe(operation), str(OneOf(OPERATIONS)))
+    if not isinstance(cache, KVCache):
+        raise ArgumentError("cache", describe(cache), "a quire.KVCache")
+    if platform is not None and not isinstance(platform, Platform):
+        raise ArgumentError("platform", describe(platform), "a quire.Platform, or None for the device of the cache")
+    if not isinstance(lse, (bool, torch.Tensor)):
+        raise ArgumentError("lse", describe(lse), "True, False or a tensor")

@@ -1,21 +1,22 @@
-"""The operators as `torch.ops.quire.attend`, `.write` and `.step`, for graphs that torch.compile and torch.export make.
+"""The torch operators `torch.ops.quire.attend`, `.write` and `.step`, for torch.compile and torch.export.
 
-Nobody needs to call them: within a compiled function `quire.attend`, `quire.write` and `quire.step` do, so that a model's step is
-one graph (`fullgraph=True`). An operator takes what a cache, a batch and options are made of, puts them together again, and calls
-the ordinary function: rules, choice of kernel and results are the same. A program that only loads an exported graph imports this
-module itself.
+In a compiled function `quire.attend`, `quire.write` and `quire.step` call them, so that a model's step is one graph
+(`fullgraph=True`). An operator takes the tensors and numbers that a cache, a batch and options consist of, rebuilds these objects,
+and calls the ordinary function: checks, choice of kernel and results are the same. A program that only loads an exported graph must
+import this module.
 
-An `out` that is given is declared as written to, as is the cache of a write. What an operator makes, it returns: `(out, lse)`,
-where a tensor without elements stands for an `out` that was given and for an LSE that nobody asked for.
+An `out` that is given is declared as mutated, as is the cache of a write. An operator returns `(out, lse)`, with an empty tensor in
+place of an `out` that was given and of an LSE that was not requested.
 
-What lives outside of tensors stays outside of a graph: a batch with copies is refused (apply them before), as is a cache with a
-ledger; and neither who holds a page of a pool nor whether a pool's batch is stale is checked. Inference only, as everywhere.
+State outside of tensors is not part of a graph: a batch with copies (apply them before) and a cache with a ledger are rejected, and
+the pool's reference counts and stale batches are not checked. Inference only.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from dataclasses import fields
+from typing import Any, NamedTuple
 
 import torch
 
@@ -34,11 +35,44 @@ from quire.write import write as plain_write
 _READ = "Tensor k_pages, Tensor v_pages, Tensor? k_scale, Tensor? v_scale, str layout, str format"
 _WRITTEN = "Tensor(k!) k_pages, Tensor(v!) v_pages, Tensor(i!)? k_scale, Tensor(j!)? v_scale, str layout, str format"
 _BATCH = "Tensor page_table, Tensor kv_lens, Tensor q_starts, Tensor? slots, SymInt? max_q_len, SymInt? max_kv_len"
-_OPTIONS = (
-    "int? left, int? right, float? softcap, Tensor? alibi, Tensor? sinks, float? scale, bool causal, Tensor? causal_of_seqs, "
-    "Tensor? mask, Tensor? positions, float? q_scale, Tensor? q_scale_on_device, float? out_scale, Tensor? out_scale_on_device, "
-    "bool batch_invariant"
-)
+
+
+class OptionCodec(NamedTuple):
+    """How a field of `Options` becomes arguments of an operator, and back."""
+
+    schema: str
+    flatten: Callable[[Options, str], tuple[Any, ...]]
+    """(options, name of the field) -> arguments."""
+    restore: Callable[..., Any]
+    """Arguments -> value of the field."""
+
+
+def _one_argument(options: Options, name: str) -> tuple[Any, ...]:
+    return (getattr(options, name),)
+
+
+def _number_or_tensor(options: Options, name: str) -> tuple[Any, ...]:
+    value = getattr(options, name)
+    return (None, value) if isinstance(value, torch.Tensor) else (value, None)
+
+
+def _window_sides(options: Options, name: str) -> tuple[Any, ...]:
+    return options.sides
+
+
+_CODECS = {
+    "bool": OptionCodec("bool {0}", _one_argument, lambda value: value),
+    "float | None": OptionCodec("float? {0}", _one_argument, lambda value: value),
+    "torch.Tensor | None": OptionCodec("Tensor? {0}", _one_argument, lambda value: value),
+    "bool | torch.Tensor": OptionCodec("bool? {0}, Tensor? {0}_tensor", _number_or_tensor, lambda n, t: n if t is None else t),
+    "Scalar": OptionCodec("float? {0}, Tensor? {0}_tensor", _number_or_tensor, lambda n, t: n if t is None else t),
+    "Window": OptionCodec(
+        "int? {0}_left, int? {0}_right", _window_sides, lambda left, right: None if left is right is None else (left, right)
+    ),
+}
+"""By the annotation of the field."""
+_OPTION_FIELDS = tuple((field.name, _CODECS[str(field.type)]) for field in fields(Options))
+_OPTIONS = ", ".join(codec.schema.format(name) for name, codec in _OPTION_FIELDS)
 _HOW = "str? kernel, str check, str? refused"
 _INTO = "Tensor(o!)? out, bool lse"
 _SCHEMAS = (
@@ -51,7 +85,8 @@ _IN_CACHE, _IN_BATCH, _IN_OPTIONS = (text.count(",") + 1 for text in (_READ, _BA
 Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
 
-# What a compiled function runs: objects come apart. Dynamo traces it, so it only reads attributes.
+# Called in a compiled function: objects are flattened to arguments of an operator. Dynamo traces this code, so it only reads
+# attributes.
 
 
 def attend(
@@ -65,7 +100,7 @@ def attend(
     kernel: str | None,
     check: Level,
 ) -> Result:
-    """`quire.attend` in a graph."""
+    """`quire.attend` as an operator of a graph."""
     new_k, new_v = (None, None) if new is None else new
     parts = (*_of_cache(cache), *_of_batch(batch, batch.given_slots), *_of_options(options or PLAIN))
     logs, refused = lse is not False, _refused(cache, batch, q)
@@ -75,7 +110,7 @@ def attend(
 def write(
     k: torch.Tensor, v: torch.Tensor, cache: KVCache, batch: Batch, slots: torch.Tensor | None, kernel: str | None, check: Level
 ) -> None:
-    """`quire.write` in a graph."""
+    """`quire.write` as an operator of a graph."""
     slots = batch.given_slots if slots is None else slots
     torch.ops.quire.write(k, v, *_of_cache(cache), *_of_batch(batch, slots), kernel, check, _refused(cache, batch))
 
@@ -92,14 +127,14 @@ def step(
     kernel: str | None,
     check: Level,
 ) -> Result:
-    """`quire.step` in a graph."""
+    """`quire.step` as an operator of a graph."""
     parts = (*_of_cache(cache), *_of_batch(batch, batch.given_slots), *_of_options(options or PLAIN))
     logs, refused = lse is not False, _refused(cache, batch, q)
     return _returned(torch.ops.quire.step(q, k, v, *parts, out, logs, kernel, check, refused), out, lse)
 
 
 def _refused(cache: KVCache, batch: Batch, q: torch.Tensor | None = None) -> str | None:
-    """Why the operator will raise, if it will. Raised here, dynamo would hide the error behind one of its own."""
+    """Why the operator must raise, or None. An error raised here would be hidden behind one of Dynamo's."""
     if cache.ledger is not None:
         return "ledger"
     if batch.copies:
@@ -116,44 +151,33 @@ def _of_batch(batch: Batch, slots: torch.Tensor | None) -> tuple[Any, ...]:
 
 
 def _of_options(options: Options) -> tuple[Any, ...]:
-    causal, causal_of_seqs = (True, options.causal) if isinstance(options.causal, torch.Tensor) else (options.causal, None)
-    return (
-        *options.sides,
-        options.softcap,
-        options.alibi,
-        options.sinks,
-        options.scale,
-        causal,
-        causal_of_seqs,
-        options.mask,
-        options.positions,
-        *_apart(options.q_scale),
-        *_apart(options.out_scale),
-        options.batch_invariant,
-    )
-
-
-def _apart(scale: float | torch.Tensor | None) -> tuple[float | None, torch.Tensor | None]:
-    return (None, scale) if isinstance(scale, torch.Tensor) else (scale, None)
+    parts: tuple[Any, ...] = ()
+    for name, codec in _OPTION_FIELDS:
+        parts += codec.flatten(options, name)
+    return parts
 
 
 def _returned(made: tuple[torch.Tensor, torch.Tensor], out: torch.Tensor | None, lse: bool | torch.Tensor) -> Result:
-    """What the function returns. An LSE buffer is filled by a copy, which the graph can see."""
+    """The result of the function. An LSE buffer is filled by a copy that is part of the graph."""
     result = made[0] if out is None else out
     if lse is False:
         return result
     return (result, made[1]) if lse is True else (result, lse.copy_(made[1]))
 
 
-# What an operator runs: objects are put together again.
+# Called by an operator: the objects are rebuilt from its arguments.
 
 
 _REFUSALS = {
-    "ledger": ("cache", "a cache with a ledger, in a compiled function", "a cache without one, or a call that is not compiled"),
+    "ledger": (
+        "cache",
+        "a cache with a ledger, in a compiled function",
+        "a cache without a ledger, or a call that is not compiled",
+    ),
     "copies": (
         "copies",
         "a batch with copies, in a compiled function",
-        "call cache.copy_pages(batch.copies) before it, and give a batch without",
+        "a batch without copies: call cache.copy_pages(batch.copies) before the compiled function",
     ),
     "grad": ("q", "a tensor that requires grad", "inference only: call under torch.no_grad() or detach it"),
 }
@@ -176,47 +200,27 @@ def _batch(
     return Batch(page_table, kv_lens, q_starts, slots=slots, max_q_len=max_q_len, max_kv_len=max_kv_len)
 
 
-def _options(
-    left: int | None,
-    right: int | None,
-    softcap: float | None,
-    alibi: torch.Tensor | None,
-    sinks: torch.Tensor | None,
-    scale: float | None,
-    causal: bool,
-    causal_of_seqs: torch.Tensor | None,
-    mask: torch.Tensor | None,
-    positions: torch.Tensor | None,
-    q_scale: float | None,
-    q_scale_on_device: torch.Tensor | None,
-    out_scale: float | None,
-    out_scale_on_device: torch.Tensor | None,
-    batch_invariant: bool,
-) -> Options:
-    return Options(
-        window=None if left is None and right is None else (left, right),
-        softcap=softcap,
-        alibi=alibi,
-        sinks=sinks,
-        scale=scale,
-        causal=causal if causal_of_seqs is None else causal_of_seqs,
-        mask=mask,
-        positions=positions,
-        q_scale=q_scale if q_scale_on_device is None else q_scale_on_device,
-        out_scale=out_scale if out_scale_on_device is None else out_scale_on_device,
-        batch_invariant=batch_invariant,
-    )
+def _options(*arguments: Any) -> Options:
+    return Options(**dict(_restored(arguments)))
 
 
-def _cut(parts: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...], tuple[Any, ...], tuple[Any, ...]]:
-    """The parts of a cache, of a batch, of options, and what comes after them."""
+def _restored(arguments: tuple[Any, ...]) -> Iterator[tuple[str, Any]]:
+    at = 0
+    for name, codec in _OPTION_FIELDS:
+        end = at + codec.schema.count(",") + 1
+        yield name, codec.restore(*arguments[at:end])
+        at = end
+
+
+def _split(parts: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...], tuple[Any, ...], tuple[Any, ...]]:
+    """Splits arguments into those of the cache, of the batch, of the options, and the rest."""
     batch, options = _IN_CACHE, _IN_CACHE + _IN_BATCH
     end = options + _IN_OPTIONS
     return parts[:batch], parts[batch:options], parts[options:end], parts[end:]
 
 
 def _attend(q: torch.Tensor, *parts: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    cache, batch, options, (new_k, new_v, out, lse, kernel, check, refused) = _cut(parts)
+    cache, batch, options, (new_k, new_v, out, lse, kernel, check, refused) = _split(parts)
     _refuse(refused)
     new = None if new_k is None else (new_k, new_v)
     result = plain_attend(
@@ -226,13 +230,13 @@ def _attend(q: torch.Tensor, *parts: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _write(k: torch.Tensor, v: torch.Tensor, *parts: Any) -> None:
-    cache, batch, (kernel, check, refused), _ = _cut(parts)
+    cache, batch, (kernel, check, refused), _ = _split(parts)
     _refuse(refused)
     plain_write(k, v, _cache(*cache), _batch(*batch), kernel=kernel, check=check)
 
 
 def _step(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *parts: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    cache, batch, options, (out, lse, kernel, check, refused) = _cut(parts)
+    cache, batch, options, (out, lse, kernel, check, refused) = _split(parts)
     _refuse(refused)
     result = plain_step(q, k, v, _cache(*cache), _batch(*batch), _options(*options), out=out, lse=lse, kernel=kernel, check=check)
     return _made(q, out, result)
@@ -243,11 +247,11 @@ def _made(q: torch.Tensor, out: torch.Tensor | None, result: Result) -> tuple[to
     return (result if out is None else q.new_empty(0)), lse
 
 
-# What tracing sees of a result: its shape and type.
+# Shape and type of the results, for tracing.
 
 
 def _fake_attend(q: torch.Tensor, *parts: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    cache, _, options, (_, _, out, lse, *_) = _cut(parts)
+    cache, _, options, (_, _, out, lse, *_) = _split(parts)
     return _fake(q, _cache(*cache), _options(*options), out, lse)
 
 
@@ -256,7 +260,7 @@ def _fake_write(k: torch.Tensor, v: torch.Tensor, *parts: Any) -> None:
 
 
 def _fake_step(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *parts: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    cache, _, options, (out, lse, *_) = _cut(parts)
+    cache, _, options, (out, lse, *_) = _split(parts)
     return _fake(q, _cache(*cache), _options(*options), out, lse)
 
 
@@ -269,7 +273,7 @@ def _fake(
     return made, q.new_empty(q.shape[:2] if lse else 0, dtype=torch.float32)
 
 
-# Not the decorator `torch.library.custom_op`, which costs tens of microseconds in every call.
+# Not the decorator `torch.library.custom_op`, which adds tens of microseconds to every call.
 _RUN: tuple[Callable[..., Any], ...] = (_attend, _write, _step)
 _TRACE: tuple[Callable[..., Any], ...] = (_fake_attend, _fake_write, _fake_step)
 _library = torch.library.Library("quire", "DEF")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import cached_property
-from typing import NamedTuple
+from functools import cached_property, lru_cache
+from typing import Any
 
 import torch
 
@@ -26,15 +26,35 @@ STEEPEST = 2.0**64
 RANGE = "from 2^-100 to 2^100 (7.9e-31 to 1.3e+30)"
 
 
-class Traits(NamedTuple):
-    """What options say beyond their tensors, and a kernel is compiled for."""
+NUMBERS = ("softcap",)
+"""The optional numbers that kernels take as arguments."""
+TENSORS = {"alibi": 1, "sinks": 1, "mask": 2, "positions": 1}
+"""The optional tensors that kernels take as arguments, and their axes."""
+TYPE_TRAITS = {"alibi": "alibi_dtype", "sinks": "sinks_dtype", "positions": "positions"}
+"""Tensors whose type kernels are compiled for, and the trait with its name. A type may change: `module.to(torch.bfloat16)` changes
+parameters in place."""
+FEATURES = (*NUMBERS, "alibi", "sinks", "mask", "batch_invariant")
+"""The features that a kernel may lack."""
 
-    causal: str
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Traits:
+    """What kernels are compiled for, of the options of a layer. `Problem` has all of these fields. `Options.traits` gives equal
+    options one object, so that it can be hashed by identity."""
+
+    causal: str = "yes"
     """yes, no or per-sequence."""
-    window: tuple[int | None, int | None]
-    softcap: bool
-    batch_invariant: bool
-    negative_scale: bool
+    window: tuple[int | None, int | None] = (None, None)
+    softcap: bool = False
+    alibi: bool = False
+    sinks: bool = False
+    mask: bool = False
+    batch_invariant: bool = False
+    alibi_dtype: str = "fp32"
+    sinks_dtype: str = "fp32"
+    positions: str = "none"
+    """The type of a tree's positions: none, int32 or int64."""
+    negative_scale: bool = False
 
 
 Window = int | tuple[int | None, int | None] | None
@@ -72,7 +92,7 @@ class Options:
     """Multiplies fp8 queries; from 2^-100 to 2^100."""
     out_scale: Scalar = None
     """Divides the output, which is then stored as fp8, saturating; from 2^-100 to 2^100. The type is that of `out`; without `out`,
-    fp8 queries keep their own type and all others give e4m3fn."""
+    fp8 queries keep their own type and all others give `OCP_FP8`."""
     batch_invariant: bool = False
     """A row's bits then do not depend on its neighbours, the batch size, the hints or how its prompt was cut."""
 
@@ -168,9 +188,28 @@ class Options:
 
     @cached_property
     def traits(self) -> Traits:
+        """The properties that a kernel is compiled for, without tensors."""
+        given = {name: getattr(self, name) is not None for name in (*NUMBERS, *TENSORS) if name != "positions"}
         causal = "per-sequence" if isinstance(self.causal, torch.Tensor) else "yes" if self.causal else "no"
         negative = self.scale is not None and self.scale < 0
-        return Traits(causal, self.sides, self.softcap is not None, self.batch_invariant, negative)
+        return _traits(causal=causal, window=self.sides, batch_invariant=self.batch_invariant, negative_scale=negative, **given)
+
+    @cached_property
+    def typed_tensors(self) -> tuple[tuple[str, torch.Tensor], ...]:
+        """The given tensors whose type is a trait, each with the trait's name."""
+        values = ((field, getattr(self, name)) for name, field in TYPE_TRAITS.items())
+        return tuple((field, value) for field, value in values if value is not None)
+
+    @cached_property
+    def numbers(self) -> tuple[float | None, ...]:
+        """The values of `NUMBERS`."""
+        values = (getattr(self, name) for name in NUMBERS)
+        return tuple(None if value is None else float(value) for value in values)
+
+    @cached_property
+    def tensors(self) -> tuple[tuple[torch.Tensor | None, int], ...]:
+        """The values of `TENSORS`, each with its number of axes."""
+        return tuple((getattr(self, name), axes) for name, axes in TENSORS.items())
 
     def __getstate__(self) -> dict[str, object]:
         # The fields alone: what else was kept with it belongs to this process.
@@ -185,6 +224,11 @@ class Options:
             elif value != field.default:
                 given.append(f"{name}={value!r}")
         return f"Options({', '.join(given)})"
+
+
+@lru_cache(maxsize=1024)
+def _traits(**facts: Any) -> Traits:
+    return Traits(**facts)
 
 
 PLAIN = Options()

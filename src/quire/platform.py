@@ -1,4 +1,4 @@
-"""The machine as a value: what a kernel may ask about it. Made by looking (`detect`) or by name (`named`)."""
+"""The machine as a value: what the choice of a kernel depends on. Made from a device (`detect`) or by name (`named`)."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from quire.cache.format import FNUZ_FP8, OCP_FP8
 from quire.errors import ArgumentError
 
 
@@ -18,23 +19,23 @@ class Platform:
     """One device and what it can do. Hashable and without tensors, so that every decision for every machine can be tested on
     any machine.
 
-    >>> print(Platform.named("gfx942"))
-    amd gfx942: 64 KiB shared memory, warps of 64, fp8 e4m3fnuz
+    >>> print(Platform.named("gfx90a"))
+    amd gfx90a: 64 KiB shared memory, warps of 64
     """
 
     name: str
     vendor: str
-    """nvidia, amd, cpu; 'other' for any further device torch has."""
+    """nvidia, amd or cpu; 'other' for any other torch device."""
     arch: str
     """sm90, gfx942, x86-64, aarch64, ..."""
     family: str
     """The generation: gfx9, gfx11, gfx12, ... for AMD; elsewhere as `arch`."""
     shared_memory: int = 0
-    """Bytes that the threads of one multiprocessor share; 0 on a CPU."""
+    """Bytes of shared memory of one multiprocessor; 0 on a CPU."""
     warp: int = 1
-    """Threads that run in step."""
+    """Threads of a warp (AMD: wavefront)."""
     fp8: str | None = None
-    """The e4m3 flavour of the hardware, None if it has none."""
+    """The fp8 format that the hardware supports, None if it supports none."""
     cpu_features: tuple[str, ...] = ()
     multiprocessors: int | None = None
     """None where only the name is known."""
@@ -50,14 +51,14 @@ class Platform:
         return int(self.arch[2:]) if self.vendor == "nvidia" else 0
 
     @property
-    def converts_e4m3fn(self) -> bool:
-        """Whether one instruction converts e4m3fn to fp16, as on NVIDIA GPUs since sm89."""
+    def decodes_fp8(self) -> bool:
+        """Whether one instruction converts OCP fp8 to fp16, as on NVIDIA GPUs since sm89."""
         return self.capability >= 89
 
     @property
     def encodes_fp8(self) -> bool:
-        """Whether one instruction converts fp32 to e4m3fn and e5m2, rounding once and saturating, as on NVIDIA GPUs since sm90. For
-        sm89 the compiler goes by way of fp16 and rounds twice."""
+        """Whether one instruction converts fp32 to OCP fp8, rounding once and saturating, as on NVIDIA GPUs since sm90. For sm89
+        the compiler converts to fp16 first and rounds twice."""
         return self.capability >= 90
 
     @property
@@ -72,7 +73,11 @@ class Platform:
 
     @classmethod
     def detect(cls, device: torch.device | str | None = None) -> Platform:
-        """The platform of a torch device; by default the accelerator of this machine, or its CPU if it has none."""
+        """The platform of a torch device; by default the GPU of this machine, or its CPU if it has none.
+
+        Raises:
+            ArgumentError: this machine has no such device.
+        """
         wanted = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         if wanted.type == "cuda" and wanted.index is None and torch.cuda.is_available():
             wanted = torch.device("cuda", torch.cuda.current_device())
@@ -80,12 +85,26 @@ class Platform:
 
     @classmethod
     def named(cls, name: str) -> Platform:
-        """A platform that need not be here."""
-        if name not in NAMED:
-            raise ArgumentError("arch", repr(name), ", ".join(NAMED))
-        return NAMED[name]
+        """A platform by an architecture (sm90, gfx942, aarch64) or by a common name of a GPU (h100, MI300X, rtx-4090). The machine
+        need not have such a device.
+
+        Raises:
+            ArgumentError: the name is unknown; the message lists all names.
+        """
+        word = "".join(char for char in str(name).lower() if char not in " -_").replace("x8664", "x86-64")
+        arch = NICKNAMES.get(word, word)
+        if arch not in NAMED:
+            allowed = f"{', '.join(NAMED)}; or a GPU's name, such as {', '.join(_COMMON)}"
+            raise ArgumentError("arch", repr(name), allowed)
+        return NAMED[arch]
+
+    @property
+    def is_only_named(self) -> bool:
+        """Whether it is a GPU known by its name, not one that was detected here."""
+        return self.vendor in ("nvidia", "amd") and self.multiprocessors is None
 
     def to_dict(self) -> dict[str, Any]:
+        """The platform as JSON-compatible values."""
         return {**asdict(self), "cpu_features": list(self.cpu_features)}
 
     def __str__(self) -> str:
@@ -101,7 +120,7 @@ class Platform:
 
 
 def _gpu(arch: str, shared_memory: int, name: str | None = None, multiprocessors: int | None = None) -> Platform:
-    """What follows from the name of a GPU's architecture."""
+    """The platform of a GPU, from the name of its architecture."""
     amd = re.fullmatch(r"gfx(\d+)[0-9a-f]{2}", arch)
     if amd:
         generation = int(amd[1])
@@ -110,7 +129,7 @@ def _gpu(arch: str, shared_memory: int, name: str | None = None, multiprocessors
     else:
         family, vendor, warp = arch, "nvidia", 32
         has_fp8 = int(arch.removeprefix("sm")) >= 89
-    fp8 = ("e4m3fnuz" if arch.startswith("gfx94") else "e4m3fn") if has_fp8 else None
+    fp8 = (FNUZ_FP8 if arch.startswith("gfx94") else OCP_FP8).name if has_fp8 else None
     return Platform(name or arch, vendor, arch, family, shared_memory, warp, fp8, multiprocessors=multiprocessors)
 
 
@@ -146,11 +165,40 @@ INTERPRETER = Platform("interpreter", "interpreter", "interpreter", "interpreter
 
 NAMED: dict[str, Platform] = {
     **{arch: _gpu(arch, kib * 1024) for arch, kib in _SHARED_MEMORY_KIB.items()},
-    # CPUs by name promise nothing beyond their instruction set: what more this one has, only looking can tell.
+    # CPUs by name have the baseline features of their architecture only; `detect` adds those of this CPU.
     "cpu": Platform("cpu", "cpu", "x86-64", "x86-64"),
     "x86-64": Platform("x86-64", "cpu", "x86-64", "x86-64"),
     "aarch64": Platform("aarch64", "cpu", "aarch64", "aarch64", cpu_features=("asimd",)),
 }
+
+_SOLD_AS = {
+    "sm75": "t4 rtx2080 rtx2080ti",
+    "sm80": "a100 a30",
+    "sm86": "a10 a10g a40 a6000 rtxa6000 rtx3090 rtx3080",
+    "sm87": "orin",
+    "sm89": "l4 l40 l40s rtx4090 rtx4080 rtx6000ada",
+    "sm90": "h100 h200 h800 h20 gh200",
+    "sm100": "b200 gb200 b100",
+    "sm103": "b300 gb300",
+    "sm120": "rtx5090 rtx5080 rtxpro6000",
+    "sm121": "gb10 dgxspark",
+    "gfx906": "mi50 mi60 radeonvii",
+    "gfx908": "mi100",
+    "gfx90a": "mi200 mi210 mi250 mi250x",
+    "gfx942": "mi300 mi300x mi300a mi325x",
+    "gfx950": "mi350 mi350x mi355x",
+    "gfx1030": "rx6800 rx6800xt rx6900xt w6800",
+    "gfx1100": "rx7900xtx rx7900xt w7900",
+    "gfx1101": "rx7800xt rx7700xt w7700",
+    "gfx1102": "rx7600",
+    "gfx1151": "strixhalo ryzenaimax395",
+    "gfx1200": "rx9060xt",
+    "gfx1201": "rx9070 rx9070xt r9700",
+}
+_COMMON = tuple("h100 h200 b200 a100 l4 l40s rtx4090 rtx5090 mi250 mi300x mi325x mi355x rx7900xtx rx9070xt".split())
+_ARCH_OF = {name: arch for arch, names in _SOLD_AS.items() for name in names.split()}
+NICKNAMES: dict[str, str] = {name: _ARCH_OF[name] for name in (*_COMMON, *_ARCH_OF)}
+"""The architecture of a GPU by the name it is sold under, in lower case and without spaces, the most common first."""
 
 _CPU_ARCHES = {"x86_64": "x86-64", "amd64": "x86-64", "arm64": "aarch64"}
 _CPU_FEATURES = (
@@ -160,7 +208,7 @@ _CPU_FEATURES = (
 
 
 def cpu_flags() -> frozenset[str]:
-    """Every flag the kernel reports of this CPU; none where there is no /proc/cpuinfo."""
+    """Every feature flag that the operating system reports; empty if there is no /proc/cpuinfo."""
     try:
         with open("/proc/cpuinfo") as file:
             text = file.read()
@@ -185,6 +233,6 @@ def _detect(device: torch.device) -> Platform:
     found = torch.cuda.get_device_properties(device)
     amd = torch.version.hip is not None
     arch = found.gcnArchName.split(":")[0] if amd else f"sm{found.major}{found.minor}"
-    # torch does not tell this of every ROCm device; 64 KiB is what AMD's have had at least since gfx9.
+    # torch does not report this for every ROCm device; AMD GPUs have had at least 64 KiB since gfx9.
     shared_memory = getattr(found, "shared_memory_per_multiprocessor", 1024 * _SHARED_MEMORY_KIB.get(arch, 64))
     return _gpu(arch, shared_memory, found.name, found.multi_processor_count)

@@ -1,4 +1,4 @@
-"""Warm-up: compiles every kernel that some batch of a layer can need, before the first call, so that no call compiles."""
+"""Ahead-of-time compilation: compiles every kernel that the batches of a layer can need, so that no call compiles."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
+from itertools import product
 from multiprocessing import get_context
 from typing import Any, NamedTuple
 
@@ -17,23 +18,29 @@ from quire.batch import Batch
 from quire.cache.kv_cache import KVCache
 from quire.contract.static import FLOATS
 from quire.dispatch.choose import kernels_for
-from quire.dispatch.kernel import Compiling, Kernel
+from quire.dispatch.kernel import CompilingLauncher, Kernel
 from quire.errors import ArgumentError, describe
 from quire.options import Options
 from quire.platform import Platform
 from quire.problem import Problem, is_fp8
 
-FORMS, INDICES = ("full", "context"), ("int32", "int64")
+FORMS, LSES, INDICES = ("full", "context"), (False, True), ("int32", "int64")
 
 
 class Prepared(NamedTuple):
-    """What `prepare` did."""
+    """The result of `quire.prepare`.
+
+    Example:
+        >>> import quire
+        >>> print(quire.Prepared(kernels=("attend_kernel-0f",), seconds=2.0, workspace_bytes=2**20))
+        1 kernels compiled in 2.0 s, workspace 1.0 MiB a call
+    """
 
     kernels: tuple[str, ...]
     """A key for each compiled kernel, as in `Decision.compiled`."""
     seconds: float
     workspace_bytes: int
-    """What one call allocates for partial results at most, whatever the batch."""
+    """The maximum workspace (partial results) that one call allocates, for any batch."""
 
     def __str__(self) -> str:
         return (
@@ -54,18 +61,33 @@ def prepare(
     directory: str | os.PathLike[str] | None = None,
     progress: bool | None = None,
 ) -> Prepared:
-    """Compiles all kernels of a layer in parallel, and loads them on the layer's device unless a `platform` is named.
+    """Compiles all kernels of a layer in parallel subprocesses and loads them on the layer's device. After that no call of the
+    layer compiles; a call that has to compile gives a RuntimeWarning that names its problem.
 
-        cache_or_problem   the layer's cache, then q_heads and q_dtype are needed too; or a Problem
-        forms, lse, index  which calls will be made: full and context form, with and without LSE, types of the index tensors; by
-                           default what a Problem says, and for a cache full form, without LSE, int32
-        platform           by default that of the cache's or the Problem's device; one that is named is compiled for, and not loaded
-        directory          where compiled kernels go, in the layout of TRITON_CACHE_DIR; by default Triton's own cache
-        progress           whether a progress bar is shown; by default on a terminal
+    Args:
+        cache_or_problem: The cache of the layer, together with `q_heads` and `q_dtype`; or a `quire.Problem`.
+        q_heads, q_dtype, options: Those of the calls.
+        forms: Which of "full" and "context" form will be called.
+        lse: Whether calls are with LSE (True), without (False) or both.
+        index: Types of the index tensors: "int32", "int64" or both. Default: as the Problem; for a cache full, without LSE, int32.
+        platform: Compile for this platform and do not load the kernels. Default: the platform of the cache's or Problem's device.
+        directory: Where to store compiled kernels, like TRITON_CACHE_DIR. Default: Triton's cache.
+        progress: Whether to show a progress bar. Default: on a terminal.
 
-    Afterwards no call of the layer compiles. A call that compiles all the same gives one warning, which names its problem."""
+    Returns:
+        A `quire.Prepared`: the keys of the compiled kernels, the time, and the maximum workspace of a call.
+
+    Raises:
+        ArgumentError: An argument has the wrong class or value.
+
+    Example:
+        >>> import quire
+        >>> problem = quire.Problem(q_heads=32, kv_heads=8, head_dim=128, page_size=16)
+        >>> quire.prepare(problem).kernels  # the CPU kernels are compiled with the package
+        ()
+    """
     if platform is not None and not isinstance(platform, Platform):
-        raise ArgumentError("platform", describe(platform), "a quire.Platform, or None for the cache's device")
+        raise ArgumentError("platform", describe(platform), "a quire.Platform, or None for the device of the cache")
     if directory is not None and not isinstance(directory, (str, os.PathLike)):
         raise ArgumentError("directory", describe(directory), "a path, or None")
     problems = _problems(cache_or_problem, q_heads, q_dtype, options, forms, lse, index)
@@ -98,34 +120,45 @@ def _problems(
     index: Sequence[str] | None,
 ) -> list[tuple[str, Problem]]:
     """The operations and problems of all calls that will be made."""
-    forms = forms if forms is not None else (given.form,) if isinstance(given, Problem) else ("full",)
-    lse = lse if lse is not None else (given.lse,) if isinstance(given, Problem) else (False,)
-    mixed = isinstance(given, Problem) and index is None and given.index not in INDICES
-    index = index if index is not None else (given.index,) if isinstance(given, Problem) else ("int32",)
-    for name, values, allowed in (("forms", forms, FORMS), ("index", index, INDICES), ("lse", lse, (False, True))):
-        if name == "index" and mixed:
+    if not isinstance(given, KVCache | Problem):
+        raise ArgumentError("cache_or_problem", describe(given), "a quire.KVCache or a quire.Problem")
+    variants = _variants(given, forms, lse, index)
+    if isinstance(given, Problem):
+        if q_heads is not None or q_dtype is not None or options is not None:
+            raise ArgumentError("q_heads", "q_heads, q_dtype or options with a Problem", "None: the Problem has them")
+        bases = [given.replace(form=form, lse=logs, index=i) for form, logs, i in variants]
+    else:
+        bases = list(_of_cache(given, q_heads, q_dtype, options, variants))
+    found: dict[tuple[str, Problem], None] = {}
+    for problem in (base.replace(memory=memory) for base in bases for memory in ("aligned", "generic")):
+        found["attend", problem] = None
+        found["write", problem.of_writes()] = None
+        # A write with slots and without a batch has int32 index tensors.
+        found["write", problem.of_writes().replace(index="int32")] = None
+        if isinstance(given, Problem) or given.ledger is not None:
+            found["audit", problem] = None
+    return list(found)
+
+
+def _variants(
+    given: KVCache | Problem, forms: Sequence[str] | None, lse: Sequence[bool] | None, index: Sequence[str] | None
+) -> list[tuple[str, bool, str]]:
+    """Every combination of form, LSE and index type that will be called; by default those of the Problem."""
+    defaults = (given.form, given.lse, given.index) if isinstance(given, Problem) else ("full", False, "int32")
+    arguments: tuple[tuple[str, Any, tuple[Any, ...]], ...] = (
+        ("forms", forms, FORMS),
+        ("lse", lse, LSES),
+        ("index", index, INDICES),
+    )
+    chosen: list[Any] = []
+    for (name, values, allowed), default in zip(arguments, defaults):
+        if values is None:
+            chosen.append((default,))
             continue
         if not isinstance(values, (list, tuple, set, frozenset)) or not values or any(not _is_one_of(v, allowed) for v in values):
             raise ArgumentError(name, describe(values), f"a list or tuple of {' and '.join(map(str, allowed))}")
-    if isinstance(given, Problem):
-        if q_heads is not None or q_dtype is not None or options is not None:
-            raise ArgumentError("q_heads", "q_heads, q_dtype or options beside a Problem", "None: the Problem says them")
-        bases, ledger = [given.replace(form=form, lse=logs, index=i) for form in forms for logs in lse for i in index], True
-    elif isinstance(given, KVCache):
-        bases, ledger = list(_of_cache(given, q_heads, q_dtype, options, forms, lse, index)), given.ledger is not None
-    else:
-        raise ArgumentError("cache_or_problem", describe(given), "a quire.KVCache or a quire.Problem")
-    found: dict[tuple[str, Problem], None] = {}
-    for base in bases:
-        for memory in ("aligned", "generic"):
-            problem = base.replace(memory=memory)
-            found["attend", problem] = None
-            found["write", problem.of_writes()] = None
-            # A write with slots alone has index tensors of its own.
-            found["write", problem.of_writes().replace(index="int32")] = None
-            if ledger:
-                found["audit", problem] = None
-    return list(found)
+        chosen.append(tuple(values))
+    return list(product(*chosen))
 
 
 def _is_one_of(value: object, allowed: tuple[str | bool, ...]) -> bool:
@@ -137,9 +170,7 @@ def _of_cache(
     q_heads: int | None,
     q_dtype: torch.dtype | None,
     options: Options | None,
-    forms: Sequence[str],
-    lse: Sequence[bool],
-    index: Sequence[str],
+    variants: list[tuple[str, bool, str]],
 ) -> Iterator[Problem]:
     if not isinstance(q_heads, int) or isinstance(q_heads, bool) or not 1 <= q_heads <= 65536 or q_heads % cache.kv_heads:
         raise ArgumentError("q_heads", describe(q_heads), f"a multiple of kv_heads = {cache.kv_heads}, at most 65536")
@@ -153,27 +184,23 @@ def _of_cache(
     q = torch.empty((1, q_heads, cache.head_dim), dtype=q_dtype, device=device)
     kv_dtype = torch.bfloat16 if q_dtype.itemsize == 1 else q_dtype
     new = tuple(torch.empty((1, cache.kv_heads, dim), dtype=kv_dtype, device=device) for dim in (cache.head_dim, cache.v_head_dim))
-    for name in index:
-        shapes = ((1, 1), (1,), (2,))
-        batch = Batch(*(torch.zeros(shape, dtype=getattr(torch, name), device=device) for shape in shapes))
-        for form in forms:
-            for logs in lse:
-                beside = None if form == "full" else (new[0], new[1])
-                yield Problem.of(q, cache, batch, options, new=beside, lse=logs)
+    for form, logs, name in variants:
+        batch = Batch(*(torch.zeros(shape, dtype=getattr(torch, name), device=device) for shape in ((1, 1), (1,), (2,))))
+        yield Problem.of(q, cache, batch, options, new=None if form == "full" else (new[0], new[1]), lse=logs)
 
 
 Work = dict[str, tuple[tuple[str, str, Problem, int], Any]]
-"""By key: operation, kernel, problem and the number of one compilation, and the launcher."""
+"""By key: the operation, kernel, problem and index of one compilation, and its launcher."""
 
 
 def _work(problems: Iterable[tuple[str, Problem]], platform: Platform) -> tuple[Work, int]:
-    """Every kernel that is to be compiled, once, and the largest workspace."""
+    """Every kernel to compile, each once, and the largest workspace."""
     found: Work = {}
     workspace = 0
     for operation, problem in problems:
         for kernel in kernels_for(problem, platform, operation):
             launcher = kernel.launcher_for(problem, platform)
-            if isinstance(launcher, Compiling):
+            if isinstance(launcher, CompilingLauncher):
                 for number, (key, _) in enumerate(launcher.prepare(None)):
                     found.setdefault(key, ((operation, kernel.name, problem, number), launcher))
                 workspace = max(workspace, launcher.workspace_bytes)
@@ -181,7 +208,7 @@ def _work(problems: Iterable[tuple[str, Problem]], platform: Platform) -> tuple[
 
 
 def _compile(work: Work, platform: Platform, folder: str | None, progress: bool | None) -> None:
-    """Compiles side by side: each worker is a process of its own, since a compiler may abort and holds the interpreter's lock."""
+    """Compiles in parallel. Each worker is a subprocess, because the compiler holds the interpreter lock and may abort."""
     if not work:
         return
     from rich.progress import Progress
@@ -196,7 +223,7 @@ def _compile(work: Work, platform: Platform, folder: str | None, progress: bool 
 
 
 def compile_one(what: tuple[str, str, Problem, int], platform: Platform, folder: str | None) -> None:
-    """Compiles one kernel into the compile cache, or a folder in its place: what a worker does."""
+    """Compiles one kernel into Triton's cache or into `folder`; runs in a worker."""
     operation, name, problem, number = what
     (kernel,) = (kernel for kernel in kernels_for(problem, platform, operation) if kernel.name == name)
     compilations: list[tuple[str, Callable[[], None]]] = list(_launcher(kernel, problem, platform).prepare(None))
@@ -204,15 +231,15 @@ def compile_one(what: tuple[str, str, Problem, int], platform: Platform, folder:
         compilations[number][1]()
 
 
-def _launcher(kernel: Kernel, problem: Problem, platform: Platform) -> Compiling:
+def _launcher(kernel: Kernel, problem: Problem, platform: Platform) -> CompilingLauncher:
     launcher = kernel.launcher_for(problem, platform)
-    assert isinstance(launcher, Compiling)
+    assert isinstance(launcher, CompilingLauncher)
     return launcher
 
 
 @contextmanager
 def _cache_directory(directory: str | None) -> Iterator[None]:
-    """Within it Triton's compile cache is another folder."""
+    """A context in which Triton's compile cache is another folder."""
     if directory is None:
         yield
         return
@@ -228,7 +255,7 @@ _warned: set[Problem] = set()
 
 def _watch_for_others() -> None:
     """From now on a call that compiles gives a warning, once for each problem."""
-    from quire.kernels.triton.program import compile_hooks
+    from quire.kernels.triton.host.program import compile_hooks
 
     if _warn not in compile_hooks:
         compile_hooks.append(_warn)

@@ -14,10 +14,11 @@ from typing import Any, NamedTuple
 import torch
 
 from quire.batch import Batch
-from quire.cache.format import FORMATS
-from quire.cache.kv_cache import KVCache, Pages, Storage
+from quire.cache.format import FORMATS, FP8_TYPES, OCP_FP8
+from quire.cache.format import dtype_name as dtype_name
+from quire.cache.kv_cache import KVCache, PageStrides, Storage
 from quire.cache.layout import LAYOUTS
-from quire.options import PLAIN, Options, Traits
+from quire.options import FEATURES, PLAIN, Options, Traits
 
 ANY = 2**31 - 1
 """More new tokens than any sequence has."""
@@ -55,6 +56,7 @@ class Extent(NamedTuple):
 
     @property
     def mix(self) -> str:
+        """decode, mixed or prefill."""
         return "decode" if self.max_q_len <= 1 else "mixed" if self.seqs > 1 else "prefill"
 
     def __str__(self) -> str:
@@ -62,7 +64,7 @@ class Extent(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Problem:
+class Problem(Traits):
     """The host facts of one layer's calls. Hashable, no tensors, no device reads, one line of text, JSON both ways.
 
     >>> print(Problem(q_heads=32, kv_heads=8, head_dim=128, page_size=16))
@@ -87,36 +89,23 @@ class Problem:
     """The type of page_table, kv_lens and q_starts; the three types joined by '+' if they differ."""
     form: str = "full"
     """full: the cache holds every token. context: the new tokens come as k and v."""
-    causal: str = "yes"
-    """yes, no or per-sequence."""
-    window: tuple[int | None, int | None] = (None, None)
-    softcap: bool = False
-    alibi: bool = False
-    sinks: bool = False
-    mask: bool = False
     lse: bool = False
-    batch_invariant: bool = False
     device: str = "cpu"
     memory: str = "aligned"
     """aligned: every tensor begins at a multiple of 16 bytes, its last axis and the index tensors have stride 1, and its other
     strides are what a projection's views have. generic: anything else."""
     new_dtype: str = ""
     """The type of the new keys and values in context form; empty in the constructor means: as q_dtype, bf16 for fp8 queries."""
-    alibi_dtype: str = "fp32"
-    sinks_dtype: str = "fp32"
-    positions: str = "none"
-    """The type of a tree's positions: none, int32 or int64."""
     q_scale: str = "none"
     """none, number (also a tensor of another device, which is read on the host) or tensor."""
     out_scale: str = "none"
-    negative_scale: bool = False
     context_from: int = 1
     """Sequences with at least that many new tokens take them from `new`. Other than 1 in vLLM's operators alone."""
     only: tuple[int, int] = (0, ANY)
     """Sequences with fewer or more new tokens are not part of the call. Narrower in vLLM's operators alone."""
-    k_pages: Pages | None = None
+    k_pages: PageStrides | None = None
     """How K's pages lie in memory; None in the constructor means: as `KVCache.allocate` makes them."""
-    v_pages: Pages | None = None
+    v_pages: PageStrides | None = None
     k_scale_strides: tuple[int, ...] | None = None
     """Strides of K's scales by page, slot and head; None in the constructor means: contiguous."""
     v_scale_strides: tuple[int, ...] | None = None
@@ -127,13 +116,13 @@ class Problem:
         fill = object.__setattr__
         fill(self, "v_head_dim", self.v_head_dim or self.head_dim)
         fill(self, "out_dtype", self.out_dtype or self.q_dtype)
-        beside = self.new_dtype or ("bf16" if self.q_dtype.startswith("e") else self.q_dtype)
+        beside = self.new_dtype or ("bf16" if FORMATS[self.q_dtype].fp8 else self.q_dtype)
         fill(self, "new_dtype", beside if self.form == "context" else "")
         for name in ("window", "only"):
             fill(self, name, tuple(getattr(self, name)))
         for name in ("k_pages", "v_pages"):
             pages = getattr(self, name) or self._allocated_pages(name)
-            fill(self, name, Pages(tuple(pages[0]), *pages[1:]))
+            fill(self, name, PageStrides(tuple(pages[0]), *pages[1:]))
         for name in ("k_scale_strides", "v_scale_strides"):
             strides = getattr(self, name)
             fill(self, name, tuple(self._allocated_scales() if strides is None else strides))
@@ -143,7 +132,7 @@ class Problem:
     def __hash__(self) -> int:
         return self._hash  # type: ignore[attr-defined]
 
-    def _allocated_pages(self, name: str) -> Pages:
+    def _allocated_pages(self, name: str) -> PageStrides:
         """How a page of `KVCache.allocate` lies in memory."""
         layout = LAYOUTS[self.layout]
         order = layout.k if name == "k_pages" else layout.v
@@ -156,7 +145,7 @@ class Problem:
             storage = layout.parts(joint, head_dim=self.head_dim)[name == "v_pages"]
         else:
             storage = torch.empty(order.shape(2, self.page_size, self.kv_heads, dim, x), device="meta")
-        return Pages.of(order.view(storage))
+        return PageStrides.of(order.view(storage))
 
     def _allocated_scales(self) -> tuple[int, ...]:
         per_token = (self.page_size * self.kv_heads, self.kv_heads, 1)
@@ -178,35 +167,32 @@ class Problem:
         """The facts of a call of `attend`, from shapes, strides, types and options: no value is read. It runs in every call."""
         options = PLAIN if options is None else options
         storage, table, kv_lens, q_starts = cache.storage, batch.page_table, batch.kv_lens, batch.q_starts
-        aligned = storage.aligned and table.stride(1) == 1 and kv_lens.stride(0) == 1 and q_starts.stride(0) == 1
+        aligned = storage.aligned and table.stride(1) == kv_lens.stride(0) == q_starts.stride(0) == 1
         k_unit, v_unit = storage.stride_units
+        new_dtype = None
         tensors = [(q, k_unit)] if out is None else [(q, k_unit), (out, v_unit)]
         if new is not None:
             tensors += [(new[0], k_unit), (new[1], v_unit)]
+            new_dtype = new[0].dtype
         for tensor, unit in tensors:
-            # As `_is_aligned`, without a call.
+            # As `_is_aligned`, without a call. Units are powers of two: the bits of both strides are tested at once.
             token, head, last = tensor.stride()
-            if last != 1 or token % unit or head % unit or token >= 2**31 or head * tensor.shape[1] >= 2**31:
+            if last != 1 or (token | head) % unit or (token | head * tensor.shape[1]) >= 2**31:
                 aligned = False
             elif (tensor.data_ptr() or tensor.storage_offset() * tensor.element_size()) % ALIGNED:
                 aligned = False
-        alibi, sinks, mask, positions = options.alibi, options.sinks, options.mask, options.positions
-        q_scale, out_scale = options.q_scale, options.out_scale
+        mask, q_scale, out_scale = options.mask, options.q_scale, options.out_scale
         out_dtype = q.dtype if out is None else out.dtype
         if out is None and (out_scale is not None or out_dtype.itemsize == 1):
             out_dtype = default_out_dtype(q.dtype, out_scale is not None)
-        return _problem(
-            storage,
-            options.traits,
+        typed = options.typed_tensors
+        facts = _Facts(
             q.shape[1],
             q.dtype,
             out_dtype,
-            None if new is None else new[0].dtype,
-            None if alibi is None else alibi.dtype,
-            None if sinks is None else sinks.dtype,
-            None if positions is None else positions.dtype,
-            mask is not None,
+            new_dtype,
             (table.dtype, kv_lens.dtype, q_starts.dtype),
+            _types_of(typed) if typed else (),
             "none" if q_scale is None else _scale_kind(q_scale, q.device),
             "none" if out_scale is None else _scale_kind(out_scale, q.device),
             lse,
@@ -215,6 +201,7 @@ class Problem:
             context_from,
             only,
         )
+        return _problem(storage, options.traits, facts)
 
     @classmethod
     def of_write(cls, k: torch.Tensor, v: torch.Tensor, cache: KVCache, batch: Batch, slots: torch.Tensor | None = None) -> Problem:
@@ -224,9 +211,8 @@ class Problem:
         aligned = storage.aligned and table.stride(1) == 1 and kv_lens.stride(0) == 1 and q_starts.stride(0) == 1
         aligned = aligned and _is_aligned(k, k_unit) and _is_aligned(v, v_unit)
         types = (table.dtype, kv_lens.dtype, q_starts.dtype)
-        nothing = (None,) * 4
-        rest = ("none", "none", False, aligned, k.device, 1, (0, ANY))
-        return _problem(storage, PLAIN.traits, storage.kv_heads, k.dtype, k.dtype, *nothing, False, types, *rest)
+        facts = _Facts(storage.kv_heads, k.dtype, k.dtype, None, types, (), "none", "none", False, aligned, k.device)
+        return _problem(storage, PLAIN.traits, facts)
 
     def of_writes(self) -> Problem:
         """The problem of the writes of the same layer, whose new keys and values are of the queries' type, bf16 beside fp8."""
@@ -236,12 +222,13 @@ class Problem:
 
     @property
     def group(self) -> int:
+        """Query heads per key head."""
         return self.q_heads // self.kv_heads
 
     @property
     def features(self) -> tuple[str, ...]:
         """The optional features this call uses, by name."""
-        names = [name for name in ("softcap", "alibi", "sinks", "mask", "lse", "batch_invariant") if getattr(self, name)]
+        names = [name for name in (*FEATURES, "lse") if getattr(self, name)]
         if self.window != (None, None):
             names.append("window")
         if self.causal != "yes":
@@ -258,16 +245,20 @@ class Problem:
         return table, lens, starts
 
     def replace(self, **changes: Any) -> Problem:
+        """A copy with other values of some fields."""
         return replace(self, **changes)
 
     def to_dict(self) -> dict[str, Any]:
+        """All fields, as JSON-compatible values."""
         return asdict(self)
 
     def to_json(self) -> str:
+        """The problem as JSON; `from_json` reads it."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> Problem:
+        """The problem that `to_json` wrote."""
         return cls(**json.loads(text))
 
     def __str__(self) -> str:
@@ -287,72 +278,52 @@ class Problem:
 
 
 FIELDS = tuple(field.name for field in fields(Problem))
-_NOT_OF_WRITES = (
-    *("form", "causal", "window", "softcap", "alibi", "sinks", "mask", "lse", "batch_invariant", "new_dtype", "alibi_dtype"),
-    *("sinks_dtype", "positions", "q_scale", "out_scale", "negative_scale", "context_from", "only"),
+_OF_CACHE = tuple(name for name in FIELDS if name in Storage._fields)
+"""The facts that a cache has."""
+_NOT_OF_WRITES = frozenset(
+    (*(field.name for field in fields(Traits)), "form", "lse", "new_dtype", "q_scale", "out_scale", "context_from", "only")
 )
 
 
+class _Facts(NamedTuple):
+    """The facts of a call that neither its cache nor its options have."""
+
+    q_heads: int
+    q_dtype: torch.dtype
+    out_dtype: torch.dtype
+    new_dtype: torch.dtype | None
+    index_types: tuple[torch.dtype, torch.dtype, torch.dtype]
+    tensor_types: tuple[tuple[str, torch.dtype], ...]
+    """The traits that are types of the options' tensors."""
+    q_scale: str
+    out_scale: str
+    lse: bool
+    aligned: bool
+    device: torch.device
+    context_from: int = 1
+    only: tuple[int, int] = (0, ANY)
+
+
 @lru_cache(maxsize=4096)
-def _problem(
-    storage: Storage,
-    traits: Traits,
-    q_heads: int,
-    q_dtype: torch.dtype,
-    out_dtype: torch.dtype,
-    new_dtype: torch.dtype | None,
-    alibi: torch.dtype | None,
-    sinks: torch.dtype | None,
-    positions: torch.dtype | None,
-    mask: bool,
-    index: tuple[torch.dtype, torch.dtype, torch.dtype],
-    q_scale: str,
-    out_scale: str,
-    lse: bool,
-    aligned: bool,
-    device: torch.device,
-    context_from: int,
-    only: tuple[int, int],
-) -> Problem:
+def _problem(storage: Storage, traits: Traits, facts: _Facts) -> Problem:
     """Equal facts give one object: it is made once, and found by its identity from then on."""
-    types = [dtype_name(dtype) for dtype in index]
+    types = [dtype_name(dtype) for dtype in facts.index_types]
     return Problem(
-        q_heads=q_heads,
-        kv_heads=storage.kv_heads,
-        head_dim=storage.head_dim,
-        page_size=storage.page_size,
-        v_head_dim=storage.v_head_dim,
-        q_dtype=dtype_name(q_dtype),
-        out_dtype=dtype_name(out_dtype),
-        format=storage.format,
-        layout=storage.layout,
-        scales=storage.scales,
+        **vars(traits) | {name: dtype_name(dtype) for name, dtype in facts.tensor_types},
+        **{name: getattr(storage, name) for name in _OF_CACHE},
+        q_heads=facts.q_heads,
+        q_dtype=dtype_name(facts.q_dtype),
+        out_dtype=dtype_name(facts.out_dtype),
         index=types[0] if len(set(types)) == 1 else "+".join(types),
-        form="full" if new_dtype is None else "context",
-        causal=traits.causal,
-        window=traits.window,
-        softcap=traits.softcap,
-        alibi=alibi is not None,
-        sinks=sinks is not None,
-        mask=mask,
-        lse=lse,
-        batch_invariant=traits.batch_invariant,
-        device=str(device),
-        memory="aligned" if aligned else "generic",
-        new_dtype="" if new_dtype is None else dtype_name(new_dtype),
-        alibi_dtype="fp32" if alibi is None else dtype_name(alibi),
-        sinks_dtype="fp32" if sinks is None else dtype_name(sinks),
-        positions="none" if positions is None else dtype_name(positions),
-        q_scale=q_scale,
-        out_scale=out_scale,
-        negative_scale=traits.negative_scale,
-        context_from=context_from,
-        only=only,
-        k_pages=storage.k_pages,
-        v_pages=storage.v_pages,
-        k_scale_strides=storage.k_scale_strides,
-        v_scale_strides=storage.v_scale_strides,
-        far=storage.far,
+        form="full" if facts.new_dtype is None else "context",
+        lse=facts.lse,
+        device=str(facts.device),
+        memory="aligned" if facts.aligned else "generic",
+        new_dtype="" if facts.new_dtype is None else dtype_name(facts.new_dtype),
+        q_scale=facts.q_scale,
+        out_scale=facts.out_scale,
+        context_from=facts.context_from,
+        only=facts.only,
     )
 
 
@@ -365,37 +336,23 @@ def _is_aligned(tensor: torch.Tensor, unit: int) -> bool:
     return (tensor.data_ptr() or tensor.storage_offset() * tensor.element_size()) % ALIGNED == 0
 
 
+def _types_of(tensors: tuple[tuple[str, torch.Tensor], ...]) -> tuple[tuple[str, torch.dtype], ...]:
+    return tuple((name, tensor.dtype) for name, tensor in tensors)
+
+
 def _scale_kind(scale: float | torch.Tensor, device: torch.device) -> str:
     return "tensor" if isinstance(scale, torch.Tensor) and scale.device == device else "number"
 
 
-_NAMES = {
-    torch.float32: "fp32",
-    torch.float16: "fp16",
-    torch.bfloat16: "bf16",
-    torch.float8_e4m3fn: "e4m3fn",
-    torch.float8_e4m3fnuz: "e4m3fnuz",
-    torch.float8_e5m2: "e5m2",
-}
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """A type in the words of the cache formats: fp32, bf16, e4m3fn, ...; others by torch's name."""
-    return _NAMES.get(dtype, str(dtype).removeprefix("torch."))
-
-
-_FP8 = frozenset((torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2))
-
-
 def is_fp8(dtype: torch.dtype) -> bool:
-    return dtype in _FP8
+    return dtype in FP8_TYPES
 
 
 def default_out_dtype(q_dtype: torch.dtype, scaled: bool) -> torch.dtype:
-    """The type of an output that is not given. With an `out_scale`: fp8 queries' own type, e4m3fn for others. Without: the
+    """The type of an output that is not given. With an `out_scale`: fp8 queries' own type, `OCP_FP8` for others. Without: the
     queries' type, bf16 for fp8 queries, since an fp8 output needs a scale of its own."""
     if scaled:
-        return q_dtype if is_fp8(q_dtype) else torch.float8_e4m3fn
+        return q_dtype if is_fp8(q_dtype) else OCP_FP8.dtype
     return torch.bfloat16 if is_fp8(q_dtype) else q_dtype
 
 

@@ -1,4 +1,4 @@
-"""Attention of one sequence, in float64: the definition that everything fast is measured against."""
+"""Attention of one sequence in float64: the definition that all kernels are tested against."""
 
 import torch
 
@@ -8,22 +8,25 @@ def attention(
     window: tuple[int | None, int | None] = (None, None), softcap: float | None = None, alibi: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None, mask: torch.Tensor | None = None, positions: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Dense q [q_len, q_heads, head_dim] over k [kv_len, kv_heads, head_dim] and v [kv_len, kv_heads, v_head_dim], the new tokens
-    last. Returns out [q_len, q_heads, v_head_dim] and the natural-log LSE [q_len, q_heads], both float64.
+    """Dense attention of q [q_len, q_heads, head_dim] over k, v [kv_len, kv_heads, dim]; the queries are the last tokens. Returns
+    out [q_len, q_heads, v_head_dim] and the LSE (natural log) [q_len, q_heads], both float64. Options as in `quire.Options`, but
+    `window` is (left, right), None where unbounded, and `mask` is [q_len, q_len or more].
 
-    `window` is (left, right), None where unbounded. `mask` is [q_len, q_len or more], True where new token j is visible."""
+    >>> attention(torch.zeros(1, 1, 2), torch.zeros(2, 1, 2), torch.tensor([[[1.0]], [[3.0]]]))[0].tolist()  # the mean of 1 and 3
+    [[[2.0]]]
+    """
     q, k, v = q.double(), k.double(), v.double()
     (q_len, q_heads, head_dim), (kv_len, kv_heads, _) = q.shape, k.shape
     context = kv_len - q_len
 
-    # Positions: the queries are the last tokens of the sequence; the branches of a tree bring their own.
+    # Positions: the queries are the last tokens of the sequence; with a tree mask positions are given.
     q_at = torch.arange(context, kv_len, device=q.device) if positions is None else positions.long()
     k_at = torch.arange(kv_len, device=q.device)
     if positions is not None:
         k_at = torch.cat((k_at[:context], q_at))
     distance = q_at[:, None] - k_at[None, :]
 
-    # Who sees whom.
+    # Which key is visible to which query.
     left, right = window
     visible = torch.ones(q_len, kv_len, dtype=torch.bool, device=q.device)
     if left is not None:
@@ -35,7 +38,7 @@ def attention(
     if right is not None:
         visible &= distance >= -right
 
-    # A key that nobody sees has no influence, not even as 0 * NaN.
+    # A key that no query sees has no influence, even if it is NaN.
     seen = visible.any(0)[:, None, None]
     k, v = (torch.where(seen, x, 0.0).repeat_interleave(q_heads // kv_heads, dim=1) for x in (k, v))
 
@@ -49,6 +52,6 @@ def attention(
     sink = torch.full((q_heads,), -torch.inf, device=q.device) if sinks is None else sinks
     lse = torch.cat((logits, sink.double()[:, None, None].expand(-1, q_len, 1)), dim=-1).logsumexp(-1)
 
-    # A row that sees no key is zero, with an LSE of -inf, or of the sink.
+    # A query that sees no key gives zeros and an LSE of -inf, or of the sink.
     weights = torch.exp(logits - lse.masked_fill(lse == -torch.inf, 0.0)[..., None])
     return torch.einsum("hqk,khd->qhd", weights, v), lse.T

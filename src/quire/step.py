@@ -1,8 +1,8 @@
-"""Write, then attend in full form: production order, in which the contract holds by construction."""
+"""One step of a layer: write the new keys and values, then attend in full form."""
 
 from __future__ import annotations
 
-from typing import Literal, overload
+from typing import Literal, NoReturn, overload
 
 import torch
 
@@ -12,6 +12,7 @@ from quire.cache.kv_cache import KVCache
 from quire.contract.call import Call
 from quire.contract.check import Level, enforce
 from quire.errors import ArgumentError
+from quire.keywords import refuse_unknown
 from quire.launch import launcher_for
 from quire.options import PLAIN, Options
 from quire.write import store
@@ -39,9 +40,37 @@ def step(
     lse: bool | torch.Tensor = False,
     kernel: str | None = None,
     check: Level = "auto",
+    **unknown: NoReturn,
 ) -> Result:
-    """`write(k, v, cache, batch)`, then `attend(q, cache, batch, options)`. Both are checked, and both kernels
-    chosen, before anything is written. `kernel` names the attention kernel."""
+    """Writes the new keys and values to the cache, then computes attention over it: `write(k, v, cache, batch)`, then
+    `attend(q, cache, batch, options)`. Both are checked, and both kernels chosen, before anything is written.
+
+    Args:
+        q: Queries `[tokens, q_heads, head_dim]`.
+        k, v: New keys and values `[tokens, kv_heads, dim]`.
+        cache, batch, options, out, lse, check: As in `quire.attend`.
+        kernel: The name of the attention kernel to use.
+
+    Returns:
+        `out`, or `(out, lse)`.
+
+    Raises:
+        ContractError, KernelError, ArgumentError, StaleBatch: As `quire.attend` and `quire.write`. Nothing was written.
+
+    Example:
+        >>> import torch, quire
+        >>> pool = quire.PagePool(pages=8, page_size=16)
+        >>> cache = quire.KVCache.allocate(pool, kv_heads=2, head_dim=64)
+        >>> a, b = pool.sequence(), pool.sequence()
+        >>> for counts in ({a: 5, b: 20}, {a: 1, b: 1}):  # a prefill step, then a decode step
+        ...     batch = pool.step(counts)
+        ...     q, k, v = torch.randn(sum(counts.values()), 12, 64, dtype=torch.bfloat16).split((8, 2, 2), dim=1)
+        ...     print(quire.step(q, k, v, cache, batch).shape)
+        torch.Size([25, 8, 64])
+        torch.Size([2, 8, 64])
+    """
+    if unknown:
+        refuse_unknown(step, unknown)
     if lse is None:
         raise ArgumentError("lse", None, "True, False or a tensor [tokens, q_heads] of fp32")
     if is_traced(q):

@@ -1,6 +1,8 @@
-"""Cache writes: check the call, copy the pages that copy-on-write asks for, store, and record it in the ledger."""
+"""Cache writes: checks the call, applies the page copies of copy-on-write, stores the new tokens and records them in the ledger."""
 
 from __future__ import annotations
+
+from typing import NoReturn
 
 import torch
 
@@ -8,11 +10,12 @@ from quire.attend import is_traced
 from quire.batch import Batch
 from quire.cache.kv_cache import KVCache
 from quire.contract.call import Call
-from quire.contract.check import Level
-from quire.dispatch.kernel import Launcher
+from quire.contract.check import Level, warns_of_quantisation
+from quire.dispatch.kernel import KernelLauncher
 from quire.errors import ArgumentError, describe
+from quire.keywords import refuse_unknown
 from quire.launch import launcher_for
-from quire.slots_alone import slots_batch
+from quire.slot_batch import slots_batch
 
 
 def write(
@@ -24,19 +27,42 @@ def write(
     slots: torch.Tensor | None = None,
     kernel: str | None = None,
     check: Level = "auto",
+    **unknown: NoReturn,
 ) -> None:
-    """Puts the new keys and values `[tokens, kv_heads, dim]` of every sequence into their slots, quantising if the cache does.
+    """Writes the new keys and values of every sequence to their slots in the cache. Quantised caches quantise them: elements beyond
+    the range of the format saturate, and `quire.checked(quantisation=True)` warns of them. The page copies of the batch
+    (copy-on-write) are applied first.
 
-    `slots` (`[tokens]`, -1 to skip) default to the batch's, and those to what its page table and lengths say. Rows beyond the
-    batch's last new token are padding and are not written, whatever their slots say. The batch's copies are applied first. If a
-    rule is broken, nothing is written.
+    Args:
+        k, v: New keys and values `[tokens, kv_heads, dim]` of fp32, fp16 or bf16. Any strides are allowed.
+        cache: The cache of the layer.
+        batch: The sequences. Rows of k and v from `batch.q_starts[-1]` on are padding and are not written.
+        slots: int32 or int64 `[tokens]`, the slot of each token, -1 to skip it. Default: those of the batch, or computed from its
+            page table and lengths. Without a batch `slots` is required; a ledger then records the positions as unknown.
+        kernel: The name of a kernel to use. Default: the first kernel of the catalogue that can run the call.
+        check: "auto" checks shapes and types, and values in host memory. "full" also checks values on a GPU.
 
-    Without a batch `slots` are needed, and say all: every row is written to its slot. A ledger then records "written, position
-    unknown"."""
+    Raises:
+        ContractError: The call violates the contract (docs/contract.md). Nothing was written.
+        KernelError: No kernel can run the call, or the one requested cannot.
+        ArgumentError: An argument has the wrong class, or both batch and slots are missing.
+        StaleBatch: The batch's pool has changed since the batch was made.
+
+    Example:
+        >>> import torch, quire
+        >>> pool = quire.PagePool(pages=8, page_size=4)
+        >>> cache = quire.KVCache.allocate(pool, kv_heads=1, head_dim=8, dtype=torch.float32)
+        >>> k = v = torch.ones(3, 1, 8)
+        >>> quire.write(k, v, cache, pool.step({pool.sequence(): 3}))
+        >>> cache.k[0, :, 0, 0].tolist()
+        [1.0, 1.0, 1.0, 0.0]
+    """
+    if unknown:
+        refuse_unknown(write, unknown)
     known = batch is not None
     if batch is None:
         if not isinstance(slots, torch.Tensor) or not isinstance(k, torch.Tensor) or not k.dim():
-            raise ArgumentError("slots", describe(slots), "a tensor [tokens] of int32 or int64, or a batch")
+            raise ArgumentError("slots", describe(slots), "a tensor [tokens] of int32 or int64, or pass a batch")
         batch = slots_batch(k.shape[0], slots)
     if is_traced(k):
         from quire import ops
@@ -46,18 +72,23 @@ def write(
     store(launcher_for("write", call, kernel, check, checked=False), call)
 
 
-def store(launcher: Launcher, call: Call) -> None:
-    """Copies pages, stores the new tokens, and records them."""
+def store(launcher: KernelLauncher, call: Call) -> None:
+    """Applies page copies, stores the new tokens, and records them in the ledger."""
     cache, batch = call.cache, call.batch
     if batch.copies:
         cache.copy_pages(batch.copies)
+    if warns_of_quantisation():
+        # Loaded only when it is asked for.
+        from quire.contract.quantisation import warn_of_losses
+
+        warn_of_losses(call)
     launcher(call)
     if cache.ledger is not None:
         _record(call)
 
 
 def _record(call: Call) -> None:
-    """Tells the ledger which position of which sequence each slot holds now."""
+    """Records in the ledger which position of which sequence each slot holds."""
     cache, batch = call.cache, call.batch
     assert call.k is not None
     if not batch.seqs:
@@ -66,11 +97,11 @@ def _record(call: Call) -> None:
     if not call.positions_known:
         cache.record(slots)
         return
-    row = batch.rows_of_tokens(slots.shape[0])
-    live = row < batch.seqs
-    row = row.clamp(max=batch.seqs - 1)
-    at = torch.arange(slots.shape[0], device=slots.device) - batch.q_starts.long()[row + 1] + batch.kv_lens.long()[row]
+    seq = batch.sequences_of_tokens(slots.shape[0])
+    live = seq < batch.seqs
+    seq = seq.clamp(max=batch.seqs - 1)
+    at = torch.arange(slots.shape[0], device=slots.device) - batch.q_starts.long()[seq + 1] + batch.kv_lens.long()[seq]
     writers = None
     if batch.sequences is not None:
-        writers = torch.tensor([sequence.id for sequence in batch.sequences], device=slots.device)[row]
+        writers = torch.tensor([sequence.id for sequence in batch.sequences], device=slots.device)[seq]
     cache.record(torch.where(live, slots, -1), at, writers)

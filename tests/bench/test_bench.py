@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -18,9 +19,9 @@ SMALL = Workload("small", ((1, 40), (70, 10), (1, 0)), "fp32", q_heads=4, kv_hea
 
 def test_measure_runs_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run, "SECONDS", 0.01)
-    rows = list(run.measure([SMALL], Limits(1e10, 1e11), run.ALWAYS, turns=2, tell=lambda name: None))
+    rows = list(run.measure([SMALL], Limits(1e10, 1e11), run.ALWAYS, repetitions=2, progress=lambda name: None))
     # Without AMX there is nothing to measure without it.
-    names = [row.contestant for row in rows if row.contestant != "quire without AMX"]
+    names = [row.implementation for row in rows if row.implementation != "quire without AMX"]
     assert names == ["quire", "quire torch", "gather + SDPA"]
     assert all(row.right and row.milliseconds and row.milliseconds > 0 for row in rows)
 
@@ -32,14 +33,14 @@ def test_no_speed_for_a_wrong_result(monkeypatch: pytest.MonkeyPatch) -> None:
         worker.Worker, "ask", lambda self, command: answers[self.name] if "build" in command else {"seconds": [1.0]}
     )
     monkeypatch.setattr(worker.Worker, "close", lambda self: None)
-    rows = run.measure([SMALL], Limits(1e10, 1e11), tuple(answers), tell=lambda name: None)
+    rows = run.measure([SMALL], Limits(1e10, 1e11), tuple(answers), progress=lambda name: None)
     assert [(row.milliseconds, row.right, row.note) for row in rows] == [
         (None, False, "wrong result: no speed"),
         (None, False, "exit status -4"),
     ]
 
 
-def test_turns_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_repetitions_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[str, ...]] = []
 
     def ask(self: Any, command: dict[str, Any]) -> dict[str, Any]:
@@ -49,29 +50,31 @@ def test_turns_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker.Worker, "__init__", lambda self, name, *how: setattr(self, "name", name))
     monkeypatch.setattr(worker.Worker, "ask", ask)
     monkeypatch.setattr(worker.Worker, "close", lambda self: None)
-    list(run.measure([SMALL], Limits(1e10, 1e11), ("quire", "gather + SDPA"), turns=3, tell=lambda name: None))
+    list(run.measure([SMALL], Limits(1e10, 1e11), ("quire", "gather + SDPA"), repetitions=3, progress=lambda name: None))
     assert [name for name, *command in asked if command == ["time"]] == ["quire", "gather + SDPA"] * 3
 
 
 def test_a_worker_that_dies_is_reported() -> None:
-    dead = worker.Worker("no such contestant", {})
+    dead = worker.Worker("no such implementation", {})
     try:
         assert "died" in dead.ask({"build": SMALL.to_json(), "folder": None})
     finally:
         dead.close()
 
 
-def test_a_contestant_without_an_answer_has_no_row(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_implementation_that_does_not_support_a_workload_has_no_result(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run, "SECONDS", 0.01)
-    rows = run.measure([replace(SMALL, format="int8")], Limits(1e10, 1e11), ("quire", "gather + SDPA"), turns=1, tell=print)
-    assert [(row.contestant, row.right) for row in rows] == [("quire", True)]
+    rows = run.measure(
+        [replace(SMALL, format="int8")], Limits(1e10, 1e11), ("quire", "gather + SDPA"), repetitions=1, progress=print
+    )
+    assert [(row.implementation, row.right) for row in rows] == [("quire", True)]
 
 
 def test_another_interpreter_runs_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It finds Quire where this one did, and a peer that cannot be imported there is a note in its rows."""
     monkeypatch.setattr(run, "SECONDS", 0.01)
-    rows = list(run.measure([SMALL], Limits(1e10, 1e11), (), turns=1, tell=print, vllm=sys.executable))
-    assert [(row.contestant, row.milliseconds) for row in rows] == [("vLLM", None), ("vLLM vec", None)]
+    rows = list(run.measure([SMALL], Limits(1e10, 1e11), (), repetitions=1, progress=print, vllm=sys.executable))
+    assert [(row.implementation, row.milliseconds) for row in rows] == [("vLLM", None), ("vLLM vec", None)]
     assert all(row.note.startswith("exit status") for row in rows)
 
 
@@ -93,3 +96,31 @@ def test_a_limit_that_was_measured_in_another_type_says_nothing() -> None:
     )
     assert by_work.seconds(bf16) is None and by_work.seconds(SMALL) == SMALL.flops / 1e9
     assert by_memory.seconds(bf16) == bf16.bytes / 1e9
+
+
+def test_an_interrupt_keeps_what_was_measured_and_ends_the_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C in the second workload: the first one was yielded, and no worker lives on."""
+    workers: list[worker.Worker] = []
+
+    class Recorded(worker.Worker):
+        def __init__(self, *args: Any):
+            super().__init__(*args)
+            workers.append(self)
+
+        def ask(self, command: dict[str, Any]) -> dict[str, Any]:
+            if len(workers) > 1:
+                raise KeyboardInterrupt
+            return {"error": 0.0, "budget": 1.0, "seconds": [1.0]}
+
+    monkeypatch.setattr(run, "Worker", Recorded)
+    rows: list[Any] = []
+    with pytest.raises(KeyboardInterrupt):
+        rows.extend(run.measure([SMALL, SMALL], Limits(1e10, 1e11), ("quire",), repetitions=1, progress=lambda name: None))
+    assert [row.implementation for row in rows] == ["quire"]
+    assert [one.process.poll() is not None for one in workers] == [True, True]
+    # A worker has a session of its own: Ctrl-C in a terminal does not reach it, and it prints no traceback.
+    child = worker.Worker("quire", {})
+    try:
+        assert os.getsid(child.process.pid) == child.process.pid
+    finally:
+        child.close()

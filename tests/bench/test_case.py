@@ -42,7 +42,7 @@ def test_tables_can_be_read_past_their_end() -> None:
 def test_new_tokens_are_what_the_cache_gives_back(format: str) -> None:
     case = build(replace(SMALL, format=format))
     token = 0
-    for (new, context), pages in zip(SMALL.rows, case.page_lists()):
+    for (new, context), pages in zip(SMALL.sequences, case.page_lists()):
         k, v = case.keys_and_values(pages)
         for given, stored in ((case.k, k), (case.v, v)):
             # Equal, not close: the scales are powers of two.

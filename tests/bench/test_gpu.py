@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from quire.bench import gpu, timing
-from quire.bench.case import Case
-from quire.bench.contestants import OWN_ON_CUDA, Bound, Run, device_copy, own
+from quire.bench.case import BenchCase
+from quire.bench.implementations import OWN_ON_CUDA, BoundImplementation, Run, device_copy, own
 from quire.bench.limits import Limits, gpu_limits
 from quire.bench.workloads import Workload
 
@@ -26,9 +26,9 @@ def timer(run: Callable[[], Any]) -> list[float]:
     return [3e-3, 1e-3, 2e-3]
 
 
-def measure(workload: Workload, contestants: dict[str, Any], **more: Any) -> list[Any]:
-    settings = {"timer": timer, "device": "cpu", "tell": lambda name: None} | more
-    return list(gpu.measure([workload], LIMITS, contestants, **settings))
+def measure(workload: Workload, implementations: dict[str, Any], **more: Any) -> list[Any]:
+    settings = {"timer": timer, "device": "cpu", "progress": lambda name: None} | more
+    return list(gpu.measure([workload], LIMITS, implementations, **settings))
 
 
 def test_figures_follow_from_the_times() -> None:
@@ -43,48 +43,48 @@ def test_figures_follow_from_the_times() -> None:
 
 
 def test_a_slow_turn_has_one_vote() -> None:
-    turns = iter([[1.0] * 3, [9.0] * 50, [2.0] * 3])
-    (row,) = measure(SMALL, {"quire": own}, timer=lambda run: next(turns))
+    repetitions = iter([[1.0] * 3, [9.0] * 50, [2.0] * 3])
+    (row,) = measure(SMALL, {"quire": own}, timer=lambda run: next(repetitions))
     assert row.milliseconds == pytest.approx(2000)
 
 
-def test_contestants_take_turns() -> None:
+def test_implementations_are_timed_in_turn() -> None:
     order: list[str] = []
 
-    def named(name: str) -> Callable[[Case], Bound]:
-        def bind(case: Case) -> Bound:
+    def named(name: str) -> Callable[[BenchCase], BoundImplementation]:
+        def bind(case: BenchCase) -> BoundImplementation:
             bound = own(case)
             return bound._replace(run=lambda: (order.append(name), bound.run())[1])
 
         return bind
 
-    measure(SMALL, {"a": named("a"), "b": named("b")}, turns=2)
+    measure(SMALL, {"a": named("a"), "b": named("b")}, repetitions=2)
     assert order == ["a", "b", *"abab"]
 
 
-def wrong(case: Case) -> Bound:
+def wrong(case: BenchCase) -> BoundImplementation:
     run = own(case).run
-    return Bound(lambda: run() * 1.1, "bf16")
+    return BoundImplementation(lambda: run() * 1.1, "bf16")
 
 
-def unwritten(case: Case) -> Bound:
+def unwritten(case: BenchCase) -> BoundImplementation:
     out = case.out()
-    return Bound(lambda: out, "bf16")
+    return BoundImplementation(lambda: out, "bf16")
 
 
-def refuses(case: Case) -> Bound:
+def refuses(case: BenchCase) -> BoundImplementation:
     raise RuntimeError("no such head_dim\nand a long story")
 
 
-def fails(case: Case) -> Bound:
+def fails(case: BenchCase) -> BoundImplementation:
     def run() -> torch.Tensor:
         raise ValueError
 
-    return Bound(run, "bf16")
+    return BoundImplementation(run, "bf16")
 
 
 @pytest.mark.parametrize(
-    "contestant, note",
+    "implementation, note",
     [
         (wrong, "wrong result: no speed"),
         (unwritten, "wrong result: no speed"),
@@ -92,8 +92,8 @@ def fails(case: Case) -> Bound:
         (fails, "ValueError: "),
     ],
 )
-def test_no_speed_for_a_wrong_result(contestant: Any, note: str) -> None:
-    bad, good = measure(SMALL, {"peer": contestant, "quire": own})
+def test_no_speed_for_a_wrong_result(implementation: Any, note: str) -> None:
+    bad, good = measure(SMALL, {"peer": implementation, "quire": own})
     assert (bad.milliseconds, bad.gigaflops, bad.of_limit, bad.right, bad.note) == (None, None, None, False, note)
     assert good.right and good.milliseconds
 
@@ -112,28 +112,28 @@ def test_an_exception_while_timing_is_a_note() -> None:
 
 
 def test_data_that_cannot_be_made_is_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_memory(workload: Workload, device: object) -> Case:
+    def no_memory(workload: Workload, device: object) -> BenchCase:
         raise RuntimeError("no memory")
 
     monkeypatch.setattr(gpu, "build", no_memory)
     rows = measure(SMALL, {"quire": own, "peer": own})
-    assert [(row.contestant, row.note, row.right) for row in rows] == [
+    assert [(row.implementation, row.note, row.right) for row in rows] == [
         ("quire", "no data: RuntimeError: no memory", False),
         ("peer", "no data: RuntimeError: no memory", False),
     ]
 
 
 def test_only_those_with_an_answer_are_listed() -> None:
-    contestants = OWN_ON_CUDA | {"copy": device_copy}
-    assert [row.contestant for row in measure(SMALL, contestants)] == ["quire"]
-    quantised = measure(replace(SMALL, format="e4m3fn"), contestants)
-    assert [(row.contestant, row.q_format, row.right) for row in quantised] == [
+    implementations = OWN_ON_CUDA | {"copy": device_copy}
+    assert [row.implementation for row in measure(SMALL, implementations)] == ["quire"]
+    quantised = measure(replace(SMALL, format="e4m3fn"), implementations)
+    assert [(row.implementation, row.q_format, row.right) for row in quantised] == [
         ("quire", "bf16", True),
         ("quire fp8 q", "e4m3fn", True),
     ]
     assert quantised[0].budget < quantised[1].budget
-    written = measure(replace(SMALL, operation="write"), contestants)
-    assert [(row.contestant, row.right, row.error, row.budget) for row in written] == [
+    written = measure(replace(SMALL, operation="write"), implementations)
+    assert [(row.implementation, row.right, row.error, row.budget) for row in written] == [
         ("quire", True, 0.0, 0.0),
         ("copy", True, 0.0, 0.0),
     ]

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.skipif(not FILE.exists(), reason=NO_LIBRARY)
 
 
 def test_rows_and_report() -> None:
-    rows = measure_cpu_host((1, 3), turns=2)
+    rows = list(measure_cpu_host((1, 3), repetitions=2))
     assert [(row.operation, row.seqs, row.kv_len) for row in rows] == [
         ("attend", 1, 16),
         ("step", 1, 16),

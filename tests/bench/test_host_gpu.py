@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
 
 import quire
 from quire.bench import host_gpu
-from quire.bench.figures import Figure, figures, of_cpu_host, table
-from quire.bench.host_gpu import Call, Shape, calls, measure_gpu_host, seconds_of, shapes
-from quire.bench.stream.setup import Model
+from quire.bench.figures import Figure, of_cpu_host, table
+from quire.bench.host import HostTiming
+from quire.bench.host_gpu import HostCall, Shape, calls, measure_gpu_host, seconds_of, shapes
+from quire.bench.stream.setup import StreamModel
 
-SMALL = Model(1, 4, 2, 16, 16)
+SMALL = StreamModel(1, 4, 2, 16, 16)
 
 
 @pytest.fixture(autouse=True)
@@ -33,7 +34,7 @@ def _short(shape: Shape) -> Shape:
     return shape if max(shape.kv_lens) < 100 else Shape((1,) * 4, (64,) * 4)
 
 
-def peer() -> Callable[[Call], Callable[[], object]]:
+def peer() -> Callable[[HostCall], Callable[[], object]]:
     return host_gpu.attend
 
 
@@ -57,12 +58,12 @@ def test_calls_are_right() -> None:
 
 def test_the_device_is_idle_before_each_call() -> None:
     order: list[str] = []
-    seconds = seconds_of([lambda: order.append("run")] * 3, lambda: order.append("settle"))
-    assert order == ["settle", "run"] * 3 + ["settle"] and len(seconds) == 3
+    seconds = seconds_of([lambda: order.append("run")] * 3, lambda: order.append("synchronize"))
+    assert order == ["synchronize", "run"] * 3 + ["synchronize"] and len(seconds) == 3
 
 
 def test_figures_and_limits() -> None:
-    found = {f.name: f for f in measure_gpu_host("cpu", settle=lambda: None, peer=peer, count=4, repeats=3, model=SMALL)}
+    found = {f.name: f for f in measure_gpu_host("cpu", synchronize=lambda: None, peer=peer, count=4, repeats=3, model=SMALL)}
     mine = found["attend, 4 new shapes, median"]
     assert mine.limit == found["FlashAttention-3, 4 new shapes, median"].value
     assert found["attend, decode 64 x 4096 repeated, median of 3"].limit == 15e-6
@@ -74,29 +75,19 @@ def test_a_peer_that_is_not_there() -> None:
     def absent() -> Any:
         raise ImportError("no Hopper here")
 
-    found = {f.name: f for f in measure_gpu_host("cpu", settle=lambda: None, peer=absent, count=2, repeats=2, model=SMALL)}
+    found = {f.name: f for f in measure_gpu_host("cpu", synchronize=lambda: None, peer=absent, count=2, repeats=2, model=SMALL)}
     assert found["FlashAttention-3, 2 new shapes"] == Figure(
         "FlashAttention-3, 2 new shapes", None, None, "ImportError: no Hopper here"
     )
     assert found["attend, 2 new shapes, median"].limit is None
 
 
-class Row(NamedTuple):
-    name: str
-    seconds: float
-    limit: float | None
-    multiple: float
-
-
-def test_rows_of_any_measurement() -> None:
-    rows = figures(
-        [Row("attend", 40e-6, 60e-6, 38.04), ("usage", 2e-6, None), {"name": "bytes per page", "value": 65.0, "limit": 64}]
-    )
-    assert rows[0] == Figure("attend", 40e-6, 60e-6, "multiple 38.0")
+def test_figures_as_a_table() -> None:
+    rows = [Figure("attend", 40e-6, 60e-6, "38 x"), Figure("usage", 2e-6), Figure("bytes per page", 65.0, 64)]
     assert [row.passed for row in rows] == [True, None, False]
     head, lines = table(rows)
     assert all(len(line) == len(head) for line in lines)
-    assert lines[0] == ("attend", "multiple 38.0", "40.0", "60.0", "pass")
+    assert lines[0] == ("attend", "38 x", "40.0", "60.0", "pass")
     assert lines[2] == ("bytes per page", "", "65.0", "64.0", "FAIL")
     assert table([Figure("peer", None)])[1][0][2] == "not measured"
     assert rows[2].to_dict() == {
@@ -104,21 +95,12 @@ def test_rows_of_any_measurement() -> None:
     }  # fmt: skip
 
 
-class HostRow(NamedTuple):
-    """A row of `quire.bench.host`, in microseconds."""
-
-    operation: str
-    seqs: int
-    kv_len: int
-    total: float
-    kernel: float
-    operator: float
+def timing(operation: str, seqs: int, total: float, kernel: float, operator: float) -> HostTiming:
+    return HostTiming(operation, seqs, 16, total, kernel, 0.0, 0.0, 0.0, operator)
 
 
 def test_rows_of_the_cpu_have_the_limits_of_their_size() -> None:
-    one, beyond_one, many, beyond_many = of_cpu_host(
-        [HostRow("step", 1, 16, 90.0, 20.0, 1.5), HostRow("attend", 256, 16, 500.0, 400.0, 2.0)]
-    )
+    one, beyond_one, many, beyond_many = of_cpu_host([timing("step", 1, 90.0, 20.0, 1.5), timing("attend", 256, 500.0, 400.0, 2.0)])
     assert (one.value, one.limit, one.passed) == (pytest.approx(90e-6), 100e-6, True)
     assert one.note == "60 x; kernel 20.0 us, one small torch operator 1.50 us"
     assert (beyond_one.value, beyond_one.limit) == (pytest.approx(70e-6), None)

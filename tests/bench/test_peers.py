@@ -15,12 +15,12 @@ import torch
 import quire
 from quire.bench import peers
 from quire.bench.case import build
-from quire.bench.truth import Truth
+from quire.bench.reference_check import BenchReference
 from quire.bench.workloads import Workload
 from quire.errors import ArgumentError
 
 SMALL = Workload("small", ((1, 40), (70, 10), (1, 0)), "bf16", q_heads=4, kv_heads=2, head_dim=16)
-DECODE = replace(SMALL, name="decode", rows=((1, 40), (1, 17), (1, 0)))
+DECODE = replace(SMALL, name="decode", sequences=((1, 40), (1, 17), (1, 0)))
 WORKLOADS = [
     workload
     for shape in (SMALL, DECODE)
@@ -204,10 +204,10 @@ def test_peers_are_called_as_their_users_call_them(name: str, workload: Workload
     assert bound is not None
     quantises = name == "fa3" and workload.format
     assert bound.q_format == ("e4m3fn" if quantises else workload.dtype)
-    truth = Truth(case)
     out = bound.run()
     assert out.dtype is case.q.dtype
-    assert 0 < truth.error(out) <= truth.budget(bound.q_format)
+    result = BenchReference(case).check(out, bound.q_format)
+    assert 0 < result.error <= result.budget
     assert out is bound.run(), "the output is given, not allocated"
 
 

@@ -1,4 +1,4 @@
-"""What is made of the figures: ratios, a verdict, cells, and a page."""
+"""What is made of the figures: ratios, a verdict, cells, and an HTML report."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ import json
 import math
 import re
 from dataclasses import replace
-from html.parser import HTMLParser
 from itertools import pairwise
 from typing import Any
 
 import pytest
 
+from quire.bench.html_report import html_report
 from quire.bench.limits import Limits
-from quire.bench.measured import Measured, compared
-from quire.bench.page import page
+from quire.bench.measurement import Measurement, compared
 from quire.bench.report import notes, report, table, title, verdict
 from quire.bench.workloads import CUDA_WORKLOADS, Workload
 from quire.platform import Platform
+from support.parsed_html import ParsedHtml
 
 LIMITS = Limits(4.5e12, 780e12, 4.0e12)
 DECODE, QUANTISED, PREFILL = (
@@ -27,12 +27,12 @@ DECODE, QUANTISED, PREFILL = (
 WRITE = next(w for w in CUDA_WORKLOADS if w.operation == "write")
 
 
-def row(workload: Workload, who: str, microseconds: float | None, q_format: str = "", graph: float | None = None) -> Measured:
-    turns = [] if microseconds is None else [[microseconds * 1e-6] * 3]
+def row(workload: Workload, who: str, microseconds: float | None, q_format: str = "", graph: float | None = None) -> Measurement:
+    seconds = [] if microseconds is None else [[microseconds * 1e-6] * 3]
     graphs = [] if graph is None else [[graph * 1e-6] * 3]
     note = "" if microseconds else "wrong result: no speed"
     error = 1e-3 if microseconds else math.nan
-    return Measured.of(workload, who, LIMITS, turns, error, 2e-3, note=note, q_format=q_format, graph_turns=graphs)
+    return Measurement.of(workload, who, LIMITS, seconds, error, 2e-3, note=note, q_format=q_format, graph_seconds=graphs)
 
 
 ROWS = [
@@ -51,14 +51,14 @@ ROWS = [
 ]
 
 
-def made(rows: list[Measured] = ROWS, **more: Any) -> dict[str, Any]:
+def made(rows: list[Measurement] = ROWS, **more: Any) -> dict[str, Any]:
     platform = replace(Platform.named("sm90"), name="A <card> & co")
     settings: dict[str, Any] = {"software": {"torch": "2.11"}, "missing": {"flashinfer": "ImportError: no"}} | more
     return report("cuda", platform, LIMITS, rows, **settings)
 
 
 def test_ratios_compare_with_the_best_peer_of_the_same_precision() -> None:
-    by_name = {(r["workload"], r["contestant"]): r for r in compared(ROWS)}
+    by_name = {(r["workload"], r["implementation"]): r for r in compared(ROWS)}
     assert by_name[DECODE.label, "quire"]["ratio"] == pytest.approx(260 / 250)
     assert by_name[DECODE.label, "quire"]["best_peer"] == "fa3"
     assert by_name[DECODE.label, "quire"]["graph_ratio"] == pytest.approx(252 / 240)
@@ -93,14 +93,15 @@ def test_reports_are_json_without_nan() -> None:
     ],
     ids=["all have speeds or are peers", "a peer is wrong", "quire is wrong", "one of quire's is wrong", "right but never timed"],
 )
-def test_the_verdict_is_about_quire(rows: list[Measured], status: int) -> None:
+def test_the_verdict_is_about_quire(rows: list[Measurement], status: int) -> None:
     assert verdict(made(rows)) == status
 
 
 def test_cells() -> None:
     head, lines = table(made())
     assert head == (
-        "workload", "who", "us", "+-", "TB/s", "TFLOP/s", "of limit", "error / allowed", "x peer", "graph us", "graph x peer"
+        "workload", "implementation", "us", "+-", "TB/s", "TFLOP/s", "of limit", "error / allowed", "x peer",
+        "graph us", "graph x peer",
     )  # fmt: skip
     assert lines[0] == (DECODE.label, "quire", "250.0", "0%", "4.30", "17", "96%", "1.0e-03 / 2.0e-03", "1.04", "240.0", "1.05")
     assert lines[5][1] == "fa3 (fp8 q)"
@@ -114,57 +115,45 @@ def test_cells() -> None:
     )
 
 
-class Page(HTMLParser):
-    """Counts tags, and sees one that is never closed."""
-
-    def __init__(self, text: str):
-        super().__init__()
-        self.open: list[str] = []
-        self.seen: list[tuple[str, dict[str, str | None]]] = []
-        self.feed(text)
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.seen.append((tag, dict(attrs)))
-        if tag not in ("meta", "br"):
-            self.open.append(tag)
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.seen.append((tag, dict(attrs)))
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-    def count(self, tag: str) -> int:
-        return sum(name == tag for name, _ in self.seen)
-
-
-def test_the_page_is_whole_and_needs_nothing_else() -> None:
-    text = page(made())
-    parsed = Page(text)
+def test_the_html_report_is_whole_and_needs_nothing_else() -> None:
+    text = html_report(made())
+    parsed = ParsedHtml(text)
     assert parsed.open == []
-    assert parsed.count("svg") == 2 and parsed.count("script") == 0
+    assert parsed.count("svg") == 1 and parsed.count("script") == 0
     assert not re.search(r"https?:|url\(|@import|<link|src=", text)
     assert "A &lt;card&gt; &amp; co" in text and "<card>" not in text
     assert "prefers-color-scheme: dark" in text
     assert text.isascii() or 'charset="utf-8"' in text
 
 
-def test_the_page_shows_every_figure() -> None:
-    parsed, text = Page(page(made())), page(made())
+def test_the_html_report_shows_every_measurement() -> None:
+    parsed, text = ParsedHtml(html_report(made())), html_report(made())
     timed = [r for r in ROWS if r.milliseconds]
     on_roofline = [r for r in timed if r.flops]
     dots_of_peers = [r for r in timed if not r.own]
-    assert parsed.count("circle") == len(on_roofline) + len(dots_of_peers)
-    assert parsed.count("rect") == len([r for r in ROWS if r.own])
+    assert parsed.count("circle") == len(on_roofline) and parsed.count("div", "peer") == len(dots_of_peers)
+    assert parsed.count("div", "fill") == len([r for r in ROWS if r.own])
     for cell in ("250.0", "1.04", "wrong result: no speed", "fa3 (fp8 q)", "not measured: flashinfer"):
         assert cell in text
 
 
+def test_bars_and_dots_are_in_proportion() -> None:
+    parsed = ParsedHtml(html_report(made()))
+    fills, ones, peers = (
+        [float(str(attrs["style"]).split(":")[1].split("%")[0]) for _, attrs in parsed.seen if attrs.get("class") == kind]
+        for kind in ("fill", "one", "peer")
+    )
+    # Quire is 260 / 250 times as fast as FlashAttention-3, which is at 1; vLLM's kernel takes 289 us.
+    assert fills[0] / ones[0] == pytest.approx(260 / 250, rel=1e-3)
+    assert peers[:2] == [pytest.approx(ones[0] * 260 / 289, rel=1e-3), ones[0]]
+
+
 def test_points_lie_inside_and_under_the_roof() -> None:
-    parsed = Page(page(made()))
+    parsed = ParsedHtml(html_report(made()))
     roof = next(attrs["points"] for tag, attrs in parsed.seen if tag == "polyline")
     corners = [tuple(map(float, point.split(","))) for point in str(roof).split()]
-    circles = [attrs for tag, attrs in parsed.seen if tag == "circle"][: len([r for r in ROWS if r.milliseconds and r.flops])]
+    circles = [attrs for tag, attrs in parsed.seen if tag == "circle"]
+    assert circles
     for circle in circles:
         x, y = float(str(circle["cx"])), float(str(circle["cy"]))
         assert 64 <= x <= 976 and 16 <= y <= 422
@@ -173,10 +162,10 @@ def test_points_lie_inside_and_under_the_roof() -> None:
 
 
 @pytest.mark.parametrize(
-    "rows, pictures",
-    [([], 0), (ROWS[:1], 1), (ROWS[9:10], 0), (ROWS[10:], 1)],
+    "rows, rooflines, bars",
+    [([], 0, 0), (ROWS[:1], 1, 0), (ROWS[9:10], 0, 0), (ROWS[10:], 0, 1)],
     ids=["nothing", "no peer", "wrong", "only writes"],
 )
-def test_a_page_of_little(rows: list[Measured], pictures: int) -> None:
-    parsed = Page(page(made(rows)))
-    assert parsed.open == [] and parsed.count("svg") == pictures
+def test_an_html_report_of_little(rows: list[Measurement], rooflines: int, bars: int) -> None:
+    parsed = ParsedHtml(html_report(made(rows)))
+    assert parsed.open == [] and (parsed.count("svg"), parsed.count("div", "fill")) == (rooflines, bars)

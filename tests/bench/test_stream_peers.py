@@ -14,15 +14,15 @@ import torch
 
 import quire
 from quire.bench import peers
-from quire.bench.stream.graphs import Graphed, capture_all
-from quire.bench.stream.replay import Eager, replay, warm_up
-from quire.bench.stream.setup import Model, Setup, Spec
-from quire.bench.stream.trace import Engine
+from quire.bench.stream.graphs import GraphRunner, capture_all
+from quire.bench.stream.replay import EagerRunner, replay, warm_up
+from quire.bench.stream.setup import Setup, Spec, StreamModel
+from quire.bench.stream.trace import EngineLimits
 from quire.errors import ArgumentError
 
 SPECS = {
-    "agents": Spec("agents", 1, Model(2, 4, 2, 16, 16), Engine(20, 48, 6, 4096, 1 / 64)),
-    "chat": Spec("chat", 2, Model(2, 4, 2, 16, 16), Engine(16, 48, 6, 4096, 1 / 64)),
+    "agents": Spec("agents", 1, StreamModel(2, 4, 2, 16, 16), EngineLimits(20, 48, 6, 4096, 1 / 64)),
+    "chat": Spec("chat", 2, StreamModel(2, 4, 2, 16, 16), EngineLimits(16, 48, 6, 4096, 1 / 64)),
 }
 PLANS: list[str] = []
 """What was planned, in order."""
@@ -206,22 +206,22 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.parametrize("stream", SPECS)
 @pytest.mark.parametrize("name", peers.STREAM_PEERS)
 def test_peers_replay_streams(name: str, stream: str) -> None:
-    contestant = peers.load_streams([name])[0][name]
+    implementation = peers.load_streams([name])[0][name]
     setup = Setup(SPECS[stream])
-    warm_up(setup, contestant(setup, None))
+    warm_up(setup, implementation(setup, None))
     PLANS.clear()
-    assert replay(setup, Eager(setup, contestant(setup, None))).error.right
+    assert replay(setup, EagerRunner(setup, implementation(setup, None))).error.right
     assert name == "vllm_unified" or PLANS == ["eager"] * len(setup.trace.steps), "one plan for all layers of a step"
 
 
 @pytest.mark.parametrize("stream", SPECS)
 @pytest.mark.parametrize("name", peers.STREAM_PEERS)
 def test_peers_replay_graphs(name: str, stream: str) -> None:
-    contestant = peers.load_streams([name])[0][name]
+    implementation = peers.load_streams([name])[0][name]
     setup = Setup(SPECS[stream])
-    graphs = capture_all(setup, contestant, lambda run: run)
+    graphs = capture_all(setup, implementation, lambda run: run)
     PLANS.clear()
-    runner = Graphed(setup, contestant(setup, None), graphs)
+    runner = GraphRunner(setup, implementation(setup, None), graphs)
     assert replay(setup, runner).error.right and runner.replayed > 0
     assert name == "vllm_unified" or PLANS.count("graph") == runner.replayed
 
@@ -230,8 +230,8 @@ def test_peers_replay_graphs(name: str, stream: str) -> None:
 def test_vllm_on_a_cpu(stream: str) -> None:
     from quire.bench.peers.vllm_cpu import stream as load
 
-    setup = Setup(replace(SPECS[stream], model=Model(2, 4, 2, 32, 32)))
-    assert replay(setup, Eager(setup, load()(setup, None))).error.right
+    setup = Setup(replace(SPECS[stream], model=StreamModel(2, 4, 2, 32, 32)))
+    assert replay(setup, EagerRunner(setup, load()(setup, None))).error.right
     assert len(PLANS) == len(setup.trace.steps)
     with pytest.raises(ArgumentError, match="page_size: given 16"):
         load()(Setup(SPECS[stream]), None)
@@ -239,13 +239,13 @@ def test_vllm_on_a_cpu(stream: str) -> None:
 
 def test_a_schedule_of_another_step_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The stand-in has power: a peer that plans once for all steps fails."""
-    contestant = peers.load_streams(["fa3"])[0]["fa3"]
+    implementation = peers.load_streams(["fa3"])[0]["fa3"]
     setup = Setup(SPECS["chat"])
-    layers: Any = contestant(setup, None)
+    layers: Any = implementation(setup, None)
     plan: Callable[..., None] = layers.plan
     monkeypatch.setattr(layers, "plan", lambda planned: plan(planned) if layers.call is None else None)
     with pytest.raises((AssertionError, quire.QuireError, RuntimeError)):
-        replay(setup, Eager(setup, layers))
+        replay(setup, EagerRunner(setup, layers))
 
 
 def test_what_is_missing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""The replay of a stream on a CPU: right contestants agree, and every planted fault is reported as wrong."""
+"""The replay of a stream on a CPU: right implementations agree, and every planted fault is reported as wrong."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ import torch
 import quire
 from quire.bench.stream import run
 from quire.bench.stream.compilations import counted
-from quire.bench.stream.contestants import Own
-from quire.bench.stream.graphs import Graphed, capture_all
-from quire.bench.stream.replay import Eager, Player, replay, warm_up
-from quire.bench.stream.result import Result
-from quire.bench.stream.setup import UNWRITTEN, Model, Setup, Spec
-from quire.bench.stream.trace import Engine
+from quire.bench.stream.graphs import GraphRunner, capture_all
+from quire.bench.stream.implementations import QuireLayers
+from quire.bench.stream.replay import EagerRunner, Player, replay, warm_up
+from quire.bench.stream.result import StreamResult
+from quire.bench.stream.setup import UNWRITTEN, Setup, Spec, StreamModel
+from quire.bench.stream.trace import EngineLimits
 from quire.bench.stream.worker import measure
 
-SPEC = Spec("agents", 1, Model(2, 4, 2, 16, 16), Engine(steps=24, budget=48, sequences=6, capacity=4096, scale=1 / 64))
+SPEC = Spec("agents", 1, StreamModel(2, 4, 2, 16, 16), EngineLimits(steps=24, budget=48, sequences=6, capacity=4096, scale=1 / 64))
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -43,9 +43,9 @@ def setup() -> Setup:
 
 @pytest.mark.parametrize("kernel", [None, "torch"])
 def test_own_kernels_are_right_and_timed(setup: Setup, kernel: str | None) -> None:
-    warm_up(setup, Own(setup, kernel=kernel))
+    warm_up(setup, QuireLayers(setup, kernel=kernel))
     seen: list[int] = []
-    replayed = replay(setup, Eager(setup, Own(setup, kernel=kernel)), lambda: seen.append(1))
+    replayed = replay(setup, EagerRunner(setup, QuireLayers(setup, kernel=kernel)), lambda: seen.append(1))
     assert replayed.error.right and replayed.error.error > 0
     assert len(replayed.steps) == len(seen) == len(setup.trace.steps)
     for step in replayed.steps:
@@ -56,7 +56,7 @@ def test_own_kernels_are_right_and_timed(setup: Setup, kernel: str | None) -> No
 def test_kernels_give_the_same_outputs(setup: Setup) -> None:
     outs = []
     for kernel in (None, "torch"):
-        replay(setup, Eager(setup, Own(setup, kernel=kernel)))
+        replay(setup, EagerRunner(setup, QuireLayers(setup, kernel=kernel)))
         outs.append([out[: setup.trace.steps[-1].tokens].float().clone() for out in setup.outs])
     for mine, other in zip(*outs):
         torch.testing.assert_close(mine, other, rtol=2**-7, atol=2**-7)
@@ -64,11 +64,11 @@ def test_kernels_give_the_same_outputs(setup: Setup) -> None:
 
 
 def test_no_two_layers_are_given_the_same(setup: Setup) -> None:
-    replay(setup, Eager(setup, Own(setup)))
+    replay(setup, EagerRunner(setup, QuireLayers(setup)))
     assert not torch.equal(*(out[: setup.trace.steps[-1].tokens] for out in setup.outs))
 
 
-class Faulty(Own):
+class Faulty(QuireLayers):
     """Writes and attends in two calls, so that something can go wrong between them."""
 
     def write(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
@@ -123,26 +123,26 @@ class LeavesRow(Faulty):
 
 
 def test_two_calls_are_right_as_well(setup: Setup) -> None:
-    assert replay(setup, Eager(setup, Faulty(setup))).error.right
+    assert replay(setup, EagerRunner(setup, Faulty(setup))).error.right
 
 
 @pytest.mark.parametrize("fault", [DropsToken, ForgetsCopies, MixesLayers, LeavesRow])
-def test_a_fault_is_reported_as_wrong(setup: Setup, fault: Callable[..., Own]) -> None:
-    result = Result.of("peer", replay(setup, Eager(setup, fault(setup))))
+def test_a_fault_is_reported_as_wrong(setup: Setup, fault: Callable[..., QuireLayers]) -> None:
+    result = StreamResult.of("peer", replay(setup, EagerRunner(setup, fault(setup))))
     assert not result.right and result.note == "wrong result: no times"
     assert (result.total, result.p99, result.steps) == (None, None, [])
 
 
 def test_nothing_of_the_contestant_before_is_left(setup: Setup) -> None:
-    """A contestant that writes nothing would be right over the pages of one that did."""
+    """An implementation that writes nothing would be right over the pages of one that did."""
 
     class WritesNothing(Faulty):
         def write(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
             assert self.batch is not None
             self.caches[layer].copy_pages(self.batch.copies)
 
-    replay(setup, Eager(setup, Own(setup)))
-    assert not replay(setup, Eager(setup, WritesNothing(setup))).error.right
+    replay(setup, EagerRunner(setup, QuireLayers(setup)))
+    assert not replay(setup, EagerRunner(setup, WritesNothing(setup))).error.right
     setup.clear()
     assert all(bool((x == UNWRITTEN).all()) for pair in setup.memory for x in pair)
 
@@ -161,8 +161,8 @@ def test_pages_suffice_and_come_back(setup: Setup) -> None:
 
 
 def test_graphs_replay_the_steps_that_only_decode(setup: Setup) -> None:
-    graphs = capture_all(setup, Own, lambda run: run)
-    runner = Graphed(setup, Own(setup), graphs)
+    graphs = capture_all(setup, QuireLayers, lambda run: run)
+    runner = GraphRunner(setup, QuireLayers(setup), graphs)
     replayed = replay(setup, runner)
     assert replayed.error.right
     assert runner.replayed == sum(step.decode_only for step in setup.trace.steps) > 0
@@ -170,33 +170,37 @@ def test_graphs_replay_the_steps_that_only_decode(setup: Setup) -> None:
 
 def test_a_graph_of_another_moment_is_wrong(setup: Setup) -> None:
     """What a graph would give if its buffers were not filled anew."""
-    graphs = capture_all(setup, Own, lambda run: run)
+    graphs = capture_all(setup, QuireLayers, lambda run: run)
     for graph in graphs:
         graph.replay = lambda graph=graph: graph.outs[-1].zero_()  # type: ignore[misc]
     for graph in graphs:
         for out in graph.outs:
             out.zero_()
-    assert not replay(setup, Graphed(setup, Own(setup), graphs)).error.right
+    assert not replay(setup, GraphRunner(setup, QuireLayers(setup), graphs)).error.right
 
 
 def test_on_a_gpu_each_contestant_is_replayed_with_and_without_graphs(setup: Setup) -> None:
-    def broken(setup: Setup, fixed: Any) -> Own:
+    def broken(setup: Setup, fixed: Any) -> QuireLayers:
         raise RuntimeError("no such card")
 
-    def attention(setup: Setup, runner: Any, host: list[float], tell: Callable[[], None]) -> list[float]:
+    def attention(setup: Setup, runner: Any, host: list[float], progress: Callable[[], None]) -> list[float]:
         return [1e-4] * len(host)
 
     told: list[str] = []
     results = run.measure_gpu(
-        SPEC, {"peer": Own, "broken": broken, "wrong": DropsToken}, capture=lambda run: run, tell=told.append, device="cpu",
+        SPEC,
+        {"peer": QuireLayers, "broken": broken, "wrong": DropsToken},
+        capture=lambda run: run,
+        progress=told.append,
+        device="cpu",
         attention=attention,
-    )  # fmt: skip
+    )
     names = ["quire", "peer", "broken", "wrong"]
-    assert [r.contestant for r in results] == [n + how for n in names for how in ("", run.GRAPHS)]
+    assert [r.implementation for r in results] == [n + how for n in names for how in ("", run.GRAPHS)]
     for result in results:
-        if "broken" in result.contestant:
+        if "broken" in result.implementation:
             assert (result.right, result.note) == (False, "RuntimeError: no such card")
-        elif "wrong" in result.contestant:
+        elif "wrong" in result.implementation:
             assert (result.right, result.total) == (False, None)
         else:
             assert result.right and result.attention == pytest.approx(1e-4 * SPEC.engine.steps)
@@ -225,7 +229,7 @@ def test_compilations_are_counted() -> None:
 
 
 def test_a_process_that_dies_is_a_note() -> None:
-    result = measure("no such contestant", SPEC, lambda: None)
+    result = measure("no such implementation", SPEC, lambda: None)
     assert not result.right and result.note.startswith("exit status 1: KeyError")
 
 
@@ -233,4 +237,17 @@ def test_another_process_replays_the_same(setup: Setup) -> None:
     told: list[int] = []
     result = measure("quire", SPEC, partial(told.append, 1))
     assert result.right and len(told) == len(result.steps) == len(setup.trace.steps)
-    assert result.error == replay(setup, Eager(setup, Own(setup))).error.error
+    assert result.error == replay(setup, EagerRunner(setup, QuireLayers(setup))).error.error
+
+
+def test_an_interrupt_keeps_the_implementations_that_were_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    def measure(name: str, *args: Any, **how: Any) -> StreamResult:
+        if name == "quire torch":
+            raise KeyboardInterrupt
+        return StreamResult(name, total=1.0)
+
+    monkeypatch.setattr(run, "measure", measure)
+    found: list[StreamResult] = []
+    with pytest.raises(KeyboardInterrupt):
+        found.extend(run.measure_cpu(SPEC))
+    assert [result.implementation for result in found] == ["quire"]

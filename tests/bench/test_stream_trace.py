@@ -9,12 +9,12 @@ from itertools import pairwise
 
 import pytest
 
-from quire.bench.stream.setup import Model, Spec
-from quire.bench.stream.trace import Engine, Trace, generate
+from quire.bench.stream.setup import Spec, StreamModel
+from quire.bench.stream.trace import EngineLimits, Trace, generate
 from quire.bench.stream.traffic import AGENTS, CHAT, DOCUMENTS, TRAFFIC, LogNormal
 from quire.errors import ArgumentError
 
-ENGINE = Engine(steps=400, budget=96, sequences=8, capacity=8192, scale=1 / 32)
+ENGINE = EngineLimits(steps=400, budget=96, sequences=8, capacity=8192, scale=1 / 32)
 TRACES = [(name, seed) for name in TRAFFIC for seed in (0, 7)]
 
 
@@ -27,9 +27,9 @@ def test_a_seed_is_a_trace(name: str, seed: int) -> None:
     trace = traced(name, seed)
     assert trace == traced(name, seed)
     assert trace.steps != traced(name, seed + 1).steps
-    spec = Spec(name, seed, Model(1, 2, 1, 8, 16), ENGINE)
+    spec = Spec(name, seed, StreamModel(1, 2, 1, 8, 16), ENGINE)
     assert Spec.from_json(spec.to_json()).trace() == trace
-    assert len(trace.steps) == ENGINE.steps and all(step.rows for step in trace.steps)
+    assert len(trace.steps) == ENGINE.steps and all(step.sequences for step in trace.steps)
 
 
 @pytest.mark.parametrize("name, seed", TRACES)
@@ -39,8 +39,8 @@ def test_every_token_is_served_once(name: str, seed: int) -> None:
     decoded: Counter[int] = Counter()
     freed: dict[int, int] = {}
     for index, step in enumerate(trace.steps):
-        assert len({row.sequence for row in step.rows}) == len(step.rows)
-        for row in step.rows:
+        assert len({row.sequence for row in step.sequences}) == len(step.sequences)
+        for row in step.sequences:
             request = trace.requests[row.sequence]
             assert row.sequence not in freed
             if row.prefill:
@@ -65,7 +65,7 @@ def test_the_limits_of_the_engine_hold(name: str, seed: int) -> None:
     trace = traced(name, seed)
     assert max(step.tokens for step in trace.steps) <= ENGINE.budget
     prefixes = {r.sequence for r in trace.requests if not r.output}
-    assert max(len({row.sequence for row in step.rows} - prefixes) for step in trace.steps) <= ENGINE.sequences
+    assert max(len({row.sequence for row in step.sequences} - prefixes) for step in trace.steps) <= ENGINE.sequences
     assert trace.pages(16) <= ENGINE.capacity // 16 + 2 * ENGINE.sequences
     assert any(step.decode_only for step in trace.steps) and any(not step.decode_only for step in trace.steps)
 
@@ -80,13 +80,13 @@ def test_a_prefix_is_complete_before_it_is_forked(seed: int) -> None:
             assert done[parent] == trace.requests[parent].prompt and trace.requests[child].prefix == parent
             assert child not in forks
             forks[child] = parent
-        for row in step.rows:
+        for row in step.sequences:
             if trace.requests[row.sequence].prefix is not None:
                 assert row.sequence in forks
             done[row.sequence] += row.new
         assert not set(step.frees) & set(range(len(AGENTS.prefixes))), "a prefix stays"
     assert len(forks) > 20
-    assert sum(row.new > row.kept for step in trace.steps for row in step.rows) > 20
+    assert sum(row.new > row.kept for step in trace.steps for row in step.sequences) > 20
 
 
 def test_arrivals_are_those_of_a_poisson_process() -> None:

@@ -71,18 +71,18 @@ def test_counts_match_published_rates(label: str, microseconds: float, terabytes
         assert w.flops / microseconds / 1e6 == pytest.approx(teraflops, abs=0.6)
 
 
-def test_the_seeds_batch_is_that_of_seed_zero() -> None:
+def test_the_batch_of_vllms_test_is_that_of_seed_zero() -> None:
     draw = random.Random(0)
     new, context = ([draw.randint(16, 1024) for _ in range(10)] for _ in "qc")
-    found = [w for w in CUDA_WORKLOADS if w.name.startswith("seeds")]
+    found = [w for w in CUDA_WORKLOADS if "mixed-batch test" in w.name]
     assert {w.dtype for w in found} == {"fp16", "bf16"} and {w.form for w in found} == {"full", "context"}
     for w in found:
-        assert w.rows == tuple(zip([*new[:-1], 1], context))
+        assert w.sequences == tuple(zip([*new[:-1], 1], context))
         assert (w.q_heads, w.kv_heads, w.head_dim, w.page_size) == (64, 64, 128, 32)
 
 
 def test_ragged_lengths_are_log_uniform() -> None:
-    lens = [context + 1 for _, context in NAMED["decode 128 ragged, 16 to 16384, bf16"].rows]
+    lens = [context + 1 for _, context in NAMED["decode 128 ragged, 16 to 16384, bf16"].sequences]
     assert len(lens) == 128 and 16 <= min(lens) and max(lens) <= 16384
     assert 48 <= sum(n < 512 for n in lens) <= 80
 
@@ -99,7 +99,7 @@ def test_ragged_lengths_are_log_uniform() -> None:
     ],
 )
 def test_batches_in_the_words_of_vllm(spec: str, rows: tuple[tuple[int, int], ...]) -> None:
-    assert parse_batch(spec).rows == rows
+    assert parse_batch(spec).sequences == rows
     assert parse_batch(spec).label == f"{spec}, bf16"
 
 

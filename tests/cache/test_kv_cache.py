@@ -185,7 +185,7 @@ REFUSED = {
     "dim-513": (allocate(head_dim=513), "head_dim: given 513; allowed: 1 to 512"),
     "dim-float": (allocate(head_dim=16.0), "head_dim: given 16.0; allowed: 1 to 512"),
     "v-dim": (allocate(v_head_dim=600), "v_head_dim: given 600; allowed: 1 to 512"),
-    "layout": (allocate(layout="NHD"), "layout: given 'NHD'; allowed: nhd, hnd, vllm_x, vllm_joint, aiter"),
+    "layout": (allocate(layout="dhn"), "layout: given 'dhn'; allowed: nhd, hnd, vllm_x, vllm_joint, aiter"),
     "x-unused": (allocate(x=8), "x: given 8; allowed: None: layout 'nhd' splits no axis"),
     "x-dim": (allocate(layout="vllm_x", x=3), "x: given 3; allowed: a divisor of dim = 16"),
     "x-slot": (allocate(layout="aiter", x=16), "x: given 16; allowed: a divisor of slot = 8"),
@@ -197,17 +197,17 @@ REFUSED = {
     "scales-name": (allocate(scales="head"), "scales: given 'head'; allowed: 'token', or None for the scales given"),
     "scales-plain": (
         allocate(scales="token"),
-        "scales: given 'token' beside format bf16 and k_scale None, v_scale None; "
+        "scales: given 'token' with format bf16, k_scale None and v_scale None; "
         "allowed: 'token' for a quantised format, without other scales",
     ),
     "scales-two-kinds": (
         allocate(scales="token", dtype=torch.int8, k_scale=2.0),
-        "scales: given 'token' beside format int8 and k_scale 2.0, v_scale None; "
+        "scales: given 'token' with format int8, k_scale 2.0 and v_scale None; "
         "allowed: 'token' for a quantised format, without other scales",
     ),
     "int8-without-scale": (
         allocate(dtype=torch.int8),
-        "k_scale: given None; allowed: a scale: int8 holds whole numbers from -127 to 127",
+        "k_scale: given nothing (None); allowed: a scale: int8 stores integers, 127 in magnitude at most",
     ),
     "scale-of-plain": (allocate(k_scale=1.0), "k_scale: given 1.0; allowed: None: format bf16 is not quantised"),
     "scale-zero": (fp8(k_scale=0.0), "k_scale: given 0.0; allowed: a finite number above 0"),
@@ -227,10 +227,13 @@ REFUSED = {
     ),
     "not-a-tensor": (wrap([1], zeros(1, 1, 1, 1)), "k_pages: given [1]; allowed: a dense tensor of pages"),
     "v-not-a-tensor": (wrap(zeros(1, 1, 1, 1), 3), "v_pages: given 3; allowed: a dense tensor of pages"),
-    "one-tensor": (wrap(zeros(1, 1, 1, 2)), "v_pages: given None; allowed: a tensor: layout 'nhd' keeps K and V apart"),
+    "one-tensor": (
+        wrap(zeros(1, 1, 1, 2)),
+        "v_pages: given nothing (None); allowed: a tensor: layout 'nhd' stores K and V in two tensors",
+    ),
     "two-tensors": (
         wrap(zeros(1, 1, 1, 2), zeros(1, 1, 1, 2), layout="vllm_joint"),
-        "v_pages: given a tensor; allowed: None: layout 'vllm_joint' keeps K and V in one tensor",
+        "v_pages: given a tensor; allowed: None: layout 'vllm_joint' stores K and V in one tensor",
     ),
     "axes": (
         wrap(zeros(1, 1, 2), zeros(1, 1, 2)),
@@ -249,7 +252,7 @@ REFUSED = {
     "no-dim": (wrap(zeros(1, 1, 1, 1), zeros(1, 1, 1, 0)), "v_head_dim: given 0; allowed: 1 to 512"),
     "other-dim": (
         wrap(zeros(1, 1, 1, 4), zeros(1, 1, 1, 4), head_dim=8),
-        "head_dim: given 8; allowed: 4, as k_pages [1, 1, 1, 4] in layout 'nhd' says",
+        "head_dim: given 8; allowed: 4, the head_dim of k_pages [1, 1, 1, 4] in layout 'nhd'",
     ),
     "no-slots": (
         wrap(zeros(1, 0, 1, 4), zeros(1, 0, 1, 4)),
@@ -257,7 +260,7 @@ REFUSED = {
     ),
     "other-pool": (
         wrap(zeros(2, 4, 1, 1), zeros(2, 4, 1, 1), pool=PagePool(2, 8)),
-        "pool: given 2 pages of 8; allowed: 2 pages of 4, as k_pages has",
+        "pool: given 2 pages of 8; allowed: 2 pages of 4, the size of k_pages",
     ),
     "copy-outside": (
         lambda: allocate()().copy_pages([(0, 1), (0, 5)]),
@@ -269,7 +272,7 @@ REFUSED = {
     ),
     "copy-twice": (
         lambda: allocate()().copy_pages([(0, 1), (2, 1)]),
-        "copies: given ((0, 1), (2, 1)); allowed: targets that differ",
+        "copies: given ((0, 1), (2, 1)); allowed: each target once",
     ),
 }
 
@@ -282,7 +285,7 @@ def test_what_is_refused(act, message):
 
 
 def test_expanded_memory_is_refused():
-    with pytest.raises(ArgumentError, match=r"^v_pages: given strides \(0, .*; allowed: memory of its own for each"):
+    with pytest.raises(ArgumentError, match=r"^v_pages: given strides \(0, .*; allowed: memory in which no two elements overlap"):
         wrap(zeros(3, 4, 1, 2), zeros(1, 4, 1, 2).expand(3, 4, 1, 2))()
 
 

@@ -110,7 +110,7 @@ def test_a_joint_page_is_cut_at_head_dim(k_dim, v_dim):
 @pytest.mark.parametrize(
     ("act", "message"),
     [
-        (lambda: layout_named("NHD"), "layout: given 'NHD'; allowed: nhd, hnd, vllm_x, vllm_joint, aiter"),
+        (lambda: layout_named("dhn"), "layout: given 'dhn'; allowed: nhd, hnd, vllm_x, vllm_joint, aiter"),
         (lambda: Order("page head dim/ slot dim%").shape(1, 16, 1, 24, 16), "x: given 16; allowed: a divisor of dim = 24"),
         (lambda: Order("page head slot/ dim slot%").shape(1, 7, 1, 8, 2), "x: given 2; allowed: a divisor of slot = 7"),
         (lambda: Order("page head dim/ slot dim%").shape(1, 7, 1, 8, 0), "x: given 0; allowed: a divisor of dim = 8"),
@@ -120,11 +120,11 @@ def test_a_joint_page_is_cut_at_head_dim(k_dim, v_dim):
         ),
         (
             lambda: LAYOUTS["nhd"].parts(torch.zeros(1, 1, 1, 2)),
-            "v_pages: given None; allowed: a tensor: layout 'nhd' keeps K and V apart",
+            "v_pages: given nothing (None); allowed: a tensor: layout 'nhd' stores K and V in two tensors",
         ),
         (
             lambda: LAYOUTS["vllm_joint"].parts(torch.zeros(1, 1, 1, 2), torch.zeros(1, 1, 1, 2)),
-            "v_pages: given a tensor; allowed: None: layout 'vllm_joint' keeps K and V in one tensor",
+            "v_pages: given a tensor; allowed: None: layout 'vllm_joint' stores K and V in one tensor",
         ),
         (
             lambda: LAYOUTS["vllm_joint"].parts(torch.zeros(1, 2)),
@@ -132,7 +132,7 @@ def test_a_joint_page_is_cut_at_head_dim(k_dim, v_dim):
         ),
         (
             lambda: LAYOUTS["vllm_joint"].parts(torch.zeros(1, 1, 1, 5)),
-            "head_dim: given None; allowed: 1 to 4: a joint page of 5 has no middle",
+            "head_dim: given nothing (None); allowed: 1 to 4: a joint page of 5 elements cannot be halved",
         ),
         (
             lambda: LAYOUTS["vllm_joint"].parts(torch.zeros(1, 1, 1, 6), head_dim=6),

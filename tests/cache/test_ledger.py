@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from quire.cache.ledger import Finding, Ledger
+from quire.cache.ledger import Ledger, LedgerFinding
 from quire.cache.pool import PagePool
 
 PAGE_SIZE = 4
@@ -19,7 +19,7 @@ class Engine:
     def tokens(self, batch):
         """slots, positions and rows of a batch's new tokens."""
         count = int(batch.q_starts[-1])
-        rows = batch.rows_of_tokens(count)
+        rows = batch.sequences_of_tokens(count)
         at = torch.arange(count, device=batch.device) - batch.q_starts[rows + 1] + batch.kv_lens[rows]
         return batch.slots_of_tokens(count, PAGE_SIZE), at, rows
 
@@ -53,7 +53,7 @@ def engine():
 
 
 def reasons(findings):
-    return [(f.row, f.position, f.reason) for f in findings]
+    return [(f.seq, f.position, f.reason) for f in findings]
 
 
 def test_honest_use_has_no_findings(engine):
@@ -71,14 +71,14 @@ def test_never_written(engine):
     batch = engine.step({b: 2})
     batch = engine.pool.step({b: 4, a: 1})
     assert engine.read(batch) == [
-        Finding(0, 2, 6, 1, 2, "never written"),
-        Finding(0, 3, 7, 1, 3, "never written"),
-        Finding(0, 4, 8, 2, 0, "never written"),
-        Finding(0, 5, 9, 2, 1, "never written"),
-        Finding(1, 0, 0, 0, 0, "never written"),
-        Finding(1, 1, 1, 0, 1, "never written"),
+        LedgerFinding(0, 2, 6, 1, 2, "never written"),
+        LedgerFinding(0, 3, 7, 1, 3, "never written"),
+        LedgerFinding(0, 4, 8, 2, 0, "never written"),
+        LedgerFinding(0, 5, 9, 2, 1, "never written"),
+        LedgerFinding(1, 0, 0, 0, 0, "never written"),
+        LedgerFinding(1, 1, 1, 0, 1, "never written"),
     ]
-    assert str(engine.read(batch)[0]) == "row 0, position 2: slot 6 (page 1, offset 2): never written"
+    assert str(engine.read(batch)[0]) == "sequence 0, position 2: slot 6 (page 1, offset 2): never written"
 
 
 def test_stale_after_free(engine):
@@ -108,7 +108,7 @@ def test_stale_when_a_trimmed_slot_is_handed_out_again(engine):
     engine.step({a: 3})
     engine.pool.trim(a, 2)
     batch = engine.pool.step({a: 1})
-    stale = "stale: written at step 1, the slot was handed out again for a token of step 2"
+    stale = "stale: written at step 1, the slot was allocated again in step 2"
     assert reasons(engine.read(batch)) == [(0, 2, stale)]
     assert engine.audit_write(batch) == []
     engine.write(batch)
@@ -119,7 +119,7 @@ def test_stale_when_a_freed_page_is_handed_out_again(engine):
     a, b = engine.pool.sequence(), engine.pool.sequence()
     engine.step({a: 1})
     engine.pool.free(a)
-    stale = "stale: written at step 1, the slot was handed out again for a token of step 2"
+    stale = "stale: written at step 1, the slot was allocated again in step 2"
     assert reasons(engine.read(engine.pool.step({b: 2}))) == [(0, 0, stale), (0, 1, "never written")]
 
 
@@ -151,7 +151,7 @@ def test_stale_when_a_copy_was_not_applied(engine):
     b = pool.fork(a)
     batch = pool.step({b: 1})
     engine.write(batch, copies=False)
-    stale = "stale: written at step 3, the slot was handed out again for a token of step 1"
+    stale = "stale: written at step 3, the slot was allocated again in step 1"
     assert reasons(engine.read(batch)) == [(0, p, stale) for p in range(2)], "written later than what should be copied"
     engine.ledger.copy_pages(torch.tensor([0]), torch.tensor([1]))
     assert reasons(engine.read(batch)) == [(0, 2, "never written")], "a copy after the write destroys the write"
@@ -207,7 +207,7 @@ def test_written_twice_in_one_call(engine):
     found = engine.ledger.audit_write(
         torch.tensor([2, 0, 2, -1, -1]), torch.tensor([2, 0, 1, 3, 4]), torch.zeros(5, dtype=torch.int64)
     )
-    assert found == [Finding(0, 1, 2, 0, 2, "written twice in one call")]
+    assert found == [LedgerFinding(0, 1, 2, 0, 2, "written twice in one call")]
 
 
 def test_written_twice_since_it_was_handed_out(engine):
@@ -223,7 +223,7 @@ def test_writing_a_slot_that_is_free(engine):
     a = engine.pool.sequence()
     batch = engine.pool.step({a: 2})
     engine.pool.trim(a, 1)
-    assert reasons(engine.audit_write(batch)) == [(0, 1, "free: the pool has given the slot to no token")]
+    assert reasons(engine.audit_write(batch)) == [(0, 1, "free: the pool has not allocated the slot")]
 
 
 def test_writing_beyond_the_sequence(engine):
@@ -280,7 +280,7 @@ def test_slots_outside_the_cache_are_skipped(dtype):
 def test_findings_come_in_order_of_row_and_position():
     ledger = Ledger(2, PAGE_SIZE, "cpu")
     slots, positions, rows = torch.tensor([5, 0, 4, 1]), torch.tensor([9, 0, 2, 1]), torch.tensor([1, 0, 1, 0])
-    assert [(f.row, f.position) for f in ledger.audit_read(slots, positions, rows)] == [(0, 0), (0, 1), (1, 2), (1, 9)]
+    assert [(f.seq, f.position) for f in ledger.audit_read(slots, positions, rows)] == [(0, 0), (0, 1), (1, 2), (1, 9)]
 
 
 def test_nothing_to_audit():
@@ -327,7 +327,7 @@ def test_recording_on_a_gpu_reads_nothing_back():
         torch.cuda.set_sync_debug_mode("default")
     assert engine.read(batch) == []
     pool.trim(a, 5)
-    stale = "stale: written at step 1, the slot was handed out again for a token of step 2"
+    stale = "stale: written at step 1, the slot was allocated again in step 2"
     again = pool.step({a: 1})
     assert reasons(engine.read(again)) == [(0, 5, stale)]
     engine.write(again)

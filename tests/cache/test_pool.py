@@ -8,7 +8,7 @@ import torch
 
 from quire.cache.pool import PagePool
 from quire.errors import ArgumentError, OutOfPages, StaleBatch
-from support.pool_books import books
+from support.pool_state import books
 
 
 def test_a_step_gives_pages_and_a_batch():
@@ -118,7 +118,7 @@ def test_free_takes_many_at_once_and_all_or_none():
     before = books(pool)
     with pytest.raises(ArgumentError, match="sequences: given sequence 1 twice; allowed: each sequence once"):
         pool.free(a, b, b)
-    with pytest.raises(ArgumentError, match="of another pool"):
+    with pytest.raises(ArgumentError, match="belongs to another pool"):
         pool.free(a, PagePool(1, 1).sequence())
     assert books(pool) == before
     pool.free()
@@ -177,7 +177,7 @@ def test_rollback_refuses_any_other_batch(act):
         ArgumentError, match=r"batch: given .*; allowed: the batch of this pool's latest step, before any other change"
     ):
         pool.rollback(batch)
-    with pytest.raises(ArgumentError, match="batch: given None"):
+    with pytest.raises(ArgumentError, match="batch: given nothing"):
         pool.rollback(None)
     other = PagePool(pages=16, page_size=2)
     with pytest.raises(ArgumentError, match="the batch of another step or pool"):
@@ -219,7 +219,7 @@ def test_a_copied_pool_goes_on_alone(copied):
     before = books(pool)
     other.free(*other.sequences)
     assert books(pool) == before and mine.step_id[0] != theirs.step_id[0]
-    with pytest.raises(ArgumentError, match="of another pool"):
+    with pytest.raises(ArgumentError, match="belongs to another pool"):
         other.step({a: 1})
 
 
@@ -457,7 +457,9 @@ def test_every_operation_refuses_a_dead_or_foreign_handle(act):
     pool, sequence = freed()
     with pytest.raises(ArgumentError, match=r"sequence: given sequence 0, which was freed; allowed: a live sequence of this pool"):
         act(pool, sequence)
-    with pytest.raises(ArgumentError, match=r"sequence: given sequence 0, of another pool; allowed: a live sequence of this pool"):
+    with pytest.raises(
+        ArgumentError, match=r"sequence: given sequence 0, which belongs to another pool; allowed: a live sequence of this pool"
+    ):
         act(pool, PagePool(pages=2, page_size=2).sequence())
     with pytest.raises(ArgumentError, match=r"sequence: given 'a'; allowed: a sequence of this pool"):
         act(pool, "a")
@@ -483,7 +485,7 @@ def test_sizes_that_are_refused(act, message):
     [
         (
             lambda pool, s: pool.step(None),
-            "new_tokens: given None; allowed: a mapping from sequences to counts, such as {sequence: 1}",
+            "new_tokens: given nothing (None); allowed: a mapping from sequences to counts, such as {sequence: 1}",
         ),
         (lambda pool, s: pool.step({s: True}), "new_tokens: given True; allowed: an int of 0 or more"),
         (lambda pool, s: pool.step({s: -1}), "new_tokens: given -1; allowed: an int of 0 or more"),

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 import quire
-from quire.cache.change import Change
 from quire.cache.pool import PagePool
-from support.pool_books import books
+from quire.cache.transaction import Transaction
+from support.pool_state import books
 
 HERE = Path(quire.__file__).parent
 FILES = {str(path) for path in (HERE / "cache").glob("*.py")} | {str(HERE / "batch.py")}
@@ -121,17 +121,17 @@ def test_an_interrupt_at_any_line(name):
 
 @pytest.mark.parametrize("name", ACTS)
 def test_a_second_interrupt_while_the_first_is_undone(name, monkeypatch):
-    real = Change.undo
+    real = Transaction.undo
 
-    def undo(change):
+    def undo(transaction):
         line, SECOND[0] = SECOND[0], 0
         if line:
             with Interrupt(line):
-                real(change)
+                real(transaction)
         else:
-            real(change)
+            real(transaction)
 
-    monkeypatch.setattr(Change, "undo", undo)
+    monkeypatch.setattr(Transaction, "undo", undo)
     line = 1
     while True:
         # A line of the undoing that differs from one time to the next.
@@ -142,6 +142,6 @@ def test_a_second_interrupt_while_the_first_is_undone(name, monkeypatch):
 
 
 def test_a_pool_that_undoes_nothing_is_caught(monkeypatch):
-    monkeypatch.setattr(Change, "undo", lambda change: None)
+    monkeypatch.setattr(Transaction, "undo", lambda transaction: None)
     with pytest.raises(AssertionError):
         test_an_interrupt_at_any_line("step with copies")

@@ -18,7 +18,7 @@ from quire.cache.copies import Copies
 from quire.cache.ledger import Ledger
 from quire.cache.pool import PagePool
 from quire.errors import ArgumentError, OutOfPages, StaleBatch
-from support.pool_books import books
+from support.pool_state import books
 
 PAGES, PAGE_SIZE = 16, 3
 QUICK = settings(stateful_step_count=30, max_examples=60)
@@ -244,8 +244,8 @@ class Honest(RuleBasedStateMachine):
         read = list(self.tokens_to_read())
         rows, positions, slots = (torch.tensor([token[i] for token in read], dtype=torch.int64) for i in (0, 2, 3))
         found = self.ledger.audit_read(slots, positions, rows, self.live)
-        assert {(f.row, f.position, f.slot): f.reason != "never written" for f in found} == self.wrong()
-        assert [(f.row, f.position) for f in found] == sorted((f.row, f.position) for f in found)
+        assert {(f.seq, f.position, f.slot): f.reason != "never written" for f in found} == self.wrong()
+        assert [(f.seq, f.position) for f in found] == sorted((f.seq, f.position) for f in found)
         assert all(divmod(f.slot, PAGE_SIZE) == (f.page, f.offset) for f in found)
 
     @invariant()
@@ -300,29 +300,29 @@ def test_a_careless_engine_does_break_something():
 
 
 class NeverCopies(PagePool):
-    def _plan(self, request, change):
+    def _plan(self, request, transaction):
         shared, self._shared = self._shared, 0
         try:
-            return super()._plan(request, change)
+            return super()._plan(request, transaction)
         finally:
             self._shared = shared
 
 
 class ForgetsToSayWhatToCopy(PagePool):
-    def _plan(self, request, change):
-        given, _ = super()._plan(request, change)
+    def _plan(self, request, transaction):
+        given, _ = super()._plan(request, transaction)
         return given, ()
 
 
 class CopiesBackwards(PagePool):
-    def _plan(self, request, change):
-        given, copies = super()._plan(request, change)
+    def _plan(self, request, transaction):
+        given, copies = super()._plan(request, transaction)
         return given, Copies(((target, source) for source, target in copies), copies.id) if copies else copies
 
 
 class UsesAnIdAgain(PagePool):
-    def _plan(self, request, change):
-        given, copies = super()._plan(request, change)
+    def _plan(self, request, transaction):
+        given, copies = super()._plan(request, transaction)
         self._copied = 0
         return given, copies
 
@@ -361,16 +361,16 @@ class ForgetsToCountAFork(PagePool):
 
 
 class LosesAStepWhenFull(PagePool):
-    def _plan(self, request, change):
+    def _plan(self, request, transaction):
         self.steps += 1
-        return super()._plan(request, change)
+        return super()._plan(request, transaction)
 
 
 class TakesPagesBeforeItCounts(PagePool):
-    def _plan(self, request, change):
+    def _plan(self, request, transaction):
         taken = self._free.used
         self._free.used = min(taken + 1, self.pages)
-        planned = super()._plan(request, change)
+        planned = super()._plan(request, transaction)
         self._free.used = taken
         return planned
 
@@ -383,19 +383,19 @@ class NumbersOutliveTheirTokens(PagePool):
 
 
 class OneNumberForAllSteps(PagePool):
-    def _plan(self, request, change):
-        planned = super()._plan(request, change)
-        for i, (owner, name, index, new, old) in enumerate(change._cells):
+    def _plan(self, request, transaction):
+        planned = super()._plan(request, transaction)
+        for i, (owner, name, index, new, old) in enumerate(transaction._cells):
             if name == "_issue":
-                change._cells[i] = (owner, name, index, numpy.minimum(new, 1), old)
+                transaction._cells[i] = (owner, name, index, numpy.minimum(new, 1), old)
         return planned
 
 
 class CopiesKeepTheirOldNumbers(PagePool):
-    def _plan(self, request, change):
-        given, copies = super()._plan(request, change)
+    def _plan(self, request, transaction):
+        given, copies = super()._plan(request, transaction)
         if len(given.targets):
-            change.cells(self, "_issue", given.targets, self._numbers)
+            transaction.set_cells(self, "_issue", given.targets, self._numbers)
         return given, copies
 
 
@@ -423,13 +423,13 @@ class RollbackForgetsTheFreePages(PagePool):
 class RollbackKeepsTheBatch(PagePool):
     def rollback(self, batch):
         super().rollback(batch)
-        self._clock.now = batch.number
+        self._state.now = batch.state_number
 
 
 class NeverStale(PagePool):
-    def _tick(self, change):
+    def _tick(self, transaction):
         self._changes += 1
-        return self._clock.now
+        return self._state.now
 
 
 FAULTS = (

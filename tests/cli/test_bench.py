@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import quire
-from quire.bench import case, contestants, gpu, limits, peers, run, timing, workloads
+from quire.bench import case, gpu, implementations, limits, peers, run, timing, workloads
 from quire.bench.workloads import Workload
 from quire.cli import main
 from quire.platform import Platform
@@ -36,7 +36,7 @@ def card(monkeypatch: pytest.MonkeyPatch) -> None:
     """A GPU that is really the CPU, with one peer."""
     pytest.importorskip("triton")
     rows = {"bf16": {}, "fp8": {"format": "e4m3fn"}, "write": {"operation": "write"}}
-    small = tuple(Workload(name, SMALL.rows, q_heads=4, kv_heads=2, head_dim=16, **more) for name, more in rows.items())
+    small = tuple(Workload(name, SMALL.sequences, q_heads=4, kv_heads=2, head_dim=16, **more) for name, more in rows.items())
     monkeypatch.setattr(workloads, "CUDA_WORKLOADS", small)
     detect = Platform.detect
     monkeypatch.setattr(Platform, "detect", lambda device=None: Platform.named("sm90") if device == "cuda" else detect(device))
@@ -51,9 +51,9 @@ def card(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peers, "load", load)
 
 
-def peer(given: case.Case) -> Any:
+def peer(given: case.BenchCase) -> Any:
     """Plays one, at Quire's own speed."""
-    return contestants.own(given) if given.workload.operation == "attend" else None
+    return implementations.own(given) if given.workload.operation == "attend" else None
 
 
 def error_of(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
@@ -69,7 +69,7 @@ def error_of(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         (["--only", "no such workload"], "decode 16 x 4096, fp32"),
         (["--only", "("], "a regular expression"),
         (["--batch", "2k"], "--batch: given '2k'"),
-        (["--turns", "0"], "--turns: given 0"),
+        (["--repetitions", "0"], "--repetitions: given 0; allowed: a whole number of 1 or more"),
         (["--peers", "fa3"], "--peers: given fa3; allowed: only beside --device cuda"),
         (["--device", "cuda", "--flex"], "--flex: given True; allowed: only beside --device cpu"),
         (["--graph"], "--graph"),
@@ -78,9 +78,12 @@ def error_of(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         (["--pool", "--html", "x.html"], "--html: given x.html; allowed: nothing beside --pool"),
         (["--stream", "poems"], "documents"),
         (["--stream", "chat", "--only", "decode"], "--only: given decode; allowed: nothing beside --stream"),
-        (["--stream", "chat", "--steps", "0"], "--steps: given 0; allowed: 1 or more"),
+        (["--stream", "chat", "--steps", "0"], "--steps: given 0; allowed: a whole number of 1 or more"),
         (["--stream", "chat", "--peers", "fa3"], "--peers: given fa3; allowed: only beside --device cuda"),
-        (["--stream", "chat", "--device", "cuda", "--turns", "2"], "--turns: given 2; allowed: only beside --device cpu"),
+        (
+            ["--stream", "chat", "--device", "cuda", "--repetitions", "2"],
+            "--repetitions: given 2; allowed: only beside --device cpu",
+        ),
         (["--seed", "3"], "--seed: given 3; allowed: only beside --stream"),
         (["--from", "x.json", "--pool"], "--pool: given True; allowed: nothing beside --from"),
         (["--device", "tpu"], "cpu"),
@@ -98,25 +101,25 @@ def test_no_gpu_is_said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
     assert "torch sees no CUDA or ROCm device here" in error_of(["--device", "cuda"], capsys)
 
 
-def test_from_takes_only_what_json_wrote(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_from_takes_only_what_output_wrote(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for text in ("{", "[]", '{"rows": []}'):
         (tmp_path / "x.json").write_text(text)
-        assert "a file that `quire bench --json` wrote" in error_of(["--from", str(tmp_path / "x.json")], capsys)
+        assert "a file that `quire bench --output` wrote" in error_of(["--from", str(tmp_path / "x.json")], capsys)
 
 
 @pytest.mark.usefixtures("quick")
 def test_json_and_text(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    assert main(["bench", "--turns", "1", "--json", "-"]) == 0
+    assert main(["bench", "--repetitions", "1", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
-    names = [row["contestant"] for row in report["rows"] if row["contestant"] != "quire without AMX"]
+    names = [row["implementation"] for row in report["rows"] if row["implementation"] != "quire without AMX"]
     assert names == ["quire", "quire torch", "gather + SDPA"]
     assert report["rows"][0]["ratio"] > 0
     assert {"read_gigabytes_per_second", "fp32_gigaflops"} == report["limits"].keys()
     file = tmp_path / "bench.json"
-    assert main(["bench", "--turns", "1", "--json", str(file), "--html", str(tmp_path / "page.html")]) == 0
+    assert main(["bench", "--repetitions", "1", "--output", str(file), "--html", str(tmp_path / "out.html")]) == 0
     out = capsys.readouterr().out
     assert "small, fp32" in out and "GFLOP/s" in out
-    assert "GFLOP/s" in (tmp_path / "page.html").read_text()
+    assert "GFLOP/s" in (tmp_path / "out.html").read_text()
     assert json.loads(file.read_text()).keys() == report.keys()
 
 
@@ -130,11 +133,11 @@ def test_a_batch_of_ones_own(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
 
 @pytest.mark.usefixtures("card")
 def test_on_a_gpu(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    file, html = tmp_path / "out.json", tmp_path / "page.html"
-    assert main(["bench", "--device", "cuda", "--json", str(file), "--graph", "--only", "bf16|write", "--html", str(html)]) == 0
+    file, html = tmp_path / "out.json", tmp_path / "out.html"
+    assert main(["bench", "--device", "cuda", "--output", str(file), "--graph", "--only", "bf16|write", "--html", str(html)]) == 0
     captured = capsys.readouterr()
     report = json.loads(file.read_text())
-    assert [(row["workload"].split(",")[0], row["contestant"]) for row in report["rows"]] == [
+    assert [(row["workload"].split(",")[0], row["implementation"]) for row in report["rows"]] == [
         ("bf16", "quire"), ("bf16", "peer"), ("fp8", "quire"), ("fp8", "quire fp8 q"), ("fp8", "peer"),
         ("write", "quire"), ("write", "copy"),
     ]  # fmt: skip
@@ -147,30 +150,36 @@ def test_on_a_gpu(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("card")
 def test_an_own_wrong_result_is_exit_status_1(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    right = contestants.own
-    monkeypatch.setitem(contestants.OWN_ON_CUDA, "quire", lambda given: right(given)._replace(run=lambda: right(given).run() + 1))
+    right = implementations.own
+    monkeypatch.setitem(
+        implementations.OWN_ON_CUDA, "quire", lambda given: right(given)._replace(run=lambda: right(given).run() + 1)
+    )
     assert main(["bench", "--device", "cuda", "--only", "^bf16", "--peers", ""]) == 1
     assert "wrong result: no speed" in capsys.readouterr().out
 
 
 @pytest.mark.usefixtures("card")
-def test_a_run_that_is_cut_short_has_told_what_it_knew(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    def cut(workload: Workload, device: object) -> case.Case:
+def test_an_interrupted_run_shows_what_it_measured(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def cut(workload: Workload, device: object) -> case.BenchCase:
         if workload.name == "fp8":
             raise KeyboardInterrupt
         return case.build(workload)
 
     monkeypatch.setattr(gpu, "build", cut)
-    with pytest.raises(KeyboardInterrupt):
-        main(["bench", "--device", "cuda", "--json", str(tmp_path / "out.json")])
-    rows = json.loads((tmp_path / "out.json").read_text())["rows"]
-    assert [row["contestant"] for row in rows] == ["quire", "peer"]
+    assert main(["bench", "--device", "cuda", "--output", str(tmp_path / "out.json")]) == 130
+    assert "interrupted: the workloads that were not measured are missing" in capsys.readouterr().out
+    written = json.loads((tmp_path / "out.json").read_text())
+    rows = written["rows"]
+    assert (written["schema"], written["command"], written["interrupted"]) == (1, "bench", True)
+    assert [row["implementation"] for row in rows] == ["quire", "peer"]
 
 
 @pytest.mark.usefixtures("card")
 def test_from_gives_the_same_table_and_verdict(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    file, html = str(tmp_path / "out.json"), tmp_path / "page.html"
-    assert main(["bench", "--device", "cuda", "--json", file]) == 0
+    file, html = str(tmp_path / "out.json"), tmp_path / "out.html"
+    assert main(["bench", "--device", "cuda", "--output", file]) == 0
     measured = capsys.readouterr().out
     assert main(["bench", "--from", file, "--html", str(html)]) == 0
     assert capsys.readouterr().out == measured
@@ -184,7 +193,7 @@ def test_from_gives_the_same_table_and_verdict(capsys: pytest.CaptureFixture[str
 def test_plain_text_without_rich() -> None:
     code = "import sys; sys.modules['rich'] = None\nfrom quire.cli.bench import _print\n"
     row = dict.fromkeys(("milliseconds", "spread", "gigabytes_per_second", "gigaflops", "of_limit", "ratio"), 1.5)
-    row |= {"workload": "w", "contestant": "quire", "note": "", "error": 0.0, "budget": 1.0, "right": True}
+    row |= {"workload": "w", "implementation": "quire", "note": "", "error": 0.0, "budget": 1.0, "right": True}
     report = {"platform": {"name": "cpu"}, "limits": {"read_gigabytes_per_second": 1.0, "fp32_gigaflops": 2.0}, "rows": [row]}
     done = subprocess.run([sys.executable, "-c", f"{code}_print({report!r})"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -194,11 +203,11 @@ def test_plain_text_without_rich() -> None:
 def test_a_stream(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In real processes; then the same figures from the file."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    file, html = str(tmp_path / "out.json"), tmp_path / "page.html"
-    assert main(["bench", "--stream", "chat", "--steps", "4", "--layers", "1", "--seed", "5", "--json", file]) == 0
+    file, html = str(tmp_path / "out.json"), tmp_path / "out.html"
+    assert main(["bench", "--stream", "chat", "--steps", "4", "--layers", "1", "--seed", "5", "--output", file]) == 0
     measured = capsys.readouterr().out
     report = json.loads(Path(file).read_text())
-    assert [row["contestant"] for row in report["rows"]] == ["quire", "quire torch", "gather + SDPA"]
+    assert [row["implementation"] for row in report["rows"]] == ["quire", "quire torch", "gather + SDPA"]
     assert all(row["right"] and len(row["steps"]) == 4 for row in report["rows"])
     assert (report["trace"]["seed"], report["model"]["layers"]) == (5, 1)
     for words in ("stream chat, seed 5: 4 steps", "no step exceeds its attention time by more than 5 ms", "not measured: vLLM"):
@@ -214,13 +223,13 @@ def test_a_stream(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatc
 @pytest.mark.usefixtures("card")
 def test_a_stream_on_a_gpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     from quire.bench.stream import run as stream
-    from quire.bench.stream.result import Result
+    from quire.bench.stream.result import StreamResult
 
     seen: dict[str, Any] = {}
 
-    def measure(spec: Any, peers: Any, *, capture: Any, tell: Any) -> list[Result]:
+    def measure(spec: Any, peers: Any, *, capture: Any, progress: Any) -> list[StreamResult]:
         seen.update(spec=spec, peers=peers, capture=capture)
-        return [Result("quire", total=1.0, attention=0.9, host=0.1, p50=1.0, p99=1.0, max=1.0, excess=1e-3, right=True)]
+        return [StreamResult("quire", total=1.0, attention=0.9, host=0.1, p50=1.0, p99=1.0, max=1.0, excess=1e-3, right=True)]
 
     monkeypatch.setattr(stream, "measure_gpu", measure)
     monkeypatch.setattr(peers, "load_streams", lambda names: ({"peer": peer}, {"fa3": "ImportError: not here"}))
@@ -235,20 +244,25 @@ def test_host_and_pool_are_tables_of_figures(
 ) -> None:
     """Played: what is measured is tested elsewhere."""
     from quire.bench import host_gpu
+    from quire.bench.figures import Figure
 
     row = SimpleNamespace(operation="attend", seqs=1, kv_len=16, total=40.0, kernel=9.0, operator=1.0)
     slow = SimpleNamespace(operation="step", seqs=256, kv_len=16, total=200.0, kernel=80.0, operator=1.0)
     measured: dict[str, Callable[[], list[Any]]] = {
         "host.measure_cpu_host": lambda: [row, slow],
-        "pool.measure_pool": lambda: [("step, one token", 40e-6, 60e-6), ("free", 120e-6, 60e-6), ("bytes per page", 65.0, 64)],
+        "pool.measure_pool": lambda: [
+            Figure("step, one token", 40e-6, 60e-6),
+            Figure("free", 120e-6, 60e-6),
+            Figure("bytes per page", 65.0, 64),
+        ],
     }
     for name, function in measured.items():
         module, member = name.split(".")
         monkeypatch.setitem(sys.modules, f"quire.bench.{module}", ModuleType(module))
         monkeypatch.setattr(sys.modules[f"quire.bench.{module}"], member, function, raising=False)
-    monkeypatch.setattr(host_gpu, "measure_gpu_host", lambda: [("attend on the card", 9e-6, 15e-6)])
+    monkeypatch.setattr(host_gpu, "measure_gpu_host", lambda: [Figure("attend on the card", 9e-6, 15e-6)])
     file = str(tmp_path / "out.json")
-    for options in (["--pool"], ["--host", "--device", "cpu", "--json", file]):
+    for options in (["--pool"], ["--host", "--device", "cpu", "--output", file]):
         assert main(["bench", *options]) == 0
         out = capsys.readouterr().out
         assert re.search(r"40.0 +60.0 +pass", out) and re.search(r"120.0 +60.0 +FAIL", out)
@@ -265,5 +279,5 @@ def test_host_and_pool_are_tables_of_figures(
     assert "the native kernels are not built here" in capsys.readouterr().out
     detect = Platform.detect
     monkeypatch.setattr(Platform, "detect", lambda device=None: Platform.named("sm90") if device == "cuda" else detect(device))
-    assert main(["bench", "--host", "--device", "cuda", "--json", "-"]) == 0
+    assert main(["bench", "--host", "--device", "cuda", "--json"]) == 0
     assert [row["name"] for row in json.loads(capsys.readouterr().out)["rows"]] == ["attend on the card"]

@@ -12,7 +12,7 @@ from quire.cli import demo, main
 from quire.contract.rule import Violation
 from quire.demo.plants import PLANTS
 from quire.demo.proof import Comparison, Proof
-from quire.demo.report import Report
+from quire.demo.report import DemoReport
 from support.kernels import levels
 
 FEW = ("--requests", "4")
@@ -20,19 +20,19 @@ BEST = "native" if levels() else "torch"
 
 
 @pytest.fixture(scope="module")
-def report() -> Report:
+def report() -> DemoReport:
     """The run that `quire demo` makes."""
     with demo.one_thread():
         return demo.demonstrate(10, 0)
 
 
-def test_the_run_is_right(report: Report) -> None:
+def test_the_run_is_right(report: DemoReport) -> None:
     assert report.right
     assert str(report).splitlines()[-1] == "verdict: right"
     assert "WRONG" not in str(report)
 
 
-def test_the_run_shows_what_it_is_about(report: Report) -> None:
+def test_the_run_shows_what_it_is_about(report: DemoReport) -> None:
     engine = report.engine
     assert engine.forks >= 10 and engine.copies >= 10 and engine.waits >= 1
     assert engine.high_water == engine.pool.pages
@@ -41,7 +41,7 @@ def test_the_run_shows_what_it_is_about(report: Report) -> None:
         assert words in told
 
 
-def test_the_proofs_are_about_everything(report: Report) -> None:
+def test_the_proofs_are_about_everything(report: DemoReport) -> None:
     numbers = sum(record.out.numel() for record in report.engine.records)
     assert report.outputs.compared == numbers > 1_000_000
     assert report.tokens.compared == sum(request.wanted for request in report.engine.requests)
@@ -55,13 +55,13 @@ BAD = Proof(1, Comparison(1, 2.0, 1.0), "here")
     [{"outputs": BAD}, {"tokens": BAD}, {"violations": (Violation("table", "page_table[0, 0]", "9", "a page id in [0, 4)"),)}],
     ids=lambda changed: next(iter(changed)),
 )
-def test_each_proof_counts(report: Report, changed: dict[str, Any]) -> None:
+def test_each_proof_counts(report: DemoReport, changed: dict[str, Any]) -> None:
     assert not replace(report, **changed).right
     assert str(replace(report, **changed)).count("WRONG") == 2
 
 
 @pytest.mark.parametrize("left", ["a page is held", "a request is not done"])
-def test_what_is_left_over_counts(report: Report, left: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_left_over_counts(report: DemoReport, left: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if left == "a page is held":
         monkeypatch.setattr(report.engine.pool._free, "count", report.engine.pool._free.count - 1)
     else:
@@ -137,9 +137,9 @@ def test_a_wrong_number_in_json(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     "args, message",
     [
-        (("--requests", "0"), "--requests: given 0; allowed: 1 to 64"),
-        (("--seed", "-1"), "--seed: given -1; allowed: 0 to"),
-        (("--plant", "nothing"), "invalid choice: 'nothing'"),
+        (("--requests", "0"), "--requests: given 0; allowed: a whole number, 1 to 64"),
+        (("--seed", "-1"), "--seed: given -1; allowed: a whole number, 0 to"),
+        (("--plant", "nothing"), "--plant: given 'nothing'; allowed: drop-token"),
         (("--plant", "stale-page", "--requests", "1", "--quiet"), "--plant: given stale-page; allowed: with more --requests"),
     ],
 )

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from quire import launch
-from quire.cli import doctor, main
+from quire.cli import doctor, main, self_check
 from quire.contract.call import Call
 from quire.dispatch.catalogue import CATALOGUE
 from quire.dispatch.choose import choose, kernel_for
@@ -31,7 +31,7 @@ def test_this_machine_is_fine(capsys: pytest.CaptureFixture[str]) -> None:
     """The one test that lets the doctor start its children."""
     assert main(["doctor", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
-    assert set(report) == {"versions", "machine", "notes", "kernels", "healthy"}
+    assert set(report) == {"schema", "command", "versions", "machine", "notes", "kernels", "interrupted", "healthy"}
     assert set(report["versions"]) == {"python", "quire", "torch", "triton", "numpy"}
     assert report["machine"]["cpu"]["vendor"] == "cpu"
     rows = {(row["operation"], row["kernel"], row["device"]): row for row in report["kernels"]}
@@ -57,7 +57,7 @@ def without_children(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 def test_one_child_a_kernel(without_children: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["doctor"]) == 0
+    assert main(["doctor", "--all"]) == 0
     text = capsys.readouterr().out
     assert "attend torch on cpu: right in fp32" in text and "verdict: every kernel that can run here is right" in text
     names = [command[-2] for command in without_children]
@@ -106,6 +106,11 @@ def test_a_wrong_attend_is_seen(
     assert [check["ok"] for check in checks["attend"]] == [False] * 3
     assert [check["ok"] for check in checks["write"]] == [True] * 3
     assert main(["doctor"]) == 1
+    short = capsys.readouterr().out
+    assert (
+        "WRONG      torch (attend, cpu): WRONG in fp32" in short and "verdict    a kernel that says it runs here is wrong" in short
+    )
+    assert main(["doctor", "--all"]) == 1
     text = capsys.readouterr().out
     assert "attend torch on cpu: WRONG in fp32" in text and "verdict: a kernel that says it runs here is wrong" in text
 
@@ -138,8 +143,8 @@ def test_a_kernel_that_cannot_run_here_is_not_ill(
     catalogue = (gpu, plain, *CATALOGUE)
     monkeypatch.setattr(doctor, "choose", partial(choose, catalogue=catalogue))
     monkeypatch.setattr(launch, "kernel_for", partial(kernel_for, catalogue=catalogue))
-    monkeypatch.setattr(doctor, "CATALOGUE", catalogue)
-    assert main(["doctor"]) == 0
+    monkeypatch.setattr(self_check, "CATALOGUE", catalogue)
+    assert main(["doctor", "--all"]) == 0
     text = capsys.readouterr().out
     assert "attend gpu on cpu: cannot run here (vendor: given cpu, allowed nvidia)" in text
     assert "attend plain on cpu: right in fp32" in text and "no fp8" in text
@@ -164,7 +169,15 @@ def test_a_child_may_fail_in_any_way(code: str, fault: str | None) -> None:
 def test_a_dead_child_is_a_wrong_kernel(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(doctor, "ask", lambda command: ({}, "died with SIGILL"))
     assert main(["doctor"]) == 1
-    assert "attend torch on cpu: WRONG: died with SIGILL" in capsys.readouterr().out
+    assert "WRONG      torch (attend, cpu): died with SIGILL" in capsys.readouterr().out
+
+
+def test_one_screen(without_children: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) <= 24 and max(map(len, lines)) <= 100
+    assert lines[-1] == "verdict    every kernel that can run here is right"
+    assert any(line.startswith("right      ") for line in lines) and any(line.startswith("not here   ") for line in lines)
 
 
 @pytest.mark.parametrize(

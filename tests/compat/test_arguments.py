@@ -15,9 +15,9 @@ import torch
 import quire
 from compat.calls import close_in_fp8, in_cache, kernel_2d, rocm, unified
 from compat.case import build
-from quire import launch, slots_alone
+from quire import launch, slot_batch
 from quire.compat import vllm
-from quire.compat.vllm.attention import DECODE, PREFILL, Mixture, batch_of
+from quire.compat.vllm.attention import DECODE, PREFILL, MixedFormCall, batch_of
 from quire.compat.vllm.caches import x_packed
 from quire.errors import ArgumentError, ContractError
 from quire.options import Options
@@ -245,15 +245,15 @@ def test_different_problems_are_told_apart() -> None:
         (q, e5m2, batch, options[0], new, out),
         (q, cache, long_table, options[0], new, out),
     ]
-    mixtures = [Mixture(cache, batch, q, option, new, out) for q, cache, batch, option, new, out in calls]
-    mixtures += [Mixture(cache, batch, q, options[0], new, out, context_from=2)]
-    mixtures += [Mixture(cache, batch, q, options[0], new, out, only=only) for only in (DECODE, PREFILL)]
+    mixtures = [MixedFormCall(cache, batch, q, option, new, out) for q, cache, batch, option, new, out in calls]
+    mixtures += [MixedFormCall(cache, batch, q, options[0], new, out, context_from=2)]
+    mixtures += [MixedFormCall(cache, batch, q, options[0], new, out, only=only) for only in (DECODE, PREFILL)]
     problems = [launch.described("attend", call)[0] for call in mixtures]
     assert len(set(problems)) == len(problems)
     # A decoding loop stays one problem: its lengths grow, its sequences come and go, and so does a scale that is no constant.
     grown = batch_of(a["block_table"][:2], a["seq_lens"][:2], a["query_start_loc"][:3], 9, 400)
     for option in (Options(), Options(scale=0.2), Options(scale=0.3)):
-        assert launch.described("attend", Mixture(cache, grown, q[:10], option, new, out[:10]))[0] is problems[0]
+        assert launch.described("attend", MixedFormCall(cache, grown, q[:10], option, new, out[:10]))[0] is problems[0]
 
 
 def test_what_is_kept_is_used_with_care(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -293,18 +293,18 @@ def test_streams_share_no_constants(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a stream has yet to fill is not given to another."""
     card, host = torch.device("cuda", 0), torch.device("cpu")
     slots = SimpleNamespace(device=card)
-    made = slots_alone._one_sequence
-    slots_alone._kept.cache_clear()
-    monkeypatch.setattr(slots_alone, "_one_sequence", lambda tokens, device: made(tokens, host))
-    monkeypatch.setattr(slots_alone, "Batch", lambda *tensors, **_: tensors)
+    made = slot_batch._one_sequence
+    slot_batch._kept.cache_clear()
+    monkeypatch.setattr(slot_batch, "_one_sequence", lambda tokens, device: made(tokens, host))
+    monkeypatch.setattr(slot_batch, "Batch", lambda *tensors, **_: tensors)
     now = {"stream": 1, "captures": False}
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=now["stream"]))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: now["captures"])
     given: list[Any] = []
     for stream, captures in ((1, False), (2, False), (1, False), (1, True)):
         now |= {"stream": stream, "captures": captures}
-        given.append(slots_alone.slots_batch(37, slots))  # type: ignore[arg-type]
-    slots_alone._kept.cache_clear()
+        given.append(slot_batch.slots_batch(37, slots))  # type: ignore[arg-type]
+    slot_batch._kept.cache_clear()
     for first, second, third, captured in zip(*given):
         assert first is third and first is not second and captured is not first
 

@@ -49,7 +49,7 @@ def test_it_is_not(arch: str, change: dict[str, Any]) -> None:
     assert not ask(arch, **change)
 
 
-def test_the_seeds_contradiction() -> None:
+def test_two_documents_contradict_each_other() -> None:
     """64 heads over 64 kv heads are ratio 1, which CDNA takes and RDNA does not; over one kv head ratio 64, which nobody takes."""
     assert ask("gfx942", gqa_ratio=1) and not ask("gfx942", gqa_ratio=64)
     assert not ask("gfx1100", gqa_ratio=1) and ask("gfx1100", gqa_ratio=3)
@@ -81,9 +81,9 @@ def test_it_keeps_nothing_that_it_was_asked_about() -> None:
     assert watched() is None
 
 
-def test_the_rule_of_the_seeds() -> None:
-    assert not use_rocm_custom_paged_attention(**FITS, rule="seeds", platform=Platform.named("gfx908"))
-    assert use_rocm_custom_paged_attention(**FITS, rule="seeds", platform=Platform.named("gfx90a"))
+def test_the_rule_of_november_2025() -> None:
+    assert not use_rocm_custom_paged_attention(**FITS, rule="2025-11", platform=Platform.named("gfx908"))
+    assert use_rocm_custom_paged_attention(**FITS, rule="2025-11", platform=Platform.named("gfx90a"))
 
 
 def test_a_ratio_of_no_heads_is_refused_by_its_name() -> None:

@@ -48,7 +48,7 @@ def test_a_token_that_saturated_is_there(device: str) -> None:
     case.arguments["key"][case.starts[0]] = 3 * largest
     case.run(chunked_prefill_paged_decode, strict=True)
     case.arguments["key"][case.starts[0]] = -3 * largest
-    with pytest.raises(ContractError, match="position 39 of row 0"):
+    with pytest.raises(ContractError, match="position 39 of sequence 0"):
         case.run(chunked_prefill_paged_decode, strict=True)
 
 

@@ -9,7 +9,7 @@ import torch
 
 from quire.compat.vllm import chunked_prefill_paged_decode, reshape_and_cache, reshape_and_cache_flash
 from quire.errors import ArgumentError, ContractError
-from quire.slots_alone import _one_sequence
+from quire.slot_batch import _one_sequence
 
 STORED = {"auto": torch.float16, "float16": torch.float16, "fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn,
           "fp8_e5m2": torch.float8_e5m2}  # fmt: skip

@@ -7,17 +7,17 @@ from pathlib import Path
 import pytest
 
 from quire.cli import main
-from quire.conformance.apart import apart
-from quire.conformance.build import build
-from quire.conformance.case import Case
-from quire.conformance.run import conform
-from quire.conformance.target import Failure
+from quire.conformance.cases.build import build
+from quire.conformance.cases.case import Case
+from quire.conformance.runner.run import conform
+from quire.conformance.runner.subprocess_target import apart
+from quire.conformance.runner.target import Failure
 from quire.errors import ArgumentError
 
 ADAPTER = """
 import ctypes, os, sys, torch
-from quire.conformance.call import Call
-from quire.conformance.plant import compute
+from quire.conformance.cases.call import KernelCall
+from quire.conformance.faults.planted import compute
 
 count = 0
 
@@ -25,7 +25,7 @@ def attention(*, q, k_pages, v_pages, page_table, kv_lens, q_starts, out, scale,
     global count
     count += 1
     print("a target may print")
-    call = Call(q, k_pages, v_pages, page_table, kv_lens, q_starts, out, scale, window=window, softcap=softcap, lse=lse)
+    call = KernelCall(q, k_pages, v_pages, page_table, kv_lens, q_starts, out, scale, window=window, softcap=softcap, lse=lse)
     if window[0] == 1:
         ctypes.string_at(0)
     if window[0] == 2:
@@ -78,7 +78,7 @@ def test_whatever_happens_is_a_finding_and_the_run_goes_on(adapter: str) -> None
 
 
 def test_a_call_without_an_end_is_ended_and_not_asked_for_ever(adapter: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quire.conformance.apart.PATIENCE", 1)
+    monkeypatch.setattr("quire.conformance.runner.subprocess_target.PATIENCE", 1)
     with apart(f"{adapter}:attention", seconds=5) as target:
         with pytest.raises(Failure, match=r"no answer within 5 s") as caught:
             target.run(build(case(4)))

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from quire.conformance.build import build
-from quire.conformance.case import Case
-from quire.conformance.suite import LEVELS, cases
+from quire.conformance.cases.build import build
+from quire.conformance.cases.case import Case
+from quire.conformance.cases.suite import LEVELS, cases
 from quire.errors import ArgumentError
 
 

@@ -8,13 +8,17 @@ import pytest
 import torch
 
 from quire import reference
-from quire.conformance.build import build
-from quire.conformance.case import Case
-from quire.conformance.exact import exact
-from quire.conformance.suite import SMOKE, STANDARD
-from quire.conformance.threads import one_thread
+from quire.conformance.cases.build import build
+from quire.conformance.cases.case import Case
+from quire.conformance.cases.suite import cases_of
+from quire.conformance.oracle.exact import exact
+from quire.conformance.runner.threads import one_thread
 
-SMALL = [case for case in (*SMOKE, *STANDARD) if case.table not in ("far", "very-far", "high") and max(case.kv_lens) < 500]
+SMALL = [
+    case
+    for case in (*cases_of("smoke"), *cases_of("standard"))
+    if case.table not in ("far", "very-far", "high") and max(case.kv_lens) < 500
+]
 
 
 @pytest.fixture(autouse=True)

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from quire.conformance.case import Case
-from quire.conformance.run import examine
-from quire.conformance.target import find
+from quire.conformance.cases.case import Case
+from quire.conformance.runner.run import examine
+from quire.conformance.runner.target import find
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "05_is_my_kernel_right.py"
 

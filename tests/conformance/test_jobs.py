@@ -10,21 +10,21 @@ from typing import Any
 import pytest
 
 from quire.cli import main
-from quire.conformance import run
-from quire.conformance.apart import apart
-from quire.conformance.case import Case
-from quire.conformance.jobs import _share, conform_in
-from quire.conformance.report import INTERRUPTED, Result
-from quire.conformance.run import conform, survive
-from quire.conformance.target import find
+from quire.conformance.cases.case import Case
+from quire.conformance.reporting.report import INTERRUPTED, Result
+from quire.conformance.runner import run
+from quire.conformance.runner.jobs import _share, conform_in
+from quire.conformance.runner.run import conform, survive
+from quire.conformance.runner.subprocess_target import apart
+from quire.conformance.runner.target import find
 
 ADAPTER = """
 import os, time
-from quire.conformance.call import Call
-from quire.conformance.plant import compute, planted
+from quire.conformance.cases.call import KernelCall
+from quire.conformance.faults.planted import compute, planted
 
 def attention(*, q, k_pages, v_pages, page_table, kv_lens, q_starts, out, scale, window):
-    call = Call(q, k_pages, v_pages, page_table, kv_lens, q_starts, out, scale, window=window)
+    call = KernelCall(q, k_pages, v_pages, page_table, kv_lens, q_starts, out, scale, window=window)
     if window[0] == 1:
         os.abort()
     if window[0] == 100:
@@ -91,7 +91,8 @@ def test_an_interrupt_loses_nothing(adapter: str, capsys: pytest.CaptureFixture[
 
 FULL = """
 import torch
-from quire.conformance import apart, run
+from quire.conformance.runner import subprocess_target as apart
+from quire.conformance.runner import run
 
 def no_room(*question):
     raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 4.00 GiB. GPU 0 has other users")

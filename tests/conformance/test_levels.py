@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from quire.conformance.run import conform
-from quire.conformance.suite import cases
-from quire.conformance.target import find
+from quire.conformance.cases.suite import cases
+from quire.conformance.runner.run import conform
+from quire.conformance.runner.target import find
 from quire.kernels.native import library
 from support.kernels import levels
 

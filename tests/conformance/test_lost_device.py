@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from quire.conformance.call import Call
-from quire.conformance.case import Case
-from quire.conformance.plant import compute
-from quire.conformance.run import conform
-from quire.conformance.target import Target
+from quire.conformance.cases.call import KernelCall
+from quire.conformance.cases.case import Case
+from quire.conformance.faults.planted import compute
+from quire.conformance.runner.run import conform
+from quire.conformance.runner.target import Target
 
 CASES = [Case("first"), Case("second", window=(7, 0)), Case("third"), Case("fourth")]
 
@@ -16,12 +16,12 @@ CASES = [Case("first"), Case("second", window=(7, 0)), Case("third"), Case("four
 def target(message: str, where: str) -> Target:
     """Right, until a window is asked for."""
 
-    def run(call: Call) -> None:
+    def run(call: KernelCall) -> None:
         compute(call)
         if call.window != (None, None) and where == "at once":
             raise RuntimeError(message)
 
-    def limits(call: Call) -> str | None:
+    def limits(call: KernelCall) -> str | None:
         if call.window != (None, None) and where == "later":  # where somebody waits next
             raise RuntimeError(message)
         return None

@@ -12,18 +12,18 @@ from pathlib import Path
 import pytest
 
 import quire
-from quire.conformance.case import Case
-from quire.conformance.known import read
+from quire.conformance.cases.case import Case
 from quire.conformance.plugin import tell
-from quire.conformance.report import Finding, Picture, Result, Where
+from quire.conformance.reporting.report import Finding, Picture, Result, Where
+from quire.conformance.runner.known_failures import read
 from quire.errors import ArgumentError
 
 KERNEL = """
-from quire.conformance.plant import planted
-from quire.conformance.call import Call
+from quire.conformance.faults.planted import planted
+from quire.conformance.cases.call import KernelCall
 
 def attention(*, q, k_pages, v_pages, page_table, kv_lens, q_starts, out, scale, causal=True, window=(None, None), lse=None):
-    call = Call(q, k_pages, v_pages, page_table, kv_lens, q_starts, out, scale, window=window, causal=causal, lse=lse)
+    call = KernelCall(q, k_pages, v_pages, page_table, kv_lens, q_starts, out, scale, window=window, causal=causal, lse=lse)
     call.format = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}[str(q.dtype).removeprefix("torch.")]
     planted("FAULT").run(call)
 

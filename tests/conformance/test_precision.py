@@ -8,13 +8,13 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from quire.conformance import exact as x
-from quire.conformance.call import Call
-from quire.conformance.case import Case
-from quire.conformance.narrow import KEPT, Narrow
-from quire.conformance.plant import compute
-from quire.conformance.run import examine
-from quire.conformance.target import Target
+from quire.conformance.cases.call import KernelCall
+from quire.conformance.cases.case import Case
+from quire.conformance.faults.planted import compute
+from quire.conformance.oracle import exact as x
+from quire.conformance.oracle.rounding import KEPT, Narrow
+from quire.conformance.runner.run import examine
+from quire.conformance.runner.target import Target
 
 FP32 = Case("fp32", q_dtype="fp32", format="fp32")
 FP16 = Case("fp16")
@@ -24,7 +24,7 @@ Change = Callable[[torch.Tensor], torch.Tensor]
 
 
 def online(
-    call: Call,
+    call: KernelCall,
     narrow: Change = lambda t: t,
     values: Change | None = None,
     tile: int = 16,
@@ -53,7 +53,7 @@ def online(
             call.out[rows, h] = (acc / total).to(call.out.dtype)
 
 
-def noise(call: Call) -> None:
+def noise(call: KernelCall) -> None:
     compute(call)
     call.out *= 1 + 3e-4 * torch.randn(call.out.shape, generator=torch.Generator().manual_seed(0))
 
@@ -63,7 +63,7 @@ def cut(bits: int) -> Change:
     return lambda t: (t.contiguous().view(torch.int32) & -(1 << bits)).view(torch.float32)
 
 
-NARROW: dict[str, tuple[Case, Callable[[Call], None], str, dict[str, object]]] = {
+NARROW: dict[str, tuple[Case, Callable[[KernelCall], None], str, dict[str, object]]] = {
     "tf32 as matrix units take it": (
         FP32,
         lambda call: online(call, Narrow("tf32", "truncated")),
@@ -89,7 +89,7 @@ NARROW: dict[str, tuple[Case, Callable[[Call], None], str, dict[str, object]]] =
         {"tile": 64, "type": "bf16"},
     ),
 }
-OTHER: dict[str, Callable[[Call], None]] = {
+OTHER: dict[str, Callable[[KernelCall], None]] = {
     "noise": noise,
     "twelve bits of values": lambda call: online(call, values=cut(11)),
     "eight bits of everything": lambda call: online(call, cut(15)),

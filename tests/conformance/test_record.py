@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,9 @@ import quire
 from quire import launch
 from quire.cache.format import FORMATS
 from quire.cli import main
-from quire.conformance import tensorfile
-from quire.conformance.record import Recorder, load
-from quire.conformance.replay import here, then
+from quire.conformance.recording import tensor_file
+from quire.conformance.recording.record import Recorder, load
+from quire.conformance.recording.replay import here, then
 from quire.contract.call import Call
 from quire.contract.check import is_watched
 from quire.platform import Platform
@@ -209,7 +210,7 @@ def test_checked_calls_are_recorded_and_recorded_calls_checked(file: Path) -> No
     "damage", [lambda raw: raw[:100], lambda raw: raw[:-1], lambda raw: b"PK" + raw], ids=["head", "tail", "zip"]
 )
 def test_a_damaged_file_is_refused(damage: Any, file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    tensorfile.save(file, {"x": torch.arange(100)}, {"version": 1, "calls": []})
+    tensor_file.save(file, {"x": torch.arange(100)}, {"version": 1, "calls": []})
     file.write_bytes(damage(file.read_bytes()))
     with pytest.raises(SystemExit):
         main(["check", str(file)])
@@ -229,8 +230,8 @@ TYPES = [
 def test_tensors_come_back_bit_by_bit(tmp_path: Path) -> None:
     tensors = {str(dtype): torch.randn(3, 5, generator=torch.Generator().manual_seed(0)).to(dtype) for dtype in TYPES}
     tensors |= {"empty": torch.zeros(0, 4), "scalar": torch.tensor(1.5), "strided": torch.arange(12).view(3, 4).T}
-    tensorfile.save(tmp_path / "t", tensors, {"words": "ä"})
-    back, notes = tensorfile.load(tmp_path / "t")
+    tensor_file.save(tmp_path / "t", tensors, {"words": "ä"})
+    back, notes = tensor_file.load(tmp_path / "t")
     assert notes["words"] == "ä" and set(back) == set(tensors)
     assert int.from_bytes((tmp_path / "t").read_bytes()[:8], "little") % 8 == 0  # readers that map the file want it aligned
     for name, tensor in tensors.items():
@@ -238,10 +239,30 @@ def test_tensors_come_back_bit_by_bit(tmp_path: Path) -> None:
         assert torch.equal(back[name].float(), tensor.float()) and back[name].is_contiguous()
 
 
-def test_others_can_read_the_file(tmp_path: Path) -> None:
-    safetensors = pytest.importorskip("safetensors.torch", reason="the safetensors package is not installed")
-    tensorfile.save(tmp_path / "t", {"a": torch.arange(6).view(2, 3), "b": torch.randn(3).bfloat16()}, {})
-    assert torch.equal(safetensors.load_file(tmp_path / "t")["a"], torch.arange(6).view(2, 3))
+def test_a_file_of_the_hand_written_writer_is_read(tmp_path: Path) -> None:
+    """Releases before safetensors was used: the header is padded with spaces, 8-bit floats are bytes that the notes name."""
+    k, lens = torch.randn(2, 3).to(torch.float8_e5m2), torch.tensor([7, 9])
+    notes = {"version": 1, "calls": [], "float8": {"0.k_pages": "torch.float8_e5m2"}}
+    header = json.dumps(
+        {
+            "0.kv_lens": {"dtype": "I64", "shape": [2], "data_offsets": [0, 16]},
+            "0.k_pages": {"dtype": "U8", "shape": [2, 3], "data_offsets": [16, 22]},
+            "__metadata__": {"format": "pt", "quire": json.dumps(notes)},
+        }
+    ).encode()
+    header += b" " * (-len(header) % 8)
+    data = lens.numpy().tobytes() + k.view(torch.uint8).numpy().tobytes()
+    (tmp_path / "t").write_bytes(len(header).to_bytes(8, "little") + header + data)
+    back, kept = tensor_file.load(tmp_path / "t")
+    assert torch.equal(back["0.kv_lens"], lens) and kept == {"version": 1, "calls": []}
+    assert back["0.k_pages"].dtype is k.dtype and torch.equal(back["0.k_pages"].float(), k.float())
+
+
+def test_a_missing_safetensors_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    for use in (lambda: tensor_file.load(tmp_path / "t"), lambda: tensor_file.save(tmp_path / "t", {}, {})):
+        with pytest.raises(quire.QuireError, match="install the package safetensors"):
+            use()
 
 
 def test_check_and_explain_answer(file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -266,10 +287,9 @@ def test_check_and_explain_answer(file: Path, capsys: pytest.CaptureFixture[str]
 
 def altered(file: Path, change: Any) -> None:
     """The file of a program whose kernel gave something else."""
-    tensors, notes = tensorfile.load(file)
+    tensors, notes = tensor_file.load(file)
     change(tensors)
-    notes.pop("float8")
-    tensorfile.save(file, tensors, notes)
+    tensor_file.save(file, tensors, notes)
 
 
 def test_diagnose_finds_a_right_call_right(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -310,7 +330,11 @@ def test_diagnose_says_unknown_where_nothing_explains_it(file: Path, capsys: pyt
 
 
 @pytest.mark.parametrize(
-    "argv, says", [([], "either a recorded call"), (["FILE", "--call", "3"], "--call: given 3; allowed: 0 to 0")]
+    "argv, says",
+    [
+        ([], "FILE: given nothing; allowed: a file that quire.record saved"),
+        (["FILE", "--call", "3"], "--call: given 3; allowed: 0 to 0"),
+    ],
 )
 def test_diagnose_asks_back(argv: list[str], says: str, file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     program = Program()

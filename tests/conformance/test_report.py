@@ -10,15 +10,16 @@ import pytest
 
 from quire.cli import main
 from quire.cli.conform import _summary
-from quire.conformance import document, findings
-from quire.conformance.call import Call
-from quire.conformance.case import Case
+from quire.conformance.cases.call import KernelCall
+from quire.conformance.cases.case import Case
 from quire.conformance.faults import CATALOGUE
-from quire.conformance.page import page
-from quire.conformance.plant import planted
-from quire.conformance.report import Finding, Result, brief
-from quire.conformance.run import conform, settle
-from quire.conformance.target import Target
+from quire.conformance.faults.planted import planted
+from quire.conformance.reporting import fault_document as document
+from quire.conformance.reporting import findings
+from quire.conformance.reporting.html_report import html_report
+from quire.conformance.reporting.report import Finding, Result, brief
+from quire.conformance.runner.run import conform, consistent
+from quire.conformance.runner.target import Target
 
 CASES = [Case("a"), Case("b", window=(3, 0)), Case("c", seed=5)]
 
@@ -44,7 +45,7 @@ def test_json_has_numbers_only() -> None:
     report = conform(planted("row-unwritten"), CASES[:1])
     assert report.results[0].error == float("inf")
     said = json.loads(report.to_json(), parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
-    assert said["results"][0]["error"] is None and said["findings"][0]["fault"] == "row-unwritten"
+    assert said["results"][0]["error"] is None and "keep what the memory held before" in said["findings"][0]["symptom"]
 
 
 def test_junit() -> None:
@@ -58,7 +59,7 @@ def test_junit() -> None:
     assert skipped.attrib["message"].startswith("known (upstream knows): window-ignored")
 
 
-def test_the_page_of_faults_is_what_the_catalogue_prints() -> None:
+def test_the_document_of_faults_is_what_the_catalogue_prints() -> None:
     printed = (Path(__file__).parents[2] / "docs" / "faults.md").read_text()
     assert printed == document.render()
     assert all(f"### {fault.name}\n" in printed for fault in CATALOGUE)
@@ -72,7 +73,7 @@ def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None
     file.write_text("def f(*, q, k_pages, v_pages, page_table, kv_lens, q_starts, out, scale):\n    out[:] = 0\n")
     assert main(["conform", f"{file}:f", "--case", "mixed kv_lens=5,6 q_lens=1,2"]) == 1
     said = capsys.readouterr().out
-    assert "row-zero" in said and "verdict: WRONG" in said
+    assert "symptom: every element of the output is zero" in said and "verdict: WRONG" in said
 
 
 def test_the_table_goes_on_where_a_run_left_nothing(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -97,7 +98,7 @@ def test_the_table_keeps_what_has_no_name_apart() -> None:
 
 
 def test_errors_with_other_messages_are_other_findings() -> None:
-    def run(call: Call) -> None:
+    def run(call: KernelCall) -> None:
         raise RuntimeError(f"no {'window' if call.window[0] else 'plain call'}")
 
     found = [(finding.summary.split(" (at")[0], cases) for finding, cases in conform(Target("refuses", run), CASES).findings]
@@ -120,18 +121,18 @@ def test_bad_questions(arguments: list[str]) -> None:
 
 
 def test_a_summary_tells_parameters_apart() -> None:
-    def run(call: Call) -> None:
-        planted("row-zero", {"rows": [0] if call.window[0] else [call.live - 1]}).run(call)
+    def run(call: KernelCall) -> None:
+        planted("query-off-by-one", {"by": 1 if call.window[0] else -1}).run(call)
 
-    report = conform(Target("zeros", run), CASES)
+    report = conform(Target("shifts", run), CASES)
     ((finding, cases),) = report.findings
-    assert finding.fault == "row-zero" and cases == ["a", "b", "c"]
-    assert report.ways(finding) == [("rows=[26]", ["a", "c"]), ("rows=[0]", ["b"])]
+    assert finding.fault == "query-off-by-one" and cases == ["a", "b", "c"]
+    assert report.ways(finding) == [("by=-1", ["a", "c"]), ("by=1", ["b"])]
     said = _summary(report)
-    assert "row-zero, in 3 cases" in said and "rows=[26]: a, c" in said and "rows=[0]: b" in said
+    assert "query-off-by-one, in 3 cases" in said and "by=-1: a, c" in said and "by=1: b" in said
     table = findings.table([json.loads(report.to_json())], "today")
-    assert "rows=[26] in 2; rows=[0] in 1" in table
-    assert ", and otherwise in other cases" in page(report)
+    assert "by=-1 in 2; by=1 in 1" in table
+    assert "; other cases show it with other parameters" in html_report(report)
 
 
 def test_a_known_failure_that_no_case_is_named_after_is_said(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -149,8 +150,8 @@ def test_a_finding_that_others_rename_is_told_as_what_it_is_then() -> None:
         return Result(Case(name), "wrong", findings=(Finding(fault, alike, {"by": 1, "only": "rows"}, summary="first"),))
 
     both = ("window-ignored", "causal-ignored")
-    settled = settle([result("a", *both[:1], *both), result("b", *both[1:], *both[1:]), result("c", *both[1:], *both[1:])])
-    renamed = settled[0].findings[0]
+    kept = consistent([result("a", *both[:1], *both), result("b", *both[1:], *both[1:]), result("c", *both[1:], *both[1:])])
+    renamed = kept[0].findings[0]
     assert (renamed.fault, renamed.parameters) == ("causal-ignored", {"only": "rows"}) and "future" in renamed.summary
 
 

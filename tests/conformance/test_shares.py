@@ -8,16 +8,16 @@ from typing import Any
 import pytest
 import torch
 
-from quire.conformance.budget import honest_losses, truth
-from quire.conformance.build import build
-from quire.conformance.case import Case
-from quire.conformance.diagnose import Attempt
-from quire.conformance.suite import STANDARD
-from quire.conformance.target import Target, wrap
-from quire.conformance.threads import one_thread
+from quire.conformance.cases.build import build
+from quire.conformance.cases.case import Case
+from quire.conformance.cases.suite import cases_of
+from quire.conformance.diagnosis.attempt import Attempt
+from quire.conformance.oracle.budget import honest_losses, truth
+from quire.conformance.runner.target import Target, wrap
+from quire.conformance.runner.threads import one_thread
 
 SHARE = 256
-CASES = [case for case in STANDARD if case.name.startswith(("long-decode-", "extreme-long-decode"))]
+CASES = [case for case in cases_of("standard") if case.name.startswith(("long-decode-", "extreme-long-decode"))]
 
 
 def kernel(fault: str) -> Any:

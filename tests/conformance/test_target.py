@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from quire import reference
-from quire.conformance.case import Case
-from quire.conformance.run import conform, examine
-from quire.conformance.target import adapter, find, wrap
+from quire.conformance.cases.case import Case
+from quire.conformance.runner.run import conform, examine
+from quire.conformance.runner.target import adapter, find, wrap
 from quire.errors import ArgumentError
 
 

@@ -18,10 +18,10 @@ import pytest
 import torch
 
 from quire.conformance import targets
-from quire.conformance.budget import Truth, distance, truth
-from quire.conformance.build import build
-from quire.conformance.case import Case
-from quire.conformance.target import Target
+from quire.conformance.cases.build import build
+from quire.conformance.cases.case import Case
+from quire.conformance.oracle.budget import Truth, distance, truth
+from quire.conformance.runner.target import Target
 from quire.conformance.targets import torch_flex, torch_varlen, vllm
 from quire.conformance.targets.peer import View, release
 from quire.errors import ArgumentError

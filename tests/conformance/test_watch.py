@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import quire
-from quire.conformance.record import load
-from quire.conformance.replay import here, then
-from quire.conformance.watch import Judge, WrongResult
+from quire.conformance.recording.record import load
+from quire.conformance.recording.replay import here, then
+from quire.conformance.recording.result_checks import Judge, WrongResult
 from quire.contract.call import Call
 from quire.contract.check import recorded_by
 from quire.launch import launcher_for

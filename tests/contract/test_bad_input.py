@@ -90,7 +90,7 @@ MISTAKES: dict[str, tuple[Callable[[Call], None], str, list[str]]] = {
     "fp8 queries without a scale": (
         set_(q=lambda c: c.q.to(torch.float8_e4m3fn)),
         "quantisation",
-        ["q_scale", "None beside fp8 queries"],
+        ["q_scale", "missing (None), with fp8 queries"],
     ),
     "q_scale without fp8 queries": (set_(options=Options(q_scale=2.0)), "quantisation", ["q_scale", "fp32 queries", "None"]),
     "slopes of wrong length": (set_(options=Options(alibi=torch.ones(3))), "shapes", ["alibi", "3 entries", "[q_heads] = 4"]),
@@ -106,13 +106,17 @@ MISTAKES: dict[str, tuple[Callable[[Call], None], str, list[str]]] = {
         "output",
         ["out", "float32", "an fp8 type"],
     ),
-    "out is q": (set_(out=lambda c: c.q), "output", ["out", "memory shared with q", "memory of its own"]),
+    "out is q": (set_(out=lambda c: c.q), "output", ["out", "memory shared with q", "memory that no other tensor"]),
     "out overlaps the cache": (
         set_(out=lambda c: c.cache.k.view(-1)[100 : 100 + 8 * 4 * 16].view(8, 4, 16)),
         "output",
         ["out", "memory shared with the cache's K"],
     ),
-    "out is expanded": (set_(out=torch.zeros(8, 4, 1).expand(8, 4, 16)), "output", ["out", "overlap", "memory of its own"]),
+    "out is expanded": (
+        set_(out=torch.zeros(8, 4, 1).expand(8, 4, 16)),
+        "output",
+        ["out", "overlap", "memory in which no two elements overlap"],
+    ),
     "new of wrong heads": (
         set_(new=(torch.zeros(8, 1, 16), torch.zeros(8, 2, 16))),
         "shapes",
@@ -201,7 +205,7 @@ CONSTRUCTIONS: dict[str, tuple[Callable[[], Any], list[str]]] = {
     ),
     "int8 without a scale": (lambda: KVCache.wrap(BYTES, BYTES.clone(), layout="nhd", format="int8"), ["k_scale", "None", "int8"]),
     "K and V of different pages": (lambda: KVCache.wrap(CACHE, CACHE[:5], layout="nhd"), ["v_pages", "pages 5", "pages 6"]),
-    "V missing": (lambda: KVCache.wrap(CACHE, layout="nhd"), ["v_pages", "None", "keeps K and V apart"]),
+    "V missing": (lambda: KVCache.wrap(CACHE, layout="nhd"), ["v_pages", "None", "in two tensors"]),
     "joint with two tensors": (lambda: KVCache.wrap(CACHE, CACHE.clone(), layout="vllm_joint"), ["v_pages", "one tensor"]),
     "four axes for five": (
         lambda: KVCache.wrap(CACHE, CACHE.clone(), layout="vllm_x"),
@@ -275,7 +279,7 @@ def test_write_refuses() -> None:
         ({"slots": torch.tensor([0, 1])}, ["slots", "int64[2]", "[tokens] = 3"]),
         ({"slots": torch.tensor([0.0, 1, 2])}, ["slots", "float32[3]", "int32 or int64"]),
         ({"slots": torch.tensor([0, 1, 16])}, ["slots[2]", "16", "[0, 16)"]),
-        ({"slots": torch.tensor([0, 1, 0])}, ["slots[2]", "slot 0, which row 0 is written to as well"]),
+        ({"slots": torch.tensor([0, 1, 0])}, ["slots[2]", "slot 0, to which token 0 is written too"]),
     ):
         arguments: dict[str, Any] = {"k": k, "v": k} | change
         with pytest.raises(quire.ContractError) as caught:
@@ -293,7 +297,7 @@ def test_a_page_with_several_holders_is_not_written() -> None:
     batch = pool.step({first: 3})
     pool.fork(first)
     k = torch.ones(3, 1, 4)
-    with pytest.raises(quire.ContractError, match=r"\[ownership\](.|\n)*which 2 sequences hold(.|\n)*copies on write"):
+    with pytest.raises(quire.ContractError, match=r"\[ownership\](.|\n)*which 2 sequences hold(.|\n)*copies shared pages"):
         quire.write(k, k, cache, batch)
     assert not cache.k.any()
 

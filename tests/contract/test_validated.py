@@ -28,13 +28,13 @@ def asked(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> li
     elif not FILE.exists():
         pytest.skip("there is no library here")
     found: list[bool] = []
-    plain = validated._answer
+    plain = validated._is_legal
 
     def noted(call: Any, whole: bool) -> bool:
         found.append(whole)
         return plain(call, whole)
 
-    monkeypatch.setattr(validated, "_answer", noted)
+    monkeypatch.setattr(validated, "_is_legal", noted)
     return found
 
 
@@ -235,7 +235,7 @@ def test_threads_share_a_batch() -> None:
 
     with ThreadPoolExecutor(4) as pool:
         assert all(pool.map(work, (0, 6, 12, 18)))
-    assert len(fresh.validated.kinds) <= validated._MOST
+    assert len(fresh.validated.calls) <= validated._MOST
 
 
 @pytest.mark.parametrize("kernel", KERNELS)

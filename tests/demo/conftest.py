@@ -8,8 +8,8 @@ import pytest
 
 from quire.cli.demo import one_thread
 from quire.demo import requests
-from quire.demo.engine import Engine
-from quire.demo.model import Model
+from quire.demo.engine import DemoEngine
+from quire.demo.model import DemoModel
 
 
 @pytest.fixture(autouse=True)
@@ -18,15 +18,15 @@ def small_products() -> Iterator[None]:
         yield
 
 
-Run = Callable[..., Engine]
+Run = Callable[..., DemoEngine]
 
 
 @pytest.fixture(scope="package")
 def run() -> Run:
     """`run(count, pages, seed)` is a finished run."""
 
-    def run(count: int, pages: int, seed: int = 3) -> Engine:
-        engine = Engine(Model.make(seed), *requests.make(count, seed), pages)
+    def run(count: int, pages: int, seed: int = 3) -> DemoEngine:
+        engine = DemoEngine(DemoModel.make(seed), *requests.make(count, seed), pages)
         with one_thread():
             for _ in engine.run():
                 pass
@@ -36,6 +36,6 @@ def run() -> Run:
 
 
 @pytest.fixture(scope="package")
-def finished(run: Run) -> Engine:
+def finished(run: Run) -> DemoEngine:
     """A run in which somebody had to wait. It is shared: whoever changes it changes it back."""
     return run(4, pages=22)

@@ -8,20 +8,20 @@ from collections.abc import Callable
 import pytest
 
 import quire
-from quire.demo.engine import CHUNK, MOST_TOKENS, Engine
+from quire.demo.engine import CHUNK, MOST_TOKENS, DemoEngine
 
 
-def test_everybody_gets_what_they_wanted(finished: Engine) -> None:
+def test_everybody_gets_what_they_wanted(finished: DemoEngine) -> None:
     assert [len(request.made) for request in finished.requests] == [request.wanted for request in finished.requests]
     assert {request.state for request in (finished.prefix, *finished.requests)} == {"done"}
 
 
-def test_every_page_comes_back(finished: Engine) -> None:
+def test_every_page_comes_back(finished: DemoEngine) -> None:
     assert finished.pool.free_pages == finished.pool.pages
     assert finished.pool.sequences == ()
 
 
-def test_prefill_and_decode_share_calls(finished: Engine) -> None:
+def test_prefill_and_decode_share_calls(finished: DemoEngine) -> None:
     lengths = defaultdict(list)
     for record in finished.records:
         if record.layer == 0:
@@ -31,37 +31,37 @@ def test_prefill_and_decode_share_calls(finished: Engine) -> None:
     assert max(sum(of_step) for of_step in lengths.values()) <= MOST_TOKENS
 
 
-def test_a_long_prompt_comes_in_chunks(finished: Engine) -> None:
+def test_a_long_prompt_comes_in_chunks(finished: DemoEngine) -> None:
     long = max(finished.requests, key=lambda request: len(request.prompt))
     first, second, *_ = [r.q.shape[0] for r in finished.records if r.request is long and r.layer == 0]
     assert first == CHUNK and second > 1
 
 
-def test_the_prefix_is_computed_once(finished: Engine) -> None:
+def test_the_prefix_is_computed_once(finished: DemoEngine) -> None:
     prefix = [record for record in finished.records if record.request is finished.prefix and record.layer == 0]
     assert sum(record.q.shape[0] for record in prefix) == len(finished.prefix.prompt)
     starts = {record.kv_len - record.q.shape[0] for record in finished.records if record.request is not finished.prefix}
     assert min(starts) == len(finished.prefix.prompt)
 
 
-def test_who_writes_into_a_shared_page_gets_a_copy(finished: Engine) -> None:
+def test_who_writes_into_a_shared_page_gets_a_copy(finished: DemoEngine) -> None:
     assert len(finished.prefix.prompt) % finished.pool.page_size  # its last page is not full
-    begun = {(record.request, record.book) for record in finished.records if record.request is not finished.prefix}
+    begun = {(record.request, record.dense) for record in finished.records if record.request is not finished.prefix}
     assert finished.copies == len(begun)
 
 
-def test_tokens_do_not_depend_on_the_pool(finished: Engine, run: Callable[..., Engine]) -> None:
+def test_tokens_do_not_depend_on_the_pool(finished: DemoEngine, run: Callable[..., DemoEngine]) -> None:
     roomy = run(4, pages=200)
     assert finished.waits > 0 == roomy.waits
     assert [request.tokens for request in finished.requests] == [request.tokens for request in roomy.requests]
 
 
-def test_a_pool_that_is_too_small_for_one_says_so(run: Callable[..., Engine]) -> None:
+def test_a_pool_that_is_too_small_for_one_says_so(run: Callable[..., DemoEngine]) -> None:
     with pytest.raises(quire.OutOfPages, match=r"needs \d+ more, \d of 7 are free"):
         run(1, pages=7)
 
 
-def test_the_same_seed_makes_the_same_run(finished: Engine, run: Callable[..., Engine]) -> None:
+def test_the_same_seed_makes_the_same_run(finished: DemoEngine, run: Callable[..., DemoEngine]) -> None:
     again = run(4, pages=22)
     assert again.events == finished.events
     assert [request.text for request in again.requests] == [request.text for request in finished.requests]

@@ -11,17 +11,17 @@ import torch
 import quire
 from quire.cache.format import FORMATS
 from quire.demo import proof
-from quire.demo.engine import Engine
+from quire.demo.engine import DemoEngine
 from quire.demo.model import HEAD_DIM, KV_HEADS, LAYERS
 from quire.demo.proof import Comparison, Proof
 
 
-def with_out(engine: Engine, index: int, out: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+def with_out(engine: DemoEngine, index: int, out: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
     """Leaves one record, with another output."""
     monkeypatch.setattr(engine, "records", [engine.records[index]._replace(out=out)])
 
 
-def test_a_right_run_is_proved(finished: Engine) -> None:
+def test_a_right_run_is_proved(finished: DemoEngine) -> None:
     for comparisons in (proof.outputs(finished), proof.tokens(finished)):
         found = Proof.of(comparisons)
         assert found.holds and found.where == ""
@@ -30,7 +30,7 @@ def test_a_right_run_is_proved(finished: Engine) -> None:
 
 @pytest.mark.parametrize("index", [0, 101, 200])
 @pytest.mark.parametrize("error", [1e-3, -1e-3, math.nan, math.inf])
-def test_one_wrong_number_is_found(finished: Engine, index: int, error: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_wrong_number_is_found(finished: DemoEngine, index: int, error: float, monkeypatch: pytest.MonkeyPatch) -> None:
     record = finished.records[index]
     out = record.out.clone()
     out[-1, 5, 7] += error
@@ -43,16 +43,16 @@ def test_one_wrong_number_is_found(finished: Engine, index: int, error: float, m
     assert "^^" in found.where and "dim 7: off by" in found.where
 
 
-def test_a_lost_token_is_over_the_bound(finished: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lost_token_is_over_the_bound(finished: DemoEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Attention without its first key: what the check of a cache would have to see if it had no ledger."""
     index = max(i for i, record in enumerate(finished.records) if record.layer == 0)
     record = finished.records[index]
-    k, v = (proof.as_stored(x[1 : record.kv_len], 0) for x in record.book.read(0))
+    k, v = (proof.as_stored(x[1 : record.kv_len], 0) for x in record.dense.read(0))
     with_out(finished, index, proof.attention(record.q, k, v, finished.model.options[0]).float(), monkeypatch)
     assert Proof.of(proof.outputs(finished)).worst.used > 10
 
 
-def test_a_wrong_token_is_found(finished: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_token_is_found(finished: DemoEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     request = finished.requests[2]
     tokens = request.tokens[:]
     tokens[-1] = ord("#")
@@ -62,7 +62,7 @@ def test_a_wrong_token_is_found(finished: Engine, monkeypatch: pytest.MonkeyPatc
     assert f"request 2, token {request.wanted - 1}: '#' was made, alone it makes '" in found.where
 
 
-def test_another_prompt_is_found(finished: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_prompt_is_found(finished: DemoEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Keys and values of another prompt: the outputs are right for those, and the request is not the one that was asked."""
     request = finished.requests[1]
     tokens = request.tokens[:]
@@ -119,7 +119,7 @@ def test_the_bound_grows_with_what_it_depends_on() -> None:
     assert (base < 1e-4).all()
 
 
-def test_options_of_a_layer_reach_the_reference(finished: Engine) -> None:
+def test_options_of_a_layer_reach_the_reference(finished: DemoEngine) -> None:
     q, k, v = torch.randn(3, 80, 8, HEAD_DIM, generator=torch.Generator().manual_seed(0)).double().unbind(0)
     k, v = k[:, :KV_HEADS], v[:, :KV_HEADS]
     options = finished.model.options

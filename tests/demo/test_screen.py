@@ -10,8 +10,8 @@ import pytest
 
 import quire
 from quire.demo import requests
-from quire.demo.engine import Engine
-from quire.demo.model import Model
+from quire.demo.engine import DemoEngine
+from quire.demo.model import DemoModel
 from quire.demo.screen import Lines, _picture, screen
 
 FASTEST = "native" if (Path(quire.__file__).parent / "kernels/native/libquire.so").exists() else "torch"
@@ -19,16 +19,16 @@ FASTEST = "native" if (Path(quire.__file__).parent / "kernels/native/libquire.so
 
 
 @pytest.fixture
-def started() -> Engine:
+def started() -> DemoEngine:
     """An engine after twelve steps: the prefix held, two requests decoding."""
-    engine = Engine(Model.make(0), *requests.make(4, 0), 40)
+    engine = DemoEngine(DemoModel.make(0), *requests.make(4, 0), 40)
     steps = engine.run()
     for _ in range(12):
         next(steps)
     return engine
 
 
-def test_lines_tell_everything_once(started: Engine, capsys: pytest.CaptureFixture[str]) -> None:
+def test_lines_tell_everything_once(started: DemoEngine, capsys: pytest.CaptureFixture[str]) -> None:
     lines = Lines(every=12)
     lines.show(started)
     lines.show(started)
@@ -39,13 +39,15 @@ def test_lines_tell_everything_once(started: Engine, capsys: pytest.CaptureFixtu
 
 
 @pytest.mark.parametrize("quiet, shown", [(True, False), (False, True)])
-def test_quiet_is_quiet(quiet: bool, shown: bool, started: Engine, capsys: pytest.CaptureFixture[str]) -> None:
+def test_quiet_is_quiet(quiet: bool, shown: bool, started: DemoEngine, capsys: pytest.CaptureFixture[str]) -> None:
     with screen(quiet) as show:
         show(started)
     assert bool(capsys.readouterr().out) == shown
 
 
-def test_a_terminal_gets_the_table(started: Engine, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_terminal_gets_the_table(
+    started: DemoEngine, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     with screen(quiet=False) as show:
         show(started)
@@ -53,7 +55,9 @@ def test_a_terminal_gets_the_table(started: Engine, capsys: pytest.CaptureFixtur
     assert "request" in out and "held" in out and "█" in out
 
 
-def test_without_rich_there_are_lines(started: Engine, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_rich_there_are_lines(
+    started: DemoEngine, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     monkeypatch.setattr("quire.demo.screen.find_spec", lambda name: None)
     with screen(quiet=False) as show:
@@ -61,7 +65,7 @@ def test_without_rich_there_are_lines(started: Engine, capsys: pytest.CaptureFix
     assert capsys.readouterr().out.startswith("step   1  the prefix is computed")
 
 
-def test_the_table_holds_what_it_promises(started: Engine) -> None:
+def test_the_table_holds_what_it_promises(started: DemoEngine) -> None:
     from rich.console import Console
 
     console = Console(width=140, record=True, file=io.StringIO())

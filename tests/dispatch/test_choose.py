@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from quire.dispatch.choose import choose, chosen_by, kernel_for
-from quire.dispatch.kernel import Kernel, OneOf, Span
+from quire.dispatch.kernel import IntRange, Kernel, OneOf
 from quire.errors import ArgumentError, KernelError
 from quire.platform import NAMED, Platform
 from quire.problem import Extent, Problem
@@ -21,7 +21,7 @@ CPU, H100 = Platform.named("cpu"), Platform.named("sm90")
 HOPPER = Kernel("hopper", "attend", "for sm90", "nowhere:launch", arches=("sm90",), page_size=OneOf((16, 32)))
 GPU = Kernel("gpu", "attend", "for GPUs", "nowhere:launch", vendors=("nvidia", "amd"), page_size=OneOf((16, 32)), without=("lse",))
 NATIVE = Kernel("native", "attend", "for CPUs", "nowhere:launch", vendors=("cpu",), page_size=OneOf((8, 16)), without=("lse",))
-ALWAYS = Kernel("always", "attend", "for all", "operator:itemgetter", head_dim=Span(1, 512), capturable=False)
+ALWAYS = Kernel("always", "attend", "for all", "operator:itemgetter", head_dim=IntRange(1, 512), capturable=False)
 WRITER = Kernel("writer", "write", "for all", "operator:attrgetter")
 KERNELS = (HOPPER, GPU, NATIVE, ALWAYS, WRITER)
 
@@ -52,7 +52,7 @@ refused: gpu (for GPUs)
 refused: native (for CPUs)
   page_size: given 24, allowed 8 or 16
   lse: given yes, allowed no
-to get native: set page_size to 8 or 16; do without lse"""
+to get native: set page_size to 8 or 16; do not use lse"""
     )
 
 
@@ -83,19 +83,19 @@ def test_json() -> None:
         {"rule": "page_size", "given": 24, "allowed": "16 or 32", "holds": False, "change": "set page_size to 16 or 32"},
     ]
     assert found["candidates"][3]["refusals"] == []
-    assert found["next_better"] == {"kernel": "native", "changes": ["set page_size to 8 or 16", "do without lse"]}
+    assert found["next_better"] == {"kernel": "native", "changes": ["set page_size to 8 or 16", "do not use lse"]}
 
 
 def test_a_kernel_by_name() -> None:
     decision = choose(PROBLEM.replace(page_size=16, lse=False), DECODE, CPU, kernel="always", catalogue=KERNELS)
     assert decision.chosen is ALWAYS
-    assert "chosen: always (for all), because always was asked for by name, and its limits all hold" in str(decision)
-    assert "also able: native (for CPUs)" in str(decision)
-    assert str(decision).endswith("to get native: do not ask for always")
+    assert "chosen: always (for all), because always was requested by name, and its limits all hold" in str(decision)
+    assert "could also run: native (for CPUs)" in str(decision)
+    assert str(decision).endswith("to get native: do not request always")
 
 
 def test_a_kernel_by_name_that_refuses() -> None:
-    with pytest.raises(KernelError, match=r"kernel 'native' was asked for and cannot attend this\n\n") as caught:
+    with pytest.raises(KernelError, match=r"kernel 'native' was requested and cannot run this attend\n\n") as caught:
         choose(PROBLEM, DECODE, CPU, kernel="native", catalogue=KERNELS)
     assert caught.value.decision is not None and caught.value.decision.chosen is None
     assert "page_size: given 24, allowed 8 or 16" in str(caught.value)
@@ -118,9 +118,9 @@ def test_no_kernel() -> None:
     assert "chosen: none, because there is none whose limits all hold" in str(decision)
     assert ", lse, inside a CUDA graph\n" in str(decision)
     assert decision.next_better is not None and decision.next_better.changes == ("launch it outside of a CUDA graph",)
-    with pytest.raises(KernelError, match=r"no kernel can attend this\n\nattend: decode"):
+    with pytest.raises(KernelError, match=r"no kernel can run this attend\n\nattend: decode"):
         chosen_by(decision)
-    with pytest.raises(KernelError, match=r"no kernel can attend this\n\nattend: decode"):
+    with pytest.raises(KernelError, match=r"no kernel can run this attend\n\nattend: decode"):
         kernel_for(PROBLEM, DECODE, CPU, "attend", None, True, (HOPPER, ALWAYS))
 
 

@@ -10,7 +10,19 @@ from typing import Any
 import pytest
 
 from quire.dispatch.catalogue import CATALOGUE
-from quire.dispatch.kernel import AllOf, Except, Finding, Kernel, Limit, MultipleOf, OneOf, Request, Span, judge, words
+from quire.dispatch.kernel import (
+    AllOf,
+    Except,
+    IntRange,
+    Kernel,
+    Limit,
+    LimitQuery,
+    LimitResult,
+    MultipleOf,
+    OneOf,
+    as_text,
+    check_limits,
+)
 from quire.errors import KernelError
 from quire.platform import Platform
 from quire.problem import Extent, Problem
@@ -31,10 +43,10 @@ def kernel(**limits: Any) -> Kernel:
         (OneOf(("a", "b", "c")), "a", "d", "a, b or c"),
         (OneOf((False,)), False, True, "no"),
         (Except(("gfx1250",)), "gfx942", "gfx1250", "not gfx1250"),
-        (Span(1, 512), 512, 513, "1 to 512"),
-        (Span(1, 512), 1, 0, "1 to 512"),
-        (Span(None, 16), 16, 17, "at most 16"),
-        (Span(3, None), 3, 2, "at least 3"),
+        (IntRange(1, 512), 512, 513, "1 to 512"),
+        (IntRange(1, 512), 1, 0, "1 to 512"),
+        (IntRange(None, 16), 16, 17, "at most 16"),
+        (IntRange(3, None), 3, 2, "at least 3"),
         (MultipleOf(16), 48, 40, "a multiple of 16"),
         (AllOf(("avx2", "fma")), ("fma", "avx2", "sse"), ("avx2",), "avx2 and fma"),
     ],
@@ -62,15 +74,15 @@ REFUSALS: dict[str, tuple[dict[str, Any], dict[str, Any], Any, str, str | None]]
         {"library": "kernels/native/nowhere.so"},
         False,
         "yes",
-        "install a C++17 compiler (g++ or clang++), then Quire once more: its build makes the native kernels",
+        "install a C++17 compiler (g++ or clang++), then reinstall Quire, which builds the native kernels",
     ),
-    "q_dtype": ({"q_dtypes": ("bf16",)}, {"q_dtypes": ("fp16",)}, "bf16", "fp16", "give q as fp16"),
+    "q_dtype": ({"q_dtypes": ("bf16",)}, {"q_dtypes": ("fp16",)}, "bf16", "fp16", "pass q as fp16"),
     "types": (
         {"pairs": ("bf16 over bf16",)},
         {"pairs": ("fp16 over fp16",)},
         "bf16 over bf16",
         "fp16 over fp16",
-        "give fp16 over fp16",
+        "use fp16 over fp16",
     ),
     "format": ({"formats": ("bf16",)}, {"formats": ("e5m2", "int8")}, "bf16", "e5m2 or int8", "store the cache as e5m2 or int8"),
     "scales": ({"scales": ("none",)}, {"scales": ("tensor",)}, "none", "tensor", "set scales to tensor"),
@@ -80,15 +92,15 @@ REFUSALS: dict[str, tuple[dict[str, Any], dict[str, Any], Any, str, str | None]]
         {"memory": ("generic",)},
         "aligned",
         "generic",
-        "give contiguous tensors that begin at multiples of 16 bytes",
+        "pass contiguous tensors that start at multiples of 16 bytes",
     ),
     "page_size": ({"page_size": MultipleOf(16)}, {"page_size": OneOf((32, 64))}, 16, "32 or 64", "set page_size to 32 or 64"),
-    "head_dim": ({"head_dim": Span(1, 128)}, {"head_dim": Span(1, 127)}, 128, "1 to 127", "use a head_dim of 1 to 127"),
+    "head_dim": ({"head_dim": IntRange(1, 128)}, {"head_dim": IntRange(1, 127)}, 128, "1 to 127", "use a head_dim of 1 to 127"),
     "v_head_dim": ({"v_head_dim": OneOf((128,))}, {"v_head_dim": OneOf((64,))}, 128, "64", "use a v_head_dim of 64"),
-    "group": ({"group": Span(1, 4)}, {"group": Span(5, 16)}, 4, "5 to 16", "use a group (q_heads / kv_heads) of 5 to 16"),
-    "max_q_len": ({"max_q_len": 4}, {"max_q_len": 1}, 4, "at most 1", "give at most 1 new tokens of a sequence in one call"),
+    "group": ({"group": IntRange(1, 4)}, {"group": IntRange(5, 16)}, 4, "5 to 16", "use a group (q_heads / kv_heads) of 5 to 16"),
+    "max_q_len": ({"max_q_len": 4}, {"max_q_len": 1}, 4, "at most 1", "pass at most 1 new tokens of a sequence in one call"),
     "max_kv_len": ({"max_kv_len": 4096}, {"max_kv_len": 2048}, 4096, "at most 2048", "keep at most 2048 tokens in a sequence"),
-    "lse": ({"without": ("lse",)}, {"without": ("lse",)}, True, "no", "do without lse"),
+    "lse": ({"without": ("lse",)}, {"without": ("lse",)}, True, "no", "do not use lse"),
     "capturing": ({"capturable": False}, {"capturable": False}, True, "no", "launch it outside of a CUDA graph"),
 }
 
@@ -96,10 +108,10 @@ REFUSALS: dict[str, tuple[dict[str, Any], dict[str, Any], Any, str, str | None]]
 @pytest.mark.parametrize("rule", REFUSALS)
 def test_every_limit_can_refuse(rule: str) -> None:
     holds, refuses, given, allowed, change = REFUSALS[rule]
-    (finding,) = judge(kernel(**holds).limits, Request(PROBLEM, EXTENT, CPU))
+    (finding,) = check_limits(kernel(**holds).limits, LimitQuery(PROBLEM, EXTENT, CPU))
     assert finding.rule == rule and finding.holds
-    request = Request(PROBLEM.replace(lse=rule == "lse"), EXTENT, CPU, capturing=rule == "capturing")
-    assert judge(kernel(**refuses).limits, request) == (Finding(rule, given, allowed, False, change),)
+    request = LimitQuery(PROBLEM.replace(lse=rule == "lse"), EXTENT, CPU, capturing=rule == "capturing")
+    assert check_limits(kernel(**refuses).limits, request) == (LimitResult(rule, given, allowed, False, change),)
 
 
 def test_those_are_all_the_limits_there_are() -> None:
@@ -122,24 +134,26 @@ def test_a_kernel_may_lack_any_feature(feature: str) -> None:
     }
     problem = PROBLEM.replace(**changes.get(feature, {feature: True}))
     limits = kernel(without=(feature,)).limits
-    assert [finding.holds for finding in judge(limits, Request(PROBLEM, EXTENT, CPU))] == [True]
-    assert [str(finding) for finding in judge(limits, Request(problem, EXTENT, CPU)) if not finding.holds] == [
+    assert [finding.holds for finding in check_limits(limits, LimitQuery(PROBLEM, EXTENT, CPU))] == [True]
+    assert [str(finding) for finding in check_limits(limits, LimitQuery(problem, EXTENT, CPU)) if not finding.holds] == [
         f"{feature}: given yes, allowed no"
     ]
 
 
 def test_no_limit_hides_a_later_one() -> None:
-    limits = [Limit("first", lambda call: call, OneOf((1,))), Limit("second", lambda call: call, Span(5, None))]
-    assert [finding.rule for finding in judge(limits, 3) if not finding.holds] == ["first", "second"]
+    limits = [Limit("first", lambda call: call, OneOf((1,))), Limit("second", lambda call: call, IntRange(5, None))]
+    assert [finding.rule for finding in check_limits(limits, 3) if not finding.holds] == ["first", "second"]
 
 
 def test_words() -> None:
-    assert [words(value) for value in (True, False, (), ("a", 1), None, 16)] == ["yes", "no", "none", "a, 1", "None", "16"]
+    assert [as_text(value) for value in (True, False, (), ("a", 1), None, 16)] == ["yes", "no", "none", "a, 1", "None", "16"]
 
 
 @pytest.mark.parametrize("entry", CATALOGUE, ids=lambda k: f"{k.operation}-{k.name}")
 def test_every_launcher_of_the_catalogue_loads(entry: Kernel) -> None:
-    if all(finding.holds for finding in judge(entry.limits, Request(PROBLEM, EXTENT, CPU)) if finding.rule == "installed"):
+    if all(
+        finding.holds for finding in check_limits(entry.limits, LimitQuery(PROBLEM, EXTENT, CPU)) if finding.rule == "installed"
+    ):
         assert callable(entry.launcher_for(PROBLEM, Platform.named("sm90")))
 
 
@@ -157,10 +171,9 @@ def test_a_launcher_that_is_not_there_is_named() -> None:
 
 
 def test_dispatch_loads_no_kernel() -> None:
-    """Validation imports the interface of the native library, and loads the library itself at the first call only."""
-    code = "import quire.dispatch.choose, quire.dispatch.vllm, sys; print([m for m in sys.modules if m.startswith(%r)]);"
+    """Dispatch imports no kernel, and the native library is loaded at the first call only."""
+    code = "import quire.dispatch.choose, quire.compat.vllm_rule, sys; print([m for m in sys.modules if m.startswith(%r)]);"
     code = code % (("triton", "quire.kernels."),) + "from quire.kernels.native.library import library;"
     code += "print(library.cache_info().currsize, 'libquire' in open('/proc/self/maps').read())"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    interface = ["quire.kernels.native", "quire.kernels.native.call", "quire.kernels.native.library"]
-    assert done.stdout == f"{interface}\n0 False\n"
+    assert done.stdout == "[]\n0 False\n"

@@ -17,7 +17,7 @@ if not interpreter.ON and not torch.cuda.is_available():
     pytest.skip("no GPU here", allow_module_level=True)
 
 import quire
-from quire.kernels.triton.constants import dot_type
+from quire.kernels.triton.host.constants import dot_type
 from quire.platform import Platform
 from quire.problem import default_out_dtype
 from support.launched import problem_of

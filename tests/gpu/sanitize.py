@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 import quire
-from quire.kernels.triton.constants import dot_type
+from quire.kernels.triton.host.constants import dot_type
 from support.launched import problem_of
 from support.scenario import TYPES, build
 

@@ -69,7 +69,7 @@ class Compilations(list[str]):
 def compilations(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Compilations:
     """Counted from an empty compile cache, in a process that has loaded no kernel."""
     from quire import launch
-    from quire.kernels.triton import program
+    from quire.kernels.triton.host import program
 
     monkeypatch.setattr(program, "_loaded", {})
     launch._launchers.clear()

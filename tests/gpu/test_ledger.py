@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import quire
-from quire.cache.ledger import Finding, Report
+from quire.cache.ledger import LedgerFinding, LedgerReport
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
@@ -34,16 +34,16 @@ class Engine:
         quire.step(self.tokens(n, 4), self.tokens(n, 2), self.tokens(n, 2), self.cache, batch, self.options)
         return batch
 
-    def report(self) -> Report | None:
+    def report(self) -> LedgerReport | None:
         assert self.cache.ledger is not None
         return self.cache.ledger.report()
 
-    def forget(self, batch: quire.Batch, row: int, position: int) -> Finding:
+    def forget(self, batch: quire.Batch, row: int, position: int) -> LedgerFinding:
         """Lets the ledger say that nobody wrote a token; what should be found."""
         assert self.cache.ledger is not None
         page, offset = int(batch.page_table[row, position // PAGE_SIZE]), position % PAGE_SIZE
         self.cache.ledger.position[page * PAGE_SIZE + offset] = -1
-        return Finding(row, position, page * PAGE_SIZE + offset, page, offset, "never written")
+        return LedgerFinding(row, position, page * PAGE_SIZE + offset, page, offset, "never written")
 
 
 def test_honest_steps_have_no_report() -> None:
@@ -90,7 +90,7 @@ def test_context_form_does_not_miss_new_tokens() -> None:
     quire.attend(q, engine.cache, batch)
     report = engine.report()
     assert report is not None and report.missing == 6
-    assert (report.first.row, report.first.position, report.first.reason) == (0, 40, "never written")
+    assert (report.first.seq, report.first.position, report.first.reason) == (0, 40, "never written")
 
 
 def test_pages_that_were_handed_out_again_are_stale() -> None:
@@ -114,7 +114,7 @@ def test_the_check_agrees_with_the_contract() -> None:
     broken = [v for v in quire.check(q, engine.cache, batch) if v.rule == "residency"]
     report = engine.report()
     assert report is not None and report.missing == len(broken) == 3
-    assert (report.first.row, report.first.position, report.first.slot) == (broken[0].seq, broken[0].token, broken[0].slot)
+    assert (report.first.seq, report.first.position, report.first.slot) == (broken[0].seq, broken[0].token, broken[0].slot)
 
 
 def test_a_graph_checks_what_it_is_replayed_on() -> None:

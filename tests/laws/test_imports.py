@@ -16,13 +16,13 @@ FILES = sorted(SRC.rglob("*.py"))
 # Each may import what stands in its own line or above it.
 LAYERS = (
     ("errors",),
-    ("cache", "batch", "options", "platform"),
+    ("cache", "batch", "options", "platform", "keywords"),
     ("problem",),
     ("contract",),
     ("dispatch",),
-    ("launch", "slots_alone"),
+    ("launch", "slot_batch"),
     ("attend", "write", "step", "ops", "merge", "explain", "prepare", "checked", ""),  # "" is the package itself: `import quire`
-    ("conformance", "bench", "demo", "compat", "integrations"),
+    ("conformance", "bench", "demo", "compat", "integrations", "html"),
     ("cli", "__main__"),
 )
 RANK = {part: rank for rank, layer in enumerate(LAYERS) for part in layer}
@@ -34,9 +34,10 @@ MAY_IMPORT_REFERENCE = ("conformance", "bench", "demo", "cli")
 LOADED_ON_REQUEST = {"": ("conformance", "reference"), "checked": ("conformance",)}
 # Who may import a module whose name is not in its source: the name comes from a table, or from the user.
 NAMES_FROM_DATA = {
+    "quire": "the table of public names",
     "quire.dispatch.kernel": "the catalogue names the kernels' modules",
-    "quire.kernels.triton.report": "every module of its own folder",
-    "quire.conformance.target": "the user names the module under test",
+    "quire.kernels.triton.compiler.report": "every module of its own folder",
+    "quire.conformance.runner.target": "the user names the module under test",
     "quire.conformance.targets.vllm": "a table of other packages' modules, and quire.compat.vllm",
     "quire.conformance.targets.peer": "other packages",
 }
@@ -176,18 +177,24 @@ AGAINST = {
     "an operation uses the reference": ("quire.attend", "import quire\nquire.reference.attention()"),
     "the reference imports quire": ("quire.reference", "from quire.errors import QuireError"),
     "the reference imports more than torch": ("quire.reference", "import numpy"),
-    "the kit writes by quire.write": ("quire.conformance.build", "from quire.write import write"),
+    "the kit writes by quire.write": ("quire.conformance.cases.build", "from quire.write import write"),
     "dispatch imports the operators of graphs": ("quire.dispatch.choose", "from quire import ops"),
-    "an operation imports the kit": ("quire.step", "from quire.conformance.run import run"),
-    "the kit imports the command line": ("quire.conformance.run", "from quire.cli.demo import demo"),
-    "by import_module": ("quire.contract.check", "from importlib import import_module\nimport_module('quire.conformance.watch')"),
-    "by importlib": ("quire.attend", "import importlib\ndef f():\n    importlib.import_module('quire.conformance.watch').Judge()"),
+    "an operation imports the kit": ("quire.step", "from quire.conformance.runner.run import run"),
+    "the kit imports the command line": ("quire.conformance.runner.run", "from quire.cli.demo import demo"),
+    "by import_module": (
+        "quire.contract.check",
+        "from importlib import import_module\nimport_module('quire.conformance.x')",
+    ),
+    "by importlib": (
+        "quire.attend",
+        "import importlib\ndef f():\n    importlib.import_module('quire.conformance.x').Judge()",
+    ),
     "by an f-string": ("quire.attend", "import importlib\nimportlib.import_module(f'quire.cli.{verb}')"),
     "by __import__": ("quire.batch", "__import__('quire.contract.rule')"),
     "by a name that the source does not say": ("quire.batch", "import importlib\nimportlib.import_module('quire' + '.cli')"),
     "by import_module under another name": ("quire.batch", "from importlib import import_module as load\nload('quire.cli')"),
-    "the package loads the kit at once": ("quire", "from quire.conformance.record import record"),
-    "checked loads the kit at once": ("quire.checked", "from quire.conformance.watch import Judge"),
+    "the package loads the kit at once": ("quire", "from quire.conformance.recording.record import record"),
+    "checked loads the kit at once": ("quire.checked", "from quire.conformance.recording.result_checks import Judge"),
     "checked loads the command line": ("quire.checked", "def f():\n    from quire.cli.demo import demo"),
     "a relative import": ("quire.cache.pool", "from . import ledger"),
     "after TYPE_CHECKING": ("quire.errors", "if TYPE_CHECKING:\n    pass\nelse:\n    import quire.batch"),
@@ -201,10 +208,13 @@ WITHIN = {
     "a kernel imports the machine": ("quire.kernels.triton.decode", "from quire.platform import Platform"),
     "an operation imports the launch path": ("quire.attend", "from quire.launch import launcher_for"),
     "a kernel imports data": ("quire.kernels.triton.decode", "from quire.cache.kv_cache import KVCache"),
-    "the kit imports the reference": ("quire.conformance.run", "from quire import reference"),
+    "the kit imports the reference": ("quire.conformance.runner.run", "from quire import reference"),
     "for type checkers alone": ("quire.errors", "if TYPE_CHECKING:\n    from quire.dispatch.decision import Decision"),
-    "the package loads the kit on request": ("quire", "def f():\n    from quire.conformance.record import record"),
-    "checked loads the kit on request": ("quire.checked", "def f():\n    from quire.conformance.watch import Judge"),
+    "the package loads the kit on request": ("quire", "def f():\n    from quire.conformance.recording.record import record"),
+    "checked loads the kit on request": (
+        "quire.checked",
+        "def f():\n    from quire.conformance.x import Judge",
+    ),
     "the command line loads a verb": ("quire.cli", "from importlib import import_module\nimport_module(f'quire.cli.{verb}')"),
     "the command line imports anything": ("quire.cli.demo", "import quire\nfrom quire.bench.run import run"),
 }

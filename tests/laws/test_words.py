@@ -1,4 +1,4 @@
-"""The words of docs/vocabulary.md, nothing left for later, and no result that hangs on the environment."""
+"""The terms of docs/vocabulary.md, no retired terms, nothing postponed, and no result that depends on the environment."""
 
 from __future__ import annotations
 
@@ -14,11 +14,31 @@ SRC = ROOT / "src" / "quire"
 FILES = sorted(SRC.rglob("*.py"))
 PROSE = sorted({*FILES, *ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("examples/*.py")})
 
-# Where the peers' own words are quoted.
-FOREIGN_FILES = ("dispatch/vllm.py", "compat/", "integrations/")
+# Files that use the names of other projects.
+FOREIGN_FILES = ("compat/", "integrations/")
 FOREIGN_FUNCTIONS = ("from_vllm", "from_flash_attn", "from_flashinfer")
-# A child process inherits its parent's environment: the only reason to touch it.
-MAY_READ_ENVIRONMENT = ("bench/", "prepare.py")
+# Terms that Quire does not use, each with the one to use instead. In prose of the package, the examples and the documents:
+RETIRED_IN_PROSE = {
+    "whoever": "the component by its name",
+    "the seeds": "the ROCm story, or vLLM's test",
+    "borne out": "confirmed",
+    "not asked": "not run, with the reason",
+    "decode row": "decode sequence",
+    "prefill row": "prefill sequence",
+    "idle row": "empty sequence",
+    "handed out": "allocated",
+}
+# In the names of the package:
+RETIRED_IN_NAMES = {
+    "meet": "attend",
+    "moody": "determinism",
+    "settle": "finish",
+    "telling": "report",
+    "workshop": "tile",
+    "whoever": "the component",
+}
+# A child process inherits its parent's environment; and the command line asks it about shell completion and colors.
+MAY_READ_ENVIRONMENT = ("bench/", "prepare.py", "cli/__init__.py", "cli/sheet.py")
 
 
 def inside(path: Path, places: tuple[str, ...]) -> bool:
@@ -47,6 +67,21 @@ def blocks(source: str) -> list[str]:
     return [name for name in given_names(ast.parse(source)) if "block" in name.lower()]
 
 
+def parts_of(name: str) -> set[str]:
+    """The words of a name: of `meet_all` and of `HopperTile`."""
+    return {part.lower() for part in re.split(r"_|(?<=[a-z])(?=[A-Z])", name)}
+
+
+def retired_names(source: str) -> list[str]:
+    return [name for name in given_names(ast.parse(source)) if parts_of(name) & set(RETIRED_IN_NAMES)]
+
+
+def retired_phrases(text: str) -> list[str]:
+    """The retired terms of a text, also across line breaks. What is quoted in `code` is not prose."""
+    prose = re.sub(r"\s+#?\s*", " ", re.sub(r"`[^`\n]*`", "", text)).lower()
+    return [term for term in RETIRED_IN_PROSE if re.search(rf"\b{term}s?\b", prose)]
+
+
 def environment_reads(source: str) -> list[str]:
     nodes = ast.walk(ast.parse(source))
     names = (node.attr if isinstance(node, ast.Attribute) else getattr(node, "name", "") for node in nodes)
@@ -67,12 +102,23 @@ def test_pages_are_memory_and_tiles_are_compute(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", PROSE, ids=name)
+def test_prose_uses_the_fields_terms(path: Path) -> None:
+    assert retired_phrases(path.read_text()) == []
+
+
+@pytest.mark.parametrize("path", FILES, ids=name)
+def test_names_use_the_fields_terms(path: Path) -> None:
+    assert retired_names(path.read_text()) == []
+    assert not set(path.stem.split("_")) & set(RETIRED_IN_NAMES)
+
+
+@pytest.mark.parametrize("path", PROSE, ids=name)
 def test_nothing_is_postponed(path: Path) -> None:
     assert postponed(path.read_text()) == []
 
 
 @pytest.mark.parametrize("path", [p for p in FILES if not inside(p, MAY_READ_ENVIRONMENT)], ids=name)
-def test_no_result_hangs_on_the_environment(path: Path) -> None:
+def test_no_result_depends_on_the_environment(path: Path) -> None:
     assert environment_reads(path.read_text()) == []
 
 
@@ -106,6 +152,24 @@ def test_the_law_lets_others_speak(source: str) -> None:
 )
 def test_the_law_sees_the_environment(source: str) -> None:
     assert environment_reads(source)
+
+
+@pytest.mark.parametrize("text", ["# taken by whoever\n# is ready", "Decode rows are skipped", "slots handed\n    out again"])
+def test_the_law_sees_a_retired_phrase(text: str) -> None:
+    assert retired_phrases(text)
+
+
+@pytest.mark.parametrize(
+    "text", ["a row of q", "`decode row` is vLLM's term", "the seed of a generator", "a function handed outputs"]
+)
+def test_the_law_allows_plain_prose(text: str) -> None:
+    assert not retired_phrases(text)
+
+
+@pytest.mark.parametrize("source", ["def meet_all(): ...", "class HopperWorkshop: ...", "is_moody = True"])
+def test_the_law_sees_a_retired_name(source: str) -> None:
+    assert retired_names(source)
+    assert not retired_names(source.replace("meet", "attend").replace("Workshop", "Tile").replace("moody", "steady"))
 
 
 def test_the_law_sees_what_is_postponed() -> None:

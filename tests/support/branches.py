@@ -17,13 +17,13 @@ Place = tuple[str, int, int]
 
 
 CANNOT = {
-    "attend.attend_kernel: if C.EARLY -> yes": "compiled: griddepcontrol.launch_dependents",
+    "attend.attend_kernel: if C.PDL -> yes": "compiled: griddepcontrol.launch_dependents",
     **{
         f"attend.attend_kernel: if {test} -> {outcome}": "only on cards that launch dependent kernels early"
-        for test in ("room.beside != 0", "room.beside == 0", "program == 0")
+        for test in ("workspace.overlapped != 0", "workspace.overlapped == 0", "program == 0")
         for outcome in ("yes", "no")
     },
-    "combine.combine_kernel: if C.EARLY -> yes": "compiled: griddepcontrol.wait",
+    "combine.combine_kernel: if C.PDL -> yes": "compiled: griddepcontrol.wait",
     "schedule.uniform: if C.UNIFORM and (not C.WIDE) -> yes": "compiled: redux.sync",
     "formats.encode: if HARDWARE and FORMAT == 'e4m3fn' -> yes": "an instruction of cards: test_bytes_are_made_by_cards_that_can",
     "formats.encode: if HARDWARE and FORMAT == 'e5m2' -> yes": "an instruction of cards: test_bytes_are_made_by_cards_that_can",

@@ -59,7 +59,9 @@ def _mend_numbers(interpreter: Any) -> None:
 
     def stored(values: np.ndarray, dtype: Any) -> Any:
         if dtype.scalar.name.startswith("fp8"):
-            raise NotImplementedError("a cast to fp8 means something else on every target: quire.kernels.triton.formats encodes")
+            raise NotImplementedError(
+                "a cast to fp8 means something else on every target: quire.kernels.triton.device.formats encodes"
+            )
         if dtype.scalar == tl.bfloat16:
             values = torch.from_numpy(np.array(values, dtype=np.float32, order="C")).bfloat16().view(torch.uint16).numpy()
         return handle(values.astype(interpreter._get_np_dtype(dtype), copy=False), dtype.scalar)

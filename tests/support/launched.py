@@ -9,11 +9,11 @@ import torch
 
 from quire import Batch, KVCache
 from quire.contract.call import Call
-from quire.kernels.triton.constants import dot_type
-from quire.kernels.triton.launcher import AttendLauncher
-from quire.kernels.triton.ledger import AuditLauncher
-from quire.kernels.triton.tuning import AUDIT, WRITE, Portion, Tuning
-from quire.kernels.triton.write import WriteLauncher
+from quire.kernels.triton.host.audit import AuditLauncher
+from quire.kernels.triton.host.constants import dot_type
+from quire.kernels.triton.host.launcher import AttendLauncher
+from quire.kernels.triton.host.tuning import AUDIT, WRITE, Portion, Tuning
+from quire.kernels.triton.host.write import WriteLauncher
 from quire.platform import INTERPRETER, Platform
 from quire.problem import ANY, Problem
 from support.scenario import TYPES, Scenario, build

@@ -17,8 +17,8 @@ from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
 
-from quire.kernels.triton.compiled import Compiled
-from quire.kernels.triton.sample import Sample
+from quire.kernels.triton.compiler.compiled import Compiled
+from quire.kernels.triton.compiler.sample import KernelSample
 
 VERSIONS = ("3.6.0", "3.7.1", "3.8.0", "3.9.0")
 """The newest release of each minor version that pyproject.toml allows."""
@@ -26,11 +26,11 @@ ROOT = Path(__file__).parents[2]
 
 _PROGRAM = """
 import json, sys, triton
-from quire.kernels.triton.compiled import compile_apart
-from quire.kernels.triton.sample import Sample
+from quire.kernels.triton.compiler.compiled import compile_in_subprocess
+from quire.kernels.triton.compiler.sample import KernelSample
 version, work = json.load(sys.stdin)
 assert triton.__version__ == version, f"Triton {triton.__version__} of {triton.__file__}, not {version}"
-print(json.dumps(compile_apart([(arch, Sample(**members)) for arch, members in work])))
+print(json.dumps(compile_in_subprocess([(arch, KernelSample(**members)) for arch, members in work])))
 """
 
 
@@ -63,8 +63,8 @@ def _install(version: str, folder: Path) -> None:
     partial.rename(folder)
 
 
-def compile_with(version: str, work: Sequence[tuple[str, Sample]]) -> list[list[Compiled] | str]:
-    """What `compile_apart` returns for this work with this version of Triton."""
+def compile_with(version: str, work: Sequence[tuple[str, KernelSample]]) -> list[list[Compiled] | str]:
+    """What `compile_in_subprocess` returns for this work with this version of Triton."""
     folder = environment(version)
     path = [str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
     variables = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}

@@ -4,46 +4,48 @@ from __future__ import annotations
 
 from typing import Any
 
-from quire.kernels.triton.compiled import Compiled
-from quire.kernels.triton.sample import Sample
+from quire.kernels.triton.compiler.compiled import Compiled
+from quire.kernels.triton.compiler.sample import KernelSample
 from quire.platform import Platform
 
 ARCHES = ("sm90", "gfx942", "sm80", "sm89", "sm100", "gfx1100", "gfx1201")
 
 FP16: dict[str, Any] = {"format": "fp16", "q_dtype": "fp16", "out_dtype": "fp16"}
 TREE = {"mask": True, "positions": "int32", "window": [50, 2], "alibi": True}
-TRITON = {f"{kernel}-{format}": Sample(kernel, format=format) for kernel in ("decode", "mixed") for format in ("bf16", "e4m3fn")}
-TRITON |= {f"write-{format}": Sample("write", format=format) for format in ("bf16", "e4m3fn", "int8")}
+TRITON = {
+    f"{kernel}-{format}": KernelSample(kernel, format=format) for kernel in ("decode", "mixed") for format in ("bf16", "e4m3fn")
+}
+TRITON |= {f"write-{format}": KernelSample("write", format=format) for format in ("bf16", "e4m3fn", "int8")}
 TRITON |= {
-    "decode-fp16": Sample("decode", **FP16),
-    "decode-lse-window": Sample("decode", 64, lse=True, problem={"window": [100, 0]}, small=True),
-    "mixed-new-softcap": Sample("mixed", 64, new=True, lse=True, problem={"softcap": True}, small=True),
-    "mixed-tree": Sample("mixed", 64, "int8", scales="head", problem=TREE, small=True),
-    "audit": Sample("audit"),
+    "decode-fp16": KernelSample("decode", **FP16),
+    "decode-lse-window": KernelSample("decode", 64, lse=True, problem={"window": [100, 0]}, small=True),
+    "mixed-new-softcap": KernelSample("mixed", 64, new=True, lse=True, problem={"softcap": True}, small=True),
+    "mixed-tree": KernelSample("mixed", 64, "int8", scales="head", problem=TREE, small=True),
+    "audit": KernelSample("audit"),
 }
 GLUON = {
-    "gluon-bf16": Sample("gluon"),
-    "gluon-fp16": Sample("gluon", **FP16),
-    "gluon-e4m3fn": Sample("gluon", format="e4m3fn"),
-    "gluon-int8-head": Sample("gluon", 80, "int8", scales="head", problem={"sinks": True}),
-    "gluon-new": Sample("gluon", new=True, index="int64"),
-    "gluon-window-softcap-lse": Sample("gluon", lse=True, problem={"window": [100, 0], "softcap": True}),
+    "gluon-bf16": KernelSample("gluon"),
+    "gluon-fp16": KernelSample("gluon", **FP16),
+    "gluon-e4m3fn": KernelSample("gluon", format="e4m3fn"),
+    "gluon-int8-head": KernelSample("gluon", 80, "int8", scales="head", problem={"sinks": True}),
+    "gluon-new": KernelSample("gluon", new=True, index="int64"),
+    "gluon-window-softcap-lse": KernelSample("gluon", lse=True, problem={"window": [100, 0], "softcap": True}),
 }
 """For sm90 alone."""
 BRIEF = {
-    "gluon-small-new": Sample("gluon", 64, new=True, lse=True, small=True),
-    "gluon-small-e4m3fn": Sample("gluon", 64, "e4m3fn", small=True),
-    "audit-small": Sample("audit", small=True),
-    "write-small": Sample("write", format="e4m3fn", small=True),
+    "gluon-small-new": KernelSample("gluon", 64, new=True, lse=True, small=True),
+    "gluon-small-e4m3fn": KernelSample("gluon", 64, "e4m3fn", small=True),
+    "audit-small": KernelSample("audit", small=True),
+    "write-small": KernelSample("write", format="e4m3fn", small=True),
 }
 """For the normal suite: small tiles, and every name of Gluon and every kernel all the same."""
 
 
-def samples_for(arch: str) -> dict[str, Sample]:
+def samples_for(arch: str) -> dict[str, KernelSample]:
     return TRITON | GLUON if arch == "sm90" else TRITON
 
 
-def faults(arch: str, sample: Sample, found: list[Compiled] | str) -> list[str]:
+def faults(arch: str, sample: KernelSample, found: list[Compiled] | str) -> list[str]:
     """What is wrong with a compiled call; nothing, if all is well."""
     if isinstance(found, str):
         return [found]

@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("triton")
 
-from quire.kernels.triton.compiled import Compiled
+from quire.kernels.triton.compiler.compiled import Compiled
 from support import versions
 from support.versions import VERSIONS, compile_with, installed
 from versions.samples import BRIEF, GLUON, TRITON, faults

@@ -1,4 +1,4 @@
-"""A workload's tensors: what every contestant is given."""
+"""A workload's tensors: what every implementation is given."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ K_SCALE, V_SCALE, Q_SCALE = 0.5, 1.0, 0.5
 
 
 @dataclass(frozen=True)
-class Case:
+class BenchCase:
     """The cache holds every token, in layout nhd. `k` and `v` are the new tokens, as the cache gives them back; a write starts from
     an empty cache."""
 
@@ -38,12 +38,12 @@ class Case:
         return FORMATS[format].encode(self.q.float() / Q_SCALE)
 
     def out(self) -> torch.Tensor:
-        """Memory for an output, NaN wherever nobody writes."""
+        """Memory for an output, filled with NaN."""
         return torch.full_like(self.q, torch.nan)
 
     def page_lists(self) -> list[torch.Tensor]:
         """The pages of each sequence, in order."""
-        used = [-(-(new + context) // self.cache.page_size) for new, context in self.workload.rows]
+        used = [-(-(new + context) // self.cache.page_size) for new, context in self.workload.sequences]
         return [row[:count] for row, count in zip(self.batch.page_table, used)]
 
     def keys_and_values(self, pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -53,32 +53,32 @@ class Case:
 
 
 def _numbers(k: torch.Tensor, v: torch.Tensor, cache: KVCache) -> tuple[torch.Tensor, torch.Tensor]:
-    """What stored bytes stand for."""
+    """The numbers that are stored, their scales applied."""
     k, v = k.view(cache.k.dtype), v.view(cache.v.dtype)
     if cache.k_scale is None or cache.v_scale is None:
         return k, v
     return k.float() * cache.k_scale, v.float() * cache.v_scale
 
 
-def build(workload: Workload, device: torch.device | str = "cpu", folder: str | None = None) -> Case:
-    """The same in every process. With a folder, K and V are files in it, mapped by all who build there: then contestants read the
-    very same memory, and a slow bank of it is slow for everyone."""
+def build(workload: Workload, device: torch.device | str = "cpu", folder: str | None = None) -> BenchCase:
+    """The tensors of a workload, the same in every process. With a folder, K and V are files in it that all processes map: then the
+    implementations read the same physical memory."""
     w, device = workload, torch.device(device)
     shuffle, values = torch.Generator().manual_seed(0), torch.Generator(device).manual_seed(1)
     format, dtype = FORMATS[w.cache_format], FORMATS[w.dtype].dtype
-    lens = [new + context for new, context in w.rows]
+    lens = [new + context for new, context in w.sequences]
     used = [-(-n // w.page_size) for n in lens]
     pages = sum(used)
-    # Peers read past the end of a table's row without a mask: its width is rounded up, and its padding names a page that exists.
-    table = torch.zeros(len(w.rows), -(-max(used) // 8) * 8, dtype=torch.int32, device="cpu")
+    # Peers read past the end of a table's row without a mask: its width is rounded up, and its padding is the id of a page.
+    table = torch.zeros(len(w.sequences), -(-max(used) // 8) * 8, dtype=torch.int32, device="cpu")
     for row, ids in zip(table, torch.randperm(pages, generator=shuffle, device="cpu").int().split(used)):
         row[: len(ids)] = ids
-    starts = torch.tensor([0, *(new for new, _ in w.rows)], device="cpu").cumsum(0).int()
+    starts = torch.tensor([0, *(new for new, _ in w.sequences)], device="cpu").cumsum(0).int()
     batch = Batch(
         table.to(device),
         torch.tensor(lens, device="cpu").int().to(device),
         starts.to(device),
-        max_q_len=max(new for new, _ in w.rows),
+        max_q_len=max(new for new, _ in w.sequences),
         max_kv_len=max(lens),
     )
     slots = batch.slots_of_tokens(w.tokens, w.page_size)
@@ -100,14 +100,14 @@ def build(workload: Workload, device: torch.device | str = "cpu", folder: str | 
         k, v = (x.flatten(0, 1)[slots] for x in (cache.k_bytes, cache.v_bytes))
         k, v = (x.to(dtype) for x in _numbers(k, v, cache))
     q = torch.randn(w.tokens, w.q_heads, w.head_dim, generator=values, device=device).to(dtype)
-    return Case(w, q, k, v, cache, batch, Options(window=w.window))
+    return BenchCase(w, q, k, v, cache, batch, Options(window=w.window))
 
 
 def _pages(shape: tuple[int, ...], dtype: torch.dtype, g: torch.Generator, file: Path | None) -> torch.Tensor:
-    """Random pages. On the host, fifths of small whole numbers are as good as normal numbers, and made in a tenth of the time."""
+    """Random pages. On the host they are fifths of small integers, which are generated ten times as fast as normal numbers."""
     if g.device.type != "cpu":
         return torch.randn(shape, generator=g, device=g.device, dtype=dtype)
-    pages = torch.randint(-8, 9, shape, generator=g, dtype=torch.int8, device="cpu")
+    pages = torch.randint(-8, 9, shape, generator=g, dtype=torch.int16, device="cpu")
     if file is None:
         return pages.to(dtype).div_(5)
     made = file.exists()

@@ -1,13 +1,13 @@
-"""What a call on a CPU costs besides its kernel: `attend` and `step`, the bare kernels, and one small torch operator, in one run.
+"""The host overhead of a call on a CPU: `attend` and `step`, their kernels alone, and one small torch operator, in one run.
 
     python -m quire.bench.host
 
-Each is timed in short bursts, in turns with the others, and the fastest burst counts: the rest is what else the machine did."""
+Each is timed in short bursts, in turn with the others. The fastest burst counts: slower ones include other work of the machine."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -21,10 +21,10 @@ from quire.options import PLAIN
 
 SIZES = (1, 256)
 """Sequences of the batches that are measured, one new token each."""
-TURNS = 60
+REPETITIONS = 60
 
 
-class HostRow(NamedTuple):
+class HostTiming(NamedTuple):
     """Microseconds of one operation over a batch of decodes."""
 
     operation: str
@@ -34,13 +34,13 @@ class HostRow(NamedTuple):
     total: float
     """The public function."""
     kernel: float
-    """Its native kernels alone, called with arguments that are ready."""
+    """Its native kernels alone, called with prepared arguments."""
     checks: float
-    """The contract of such a call, for a batch that was seen before."""
+    """The contract checks of such a call, for a batch that was checked before."""
     first_checks: float
-    """The same for a batch that was never seen."""
+    """The same for a new batch."""
     launch: float
-    """The native kernels with their arguments made from tensors."""
+    """The native kernels, their arguments prepared from tensors included."""
     operator: float
     """One small torch operator: an addition of 16 numbers."""
 
@@ -55,14 +55,14 @@ class HostRow(NamedTuple):
         return self.total / self.operator
 
 
-def measure_cpu_host(sizes: tuple[int, ...] = SIZES, kv_len: int = 16, turns: int = TURNS) -> list[HostRow]:
-    """A row for `attend` and one for `step`, for each number of sequences. Needs the native kernels."""
+def measure_cpu_host(sizes: tuple[int, ...] = SIZES, kv_len: int = 16, repetitions: int = REPETITIONS) -> Iterator[HostTiming]:
+    """A timing of `attend` and one of `step`, for each number of sequences. Needs the native kernels."""
     if not FILE.exists():
-        raise quire.KernelError("the native kernels are not built here: there is no bare kernel to compare with")
-    return [row for seqs in sizes for row in _measure(seqs, kv_len, turns)]
+        raise quire.KernelError("the native kernels are not built here: there is no kernel to compare with")
+    return (timing for seqs in sizes for timing in _measure(seqs, kv_len, repetitions))
 
 
-def report(rows: list[HostRow]) -> str:
+def report(rows: list[HostTiming]) -> str:
     """The rows as a table. In brackets: as a multiple of one small torch operator."""
     lines = [f"{'microseconds':24}{'total':>18}{'kernel':>10}{'beyond it':>18}{'checks':>9}{'first':>9}{'launch':>9}"]
     for row in rows:
@@ -74,7 +74,7 @@ def report(rows: list[HostRow]) -> str:
     return "\n".join([*lines, f"one small torch operator: {operator:.2f} microseconds"])
 
 
-def _measure(seqs: int, kv_len: int, turns: int) -> list[HostRow]:
+def _measure(seqs: int, kv_len: int, repetitions: int) -> list[HostTiming]:
     pool = quire.PagePool(seqs * (kv_len // 16 + 2), 16)
     cache = quire.KVCache.allocate(pool, kv_heads=8, head_dim=128)
     owners = [pool.sequence() for _ in range(seqs)]
@@ -118,16 +118,16 @@ def _measure(seqs: int, kv_len: int, turns: int) -> list[HostRow]:
         "step first": lambda: both(forget, check_step),
         "step launch": lambda: both(store, read),
     }
-    found = _fastest(what, turns)
+    found = _fastest(what, repetitions)
     rows = []
     for name in ("attend", "step"):
         kernel, checks, first, launch = (found[f"{name} {part}"] for part in ("kernel", "checks", "first", "launch"))
-        rows.append(HostRow(name, seqs, kv_len, found[name], kernel, checks, first, launch, found["operator"]))
+        rows.append(HostTiming(name, seqs, kv_len, found[name], kernel, checks, first, launch, found["operator"]))
     return rows
 
 
 def _bare(name: str, launch: Callable[[], None]) -> Callable[[], Any]:
-    """The call of the library that a launch makes, with its arguments already packed."""
+    """The library call of a launch, with its arguments already packed."""
     native = library()
     asked: list[bytes] = []
     setattr(native, name, asked.append)
@@ -139,15 +139,15 @@ def _bare(name: str, launch: Callable[[], None]) -> Callable[[], Any]:
     return lambda: function(asked[0])
 
 
-def _fastest(what: dict[str, Callable[[], Any]], turns: int) -> dict[str, float]:
-    """The microseconds of each in its fastest burst. A burst is shorter than a time slice of the system."""
+def _fastest(what: dict[str, Callable[[], Any]], repetitions: int) -> dict[str, float]:
+    """The microseconds of each in its fastest burst. A burst is shorter than a time slice of the operating system."""
     best, calls = dict.fromkeys(what, float("inf")), {}
     for name, run in what.items():
         run()
         start = time.perf_counter()
         run()
         calls[name] = max(1, min(100, int(1e-3 / max(1e-7, time.perf_counter() - start))))
-    for _ in range(turns):
+    for _ in range(repetitions):
         for name, run in what.items():
             start = time.perf_counter()
             for _ in range(calls[name]):
@@ -157,4 +157,4 @@ def _fastest(what: dict[str, Callable[[], Any]], turns: int) -> dict[str, float]
 
 
 if __name__ == "__main__":
-    print(report(measure_cpu_host()))
+    print(report(list(measure_cpu_host())))

@@ -1,6 +1,6 @@
-"""How long a call keeps the host of a GPU: for shapes that were never seen before, and for one that is repeated.
+"""The host time of a call on a GPU: for new shapes, and for one that is repeated.
 
-Before each call the device is waited for, outside of the timed region: its queue is empty, and a call waits for nothing."""
+Before each call the device is synchronized, outside of the timed region: its queue is empty, so a call waits for nothing."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import random
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -16,10 +16,10 @@ import quire
 from quire.batch import Batch
 from quire.bench.figures import Figure
 from quire.bench.stream.replay import frozen_heap
-from quire.bench.stream.setup import Model
+from quire.bench.stream.setup import StreamModel
 from quire.cache.kv_cache import KVCache
 
-MODEL = Model(layers=1, q_heads=32, kv_heads=8, head_dim=128, page_size=16)
+MODEL = StreamModel(layers=1, q_heads=32, kv_heads=8, head_dim=128, page_size=16)
 PAGES = 40_000
 SHAPES = 400
 """Batches of different numbers of sequences and tokens."""
@@ -27,8 +27,8 @@ REPEATS = 1000
 LIMITS = {"attend": 15e-6, "step": 25e-6}
 """For a repeated shape."""
 
-Settle = Callable[[], None]
-Function = Callable[["Call"], Callable[[], object]]
+Synchronize = Callable[[], None]
+Function = Callable[["HostCall"], Callable[[], object]]
 
 
 class Shape(NamedTuple):
@@ -38,7 +38,7 @@ class Shape(NamedTuple):
     kv_lens: tuple[int, ...]
 
 
-class Call(NamedTuple):
+class HostCall(NamedTuple):
     """A batch with its tensors, ready to be called."""
 
     q: torch.Tensor
@@ -66,7 +66,9 @@ def shapes(count: int = SHAPES, seed: int = 0, most_keys: int = 30_000) -> list[
     return list(found.values())
 
 
-def calls(wanted: Sequence[Shape], device: torch.device | str, model: Model = MODEL, pages: int = PAGES) -> Iterator[Call]:
+def calls(
+    wanted: Sequence[Shape], device: torch.device | str, model: StreamModel = MODEL, pages: int = PAGES
+) -> Iterator[HostCall]:
     """The tensors of each shape, over one cache. q, k and v are views of one projection."""
     g = torch.Generator(device).manual_seed(0)
     shape = (pages, model.page_size, model.kv_heads, model.head_dim)
@@ -75,7 +77,7 @@ def calls(wanted: Sequence[Shape], device: torch.device | str, model: Model = MO
     heads = (model.q_heads, model.kv_heads, model.kv_heads)
     for q_lens, kv_lens in wanted:
         width = max(-(-n // model.page_size) for n in kv_lens)
-        # Different pages for all rows of a batch, so that no two tokens are written to one slot.
+        # Different pages for all sequences of a batch, so that no two tokens are written to one slot.
         needed = len(kv_lens) * width
         ids = torch.arange(needed, dtype=torch.int32, device=device) % pages
         lens = torch.tensor(kv_lens, dtype=torch.int32, device="cpu")
@@ -85,14 +87,14 @@ def calls(wanted: Sequence[Shape], device: torch.device | str, model: Model = MO
         )
         fused = torch.randn(sum(q_lens), sum(heads), model.head_dim, generator=g, device=device).bfloat16()
         q, k, v = fused.split(heads, 1)
-        yield Call(q, k, v, cache, batch, torch.empty(sum(q_lens), model.q_heads, model.head_dim, dtype=q.dtype, device=device))
+        yield HostCall(q, k, v, cache, batch, torch.empty(sum(q_lens), model.q_heads, model.head_dim, dtype=q.dtype, device=device))
 
 
-def attend(call: Call) -> Callable[[], object]:
+def attend(call: HostCall) -> Callable[[], object]:
     return lambda: quire.attend(call.q, call.cache, call.batch, out=call.out)
 
 
-def step(call: Call) -> Callable[[], object]:
+def step(call: HostCall) -> Callable[[], object]:
     return lambda: quire.step(call.q, call.k, call.v, call.cache, call.batch, out=call.out)
 
 
@@ -105,7 +107,7 @@ def flash_attention() -> Function:
     if not flash_attn.is_fa_version_supported(VERSION):
         raise ImportError(flash_attn.fa_version_unsupported_reason(VERSION))
 
-    def bind(call: Call) -> Callable[[], object]:
+    def bind(call: HostCall) -> Callable[[], object]:
         batch, cache = call.batch, call.cache
         return lambda: flash_attn.flash_attn_varlen_func(
             q=call.q,
@@ -125,56 +127,54 @@ def flash_attention() -> Function:
     return bind
 
 
-def seconds_of(runs: Sequence[Callable[[], object]], settle: Settle) -> list[float]:
+def seconds_of(runs: Sequence[Callable[[], object]], synchronize: Synchronize) -> list[float]:
     """The host's time of each run, the device idle before it."""
     seconds = []
     with frozen_heap():
         for run in runs:
-            settle()
+            synchronize()
             start = perf_counter()
             run()
             seconds.append(perf_counter() - start)
-    settle()
+    synchronize()
     return seconds
 
 
 def measure_gpu_host(
     device: torch.device | str = "cuda",
     *,
-    settle: Settle = torch.cuda.synchronize,
+    synchronize: Synchronize = torch.cuda.synchronize,
     peer: Callable[[], Function] = flash_attention,
     count: int = SHAPES,
     repeats: int = REPEATS,
-    model: Model = MODEL,
-) -> list[Figure]:
-    """Every figure of the host. The peer that is not there is a figure without a value, and the reason."""
+    model: StreamModel = MODEL,
+) -> Iterator[Figure]:
+    """All figures. A peer that cannot be imported is a figure without a value, with the reason as its note."""
     new = list(calls(shapes(count), device, model)) if count else []
     repeated = next(calls([Shape((1,) * 64, (4096,) * 64)], device, model))
-    prepare: Any = getattr(quire, "prepare", None)
-    if prepare is not None and torch.device(device).type == "cuda":
-        prepare(repeated.cache, q_heads=model.q_heads, q_dtype=repeated.q.dtype)
-    # One call of another shape first: what is imported or loaded once belongs to no shape.
+    if torch.device(device).type == "cuda":
+        quire.prepare(repeated.cache, q_heads=model.q_heads, q_dtype=repeated.q.dtype)
+    # One call of another shape first: what is imported or loaded once is not part of a measurement.
     first = next(calls([Shape((1, 3), (40, 3))], device, model))
-    seconds_of([attend(first), step(first)], settle)
-    mine = seconds_of([attend(call) for call in new], settle)
-    limit, theirs = _peer_figures(peer, first, new, settle)
-    found = [*_spread(f"attend, {count} new shapes", mine, limit), *theirs]
+    seconds_of([attend(first), step(first)], synchronize)
+    mine = seconds_of([attend(call) for call in new], synchronize)
+    limit, theirs = _peer_figures(peer, first, new, synchronize)
+    yield from (*_spread(f"attend, {count} new shapes", mine, limit), *theirs)
     for name, function in (("attend", attend), ("step", step)):
         run = function(repeated)
-        seconds = seconds_of([run] * (repeats + 10), settle)[10:]
-        found.append(Figure(f"{name}, decode 64 x 4096 repeated, median of {repeats}", statistics.median(seconds), LIMITS[name]))
-    return found
+        seconds = seconds_of([run] * (repeats + 10), synchronize)[10:]
+        yield Figure(f"{name}, decode 64 x 4096 repeated, median of {repeats}", statistics.median(seconds), LIMITS[name])
 
 
 def _peer_figures(
-    peer: Callable[[], Function], first: Call, new: Sequence[Call], settle: Settle
+    peer: Callable[[], Function], first: HostCall, new: Sequence[HostCall], synchronize: Synchronize
 ) -> tuple[float | None, list[Figure]]:
     """The median of the peer, which is the limit of ours, and its figures."""
     name = f"FlashAttention-3, {len(new)} new shapes"
     try:
         function = peer()
-        seconds_of([function(first)], settle)
-        seconds = seconds_of([function(call) for call in new], settle)
+        seconds_of([function(first)], synchronize)
+        seconds = seconds_of([function(call) for call in new], synchronize)
     # A package that is there but broken raises whatever it likes.
     except Exception as error:
         return None, [Figure(name, None, note=f"{type(error).__name__}: {error}")]

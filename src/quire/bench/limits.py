@@ -1,4 +1,4 @@
-"""What this machine can do, measured in the same run: the bound that every figure is compared with."""
+"""The bandwidth and the arithmetic throughput of this machine, measured in the same run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from quire.bench.workloads import Workload
 
 Timer = Callable[[Callable[[], Any]], list[float]]
-"""Runs something many times and tells the seconds of each."""
+"""Runs something many times and returns the seconds of each run."""
 
 
 class Limits(NamedTuple):
@@ -21,10 +21,10 @@ class Limits(NamedTuple):
     flops: float
     copied: float = float("nan")
     faster: tuple[str, ...] = ()
-    """Types whose operations may take less time than those that were measured."""
+    """Types whose products may be faster than the one that was measured."""
 
     def seconds(self, workload: Workload) -> float | None:
-        """The least time that this much work can take; None where nothing was measured that would say so."""
+        """The least time that the workload can take; None if no limit was measured for its type."""
         if workload.operation == "write":
             return workload.bytes / self.copied
         read, computed = workload.bytes / self.bytes, workload.flops / self.flops

@@ -1,42 +1,31 @@
-"""How long a page pool takes for the steps of a serving engine, and how much memory its books need."""
+"""How long a page pool takes for the steps of a serving engine, and how much memory its bookkeeping needs."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
 
+from quire.bench.figures import Figure
 from quire.cache.pool import PagePool
 from quire.cache.sequence import Sequence
 
 
-class Measured(NamedTuple):
-    """One figure and its limit."""
-
-    name: str
-    value: float
-    """Seconds; bytes per page for memory."""
-    limit: float | None
-    """The most that is allowed; None if there is no limit."""
-
-
-def measure_pool(pages: int = 1_000_000, page_size: int = 16, repeats: int = 8) -> list[Measured]:
-    """Every figure is the least of several repeats: other processes only ever add to it."""
+def measure_pool(pages: int = 1_000_000, page_size: int = 16, repeats: int = 8) -> Iterator[Figure]:
+    """Every figure is the least of several repeats: other processes can only add to it."""
     decodes = [(256, 2048, 60e-6), (256, 16384, 60e-6), (1024, 2048, None), (4096, 2048, 0.7e-3)]
-    found = []
     for seqs, length, limit in decodes:
         if seqs * (length // page_size + 8) <= pages:
-            found += _measure_decode(pages, page_size, seqs, length, limit, repeats)
+            yield from _measure_decode(pages, page_size, seqs, length, limit, repeats)
     if 256 * 2048 <= pages * page_size:
-        found.append(Measured("step, prefill, 256 x 2048", min(_prefill(pages, page_size) for _ in range(repeats)), 1e-3))
+        yield Figure("step, prefill, 256 x 2048", min(_prefill(pages, page_size) for _ in range(repeats)), 1e-3)
     if 4096 * 2048 <= pages * page_size:
-        found.append(Measured("free, 4096 x 2048", min(_free(pages, page_size) for _ in range(repeats)), 5e-3))
+        yield Figure("free, 4096 x 2048", min(_free(pages, page_size) for _ in range(repeats)), 5e-3)
     pool, _ = _filled(pages, page_size, min(4096, pages), page_size)
-    found.append(Measured("usage", _least(pool.usage, 100), None))
-    return [*found, _memory(pages, page_size)]
+    yield Figure("usage", _least(pool.usage, 100), None)
+    yield _memory(pages, page_size)
 
 
-def _measure_decode(pages: int, page_size: int, seqs: int, length: int, limit: float | None, repeats: int) -> list[Measured]:
+def _measure_decode(pages: int, page_size: int, seqs: int, length: int, limit: float | None, repeats: int) -> list[Figure]:
     """Steps of one token per sequence: usual ones, those in which every sequence needs a page, and those in another order."""
     pool, sequences = _filled(pages, page_size, seqs, length)
     orders = dict.fromkeys(sequences, 1), dict.fromkeys(sequences[::-1], 1)
@@ -55,9 +44,9 @@ def _measure_decode(pages: int, page_size: int, seqs: int, length: int, limit: f
             pool.trim(sequence, length)
     name = f"step, one token, {seqs} x {length}"
     return [
-        Measured(name, min(usual), limit),
-        Measured(f"{name}, a page for each", min(paged), limit),
-        Measured(f"{name}, other order", min(reordered), None),
+        Figure(name, min(usual), limit),
+        Figure(f"{name}, a page for each", min(paged), limit),
+        Figure(f"{name}, other order", min(reordered), None),
     ]
 
 
@@ -72,13 +61,13 @@ def _free(pages: int, page_size: int) -> float:
     return _timed(lambda: pool.free(*sequences))
 
 
-def _memory(pages: int, page_size: int) -> Measured:
+def _memory(pages: int, page_size: int) -> Figure:
     """Bytes per page of a pool whose pages are nearly all held, by sequences of 2048 tokens."""
     length = min(2048, pages * page_size // 2)
     seqs = pages * page_size // length * 31 // 32
     pool, sequences = _filled(pages, page_size, seqs, length)
     pool.step(dict.fromkeys(sequences, 1))
-    return Measured("bytes per page", pool.nbytes / pages, 64)
+    return Figure("bytes per page", pool.nbytes / pages, 64)
 
 
 def _filled(pages: int, page_size: int, seqs: int, length: int) -> tuple[PagePool, list[Sequence]]:

@@ -6,11 +6,12 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from quire.bench.limits import Limits
-from quire.bench.measured import Measured, compared
+from quire.bench.measurement import Measurement, compared
+from quire.cache.format import FORMATS
 from quire.platform import Platform
 
 
-class Unit(NamedTuple):
+class DisplayUnit(NamedTuple):
     name: str
     factor: float
     form: str
@@ -20,11 +21,11 @@ class Unit(NamedTuple):
 
 
 UNITS = {
-    "cpu": (Unit("ms", 1.0, ".1f"), Unit("GB/s", 1.0, ".1f"), Unit("GFLOP/s", 1.0, ".0f")),
-    "cuda": (Unit("us", 1e3, ".1f"), Unit("TB/s", 1e-3, ".2f"), Unit("TFLOP/s", 1e-3, ".0f")),
+    "cpu": (DisplayUnit("ms", 1.0, ".1f"), DisplayUnit("GB/s", 1.0, ".1f"), DisplayUnit("GFLOP/s", 1.0, ".0f")),
+    "cuda": (DisplayUnit("us", 1e3, ".1f"), DisplayUnit("TB/s", 1e-3, ".2f"), DisplayUnit("TFLOP/s", 1e-3, ".0f")),
 }
 """For milliseconds, gigabytes per second and gigaflops."""
-SHARE, RATIO = Unit("", 1.0, ".0%"), Unit("", 1.0, ".2f")
+SHARE, RATIO = DisplayUnit("", 1.0, ".0%"), DisplayUnit("", 1.0, ".2f")
 PRECISION = {"cpu": "fp32", "cuda": "bf16"}
 """Of the matrix product that measures arithmetic."""
 
@@ -33,7 +34,7 @@ def report(
     device: str,
     platform: Platform,
     limits: Limits,
-    rows: Iterable[Measured],
+    rows: Iterable[Measurement],
     *,
     software: Mapping[str, str],
     missing: Mapping[str, str] | None = None,
@@ -54,7 +55,7 @@ def report(
 
 def verdict(report: Mapping[str, Any]) -> int:
     """The exit status: 1 if one of Quire's own results was wrong, or could not be had or timed."""
-    return 0 if all(row["right"] and row["milliseconds"] for row in report["rows"] if _is_own(row)) else 1
+    return 0 if all(row["right"] and row["milliseconds"] for row in report["rows"] if is_own(row)) else 1
 
 
 def title(report: Mapping[str, Any]) -> str:
@@ -72,11 +73,11 @@ def table(report: Mapping[str, Any]) -> tuple[tuple[str, ...], list[tuple[str, .
     """The head, and a line for each row."""
     time, rate, work = UNITS[device_of(report)]
     graph = any(row.get("graph_milliseconds") for row in report["rows"])
-    head = ("workload", "who", time.name, "+-", rate.name, work.name, "of limit", "error / allowed", "x peer")
+    head = ("workload", "implementation", time.name, "+-", rate.name, work.name, "of limit", "error / allowed", "x peer")
     return head + ((f"graph {time.name}", "graph x peer") if graph else ()), [
         (
             row["workload"],
-            who(row),
+            name_of(row),
             time(row["milliseconds"]) or ("wrong" if row["note"].startswith("wrong") else "failed"),
             SHARE(row["spread"]),
             rate(row["gigabytes_per_second"]),
@@ -92,19 +93,20 @@ def table(report: Mapping[str, Any]) -> tuple[tuple[str, ...], list[tuple[str, .
 
 def notes(report: Mapping[str, Any]) -> list[str]:
     """Why figures are missing, a line each."""
-    of_rows = [f"{row['workload']}, {row['contestant']}: {row['note']}" for row in report["rows"] if row["note"]]
+    of_rows = [f"{row['workload']}, {row['implementation']}: {row['note']}" for row in report["rows"] if row["note"]]
     return of_rows + [f"not measured: {name} ({reason})" for name, reason in report.get("missing", {}).items()]
 
 
-def who(row: Mapping[str, Any]) -> str:
-    """The contestant, with the precision of its queries where that is not the workload's."""
-    marked = row.get("q_format", "").startswith("e") and "fp8" not in row["contestant"]
-    return f"{row['contestant']} (fp8 q)" if marked else row["contestant"]
+def name_of(row: Mapping[str, Any]) -> str:
+    """The implementation, with the precision of its queries where that is not the workload's."""
+    marked = FORMATS[row["q_format"]].quantised and "fp8" not in row["implementation"]
+    return f"{row['implementation']} (fp8 q)" if marked else row["implementation"]
 
 
 def device_of(report: Mapping[str, Any]) -> str:
     return str(report.get("device", "cpu"))
 
 
-def _is_own(row: Mapping[str, Any]) -> bool:
-    return bool(row.get("own", row["contestant"] == "quire"))
+def is_own(row: Mapping[str, Any]) -> bool:
+    """Whether it is a measurement of Quire."""
+    return bool(row.get("own", row["implementation"] == "quire"))

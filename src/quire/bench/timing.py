@@ -8,17 +8,17 @@ from typing import Any
 
 import torch
 
-from quire.bench.contestants import Run
+from quire.bench.implementations import Run
 
 WARM_UP, MILLISECONDS = 10, 40
-"""How long one contestant runs in one of its turns, before and while it is timed; at least once each."""
+"""How long an implementation runs in each repetition, before it is timed and while it is timed; at least once each."""
 FLUSH = 2**28
 """Bytes that are touched before each run: several times any L2 cache."""
 
 
 def by_events(run: Callable[[], Any], *, dirty: bool = False) -> list[float]:
-    """The seconds of each run. The L2 cache is full of other memory when it begins, and if `dirty` of memory that was written: then
-    a run also waits for what others have left to be stored, as with `triton.testing.do_bench`."""
+    """The seconds of each run. The L2 cache is full of other memory when a run begins. If `dirty`, that memory was written: a run
+    then also waits for its write-back, as with `triton.testing.do_bench`."""
     flush = flusher(dirty)
     guess = statistics.median(_timed(run, flush, 5)) * 1e3
     _timed(run, flush, int(WARM_UP / guess))

@@ -1,4 +1,4 @@
-"""The search for rows of `kernels/triton/tuning.py`: candidates as data, each checked before it is timed, the fastest wins."""
+"""The search for rows of `kernels/triton/host/tuning.py`: candidates as data, each checked before it is timed, the fastest wins."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ import torch
 from quire.batch import Batch
 from quire.bench.case import build
 from quire.bench.gpu import why
-from quire.bench.truth import Truth
-from quire.bench.workloads import CUDA_WORKLOADS, Workload
+from quire.bench.reference_check import BenchReference
+from quire.bench.workloads import CUDA_WORKLOADS, FP8, Workload
 from quire.cache.format import FORMATS
 from quire.cache.kv_cache import KVCache
 from quire.contract.call import Call
-from quire.kernels.triton.tuning import Tuning, tuning_for
+from quire.kernels.triton.host.tuning import Tuning, tuning_for
 from quire.launch import described
 from quire.options import Options
 from quire.platform import Platform
@@ -33,13 +33,13 @@ ROUNDS: dict[str, tuple[Grid, ...]] = {
     "decode": (
         {"keys": (32, 64, 128), "stages": (2, 3, 4, 5), "warps": (1, 2, 4, 8), "per_multiprocessor": (1.0, 2.0, 3.0, 4.0, 8.0)},
         {"registers": (128, 168), "per_multiprocessor": (2.0, 3.0, 4.0)},
-        {"opening": (1, 2, 3, 4)},
-        {"many": (None, 3, 4, 6, 8), "together": (1, 2, 4)},
+        {"unit_overhead": (1, 2, 3, 4)},
+        {"many": (None, 3, 4, 6, 8), "heads_per_tile": (1, 2, 4)},
     ),
     "mixed": (
         {"long_rows": (64, 128), "long_keys": (32, 64, 128), "long_stages": (2, 3, 4), "warps": (4, 8)},
         {"keys": (32, 64, 128), "stages": (2, 3, 4, 5), "per_multiprocessor": (1.0, 2.0)},
-        {"opening": (1, 2, 3, 4)},
+        {"unit_overhead": (1, 2, 3, 4)},
     ),
 }
 """Each round starts from the best of the one before it: fields that depend on each other are in one round."""
@@ -60,12 +60,12 @@ WORKLOADS: dict[str, tuple[str, ...]] = {
     "mixed": ("prefill 8 x 1024 over 1024", "mixed: 1 x 2048 over 4096 + 63 decodes at 4096", "prefill 1 x 8192"),
 }
 """By their names; a quick search takes the first two."""
-TURNS = 3
-"""How often the winner and the row of the table are timed again, in turns: the fastest of many was also lucky."""
+REPETITIONS = 3
+"""How often the winner and the current row of the table are timed again, alternately: the fastest of many was also lucky."""
 
 
-class Kind(NamedTuple):
-    """What one row of the table is for."""
+class TuningTarget(NamedTuple):
+    """The kernel, cache and head_dim that one row of the table is for."""
 
     kernel: str
     stored: int
@@ -78,19 +78,19 @@ class Kind(NamedTuple):
         return f"{self.kernel}, {8 * self.stored}-bit cache, head_dim {self.width}"
 
     def workloads(self, quick: bool = False) -> list[Workload]:
-        """What its candidates are timed on."""
+        """The workloads that its candidates are timed on."""
         usual = {w.name: w for w in reversed(CUDA_WORKLOADS)}
         names = WORKLOADS[self.kernel][: 2 if quick else None]
-        return [replace(usual[name], head_dim=self.width, format="e4m3fn" if self.stored == 1 else "") for name in names]
+        return [replace(usual[name], head_dim=self.width, format=FP8 if self.stored == 1 else "") for name in names]
 
     def current(self, platform: Platform) -> Tuning:
-        """The row of the table, written for this kind alone."""
+        """The current row of the table, for this target alone."""
         row = tuning_for(self.kernel, platform.arch, self.width, 2, self.stored)
         return row._replace(arches=(platform.arch,), width=self.width, element=2, stored=self.stored)
 
 
-KINDS = tuple(Kind(*kind) for kind in itertools.product(("decode", "mixed"), (1, 2), (64, 128, 256)))
-"""In the order in which the table, read top down, must name them."""
+TUNING_TARGETS = tuple(TuningTarget(*kind) for kind in itertools.product(("decode", "mixed"), (1, 2), (64, 128, 256)))
+"""In the order that the table, which is searched top down, needs."""
 
 
 def rounds_of(kernel: str, quick: bool = False) -> tuple[Grid, ...]:
@@ -98,14 +98,14 @@ def rounds_of(kernel: str, quick: bool = False) -> tuple[Grid, ...]:
 
 
 def candidates(start: Tuning, grid: Grid) -> list[Tuning]:
-    """Where it starts, and every other point of the grid."""
+    """The start, and every other point of the grid."""
     points = (start._replace(**dict(zip(grid, values))) for values in itertools.product(*grid.values()))
     return list(dict.fromkeys((start, *points)))
 
 
-def alike(kernel: str, workloads: Sequence[Workload], platform: Platform, rows: Sequence[Tuning]) -> dict[Tuning, str]:
-    """Candidates that launch on every workload what one before them launches: the faster of two that are the same would be chosen
-    by luck, and do something else in other batches."""
+def duplicates(kernel: str, workloads: Sequence[Workload], platform: Platform, rows: Sequence[Tuning]) -> dict[Tuning, str]:
+    """Candidates whose launches are the same as those of an earlier one on every workload. Which of two such candidates is faster
+    would be chance, and they may differ on other batches."""
     first: dict[str, Tuning] = {}
     found = {}
     calls = [call_without_memory(workload) for workload in workloads]
@@ -116,12 +116,12 @@ def alike(kernel: str, workloads: Sequence[Workload], platform: Platform, rows: 
 
 
 def _launched(kernel: str, calls: Sequence[Call], platform: Platform, row: Tuning) -> str:
-    """What a candidate launches for some calls, addresses aside."""
-    from quire.kernels.triton.launcher import AttendLauncher
+    """The launches of a candidate for some calls, without addresses."""
+    from quire.kernels.triton.host.launcher import AttendLauncher
 
     todo = [(call, *described("attend", call)) for call in calls]
     launchers = [AttendLauncher(kernel, problem, platform, row) for _, problem, _ in todo]
-    dynamic = any(launcher.schedule(call, extent).extras for launcher, (call, _, extent) in zip(launchers, todo))
+    dynamic = any(launcher.schedule(call, extent).tail_programs for launcher, (call, _, extent) in zip(launchers, todo))
     if row.many is not None and not dynamic:
         # None of the calls has so many units: the kernels' other schedule is compiled in, and never runs.
         return _launched(kernel, calls, platform, row._replace(many=None))
@@ -136,8 +136,8 @@ def _launched(kernel: str, calls: Sequence[Call], platform: Platform, row: Tunin
 def literal(row: Tuning) -> str:
     """The row as source, to paste.
 
-    >>> literal(Tuning("decode", ("sm90",), 128, 2, 1, 16, 32, 3, 0, 0, 0, 1, 8.0, opening=3))
-    'Tuning("decode", ("sm90",), 128, 2, 1, 16, 32, 3, 0, 0, 0, 1, 8.0, opening=3)'
+    >>> literal(Tuning("decode", ("sm90",), 128, 2, 1, 16, 32, 3, 0, 0, 0, 1, 8.0, unit_overhead=3))
+    'Tuning("decode", ("sm90",), 128, 2, 1, 16, 32, 3, 0, 0, 0, 1, 8.0, unit_overhead=3)'
     """
     usual = row._field_defaults
     arches = "(" + "".join(f'"{arch}", ' for arch in row.arches).rstrip(" " if len(row.arches) == 1 else ", ") + ")"
@@ -149,13 +149,13 @@ def literal(row: Tuning) -> str:
 
 @dataclass(frozen=True)
 class Trial:
-    """What became of one candidate."""
+    """The result of one candidate."""
 
     row: Tuning
     seconds: tuple[float, ...] = ()
-    """Of each workload; none if it has no right to a speed."""
+    """Of each workload; empty if it was not timed."""
     spills: int | None = None
-    """What the compiler kept in memory for want of registers; None if it was not compiled or says nothing."""
+    """Registers that the compiler spilled to memory; None if it was not compiled or the backend does not report it."""
     fault: str = ""
     """Why it cannot be chosen."""
 
@@ -173,19 +173,19 @@ class Trial:
 
 
 @dataclass(frozen=True)
-class Found:
-    """What a search ends with."""
+class SearchResult:
+    """The result of a search."""
 
-    kind: Kind
+    kind: TuningTarget
     trials: list[Trial]
     current: Trial
-    """The row of the table, and the best, as they were timed in the end, in turns; the best is the row of the table if nothing is
-    faster, None if nothing is fit."""
+    """The current row of the table and the best one, as they were timed alternately at the end. The best one is the current row if
+    none is faster, and None if none can be used."""
     best: Trial | None
 
     @property
     def gain(self) -> float | None:
-        """How many times as fast as the row of the table; None if that one has no right to a speed."""
+        """How many times as fast as the current row of the table; None if that one was not timed."""
         return None if self.best is None or not self.current.seconds else self.current.mean / self.best.mean
 
     def to_dict(self) -> dict[str, Any]:
@@ -197,37 +197,37 @@ class Found:
         }
 
 
-class Ready(NamedTuple):
+class BoundCandidate(NamedTuple):
     """A candidate with its tensors."""
 
     run: Callable[[], torch.Tensor]
     spills: Callable[[], int | None]
-    """What it spills; asked after it ran."""
+    """Spilled registers; known after it ran."""
 
 
-class Ground(Protocol):
+class CandidateWorkload(Protocol):
     """One workload on which candidates are tried."""
 
-    def bind(self, row: Tuning) -> Ready:
-        """The candidate, ready to run; its output holds NaN."""
+    def bind(self, row: Tuning) -> BoundCandidate:
+        """The candidate with its tensors; its output holds NaN."""
 
     def is_right(self, out: torch.Tensor) -> bool:
-        """Whether an output is what it must be."""
+        """Whether an output is right."""
 
 
 Timer = Callable[[Callable[[], Any]], Sequence[float]]
 
 
-def attempt(row: Tuning, grounds: Iterable[Ground], timer: Timer) -> Trial:
-    """Runs, checks and times a candidate. Whatever it raises becomes its fault, and never ends the search."""
+def attempt(row: Tuning, workloads: Iterable[CandidateWorkload], timer: Timer) -> Trial:
+    """Runs, checks and times a candidate. Whatever it raises becomes its fault, and does not end the search."""
     seconds: list[float] = []
     spills: int | None = None
     try:
-        for ground in grounds:
-            ready = ground.bind(row)
+        for workload in workloads:
+            ready = workload.bind(row)
             out = ready.run()
             spills = max((s for s in (spills, ready.spills()) if s is not None), default=None)
-            if not ground.is_right(out):
+            if not workload.is_right(out):
                 return Trial(row, spills=spills, fault="wrong result")
             seconds.append(statistics.median(timer(ready.run)))
     except Exception as error:
@@ -236,65 +236,66 @@ def attempt(row: Tuning, grounds: Iterable[Ground], timer: Timer) -> Trial:
 
 
 def best_of(trials: Iterable[Trial]) -> Trial | None:
-    """The fastest of those that are fit."""
+    """The fastest one without a fault."""
     return min((trial for trial in trials if trial.fit), key=lambda trial: trial.mean, default=None)
 
 
 def search(
-    kind: Kind,
+    kind: TuningTarget,
     current: Tuning,
     rounds: Sequence[Grid],
-    grounds: Sequence[Ground],
+    workloads: Sequence[CandidateWorkload],
     timer: Timer,
     *,
     same: Callable[[Sequence[Tuning]], Mapping[Tuning, str]] = lambda rows: {},
     prepare: Callable[[Sequence[Tuning]], Mapping[Tuning, str]] = lambda rows: {},
-    tell: Callable[[str], None] = lambda words: None,
-) -> Found:
-    """The best row for a kind. `same` is given all candidates so far, `prepare` those of a round before they are tried; both may
-    rule some out: they name them, and why."""
+    progress: Callable[[str], None] = lambda line: None,
+) -> SearchResult:
+    """The best row for a target. `same` is called with all candidates so far, `prepare` with those of a round before they are
+    tried. Both return the candidates to exclude, with the reason."""
     tried: dict[Tuning, Trial] = {}
     for number, grid in enumerate(rounds, start=1):
         leader = best_of(tried.values())
         rows = [row for row in candidates(leader.row if leader else current, grid) if row not in tried]
-        tell(f"{kind.label}: round {number} of {len(rounds)}, {len(rows)} candidates")
-        twins = same([*tried, *rows])
-        dead = {**twins, **prepare([row for row in rows if row not in twins])}
+        progress(f"{kind.label}: round {number} of {len(rounds)}, {len(rows)} candidates")
+        duplicated = same([*tried, *rows])
+        excluded = {**duplicated, **prepare([row for row in rows if row not in duplicated])}
         for row in rows:
-            tried[row] = Trial(row, fault=dead[row]) if row in dead else attempt(row, grounds, timer)
+            tried[row] = Trial(row, fault=excluded[row]) if row in excluded else attempt(row, workloads, timer)
     leader = best_of(tried.values())
     if leader is None or leader.row == current:
-        return Found(kind, list(tried.values()), tried[current], leader)
-    turns = [(again(tried[current], grounds, timer), again(leader, grounds, timer)) for _ in range(TURNS)]
-    was, best = (_middle(trials) for trials in zip(*turns))
+        return SearchResult(kind, list(tried.values()), tried[current], leader)
+    repeated = [(time_again(tried[current], workloads, timer), time_again(leader, workloads, timer)) for _ in range(REPETITIONS)]
+    was, best = (_medians(trials) for trials in zip(*repeated))
     if not best.fit or (was.fit and was.mean <= best.mean):
         best = was
-    return Found(kind, list(tried.values()), was, best if best.fit else None)
+    return SearchResult(kind, list(tried.values()), was, best if best.fit else None)
 
 
-def again(trial: Trial, grounds: Sequence[Ground], timer: Timer) -> Trial:
-    """A candidate once more, if it has a right to a speed."""
-    return attempt(trial.row, grounds, timer) if trial.seconds else trial
+def time_again(trial: Trial, workloads: Sequence[CandidateWorkload], timer: Timer) -> Trial:
+    """Times a candidate once more, if it was timed before."""
+    return attempt(trial.row, workloads, timer) if trial.seconds else trial
 
 
-def _middle(trials: Sequence[Trial]) -> Trial:
-    """Each workload's median over the turns; a turn that failed is the answer."""
+def _medians(trials: Sequence[Trial]) -> Trial:
+    """Each workload's median over the repetitions; if a repetition failed, that one."""
     failed = next((trial for trial in trials if not trial.seconds), None)
     return failed or replace(trials[0], seconds=tuple(map(statistics.median, zip(*(trial.seconds for trial in trials)))))
 
 
-class OnCard:
-    """A workload's tensors on the GPU, and its truth. The first right output becomes the measure of the others: it covers every
-    element, the truth a sample."""
+class GpuWorkload:
+    """A workload's tensors on the GPU, and its reference. The first right output is what the others are compared with: it covers
+    every element, the reference a sample."""
 
     def __init__(self, kernel: str, workload: Workload, device: torch.device | str = "cuda"):
         self.kernel, self.case = kernel, build(workload, device)
-        self.truth, self.out = Truth(self.case), self.case.out()
-        self.budget = self.truth.budget(workload.dtype)
+        self.reference, self.out = BenchReference(self.case), self.case.out()
+        self.budget = 0.0
+        """The largest error that was allowed in the sample."""
         self.right: torch.Tensor | None = None
 
-    def bind(self, row: Tuning) -> Ready:
-        from quire.kernels.triton.launcher import AttendLauncher, platform_of
+    def bind(self, row: Tuning) -> BoundCandidate:
+        from quire.kernels.triton.host.launcher import AttendLauncher, platform_of
 
         case, out = self.case, self.out.fill_(torch.nan)
         call = Call(case.cache, case.batch, case.q, case.options, None, out)
@@ -306,14 +307,15 @@ class OnCard:
             return out
 
         programs = (*launcher.programs.values(), launcher.combine, *filter(None, [launcher.balance]))
-        return Ready(run, lambda: _spills(loaded.kernel for program in programs for loaded in program.loaded.values()))
+        return BoundCandidate(run, lambda: _spills(loaded.kernel for program in programs for loaded in program.loaded.values()))
 
     def is_right(self, out: torch.Tensor) -> bool:
         if self.right is not None:
             # Each of the two may be off by the budget.
             return float((out.float() - self.right.float()).abs().max()) <= 2 * self.budget
-        if not (self.truth.error(out) <= self.budget and bool(out.isfinite().all())):
+        if not (self.reference.check(out, self.case.workload.dtype).right and bool(out.isfinite().all())):
             return False
+        self.budget = self.reference.largest_budget(self.case.workload.dtype)
         self.right = out.clone()
         return True
 
@@ -326,8 +328,8 @@ def _spills(kernels: Iterable[Any]) -> int | None:
 
 def compile_ahead(kernel: str, workload: Workload, row: Tuning, platform: Platform) -> int:
     """Compiles what a candidate launches into Triton's cache on disk, for tensors without memory; the number of kernels."""
-    from quire.kernels.triton.launcher import AttendLauncher
-    from quire.kernels.triton.program import as_bytes
+    from quire.kernels.triton.host.launcher import AttendLauncher
+    from quire.kernels.triton.host.program import as_bytes
 
     call = call_without_memory(workload)
     problem, extent = described("attend", call)
@@ -339,34 +341,34 @@ def compile_ahead(kernel: str, workload: Workload, row: Tuning, platform: Platfo
 
 
 def call_without_memory(workload: Workload) -> Call:
-    """A workload as a call, as the compiler sees it."""
+    """A workload as a call, its tensors without memory."""
     q, cache, batch, options = without_memory(workload)
     return Call(cache, batch, q, options, None, torch.empty_like(q))
 
 
 def without_memory(workload: Workload) -> tuple[torch.Tensor, KVCache, Batch, Options]:
-    """What `case.build` makes, as the compiler sees it: shapes, strides and types."""
+    """The tensors of `case.build` without memory: shapes, strides and types."""
     w, format = workload, FORMATS[workload.cache_format]
 
     def nothing(*shape: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
 
-    used = [-(-(new + context) // w.page_size) for new, context in w.rows]
+    used = [-(-(new + context) // w.page_size) for new, context in w.sequences]
     k, v = (nothing(sum(used), w.page_size, w.kv_heads, w.head_dim, dtype=format.dtype) for _ in "kv")
     k_scale, v_scale = (nothing(dtype=torch.float32) if format.quantised else None for _ in "kv")
     batch = Batch(
         nothing(len(used), -(-max(used) // 8) * 8, dtype=torch.int32),
         nothing(len(used), dtype=torch.int32),
         nothing(len(used) + 1, dtype=torch.int32),
-        max_q_len=max(new for new, _ in w.rows),
-        max_kv_len=max(new + context for new, context in w.rows),
+        max_q_len=max(new for new, _ in w.sequences),
+        max_kv_len=max(new + context for new, context in w.sequences),
     )
     q = nothing(w.tokens, w.q_heads, w.head_dim, dtype=FORMATS[w.dtype].dtype)
     cache = KVCache.wrap(k, v, layout="nhd", format=format.name, k_scale=k_scale, v_scale=v_scale)
     return q, cache, batch, Options(window=w.window)
 
 
-class Pool:
+class CompilePool:
     """Processes that compile. One whose compiler dies takes the others with it: they are started anew, and each candidate that was
     not done is then tried alone, so that only the guilty one is ruled out."""
 
@@ -379,10 +381,10 @@ class Pool:
         for row in rows:
             # Nothing is compiled for the number of programs.
             same.setdefault(row._replace(per_multiprocessor=0.0), []).append(row)
-        todo = [(kernel, workload, alike[0], platform) for alike in same.values() for workload in workloads]
+        todo = [(kernel, workload, equal[0], platform) for equal in same.values() for workload in workloads]
         undone = list(self._run(self.jobs, todo))
         guilty = {call[2] for task in undone for call in self._run(1, [task])}
-        return {row: "the compiler died" for alike in same.values() if alike[0] in guilty for row in alike}
+        return {row: "the compiler died" for equal in same.values() if equal[0] in guilty for row in equal}
 
     def _run(self, jobs: int, todo: Sequence[tuple[Any, ...]]) -> Iterator[tuple[Any, ...]]:
         """Does it; what no process lived to finish comes back."""

@@ -1,8 +1,8 @@
-"""One contestant in a process of its own, so that an environment variable it needs, or a crash, stays there.
+"""One implementation in its own process, so that an environment variable that it needs, or a crash, affects no other.
 
 Reads commands from standard input, a line each, and answers with a line of JSON:
-    {"build": WORKLOAD, "folder": F}   makes or maps the data, checks the result   -> {"error": ..., "budget": ...}, or
-                                       {"absent": true} if the contestant has no answer to this workload
+    {"build": WORKLOAD, "folder": F}   creates or maps the data, checks the result -> {"error": ..., "budget": ...}, or
+                                       {"absent": true} if the implementation has no answer to this workload
     {"time": SECONDS}                  runs for about as long                      -> {"seconds": [...]}
 """
 
@@ -17,23 +17,22 @@ import time
 from typing import Any
 
 WITHOUT_AMX = {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_FP16"}
-"""What keeps torch's 16-bit products alive on CPUs that advertise AMX without its palette."""
-
-
+"""Without this, 16-bit products of torch end the process on CPUs that advertise AMX without its palette."""
 LIMIT = 300.0
-"""Seconds that an answer may take: a contestant may have to compile first."""
+"""Seconds that an answer may take: an implementation may have to compile first."""
 
 
 class Worker:
-    """The parent's end of a worker."""
+    """A worker process, as its parent sees it."""
 
-    def __init__(self, contestant: str, environment: dict[str, str], python: str = sys.executable):
+    def __init__(self, implementation: str, environment: dict[str, str], python: str = sys.executable):
         self.process = subprocess.Popen(
-            [python, "-m", "quire.bench.worker", contestant],
+            [python, "-m", "quire.bench.worker", implementation],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
             env=os.environ | environment,
+            start_new_session=True,  # Ctrl-C reaches the parent alone, which ends its workers
         )
 
     def ask(self, command: dict[str, Any]) -> dict[str, Any]:
@@ -55,14 +54,15 @@ class Worker:
         return json.loads(answer) if answer else {"died": f"exit status {self.process.wait()}"}
 
     def close(self) -> None:
-        with self.process:  # closes the pipes and waits
+        """Ends the worker. Leaving the block closes the pipes and waits."""
+        with self.process:
             self.process.kill()
 
 
-def main(contestant: str) -> None:
+def main(implementation: str) -> None:
     from quire.bench.case import build
-    from quire.bench.contestants import CPU_CONTESTANTS
-    from quire.bench.truth import Truth
+    from quire.bench.implementations import CPU_IMPLEMENTATIONS
+    from quire.bench.reference_check import BenchReference
     from quire.bench.workloads import Workload
 
     run = None
@@ -71,12 +71,12 @@ def main(contestant: str) -> None:
         answer: dict[str, Any]
         if "build" in command:
             case = build(Workload.from_json(command["build"]), folder=command["folder"])
-            bound = CPU_CONTESTANTS[contestant](case)
+            bound = CPU_IMPLEMENTATIONS[implementation](case)
             if bound is None:
                 answer = {"absent": True}
             else:
-                run, truth = bound.run, Truth(case)
-                answer = {"error": truth.error(run()), "budget": truth.budget(bound.q_format)}
+                run = bound.run
+                answer = BenchReference(case).check(run(), bound.q_format)._asdict()
         else:
             assert run is not None
             seconds: list[float] = []

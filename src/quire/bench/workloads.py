@@ -10,7 +10,11 @@ from dataclasses import asdict, dataclass, replace
 from quire.cache.format import FORMATS
 from quire.errors import ArgumentError
 
-Rows = tuple[tuple[int, int], ...]
+Lengths = tuple[tuple[int, int], ...]
+"""(new tokens, context) of each sequence."""
+
+FP8 = "e4m3fn"
+"""The cache format of the workloads with an 8-bit cache on GPUs: the one that all peers support."""
 
 
 @dataclass(frozen=True)
@@ -18,7 +22,7 @@ class Workload:
     """A batch by its lengths: (new tokens, context) of each sequence. Data and page tables are random, the same for every peer."""
 
     name: str
-    rows: Rows
+    sequences: Lengths
     dtype: str = "bf16"
     """Of queries and outputs, and of the cache where `format` names no other."""
     q_heads: int = 32
@@ -53,7 +57,7 @@ class Workload:
 
     @property
     def tokens(self) -> int:
-        return sum(new for new, _ in self.rows)
+        return sum(new for new, _ in self.sequences)
 
     @property
     def bytes(self) -> int:
@@ -62,8 +66,8 @@ class Workload:
         of_query, of_key = FORMATS[self.dtype].itemsize, FORMATS[self.cache_format].itemsize
         if self.operation == "write":
             return 2 * self.tokens * self.kv_heads * self.head_dim * (of_query + of_key)
-        reach = self.window or max(new + context for new, context in self.rows)
-        keys = sum(min(new + context, new + reach - 1) for new, context in self.rows)
+        reach = self.window or max(new + context for new, context in self.sequences)
+        keys = sum(min(new + context, new + reach - 1) for new, context in self.sequences)
         return 2 * self.head_dim * (keys * self.kv_heads * of_key + self.tokens * self.q_heads * of_query)
 
     @property
@@ -71,11 +75,11 @@ class Workload:
         """Multiplications and additions of the two products over the keys that causality and the window leave."""
         if self.operation == "write":
             return 0
-        return 4 * sum(map(self._pairs, self.rows)) * self.q_heads * self.head_dim
+        return 4 * sum(map(self._pairs, self.sequences)) * self.q_heads * self.head_dim
 
-    def _pairs(self, row: tuple[int, int]) -> int:
-        """How many (query, key) pairs of a sequence meet: a query at position p sees p + 1 keys, or the window's."""
-        new, context = row
+    def _pairs(self, lengths: tuple[int, int]) -> int:
+        """The (query, key) pairs of a sequence: a query at position p sees p + 1 keys, or as many as the window has."""
+        new, context = lengths
         narrow = new if self.window is None else max(0, min(new, self.window - context))
         triangle = narrow * context + narrow * (narrow + 1) // 2
         return triangle + (new - narrow) * (self.window or 0)
@@ -86,17 +90,17 @@ class Workload:
     @classmethod
     def from_json(cls, text: str) -> Workload:
         fields = json.loads(text)
-        return cls(**fields | {"rows": tuple((new, context) for new, context in fields["rows"])})
+        return cls(**fields | {"sequences": tuple((new, context) for new, context in fields["sequences"])})
 
 
 def parse_batch(spec: str) -> Workload:
     """A batch in vLLM's words: `2q2k_32q1s1k` is 2 sequences of 2048 new tokens and 32 of 1 new token in 1024. Each part is a count
     (1 if left out), q and the new tokens, s and the tokens of the sequence (as many as new ones if left out); k is 1024.
 
-    >>> parse_batch("q4s1k_2q8").rows
+    >>> parse_batch("q4s1k_2q8").sequences
     ((4, 1020), (8, 0), (8, 0))
     """
-    rows: list[tuple[int, int]] = []
+    sequences: list[tuple[int, int]] = []
     for part in spec.split("_"):
         found = re.fullmatch(r"(\d*)q(\d+)(k?)(?:s(\d+)(k?))?", part)
         if not found:
@@ -107,16 +111,16 @@ def parse_batch(spec: str) -> Workload:
             raise ArgumentError(
                 "--batch", repr(part), "1 sequence or more, 1 new token or more, and not more than the sequence has"
             )
-        rows += [(new, total - new)] * count
-    return Workload(spec, tuple(rows))
+        sequences += [(new, total - new)] * count
+    return Workload(spec, tuple(sequences))
 
 
-def _ragged(count: int, most: int) -> Rows:
+def _ragged(count: int, most: int) -> Lengths:
     """Decoding sequences of all lengths up to `most`, repeatable."""
     return tuple((1, 1 + (i * 7919) % most) for i in range(count))
 
 
-def _log_uniform(count: int, least: int, most: int) -> Rows:
+def _log_uniform(count: int, least: int, most: int) -> Lengths:
     """Decoding sequences, as many between 16 and 32 tokens as between 8192 and 16384, repeatable."""
     draw = random.Random(0)
     return tuple((1, int(least * (most / least) ** draw.random()) - 1) for _ in range(count))
@@ -136,7 +140,7 @@ _CPU_DECODE, _CPU_PREFILL = _SHAPES[0], _SHAPES[3]
 CPU_WORKLOADS: tuple[Workload, ...] = (
     *(replace(shape, dtype=dtype) for dtype in ("fp32", "bf16") for shape in _SHAPES),
     *(replace(shape, dtype="fp16") for shape in (_CPU_DECODE, _CPU_PREFILL)),
-    *(replace(shape, format=format) for format in ("e4m3fn", "e5m2", "int8") for shape in (_CPU_DECODE, _CPU_PREFILL)),
+    *(replace(shape, format=format) for format in (FP8, "e5m2", "int8") for shape in (_CPU_DECODE, _CPU_PREFILL)),
     *(replace(shape, head_dim=dim) for dim in (64, 96, 256) for shape in (_CPU_DECODE, _CPU_PREFILL)),
     *(replace(shape, q_heads=q_heads) for q_heads in (8, 64) for shape in (_CPU_DECODE, _CPU_PREFILL)),
 )
@@ -145,9 +149,9 @@ CPU_WORKLOADS: tuple[Workload, ...] = (
 _DECODE = Workload("decode 64 x 4096", ((1, 4095),) * 64)
 _PREFILL = Workload("prefill 1 x 8192", ((8192, 0),))
 _WRITE = Workload("write 8192", ((8192, 0),), operation="write")
-# The lengths that `random.seed(0)` gives in the mixed-batch test that vLLM's ROCm port stumbled over.
-_SEEDS = Workload(
-    "seeds' batch of 10",
+# The lengths that `random.seed(0)` gives in vLLM's test of mixed batches.
+_VLLM_TEST = Workload(
+    "batch of vLLM's mixed-batch test",
     tuple(zip((880, 410, 792, 927, 446, 57, 281, 1004, 539, 1), (430, 956, 818, 865, 326, 1007, 504, 382, 613, 929))),
     dtype="fp16",
     q_heads=64,
@@ -163,18 +167,18 @@ CUDA_WORKLOADS: tuple[Workload, ...] = (
     Workload("decode 256 x 1024", ((1, 1023),) * 256),
     replace(_DECODE, q_heads=64, kv_heads=64),
     replace(_DECODE, q_heads=64),
-    replace(_DECODE, format="e4m3fn"),
+    replace(_DECODE, format=FP8),
     Workload("decode 128 ragged, 16 to 16384", _log_uniform(128, 16, 16384)),
     Workload("decode 64 x 8192", ((1, 8191),) * 64, window=1024),
     Workload("verify 64 x 4 over 4096", ((4, 4096),) * 64),
     _PREFILL,
     Workload("prefill 1 x 2048 over 30720", ((2048, 30720),)),
     Workload("prefill 8 x 1024 over 1024", ((1024, 1024),) * 8),
-    replace(_PREFILL, format="e4m3fn"),
+    replace(_PREFILL, format=FP8),
     Workload("mixed: 1 x 2048 over 4096 + 63 decodes at 4096", ((2048, 4096), *((1, 4095),) * 63)),
-    _SEEDS,
-    replace(_SEEDS, dtype="bf16"),
-    replace(_SEEDS, form="context"),
+    _VLLM_TEST,
+    replace(_VLLM_TEST, dtype="bf16"),
+    replace(_VLLM_TEST, form="context"),
     _WRITE,
-    replace(_WRITE, format="e4m3fn"),
+    replace(_WRITE, format=FP8),
 )

@@ -1,4 +1,4 @@
-"""The page copies that copy-on-write asks for: each step's have an id, and a cache remembers which it has applied."""
+"""Page copies required by copy-on-write. The copies of a step have an id, so that a cache applies them once."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from typing import Any, NamedTuple
 
 
 class CopyId(NamedTuple):
-    """Names the copies of one step. No two steps have the same."""
+    """Identifies the copies of one step; unique among steps and pools."""
 
     pool: str
-    """Which pool: unique among pools, in any process."""
+    """The pool's name, unique across processes."""
     number: int
-    """Which of the pool's steps with copies, counted from 0."""
+    """Counts the pool's steps that had copies, from 0."""
 
 
 class Copies(tuple[tuple[int, int], ...]):
-    """(source, target) page ids of one step, with the id of the step. A cache applies them once, however often it is asked."""
+    """(source, target) page ids of one step, with their id. A cache applies them once."""
 
     id: CopyId
 
@@ -31,8 +31,8 @@ class Copies(tuple[tuple[int, int], ...]):
 
 
 class AppliedCopies:
-    """The ids of all copies that a cache has applied, as ranges of consecutive numbers: a cache that applies every copy of a pool
-    keeps one range, and each step that it skips adds one."""
+    """The set of copy ids that a cache has applied, stored as ranges of consecutive numbers: one range if every copy of a pool was
+    applied, and one more for each step that was skipped."""
 
     def __init__(self) -> None:
         self._ranges: dict[str, list[list[int]]] = {}

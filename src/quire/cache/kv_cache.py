@@ -24,25 +24,25 @@ if TYPE_CHECKING:
 Scale = float | torch.Tensor | None
 
 
-class Pages(NamedTuple):
-    """How the pages of K or V lie in memory."""
+class PageStrides(NamedTuple):
+    """Strides of the pages of K or V."""
 
     strides: tuple[int, ...]
-    """Of [page, head, slot/, slot%, dim/, dim%]. An axis of length 1 counts 0: what is multiplied with it vanishes, and the
-    compiler sees what is aligned. Not so the pages: nothing is compiled for their number."""
+    """Strides of [page, head, slot/, slot%, dim/, dim%]. An axis of length 1 has stride 0, so that the compiler can drop the term
+    and see alignment. The page axis keeps its stride: kernels are not compiled for the number of pages."""
     slot_part: int
     """The length of slot%."""
     dim_part: int
     """The length of dim%."""
 
     @classmethod
-    def of(cls, view: torch.Tensor) -> Pages:
+    def of(cls, view: torch.Tensor) -> PageStrides:
         strides = [stride if size > 1 else 0 for stride, size in zip(view.stride(), view.shape)]
         return cls((view.stride(0), *strides[1:]), view.shape[3], view.shape[5])
 
 
 class Storage(NamedTuple):
-    """All of a cache that a kernel is compiled for."""
+    """The properties of a cache that a kernel is compiled for."""
 
     kv_heads: int
     head_dim: int
@@ -51,29 +51,39 @@ class Storage(NamedTuple):
     format: str
     layout: str
     scales: str
-    k_pages: Pages
-    v_pages: Pages
+    k_pages: PageStrides
+    v_pages: PageStrides
     k_scale_strides: tuple[int, ...]
-    """By page, slot and head, 0 where one scale serves all; empty without scales."""
+    """By page, slot and head, 0 where the scale is shared; empty without scales."""
     v_scale_strides: tuple[int, ...]
     far: bool
-    """Whether an element lies 2^31 elements or more behind the first: offsets then take 64 bits."""
+    """Whether offsets of elements reach 2^31, so that they need 64 bits."""
     aligned: bool
-    """Whether K and V begin at multiples of 16 bytes."""
+    """Whether K and V start at multiples of 16 bytes."""
     stride_units: tuple[int, int]
-    """What the strides of K's and V's heads are multiples of in aligned memory: a head's length, as far as vectors care."""
+    """For aligned memory, the divisors of the strides of K's and V's heads: gcd(16, head_dim)."""
 
 
 class KVCache:
-    """Pages of keys and values of one layer. Data only: `quire.write` fills it, `quire.attend` reads it.
-
-    k, v              the storage, in the layout's own shape; quantised formats may be bytes
-    k_view, v_view    the same memory as [pages, kv_heads, slot/, slot%, dim/, dim%], without a copy
-    k_scale, v_scale  fp32 [] or [kv_heads] or [pages, page_size, kv_heads], None if the format is not quantised
+    """The paged keys and values of one layer. It only holds data: `quire.write` writes it, `quire.attend` reads it. Make one with
+    `KVCache.allocate` or `KVCache.wrap`.
 
     A pickled cache is its description: sizes, layout, format, scales, device and whether it keeps a ledger. It is unpickled as a
-    new cache of zeros, in contiguous memory of its own and without a pool; scales per token are 1 again. A deep copy has the
-    contents too, and a copy of the pool.
+    new cache of zeros, in contiguous memory and without a pool; scales per token are 1 again. A deep copy has the contents too, and
+    a copy of the pool.
+
+    Attributes:
+        k, v: The storage, in the shape of the layout; quantised formats may be stored as torch.uint8.
+        k_view, v_view: Views of the same memory, `[pages, kv_heads, slot/, slot%, dim/, dim%]` (see `quire.cache.layout`).
+        k_scale, v_scale: fp32 `[]`, `[kv_heads]` or `[pages, page_size, kv_heads]`; None if the format is not quantised.
+        pages, page_size, kv_heads, head_dim, v_head_dim: Sizes.
+        ledger: A `Ledger` that records every write, or None.
+
+    Example:
+        >>> import torch, quire
+        >>> pool = quire.PagePool(pages=8, page_size=16)
+        >>> quire.KVCache.allocate(pool, kv_heads=2, head_dim=64)
+        KVCache(8 pages x 16 slots x 2 heads x 64, bf16, layout=nhd, cpu)
     """
 
     def __init__(
@@ -96,24 +106,27 @@ class KVCache:
         self.v_head_dim = self.v_view.shape[4] * self.v_view.shape[5]
         self.ledger = Ledger(pages, self.page_size, k.device, pool) if ledger else None
         self.packed: Any = None
-        """What the native kernels keep about it."""
+        """Data that the native kernels cache."""
         self.applied = AppliedCopies()
-        """The ids of the pools' copies that were applied."""
+        """The ids of the copies that were applied."""
         self.copied: deque[tuple[tuple[int, int], ...]] = deque(maxlen=256)
-        """Copies without an id that were applied lately, by identity."""
+        """The last copies without an id that were applied, compared by identity."""
 
-    # Views and sizes are worked out once, so the pages stay: other pages are another cache. The getters are Python functions
-    # because torch.compile cannot trace operator.attrgetter.
+    # Views and sizes are computed once, so k and v cannot be assigned. The getters are Python functions because torch.compile
+    # cannot trace operator.attrgetter.
     @property
     def k(self) -> torch.Tensor:
+        """The storage of K."""
         return self._k
 
     @property
     def v(self) -> torch.Tensor:
+        """The storage of V."""
         return self._v
 
     @property
     def k_scale(self) -> torch.Tensor | None:
+        """The scales of K, or None. May be replaced by a tensor of the same shape."""
         return self._k_scale
 
     @k_scale.setter
@@ -123,6 +136,7 @@ class KVCache:
 
     @property
     def v_scale(self) -> torch.Tensor | None:
+        """The scales of V, or None. May be replaced by a tensor of the same shape."""
         return self._v_scale
 
     @v_scale.setter
@@ -132,7 +146,7 @@ class KVCache:
 
     @cached_property
     def storage(self) -> Storage:
-        """What a kernel is compiled for, worked out again when a scale is replaced."""
+        """The properties that a kernel is compiled for; computed again when a scale is replaced."""
         return self._describe_storage()
 
     def _describe_storage(self) -> Storage:
@@ -147,8 +161,8 @@ class KVCache:
             self.format.name,
             self.layout.name,
             self.scale_kind,
-            Pages.of(self.k_view),
-            Pages.of(self.v_view),
+            PageStrides.of(self.k_view),
+            PageStrides.of(self.v_view),
             _scale_strides(self._k_scale),
             _scale_strides(self._v_scale),
             reach >= 2**31,
@@ -174,46 +188,43 @@ class KVCache:
         ledger: bool = False,
         device: torch.device | str | None = None,
     ) -> KVCache:
-        """A cache for the pages of `pool`.
+        """Allocates the cache of one layer for the pages of `pool`.
 
-        `dtype` names the format, except for torch.uint8, whose `format` must be given. Quantised caches take `k_scale` and
-        `v_scale` (a number, or fp32 `[]` or `[kv_heads]`; 1 for fp8 if left out), or `scales="token"`: then `write` computes one
-        scale per token and head. `x` is the length of the split axis in layouts that split one (by default 16 bytes)."""
+        Args:
+            pool: The pool that allocates the pages.
+            kv_heads, head_dim, v_head_dim: Sizes; 1 to 512 for the dims. `v_head_dim` defaults to `head_dim`.
+            dtype: The storage type, which determines the format.
+            format: The name of the format; required for torch.uint8 and optional otherwise.
+            layout: nhd, hnd, vllm_x, vllm_joint or aiter.
+            x: The length of the split axis, for layouts that split one. Default: 16 bytes.
+            k_scale, v_scale: For quantised formats: a number, or fp32 `[]` or `[kv_heads]`. Default: 1 for fp8.
+            scales: "token": `write` computes one scale for each token and head.
+            ledger: Whether to record every write, so that a read of a slot that was never written, or is stale, is detected.
+            device: Default: the pool's device.
+
+        Raises:
+            ArgumentError: A size, format, layout, scale or device is not allowed.
+
+        Example:
+            >>> import torch, quire
+            >>> pool = quire.PagePool(pages=8, page_size=16)
+            >>> quire.KVCache.allocate(pool, kv_heads=2, head_dim=64, dtype=torch.float16, layout="hnd").k.shape
+            torch.Size([8, 2, 16, 64])
+        """
         if not all(isinstance(getattr(pool, name, None), int) for name in ("pages", "page_size")):
-            raise ArgumentError("pool", describe(pool), "a quire.PagePool; memory without a pool is wrapped by KVCache.wrap")
+            raise ArgumentError("pool", describe(pool), "a quire.PagePool; for memory without a pool use KVCache.wrap")
         order, found = layout_named(layout), format_of(dtype, format)
         v_head_dim = head_dim if v_head_dim is None else v_head_dim
-        for name, value, most in (("kv_heads", kv_heads, 2**31 - 1), ("head_dim", head_dim, 512), ("v_head_dim", v_head_dim, 512)):
-            if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
-                raise ArgumentError(name, describe(value), f"1 to {most}")
+        _check_sizes(kv_heads, head_dim, v_head_dim)
         if x is not None and not order.splits:
             raise ArgumentError("x", describe(x), f"None: layout {layout!r} splits no axis")
         x = (16 // found.itemsize if x is None else x) if order.splits else 1
-        if device is not None and not isinstance(device, torch.device | str):
-            raise ArgumentError("device", describe(device), "a torch.device or its name, or None for the pool's")
-        try:
-            device = pool.device if device is None else torch.device(device)
-        except RuntimeError:
-            raise ArgumentError("device", describe(device), "a torch.device or its name, or None for the pool's") from None
-        if scales is not None and not (isinstance(scales, str) and scales == "token"):
-            raise ArgumentError("scales", describe(scales), "'token', or None for the scales given")
-        if scales == "token":
-            if not found.quantised or k_scale is not None or v_scale is not None:
-                given = f"'token' beside format {found} and k_scale {describe(k_scale)}, v_scale {describe(v_scale)}"
-                raise ArgumentError("scales", given, "'token' for a quantised format, without other scales")
-            k_scale = torch.ones(pool.pages, pool.page_size, kv_heads, dtype=torch.float32, device=device)
-            v_scale = torch.ones_like(k_scale)
-        storage = _zeros(order, (pool.pages, pool.page_size, kv_heads), (head_dim, v_head_dim), x, dtype, device)
-        return cls.wrap(
-            *storage,
-            layout=layout,
-            format=found.name,
-            head_dim=head_dim,
-            k_scale=k_scale,
-            v_scale=v_scale,
-            pool=pool,
-            ledger=ledger,
-        )
+        place = _device(device, pool.device)
+        if scales is not None:
+            k_scale, v_scale = _token_scales(scales, found, k_scale, v_scale, (pool.pages, pool.page_size, kv_heads), place)
+        pages = _zeros(order, (pool.pages, pool.page_size, kv_heads), (head_dim, v_head_dim), x, dtype, place)
+        names: dict[str, Any] = {"layout": layout, "format": found.name, "head_dim": head_dim, "pool": pool, "ledger": ledger}
+        return cls.wrap(*pages, k_scale=k_scale, v_scale=v_scale, **names)
 
     @classmethod
     def wrap(
@@ -229,8 +240,27 @@ class KVCache:
         pool: PagePool | None = None,
         ledger: bool = False,
     ) -> KVCache:
-        """A cache over memory that somebody else owns; nothing is copied. Any strides will do (padded pages, K and V views of
-        one tensor). A joint layout is wrapped from one tensor, cut at `head_dim` (by default in the middle)."""
+        """Makes a cache over existing memory. Nothing is copied. Any strides are allowed: padded pages, or K and V as views of one
+        tensor.
+
+        Args:
+            k_pages, v_pages: The pages of K and of V, in the shape of the layout. A joint layout has one tensor, `k_pages`.
+            layout: nhd, hnd, vllm_x, vllm_joint or aiter.
+            format: The name of the format; required for torch.uint8 and optional otherwise.
+            head_dim: Where a joint layout splits K and V. Default: the middle.
+            k_scale, v_scale: For quantised formats: a number, or fp32 `[]`, `[kv_heads]` or `[pages, page_size, kv_heads]`.
+            pool: The pool that allocates these pages, if there is one.
+            ledger: As in `allocate`.
+
+        Raises:
+            ArgumentError: A tensor does not fit the layout, the format or the other arguments, or elements overlap.
+
+        Example:
+            >>> import torch, quire
+            >>> pages = torch.zeros(8, 16, 2, 64, dtype=torch.float16)  # [pages, page_size, kv_heads, head_dim]
+            >>> quire.KVCache.wrap(pages, pages.clone(), layout="nhd").page_size
+            16
+        """
         order = layout_named(layout)
         for name, given in (("k_pages", k_pages), ("v_pages", v_pages)):
             if name == "v_pages" and given is None:
@@ -243,60 +273,51 @@ class KVCache:
         if k.dtype != v.dtype or k.device != v.device:
             raise ArgumentError("v_pages", describe(v), f"the type and device of k_pages, {describe(k)}")
         found = format_of(k.dtype, format)
-        k_view, v_view = order.k.view(k), order.v.view(v)
-        sizes = [(view.shape[0], view.shape[2] * view.shape[3], view.shape[1]) for view in (k_view, v_view)]
-        if sizes[0] != sizes[1]:
-            words = "pages {}, page_size {}, kv_heads {}"
-            raise ArgumentError(
-                "v_pages", words.format(*sizes[1]), f"those of k_pages: {words.format(*sizes[0])} in layout {layout!r}"
-            )
-        pages, page_size, kv_heads = sizes[0]
-        dims = {"head_dim": k_view.shape[4] * k_view.shape[5], "v_head_dim": v_view.shape[4] * v_view.shape[5]}
-        for name, dim in dims.items():
-            if not 1 <= dim <= 512:
-                raise ArgumentError(name, dim, "1 to 512")
-        if head_dim is not None and dims["head_dim"] != head_dim:
-            raise ArgumentError("head_dim", head_dim, f"{dims['head_dim']}, as k_pages {list(k.shape)} in layout {layout!r} says")
-        if page_size < 1 or kv_heads < 1:
-            raise ArgumentError("k_pages", describe(k), "page_size and kv_heads of 1 or more")
-        if pool is not None and (pool.pages, pool.page_size) != (pages, page_size):
-            raise ArgumentError("pool", f"{pool.pages} pages of {pool.page_size}", f"{pages} pages of {page_size}, as k_pages has")
-        shapes = {"[]": (), "[kv_heads]": (kv_heads,), "[pages, page_size, kv_heads]": (pages, page_size, kv_heads)}
-        scale = [_scale(name, value, found, shapes, k.device) for name, value in (("k_scale", k_scale), ("v_scale", v_scale))]
-        if scale[0] is not None and scale[1] is not None and (scale[0].dim() == 3) != (scale[1].dim() == 3):
-            raise ArgumentError(
-                "v_scale", describe(scale[1]), f"one per token and head, as k_scale {describe(scale[0])}, or neither"
-            )
-        cache = cls(k, v, order, found, scale[0], scale[1], pool, ledger)
+        size = _common_size(order, k, v, head_dim)
+        if pool is not None and (pool.pages, pool.page_size) != size[:2]:
+            allowed = f"{size[0]} pages of {size[1]}, the size of k_pages"
+            raise ArgumentError("pool", f"{pool.pages} pages of {pool.page_size}", allowed)
+        scale = _scales(k_scale, v_scale, found, size, k.device)
+        cache = cls(k, v, order, found, *scale, pool, ledger)
         cache.check_memory()
         return cache
 
     def check_memory(self) -> None:
-        """Raises if a write of one element would change another. Within a graph nobody knows where its tensors will lie: this is
-        looked at when it runs."""
+        """Raises `ArgumentError` if elements overlap in memory. While a graph is traced addresses are unknown; the check runs with
+        the graph."""
         for name, view in (("k_pages", self.k_view), ("v_pages", self.v_view)):
             if overlaps_itself(view):
-                raise ArgumentError(name, f"strides {view.stride()} over {list(view.shape)}", "memory of its own for each element")
+                raise ArgumentError(
+                    name, f"strides {view.stride()} over {list(view.shape)}", "memory in which no two elements overlap"
+                )
         if share_memory(self.k, self.v):
-            raise ArgumentError("v_pages", "memory shared with k_pages", "memory of its own")
+            raise ArgumentError("v_pages", "memory shared with k_pages", "memory that does not overlap k_pages")
         k_scale, v_scale = self.k_scale, self.v_scale
         if k_scale is not None and v_scale is not None and k_scale.dim() == 3:
             if overlaps_itself(k_scale) or overlaps_itself(v_scale) or share_memory(k_scale, v_scale):
-                raise ArgumentError("v_scale", "scales that share memory", "memory of its own for each: write computes them")
+                raise ArgumentError("v_scale", "scales that share memory", "separate memory for each scale: write computes them")
 
     @property
     def device(self) -> torch.device:
+        """The device of the pages."""
         return self.k.device
 
     @property
     def scale_kind(self) -> str:
-        """'none', 'tensor', 'head' or 'token': what one scale of K stands for."""
+        """The granularity of the scales: 'none', 'tensor', 'head' or 'token'."""
         return "none" if self.k_scale is None else ("tensor", "head", "", "token")[self.k_scale.dim()]
 
     def copy_pages(self, copies: Iterable[tuple[int, int]]) -> None:
-        """Copies whole pages, (source, target) each, K, V, scales and ledger: what a pool's copy-on-write asks for. All
-        sources are read before any target is written. A pool's copies have an id and are applied once: again they do nothing.
-        Pairs without an id are applied whenever they are given."""
+        """Copies whole pages with their K, V, scales and ledger entries, as copy-on-write requires. All sources are read before any
+        target is written. `quire.write` calls it for the copies of its batch.
+
+        Args:
+            copies: (source, target) page ids. Those of a pool (`batch.copies`, `pool.extend`) have an id and are applied once,
+                however often they are given; other pairs are applied every time.
+
+        Raises:
+            ArgumentError: A page id is not in the cache, or two pairs have the same target.
+        """
         pairs = self._pairs(copies)
         if not pairs or self.has_applied(pairs):
             return
@@ -312,11 +333,11 @@ class KVCache:
             self.copied.append(pairs)
 
     def has_applied(self, copies: tuple[tuple[int, int], ...]) -> bool:
-        """Whether copies with an id were applied to this cache. Without an id nobody knows which they are: False."""
+        """Whether copies with an id were applied to this cache; False for copies without an id."""
         return isinstance(copies, Copies) and copies.id in self.applied
 
     def _pairs(self, copies: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
-        """Copies, checked."""
+        """The copies as a tuple of pairs, validated."""
         allowed = f"(source, target) page ids in [0, {self.pages})"
         if not isinstance(copies, Iterable) or isinstance(copies, (str, bytes, torch.Tensor)):
             raise ArgumentError("copies", describe(copies), f"pairs of {allowed}")
@@ -325,22 +346,22 @@ class KVCache:
             if not (isinstance(pair, (tuple, list)) and len(pair) == 2 and all(_is_page(page, self.pages) for page in pair)):
                 raise ArgumentError("copies", describe(pair), allowed)
         if len({target for _, target in pairs}) < len(pairs):
-            raise ArgumentError("copies", tuple(pairs), "targets that differ")
+            raise ArgumentError("copies", tuple(pairs), "each target once")
         return pairs
 
     def record(self, slots: torch.Tensor, positions: torch.Tensor | None = None, writers: torch.Tensor | None = None) -> None:
-        """Tells the ledger, if there is one, that tokens were written with the scales of this cache. Without positions the slots
-        are "written, position unknown"."""
+        """Records in the ledger, if there is one, that tokens were written with the scales of this cache. Without `positions` the
+        slots count as written, position unknown."""
         if self.ledger is not None:
             self.ledger.record(slots, positions, writers, self.scale_mark())
 
     def scale_mark(self) -> torch.Tensor | None:
-        """A number that stands for the values of `k_scale` and `v_scale`, int64 `[]` on the cache's device; None if there are none
-        or `write` computes one per token. The host reads nothing."""
+        """A hash of the values of `k_scale` and `v_scale`, int64 `[]` on the cache's device; None if there are no scales or `write`
+        computes one per token. Nothing is read on the host."""
         if self.k_scale is None or self.v_scale is None or self.k_scale.dim() == 3:
             return None
         bits = torch.cat([self.k_scale.reshape(-1), self.v_scale.reshape(-1)]).view(torch.int32).to(torch.int64)
-        # A polynomial of the bits, modulo 2**64; the lowest bit is set, because 0 stands for unknown.
+        # A polynomial of the bits, modulo 2**64; the lowest bit is set, because 0 means unknown.
         powers = torch.full_like(bits, 6364136223846793005).cumprod(0)
         return (bits * powers).sum() * 2 + 1
 
@@ -376,16 +397,17 @@ class KVCache:
         memo[id(self)] = cache
         cache.applied, cache.copied = copy.deepcopy(self.applied), deque(self.copied, maxlen=self.copied.maxlen)
         if self.ledger is not None and cache.ledger is not None:
-            cache.ledger.take_over(self.ledger)
+            cache.ledger.copy_from(self.ledger)
         return cache
 
     @property
     def k_bytes(self) -> torch.Tensor:
-        """K as storage that every torch operator can move: one-byte floats as uint8."""
+        """K with one-byte types viewed as uint8, which every torch operator can copy."""
         return _movable(self.k)
 
     @property
     def v_bytes(self) -> torch.Tensor:
+        """V with one-byte types viewed as uint8."""
         return _movable(self.v)
 
     def __repr__(self) -> str:
@@ -408,12 +430,12 @@ def _zeros(
     shapes = [order.k.shape(*size, dims[0], x), order.v.shape(*size, dims[1], x)]
     if order.joint:
         shapes = [order.k.shape(*size, sum(dims), x)]
-    # Not torch.empty: a page that was never written then reads as zeros on every machine, and a mistake is repeatable.
+    # Not torch.empty: a page that was never written then reads as zeros on every machine, which makes errors reproducible.
     return [torch.zeros(shape, dtype=dtype, device=device) for shape in shapes]
 
 
 def _restored(described: dict[str, Any], scales: tuple[Any, ...]) -> KVCache:
-    """A cache that was pickled: zeros, and the scales it had."""
+    """Unpickles a cache: zeros, with the scales it had."""
     d, (kind, *values) = described, scales
     k_scale: torch.Tensor | None
     v_scale: torch.Tensor | None
@@ -441,17 +463,78 @@ def _movable(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
 
 
+def _check_sizes(kv_heads: int, head_dim: int, v_head_dim: int) -> None:
+    for name, value, most in (("kv_heads", kv_heads, 2**31 - 1), ("head_dim", head_dim, 512), ("v_head_dim", v_head_dim, 512)):
+        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
+            raise ArgumentError(name, describe(value), f"1 to {most}")
+
+
+def _device(given: torch.device | str | None, default: torch.device) -> torch.device:
+    if given is None:
+        return default
+    try:
+        if isinstance(given, torch.device | str):
+            return torch.device(given)
+    except RuntimeError:
+        pass
+    raise ArgumentError("device", describe(given), "a torch.device or its name, or None for the device of the pool")
+
+
+def _token_scales(
+    scales: str, format: Format, k_scale: Scale, v_scale: Scale, size: tuple[int, int, int], device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scales of 1 for each token and head, `[pages, page_size, kv_heads]`."""
+    if not (isinstance(scales, str) and scales == "token"):
+        raise ArgumentError("scales", describe(scales), "'token', or None for the scales given")
+    if not format.quantised or k_scale is not None or v_scale is not None:
+        given = f"'token' with format {format}, k_scale {describe(k_scale)} and v_scale {describe(v_scale)}"
+        raise ArgumentError("scales", given, "'token' for a quantised format, without other scales")
+    ones = torch.ones(size, dtype=torch.float32, device=device)
+    return ones, torch.ones_like(ones)
+
+
+def _common_size(order: Layout, k: torch.Tensor, v: torch.Tensor, head_dim: int | None) -> tuple[int, int, int]:
+    """(pages, page_size, kv_heads) of K and V, which must agree."""
+    k_view, v_view = order.k.view(k), order.v.view(v)
+    sizes = [(view.shape[0], view.shape[2] * view.shape[3], view.shape[1]) for view in (k_view, v_view)]
+    if sizes[0] != sizes[1]:
+        text = "pages {}, page_size {}, kv_heads {}"
+        allowed = f"those of k_pages: {text.format(*sizes[0])} in layout {order.name!r}"
+        raise ArgumentError("v_pages", text.format(*sizes[1]), allowed)
+    dims = {"head_dim": k_view.shape[4] * k_view.shape[5], "v_head_dim": v_view.shape[4] * v_view.shape[5]}
+    for name, dim in dims.items():
+        if not 1 <= dim <= 512:
+            raise ArgumentError(name, dim, "1 to 512")
+    if head_dim is not None and dims["head_dim"] != head_dim:
+        allowed = f"{dims['head_dim']}, the head_dim of k_pages {list(k.shape)} in layout {order.name!r}"
+        raise ArgumentError("head_dim", head_dim, allowed)
+    if min(sizes[0][1:]) < 1:
+        raise ArgumentError("k_pages", describe(k), "page_size and kv_heads of 1 or more")
+    return sizes[0]
+
+
+def _scales(
+    k_scale: Scale, v_scale: Scale, format: Format, size: tuple[int, int, int], device: torch.device
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Both scales as tensors, either both per token and head or neither."""
+    shapes = {"[]": (), "[kv_heads]": size[2:], "[pages, page_size, kv_heads]": size}
+    k, v = (_scale(name, value, format, shapes, device) for name, value in (("k_scale", k_scale), ("v_scale", v_scale)))
+    if k is not None and v is not None and (k.dim() == 3) != (v.dim() == 3):
+        raise ArgumentError("v_scale", describe(v), f"one per token and head, as k_scale {describe(k)}, or neither")
+    return k, v
+
+
 def _scale(
     name: str, value: Scale, format: Format, shapes: dict[str, tuple[int, ...]], device: torch.device
 ) -> torch.Tensor | None:
-    """One scale as an fp32 tensor of an allowed shape. Host values are looked at: a zero or NaN scale is refused."""
+    """One scale as an fp32 tensor of an allowed shape. In host memory values are checked: a zero or NaN scale is rejected."""
     if not format.quantised:
         if value is not None:
             raise ArgumentError(name, describe(value), f"None: format {format} is not quantised")
         return None
     if value is None:
-        if format.name == "int8":
-            raise ArgumentError(name, None, "a scale: int8 holds whole numbers from -127 to 127")
+        if format.integer:
+            raise ArgumentError(name, None, f"a scale: {format} stores integers, {format.largest:g} in magnitude at most")
         value = 1.0
     if not isinstance(value, torch.Tensor):
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
@@ -463,7 +546,7 @@ def _scale(
     if value.device != device:
         raise ArgumentError(name, describe(value), f"on {device}, as the pages are")
     if value.device.type == "cpu" and value.dim() < 3 and type(value) is torch.Tensor:
-        # One per token and head is not looked at: those of slots that nobody reads may hold anything.
+        # Scales per token and head are not checked: those of unused slots may hold any value.
         bad = ~((value > 0) & value.isfinite())
         if bool(bad.any()):
             first = float(value.reshape(-1)[int(bad.reshape(-1).int().argmax())])

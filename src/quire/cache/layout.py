@@ -1,8 +1,8 @@
-"""Where an element of a page lives. A layout is an order of axes for K and one for V, nothing else.
+"""Memory layouts of pages. A layout is an order of axes for K and one for V.
 
-The four axes are page, slot, head and dim. A layout may split slot or dim in two, `slot/ slot%` or `dim/ dim%`, the
-second part being `x` elements long: vLLM's key pages `[pages, kv_heads, head_dim/x, page_size, x]` are
-`"page head dim/ slot dim%"`. Every layout is therefore a choice of strides, and one view serves them all:
+The four axes are page, slot, head and dim. A layout may split slot or dim in two, `slot/ slot%` or `dim/ dim%`, where the
+second part is `x` elements long: vLLM's key pages `[pages, kv_heads, head_dim/x, page_size, x]` are
+`"page head dim/ slot dim%"`. A layout therefore only determines strides, and every layout has the same view:
 
     view [pages, kv_heads, slot/, slot%, dim/, dim%]      (an axis that is not split has length 1 in its first part)
 """
@@ -87,22 +87,35 @@ class Layout:
         return self.k.unpack(k), self.v.unpack(v)
 
     def parts(self, *storage: torch.Tensor, head_dim: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """The K and the V storage; two views of one tensor if joint, cut at `head_dim` (by default in the middle)."""
+        """The K and the V storage; two views of one tensor if joint, split at `head_dim` (by default in the middle)."""
         if not self.joint:
+            if len(storage) == 1 and storage[0].dim() == len(self.k.names) + 1:
+                return self._stacked(storage[0])
             if len(storage) != 2:
-                raise ArgumentError("v_pages", None, f"a tensor: layout {self.name!r} keeps K and V apart")
+                raise ArgumentError("v_pages", None, f"a tensor: layout {self.name!r} stores K and V in two tensors")
             return storage[0], storage[1]
         if len(storage) != 1:
-            raise ArgumentError("v_pages", "a tensor", f"None: layout {self.name!r} keeps K and V in one tensor")
+            raise ArgumentError("v_pages", "a tensor", f"None: layout {self.name!r} stores K and V in one tensor")
         if storage[0].dim() != len(self.k.names):
             raise ArgumentError("k_pages", describe(storage[0]), f"{len(self.k.names)} axes: [{', '.join(self.k.names)}]")
         content = storage[0].shape[-1]
         if head_dim is None and content % 2:
-            raise ArgumentError("head_dim", None, f"1 to {content - 1}: a joint page of {content} has no middle")
+            raise ArgumentError("head_dim", None, f"1 to {content - 1}: a joint page of {content} elements cannot be halved")
         cut = content // 2 if head_dim is None else head_dim
         if not 0 < cut < content:
             raise ArgumentError("head_dim", cut, f"1 to {content - 1}: K before V in a joint page of {content}")
         return storage[0][..., :cut], storage[0][..., cut:]
+
+    def _stacked(self, storage: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V of one tensor that has an axis of 2 more, before the pages or behind them: vLLM's, and FlashInfer's."""
+        pairs = [axis for axis in (0, 1) if storage.shape[axis] == 2 and self.k.names == self.v.names]
+        if len(pairs) != 1:
+            first, *others = self.k.names
+            stacked = f"K and V stacked as [2, {', '.join(self.k.names)}] or [{first}, 2, {', '.join(others)}], or "
+            pointer = f"two tensors: wrap(pages[0], pages[1], layout={self.name!r})"
+            raise ArgumentError("k_pages", describe(storage), stacked * (self.k.names == self.v.names) + pointer)
+        k, v = storage.unbind(pairs[0])
+        return k, v
 
     @property
     def splits(self) -> bool:
@@ -117,17 +130,18 @@ LAYOUTS: dict[str, Layout] = {
     for layout in (
         Layout("nhd", Order("page slot head dim"), Order("page slot head dim")),
         Layout("hnd", Order("page head slot dim"), Order("page head slot dim")),
-        # vLLM's pair for its ROCm and Triton decode kernels: x elements of a key lie together, values are transposed.
+        # vLLM's layout for its ROCm and Triton decode kernels: x elements of a key are contiguous, values are transposed.
         Layout("vllm_x", Order("page head dim/ slot dim%"), Order("page head dim slot")),
-        # vLLM's default since its caches became one tensor a layer: K and V of a slot lie side by side.
+        # vLLM's default since a layer's cache is one tensor: K and V of a slot are adjacent.
         Layout("vllm_joint", Order("page head slot dim"), Order("page head slot dim"), joint=True),
-        # AITER's assembly kernels: keys as vLLM's pair, values with x slots together.
+        # AITER's assembly kernels: keys as in vllm_x, x slots of a value element are contiguous.
         Layout("aiter", Order("page head dim/ slot dim%"), Order("page head slot/ dim slot%")),
     )
 }
 
 
 def layout_named(name: str) -> Layout:
-    if not isinstance(name, str) or name not in LAYOUTS:
+    found = LAYOUTS.get(name.lower()) if isinstance(name, str) else None
+    if found is None:
         raise ArgumentError("layout", describe(name), ", ".join(LAYOUTS))
-    return LAYOUTS[name]
+    return found

@@ -1,4 +1,5 @@
-"""What was written where, slot by slot: the memory that lets a check say never written, stale, or another sequence's."""
+"""A record of what was written to each slot, so that a check can report slots that were never written, are stale, or belong to
+another sequence."""
 
 from __future__ import annotations
 
@@ -13,21 +14,22 @@ if TYPE_CHECKING:
     from quire.cache.pool import PagePool
 
 UNKNOWN = -1
-"""A writer nobody named: it is not compared."""
+"""An unknown writer: it is not compared."""
 UNPLACED = -2
-"""The position of a token that was written by its slot alone: it is not compared."""
+"""The position of a token written with `slots` and without a batch: it is unknown and not compared."""
 _NEVER = -1
-"""The position in a slot that was never written."""
+"""The position of a slot that was never written."""
 _FREE = -1
-"""The pool's number of a slot that no token has."""
+"""The issue number of a slot that is not allocated."""
 _RELEASED = -2
-"""The ledger's number of a slot that `release` gave back."""
+"""The issue number that `release` records."""
 
 
-class Finding(NamedTuple):
-    """One token that is not where it should be, or would be written where it should not."""
+class LedgerFinding(NamedTuple):
+    """One slot that does not hold the token it should hold, or that must not be written."""
 
-    row: int
+    seq: int
+    """The index of the sequence in the batch."""
     position: int
     slot: int
     page: int
@@ -35,14 +37,16 @@ class Finding(NamedTuple):
     reason: str
 
     def __str__(self) -> str:
-        return f"row {self.row}, position {self.position}: slot {self.slot} (page {self.page}, offset {self.offset}): {self.reason}"
+        slot = f"slot {self.slot} (page {self.page}, offset {self.offset})"
+        return f"sequence {self.seq}, position {self.position}: {slot}: {self.reason}"
 
 
-class Report(NamedTuple):
-    """What the check kernel counted, and the lowest row and position of the first call in which it found anything."""
+class LedgerReport(NamedTuple):
+    """The number of missing tokens that the audit kernel counted, and the first of them: of the first call with any, the lowest
+    sequence and position."""
 
     missing: int
-    first: Finding
+    first: LedgerFinding
 
     def __str__(self) -> str:
         tokens = "1 required token was" if self.missing == 1 else f"{self.missing} required tokens were"
@@ -50,20 +54,21 @@ class Report(NamedTuple):
 
 
 class Ledger:
-    """Beside the pages of one cache, on their device, four numbers for each slot `[pages * page_size]`:
+    """Four numbers for each slot of a cache, `[pages * page_size]` on the cache's device:
 
-        position  int32   the position of the token that was written last, -1 for none, -2 for a token whose position nobody said
-        writer    int32   the sequence it was written for, -1 for unknown
-        issue     int64   the number the pool had given the slot by then
-        scales    int64   what the scales of the cache were by then (`KVCache.scale_mark`), 0 for unknown
+        position  int32   the position of the token that was written last, -1 for none, -2 for an unknown position
+        writer    int32   the id of the sequence it was written for, -1 for unknown
+        issue     int64   the issue number of the slot when it was written
+        scales    int64   a hash of the cache's scales when it was written (`KVCache.scale_mark`), 0 for unknown
 
-    A slot holds the right token if the first three are what the reader's sequence and the pool say now. Without a pool the numbers
-    are 0, and only `release` makes a slot stale. Recording never reads the device; only the audits and `report` do.
+    A slot holds the right token if the first three equal the values of the reading sequence and of the pool. Without a pool the
+    issue numbers are 0, and only `release` makes a slot stale. Recording never reads the device; only the audits and `report` do.
 
-    In host memory every call is audited before it runs. On a GPU `attend` and `step` launch a check kernel before the attention. It
-    compares position and issue of every required slot and counts into `violations`, which nobody waits for until `report` is asked.
-    It knows the pool's numbers as of the last hand-out, and leaves out writers and the new tokens under a tree mask. Where it
-    cannot run (`quire explain --operation audit` says why), a GPU's calls are audited under `check="full"` alone.
+    In host memory every call is audited before it runs. On a GPU, `attend` and `step` launch an audit kernel before the attention
+    kernel. It compares position and issue number of every required slot and counts mismatches in `violations`, without
+    synchronization; `report` reads the count. It uses the pool's issue numbers as of the last step, and does not compare writers or
+    the new tokens under a tree mask. Where the audit kernel cannot run (`quire explain --operation audit` prints why), calls on a
+    GPU are audited with `check="full"` only.
     """
 
     def __init__(self, pages: int, page_size: int, device: torch.device | str, pool: PagePool | None = None):
@@ -71,17 +76,18 @@ class Ledger:
         self._size = pages * page_size
 
         def cells(value: int, dtype: torch.dtype) -> torch.Tensor:
-            # The one cell too many takes what is skipped: nothing then depends on a value the host would have to read.
+            # The extra cell receives the tokens that are skipped, so that no value has to be read on the host.
             return torch.full((self._size + 1,), value, dtype=dtype, device=device)
 
         self._cells = cells(_NEVER, torch.int32), cells(UNKNOWN, torch.int32), cells(0, torch.int64), cells(0, torch.int64)
         self.position, self.writer, self.issue, self.scales = (cell[: self._size] for cell in self._cells)
         self.device = self.issue.device
         self.current = torch.zeros_like(self.issue) if pool is None else pool.issue_on(self.device)
-        """The numbers that the pool has given the slots by now."""
+        """The current issue numbers of the slots."""
         self.violations = torch.zeros(9, dtype=torch.int64, device=device)
-        """What the check kernel found since `clear`: count; the lowest row and position, packed; whether a token is kept; and of
-        that token row, position and slot, the position in the slot, its issue and the pool's."""
+        """The result of the audit kernel since `clear`: the count; the lowest sequence and position, packed; whether a token is
+        stored; and that token's sequence, position and slot, the recorded position, the recorded issue number and the current
+        one."""
 
     def record(
         self,
@@ -90,8 +96,8 @@ class Ledger:
         writers: torch.Tensor | None = None,
         scales: torch.Tensor | None = None,
     ) -> None:
-        """Notes that tokens were written: integers `[tokens]` each. Slots outside the cache, -1 among them, are skipped. Without
-        positions a slot counts as written, position unknown. `scales` is the cache's `scale_mark()`."""
+        """Records that tokens were written: integers `[tokens]` each. Slots outside the cache, such as -1, are skipped. Without
+        `positions` a slot counts as written, position unknown. `scales` is the cache's `scale_mark()`."""
         inside = (slots >= 0) & (slots < self._size)
         at = torch.where(inside, slots, self._size).to(torch.int64)
         position, writer, issue, marks = self._cells
@@ -105,66 +111,67 @@ class Ledger:
         return self.position, self.writer, self.issue, self.scales
 
     def copy_pages(self, source: torch.Tensor, target: torch.Tensor) -> None:
-        """Notes that whole pages were copied, all sources read before any target was written."""
+        """Records that whole pages were copied. All sources were read before any target was written."""
         for cells in self._columns:
             pages = cells.view(self.pages, self.page_size)
             pages[target] = pages[source]
 
     def after(self, copies: Sequence[tuple[int, int]]) -> Ledger:
-        """What the ledger will say once these pages are copied; this one stays as it is."""
+        """A copy of the ledger as it will be once these pages are copied."""
         later = copy.copy(self)
         later.position, later.writer, later.issue, later.scales = (cells.clone() for cells in self._columns)
         later.copy_pages(*torch.tensor(list(copies), device=self.device).unbind(1))
         return later
 
-    def take_over(self, other: Ledger) -> None:
-        """Notes all that another ledger of as many pages says."""
+    def copy_from(self, other: Ledger) -> None:
+        """Copies the content of another ledger of the same size."""
         for mine, theirs in zip((*self._columns, self.violations), (*other._columns, other.violations)):
             mine.copy_(theirs)
 
     def audit_scales(self, slots: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-        """Which of `slots` were written with scales other than these, as indices `[n]`. Unknown scales are not compared; slots
-        outside the cache are another rule's business."""
+        """The indices `[n]` of those `slots` that were written with other scales than these. Unknown scales are not compared; slots
+        outside the cache are reported by another rule."""
         slots = slots.to(self.device, torch.int64)
         inside = (slots >= 0) & (slots < self._size)
         marks = self.scales[slots.clamp(0, self._size - 1)]
         return (inside & (marks != 0) & (marks != scales)).nonzero().flatten()
 
     def release(self, pages: torch.Tensor) -> None:
-        """Notes that pages were given back, for engines that keep pages themselves; a pool's are known."""
+        """Records that pages were released, for engines that manage pages themselves. A pool's pages need no such call."""
         self.issue.view(self.pages, self.page_size)[pages] = _RELEASED
 
     def audit_read(
-        self, slots: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor, sequences: Sequence[AnySequence] | None = None
-    ) -> list[Finding]:
-        """Every token of `(row, position)` that its slot does not hold, in order. All three are integers `[n]`; slots outside
-        the cache are another rule's business. `sequences` are the pool's, row by row: they say who wrote which position."""
-        return self._misplaced(self._facts(slots, positions, rows, sequences))
+        self, slots: torch.Tensor, positions: torch.Tensor, seqs: torch.Tensor, sequences: Sequence[AnySequence] | None = None
+    ) -> list[LedgerFinding]:
+        """Every token `(sequence, position)` that its slot does not hold, in order. All three are integers `[n]`; slots outside the
+        cache are reported by another rule. `sequences` are the pool's, in the order of the batch: their runs tell which sequence
+        wrote which position."""
+        return self._misplaced(self._facts(slots, positions, seqs, sequences))
 
-    def report(self) -> Report | None:
-        """What the check kernel found since the last `clear`; None if every required token was there. Reads the device."""
+    def report(self) -> LedgerReport | None:
+        """What the audit kernel found since the last `clear`; None if every required token was there. Reads the device."""
         missing, _, kept, *token = self.violations.tolist()
         if not kept:
             return None
-        names = ("row", "position", "slot", "held", "issue", "now")
+        names = ("seq", "position", "slot", "held", "issue", "now")
         facts = {name: torch.tensor([value], device="cpu") for name, value in zip(names, token)}
         unknown = torch.tensor([UNKNOWN], device="cpu")
         (first,) = self._misplaced(facts | {"writer": unknown, "owner": unknown, "length": facts["position"] + 1})
-        return Report(missing, first)
+        return LedgerReport(missing, first)
 
     def clear(self) -> None:
-        """Forgets what the check kernel found."""
+        """Resets what the audit kernel found."""
         self.violations.zero_()
 
-    def _misplaced(self, facts: dict[str, torch.Tensor]) -> list[Finding]:
-        """The tokens that a reader would not find in their slots."""
+    def _misplaced(self, facts: dict[str, torch.Tensor]) -> list[LedgerFinding]:
+        """The tokens that are not in their slots."""
         writer, issue, now, owner = facts["writer"], facts["issue"], facts["now"], facts["owner"]
         return self._findings(
             facts,
             (facts["held"] == _NEVER, "never written"),
             (issue == _FREE, "stale: written while the slot was free"),
             ((now == _FREE) | (issue == _RELEASED), "stale: freed after it was written"),
-            (issue != now, "stale: written at step {issue}, the slot was handed out again for a token of step {now}"),
+            (issue != now, "stale: written at step {issue}, the slot was allocated again in step {now}"),
             (facts["position"] >= facts["length"], "beyond its sequence, which has {length} tokens"),
             (
                 (writer != owner) & (writer != UNKNOWN) & (owner != UNKNOWN),
@@ -174,47 +181,47 @@ class Ledger:
         )
 
     def audit_write(
-        self, slots: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor, sequences: Sequence[AnySequence] | None = None
-    ) -> list[Finding]:
-        """Every token of `(row, position)` that must not be written to its slot, in order; to be asked before the write. A slot
-        is written once in a call, and once for each time that a pool hands it out. Arguments as in `audit_read`."""
-        facts = self._facts(slots, positions, rows, sequences)
+        self, slots: torch.Tensor, positions: torch.Tensor, seqs: torch.Tensor, sequences: Sequence[AnySequence] | None = None
+    ) -> list[LedgerFinding]:
+        """Every token `(sequence, position)` that must not be written to its slot, in order; called before the write. A slot is
+        written once in a call, and once each time that a pool allocates it. Arguments as in `audit_read`."""
+        facts = self._facts(slots, positions, seqs, sequences)
         order = torch.argsort(facts["slot"], stable=True)
         again = torch.zeros_like(order, dtype=torch.bool)
         again[order[1:]] = facts["slot"][order].diff() == 0
-        # Without a pool nobody says when a slot is handed out again: only a second write in one call is known to be wrong.
+        # Without a pool it is unknown when a slot is allocated again: only a second write in one call is certainly wrong.
         written = (facts["held"] != _NEVER) & (facts["issue"] == facts["now"]) & (self.pool is not None)
         return self._findings(
             facts,
             (again, "written twice in one call"),
-            (facts["now"] == _FREE, "free: the pool has given the slot to no token"),
+            (facts["now"] == _FREE, "free: the pool has not allocated the slot"),
             (facts["position"] >= facts["length"], "beyond its sequence, which has {length} tokens"),
-            (written & (facts["held"] == UNPLACED), "written twice: already at step {issue}, by its slot alone"),
+            (written & (facts["held"] == UNPLACED), "written twice: already at step {issue}, by a write without a batch"),
             (written & (facts["writer"] == UNKNOWN), "written twice: already at step {issue}, at position {held}"),
             (written, "written twice: already at step {issue}, by sequence {writer} at position {held}"),
         )
 
     def _facts(
-        self, slots: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor, sequences: Sequence[AnySequence] | None
+        self, slots: torch.Tensor, positions: torch.Tensor, seqs: torch.Tensor, sequences: Sequence[AnySequence] | None
     ) -> dict[str, torch.Tensor]:
-        """What the ledger, the pool and the sequences say about each token, by the names that the reasons use."""
-        slot, position, row = (t.to(self.device, torch.int64) for t in (slots, positions, rows))
+        """The values of the ledger, the pool and the sequences for each token, by the names used in the reasons."""
+        slot, position, seq = (t.to(self.device, torch.int64) for t in (slots, positions, seqs))
         inside = (slot >= 0) & (slot < self._size)
-        slot, position, row = slot[inside], position[inside], row[inside]
+        slot, position, seq = slot[inside], position[inside], seq[inside]
         now = self.current if self.pool is None else self.pool.issue.to(self.device)
-        facts = {"slot": slot, "position": position, "row": row, "now": now[slot]}
+        facts = {"slot": slot, "position": position, "seq": seq, "now": now[slot]}
         facts |= {"held": self.position[slot], "writer": self.writer[slot], "issue": self.issue[slot]}
         if sequences is None:
             return facts | {"owner": torch.full_like(slot, UNKNOWN), "length": position + 1}
-        # The runs of all rows as one sorted list: a single search finds the run of every token.
-        runs = [((row << 32) + start, id) for row, s in enumerate(sequences) for start, id in s.runs or [(0, UNKNOWN)]]
+        # The runs of all sequences as one sorted list: a single search finds the run of every token.
+        runs = [((i << 32) + start, id) for i, s in enumerate(sequences) for start, id in s.runs or [(0, UNKNOWN)]]
         starts, ids = torch.tensor(runs, dtype=torch.int64, device=self.device).view(-1, 2).unbind(1)
         lengths = torch.tensor([s.length for s in sequences], dtype=torch.int64, device=self.device)
-        owner = ids[torch.searchsorted(starts.contiguous(), (row << 32) + position, right=True) - 1]
-        return facts | {"owner": owner, "length": lengths[row]}
+        owner = ids[torch.searchsorted(starts.contiguous(), (seq << 32) + position, right=True) - 1]
+        return facts | {"owner": owner, "length": lengths[seq]}
 
-    def _findings(self, facts: dict[str, torch.Tensor], *reasons: tuple[torch.Tensor, str]) -> list[Finding]:
-        """The tokens to which a reason applies, each with the first that does."""
+    def _findings(self, facts: dict[str, torch.Tensor], *reasons: tuple[torch.Tensor, str]) -> list[LedgerFinding]:
+        """The tokens to which a reason applies, each with its first reason."""
         applies = torch.stack([condition for condition, _ in reasons])
         bad = applies.any(0).nonzero()[:, 0]
         firsts = applies[:, bad].int().argmax(0).tolist()
@@ -224,5 +231,5 @@ class Ledger:
             token = {name: value[i] for name, value in values.items()}
             page, offset = divmod(token["slot"], self.page_size)
             reason = reasons[first][1].format_map(token)
-            findings.append(Finding(token["row"], token["position"], token["slot"], page, offset, reason))
+            findings.append(LedgerFinding(token["seq"], token["position"], token["slot"], page, offset, reason))
         return sorted(findings)

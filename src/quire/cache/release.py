@@ -1,4 +1,4 @@
-"""Pages that sequences give back: who still holds them, and which become free."""
+"""Releases pages: decrements their reference counts and frees those that reach zero."""
 
 from __future__ import annotations
 
@@ -6,16 +6,17 @@ from typing import TYPE_CHECKING
 
 import numpy
 
-from quire.cache.change import Change
-from quire.cache.hand_out import occurrences
-from quire.cache.issue import FREE
+from quire.cache.allocation import occurrences
+from quire.cache.issue_numbers import FREE
+from quire.cache.transaction import Transaction
 
 if TYPE_CHECKING:
     from quire.cache.pool import PagePool
 
 
-def release(pool: PagePool, pages: numpy.ndarray, change: Change) -> None:
-    """Takes one holder from each of `pages`, in order, int64; a page may occur several times. One without a holder is free."""
+def release(pool: PagePool, pages: numpy.ndarray, transaction: Transaction) -> None:
+    """Decrements the reference count of each of `pages` (int64, a page may occur several times). A page with count zero becomes
+    free."""
     gone = pages
     if pool._shared:
         holders = pool._holders[pages]
@@ -23,10 +24,10 @@ def release(pool: PagePool, pages: numpy.ndarray, change: Change) -> None:
         gone = pages[is_gone]
         once, times = numpy.unique(pages, return_counts=True)
         left = pool._holders[once] - times
-        change.cells(pool, "_holders", once, left)
-        change.value(pool, "_shared", pool._shared - int(((left <= 1) & (left + times > 1)).sum()))
+        transaction.set_cells(pool, "_holders", once, left)
+        transaction.set_attribute(pool, "_shared", pool._shared - int(((left <= 1) & (left + times > 1)).sum()))
     else:
-        change.cells(pool, "_holders", pages, 0, old=1)
-    pool._free.exchange(change, 0, gone)
+        transaction.set_cells(pool, "_holders", pages, 0, old=1)
+    pool._free.exchange(transaction, 0, gone)
     if pool._issue is not None:
-        change.cells(pool, "_issue", gone, FREE)
+        transaction.set_cells(pool, "_issue", gone, FREE)

@@ -1,4 +1,4 @@
-"""One sequence of a pool, as its users hold it."""
+"""The handle of one sequence of a pool."""
 
 from __future__ import annotations
 
@@ -10,8 +10,22 @@ if TYPE_CHECKING:
 Runs = list[tuple[int, int]]
 
 
+class StateNumber:
+    """A counter of a pool's state. A batch that aliases the pool's page table stores the value it was made at, so that a stale
+    batch is detected."""
+
+    __slots__ = ("now",)
+
+    def __init__(self) -> None:
+        self.now = 0
+
+
+NO_POOL = StateNumber()
+"""The state of batches that alias no pool: it never changes."""
+
+
 class Sequence:
-    """One sequence of a pool: a handle, equal only to itself. What it says is read from the pool, which alone changes it."""
+    """A handle of one sequence of a `PagePool`. Its properties read the pool's records; only the pool changes them."""
 
     __slots__ = ("_pool", "_runs", "_slot", "id")
 
@@ -22,18 +36,18 @@ class Sequence:
 
     @property
     def length(self) -> int:
-        """How many tokens it has."""
+        """Number of tokens."""
         return self._pool.length_of(self)
 
     @property
     def runs(self) -> Runs:
-        """Who wrote which positions, as (first position, sequence id): a fork starts with the runs of its parent. A new list
-        replaces it when it changes."""
+        """Which sequence wrote which positions, as a list of (first position, sequence id). A fork starts with the runs of its
+        parent. A change replaces the list."""
         return self._pool.runs_of(self)
 
     @property
     def pages(self) -> list[int]:
-        """Its page ids in order, -1 where `drop` gave a page back."""
+        """Page ids in order, -1 where `drop` released a page."""
         return self._pool.pages_of(self)
 
     def __repr__(self) -> str:
@@ -42,7 +56,7 @@ class Sequence:
 
 
 class SequenceSnapshot(NamedTuple):
-    """A sequence as it was when its batch was pickled: what a ledger asks of it, without the pool."""
+    """The state of a sequence when its batch was pickled: what a ledger reads, without the pool."""
 
     id: int
     length: int

@@ -1,4 +1,4 @@
-"""The page table of a pool's latest step, kept so that a step of the same sequences only adds to it."""
+"""The page table of a pool's latest step. The next step with the same sequences updates it in place."""
 
 from __future__ import annotations
 
@@ -8,28 +8,19 @@ import numpy
 import torch
 
 from quire.batch import Batch
-from quire.cache.books import LENGTH, LONGEST, PAGES, ROW, WIDTH
-from quire.cache.change import Change
-from quire.cache.hand_out import HandOut
+from quire.cache.allocation import Allocation
+from quire.cache.page_rows import gather
 from quire.cache.sequence import Sequence
-from quire.cache.tables import gather
+from quire.cache.sequence_record import LENGTH, LONGEST, PAGES, ROW, WIDTH
+from quire.cache.transaction import Transaction
 from quire.errors import ArgumentError
 
 if TYPE_CHECKING:
     from quire.cache.pool import PagePool
 
 
-class Clock:
-    """The number of a pool's state. Batches that alias the pool's tables remember theirs."""
-
-    __slots__ = ("now",)
-
-    def __init__(self) -> None:
-        self.now = 0
-
-
-class Request:
-    """What a step is asked for: sequences, their rows in the books, and how many new tokens each gets."""
+class StepRequest:
+    """The arguments of one step: sequences, the indices of their records, and the number of new tokens of each."""
 
     __slots__ = ("counts", "max_q_len", "q_starts", "sequences", "slots", "tokens", "values")
 
@@ -47,12 +38,11 @@ class Request:
 
 
 class StepTable:
-    """A step's request, and its page table `[sequences, columns]` once it is known. There are more columns than pages, for later
-    steps; they hold -1."""
+    """A step's request and its page table `[sequences, columns]`, None until it is gathered. Columns for later steps hold -1."""
 
     __slots__ = ("_view", "request", "table")
 
-    def __init__(self, request: Request, table: numpy.ndarray | None = None, view: torch.Tensor | None = None):
+    def __init__(self, request: StepRequest, table: numpy.ndarray | None = None, view: torch.Tensor | None = None):
         self.request, self.table, self._view = request, table, view
 
     @property
@@ -62,21 +52,24 @@ class StepTable:
     def without_table(self) -> StepTable:
         return StepTable(self.request)
 
-    def next(self, request: Request, given: HandOut, page_size: int, change: Change) -> StepTable:
-        """The table of the next step: this one with the new pages, planned, if it has the same sequences and room for them."""
+    def next(self, request: StepRequest, given: Allocation, page_size: int, transaction: Transaction) -> StepTable:
+        """The table of the next step. If it has the same sequences and enough columns, the new pages are planned as writes to this
+        one."""
         table = self.table
         if table is None or request.sequences != self.request.sequences:
             return StepTable(request)
         if -(-given.longest // page_size) > table.shape[1]:
             return StepTable(request)
         if len(given.copied):
-            change.cells(self, "table", (given.copied, given.before[given.copied, PAGES] - 1), given.targets, old=given.sources)
+            transaction.set_cells(
+                self, "table", (given.copied, given.before[given.copied, PAGES] - 1), given.targets, old=given.sources
+            )
         if given.runs is not None:
-            change.cells(self, "table", given.runs.cells_in(given.grown), given.pages.reshape(given.runs.shape), old=-1)
+            transaction.set_cells(self, "table", given.runs.cells_in(given.grown), given.pages.reshape(given.runs.shape), old=-1)
         return StepTable(request, table, self._view)
 
-    def batch(self, pool: PagePool, given: HandOut, copies: tuple[tuple[int, int], ...], number: int) -> Batch:
-        """The batch of the step, whose pages the pool's tables have by now."""
+    def batch(self, pool: PagePool, given: Allocation, copies: tuple[tuple[int, int], ...], number: int) -> Batch:
+        """The batch of the step, after its transaction was applied."""
         after, request = given.after, self.request
         width = max(-(-given.longest // pool.page_size), 1)
         if self.table is None:
@@ -96,5 +89,5 @@ class StepTable:
         batch.step_id, batch._tokens = (pool._name, number), request.tokens
         if pool.device.type != "cpu":
             return batch.to(pool.device)
-        batch.clock, batch.number = pool._clock, number
+        batch.pool_state, batch.state_number = pool._state, number
         return batch

@@ -1,63 +1,125 @@
-"""The command line: one file a verb. Each has `HELP`, `EXAMPLES`, `add_arguments(parser)` and `run(args) -> exit code`."""
+"""The command line: one file for each command. Only the command that was asked for is imported, so `quire --help` and shell
+completion import neither torch nor a kernel."""
 
 from __future__ import annotations
 
-import argparse
 import os
 import signal
 import sys
 from collections.abc import Sequence
 from importlib import import_module, metadata
 
+import click
+from click.shell_completion import CompletionItem
+
 import quire
+from quire.cli.command import INTERRUPTED, Command, explained
 from quire.errors import ArgumentError
 
-VERBS = ("doctor", "demo", "explain", "warm", "check", "conform", "diagnose", "bench", "tune")
+COMMANDS = {
+    "doctor": "show the machine and its kernels, and check each kernel against the reference",
+    "demo": "run a small decoder on a paged cache, then prove that it was right",
+    "example": "list the examples, or run one",
+    "explain": "say which kernel would run a call, why, and what would be faster",
+    "warm": "compile every kernel of a layer beforehand, so that no call compiles",
+    "check": "say which rules of the contract a recorded call breaks, and where",
+    "conform": "test any paged-attention function, and name what is wrong with it",
+    "diagnose": "run a recorded call again and say what is wrong with it",
+    "bench": "measure the kernels beside their peers, each result checked before it is timed",
+    "tune": "search this GPU for the best tile sizes, as rows for the table of the Triton kernels",
+    "completion": "print the script that completes commands and options in a shell",
+    "help": "show the help of a command",
+}
+"""Every command and what it does, in the order in which the help lists them."""
 
-EXAMPLES = """\
+WIDTH = 110
+"""The most columns of a line of help."""
+EPILOG = """\
 examples:
   quire doctor                      is this machine fine?
   quire demo                        watch a small decoder use a paged cache
-  quire explain --arch gfx942       which kernel would an MI300X run, and why?
+  quire explain --arch mi300x       which kernel would an MI300X run, and why?
+  quire example                     the examples that come with the package
+  eval "$(quire completion bash)"   complete commands and options in this shell
+
+output: text for people. --json prints one JSON object to standard output and nothing else; --output FILE writes the same object
+to a file beside the text. It has the keys "schema" (1, the version of its format) and "command". Progress goes to standard error.
+Colors need a terminal; NO_COLOR turns them off.
+
+exit status, of every command:
+  0    the answer is yes: right, able, compiled, within the contract
+  1    the answer is no
+  2    an argument is wrong, or the machine lacks what the command needs; nothing was run
+  3    conform: nothing was computed, because every case was refused or skipped
+  130  interrupted (Ctrl-C): what was found until then is reported
+  141  the reader of standard output closed it (`| head`)
 """
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """0: fine. 1: the answer is no. 2: the question was wrong."""
-    argv = sys.argv[1:] if argv is None else argv
-    parser = argparse.ArgumentParser(
-        "quire",
-        description="Paged attention that explains itself.",
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+class Commands(click.Group):
+    """The commands, each imported when it is used."""
+
+    def format_usage(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        formatter.write("usage: quire COMMAND [OPTIONS]\n")
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
+        if name not in COMMANDS:
+            return None
+        command: Command = import_module(f"quire.cli.{name}").COMMAND
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("commands"):
+            formatter.write_dl(list(COMMANDS.items()))
+
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        formatter.write(f"\n{EPILOG}")
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        names = [name for name in COMMANDS if name.startswith(incomplete)]
+        items = [CompletionItem(name, help=COMMANDS[name]) for name in names]
+        return items if not incomplete.startswith("-") else super().shell_complete(ctx, incomplete)
+
+
+def commands() -> Commands:
+    """The command line as click knows it."""
+    made = Commands(
+        "quire", invoke_without_command=True, help="Paged attention for mixed batches, with a dispatcher that explains its choice."
     )
-    parser.add_argument("--version", action="version", version=f"quire {quire.__version__}")
-    verbs = parser.add_subparsers(dest="verb", metavar="VERB")
-    # Only the verb that was asked for is imported; to list them all, all are.
-    asked = tuple(verb for verb in VERBS if argv and argv[0] == verb)
-    for verb in asked or VERBS:
-        module = import_module(f"quire.cli.{verb}")
-        one = verbs.add_parser(
-            verb,
-            usage=f"quire {verb} [options]",
-            help=module.HELP,
-            description=module.HELP,
-            epilog=getattr(module, "EXAMPLES", None),
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-        )
-        module.add_arguments(one)
-        one.set_defaults(run=module.run, parser=one)
-    args = parser.parse_args(argv)
-    if args.verb is None:
-        parser.print_help(sys.stderr)
-        return 2
+    made.params.append(
+        click.Option(["--version"], is_flag=True, is_eager=True, expose_value=False, callback=_version, help="print the version")
+    )
+    width = None if sys.stdout.isatty() else WIDTH
+    made.context_settings = {"help_option_names": ["-h", "--help"], "max_content_width": WIDTH, "terminal_width": width}
+    return made
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs a command and returns its exit status (`quire help` lists them). A wrong argument raises SystemExit(2)."""
+    line, root = list(sys.argv[1:] if argv is None else argv), commands()
+    if argv is None:
+        root._main_shell_completion({}, "quire", "_QUIRE_COMPLETE")  # ends the process if it was the shell that asked
     try:
-        code: int = args.run(args)
+        with root.make_context("quire", line) as context:
+            if not line:
+                print(context.get_help(), file=sys.stderr)
+                return 2
+            code = int(root.invoke(context) or 0)
         sys.stdout.flush()
+    except click.exceptions.Exit as ended:
+        return ended.exit_code
+    except click.ClickException as error:
+        _refuse(error.ctx.command_path if isinstance(error, click.UsageError) and error.ctx else "quire", explained(error))
     except ArgumentError as error:
-        args.parser.error(str(error))
+        _refuse(f"quire {line[0]}", str(error))
+    except KeyboardInterrupt:
+        print(f"\nquire {line[0]}: interrupted", file=sys.stderr)
+        return INTERRUPTED
     except BrokenPipeError:
-        # The reader has seen enough (`| head`): no verdict was asked for, and the interpreter must not try to flush again.
+        # The interpreter must not try to flush again when it ends.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
     return code
@@ -69,3 +131,15 @@ def version(package: str) -> str:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return "not installed"
+
+
+def _version(ctx: click.Context, parameter: click.Parameter, given: bool) -> None:
+    if given and not ctx.resilient_parsing:
+        print(f"quire {quire.__version__}")
+        ctx.exit()
+
+
+def _refuse(where: str, message: str) -> None:
+    command = where.removeprefix("quire").strip()
+    print(f"{where}: error: {message}\nusage: see `quire help{f' {command}' if command else ''}`", file=sys.stderr)
+    raise SystemExit(2)

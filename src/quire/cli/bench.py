@@ -2,102 +2,102 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 import sys
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
+
+import click
 
 import quire
 from quire.cli import version
+from quire.cli.command import INTERRUPTED, Args, ChoiceOf, Command, Count, Option, Whole, Writable, answer, flag, is_quiet, save
+from quire.cli.progress import progress
 from quire.errors import ArgumentError
 
-HELP = "measure the kernels beside their peers, each result checked before it is timed"
+HELP = """Measures the kernels beside their peers in one run. Each result is checked before it is timed: a wrong result has no
+speed."""
 EXAMPLES = """\
 examples:
   quire bench                                       every workload of the CPU
-  quire bench --device cuda --html page.html        every workload of the GPU, and a picture
+  quire bench --device cuda --html out.html         every workload of the GPU, and a report with figures
   quire bench --only 'decode.*bf16'                 some of them
   quire bench --vllm venv/bin/python                beside vLLM's CPU kernel, installed in an environment of its own
   quire bench --device cuda --batch 2q2k_32q1s1k    a batch of your own: 2 sequences of 2048 new tokens, 32 decodes at 1024
   quire bench --device cuda --peers fa3 --graph     one peer, and the same as captured graphs
-  quire bench --stream chat                         the steps of a serving engine, the same for all contestants
-  quire bench --stream agents --device cuda --html page.html     the same on a GPU, with a timeline
+  quire bench --stream chat                         the steps of a serving engine, the same for all implementations
+  quire bench --stream agents --device cuda --html out.html      the same on a GPU, with a timeline
   quire bench --host                                how long a call keeps the host
   quire bench --pool                                how long the page pool takes for a step
-  quire bench --json bench.json                     for programs ('-' for standard output)
-  quire bench --from bench.json --html page.html    the picture of an earlier run, on any machine
+  quire bench --output bench.json                   for programs, written anew after every workload; --json prints it
+  quire bench --from bench.json --html out.html     the report of an earlier run, on any machine
 
 A peer of the CPU kernels is what a user of torch would write: gather the pages with index_select, pack the group as query rows,
 call SDPA for each sequence. It runs in a process with ONEDNN_MAX_CPU_ISA=AVX512_CORE_FP16, without which it can die. Others are
 vLLM's own kernel, with --vllm (vec: the same without AMX), and FlexAttention, with --flex. The peers of the GPU kernels are other
 libraries, if they can be imported: vllm_chunked, vllm_unified, fa3, flashinfer. docs/benchmarks.md says what is measured and how.
 
-exit status: 0 if every result of Quire's was right, 1 otherwise, 2 for a bad argument; times change nothing
+exit status: 0 if every result of Quire's was right, 1 otherwise, 2 an argument is wrong, 130 interrupted: what was measured until
+then is shown; times change nothing
 """
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("--stream", choices=["chat", "documents", "agents"], help="replay a serving stream instead of the workloads")
-    add("--host", action="store_true", help="measure how long a call keeps the host, instead of the workloads")
-    add("--pool", action="store_true", help="measure the page pool instead of the workloads")
-    add("--seed", metavar="N", type=int, help="stream: the seed of the trace (default: 0)")
-    add("--layers", metavar="N", type=int, help="stream: layers of each step (default: 4 on a CPU, 32 on a GPU)")
-    add("--steps", metavar="N", type=int, help="stream: steps of the trace (default: 96 on a CPU, 512 on a GPU)")
-    add("--device", choices=["cpu", "cuda"], help="where to measure (default: cpu; of --host: whatever is here)")
-    add("--only", metavar="REGEX", help="workloads whose name matches")
-    add("--batch", metavar="SPEC", action="append", help="a batch in vLLM's words, such as 2q2k_32q1s1k, instead of the workloads")
-    add("--peers", metavar="NAMES", help="GPU: the peers to measure, joined by commas (default: all that can be imported)")
-    add("--vllm", metavar="PYTHON", help="CPU: an interpreter with vLLM for CPUs, which is measured too")
-    add("--flex", action="store_true", help="CPU: FlexAttention too, which is compiled for each workload: some seconds each")
-    add(
-        "--turns",
-        metavar="N",
-        type=int,
-        help="how often each contestant gets its turn (default: 4 on a CPU, 3 on a GPU, 1 in a stream)",
-    )
-    add("--dirty", action="store_true", help="GPU: fill the L2 cache by writing before each run, as do_bench does, not by reading")
-    add("--graph", action="store_true", help="GPU: measure captured graphs too")
-    add("--json", metavar="FILE", help="also write the figures as JSON, '-' for standard output and nothing else")
-    add("--html", metavar="FILE", help="also write them as a page with pictures")
-    add("--from", metavar="FILE", dest="source", help="measure nothing: take the figures that --json wrote")
+_MODE, _STREAM, _WHERE, _HOW = "what is measured", "with --stream", "where, and beside whom", "how"
+PARAMETERS: list[click.Parameter] = [
+    Option("--stream", type=ChoiceOf(("chat", "documents", "agents")), group=_MODE, help="the steps of a serving engine"),
+    flag("--host", "how long a call keeps the host", _MODE),
+    flag("--pool", "the page pool", _MODE),
+    Option("--only", metavar="REGEX", group=_MODE, help="workloads whose name matches"),
+    Option(
+        "--batch",
+        metavar="SPEC",
+        multiple=True,
+        group=_MODE,
+        help="a batch such as 2q2k_32q1s1k; may be repeated",
+    ),
+    Option("--seed", type=Whole(0), group=_STREAM, help="the seed of the trace (0)"),
+    Option("--layers", type=Count, group=_STREAM, help="layers of each step (4 on a CPU, 32 on a GPU)"),
+    Option("--steps", type=Count, group=_STREAM, help="steps of the trace (96 on a CPU, 512 on a GPU)"),
+    Option("--device", type=ChoiceOf(("cpu", "cuda")), group=_WHERE, help="where to measure (cpu; of --host: what is here)"),
+    Option("--peers", metavar="NAMES", group=_WHERE, help="GPU: the peers, joined by commas (all that can be imported)"),
+    Option("--vllm", metavar="PYTHON", group=_WHERE, help="CPU: an interpreter with vLLM for CPUs, which is measured, too"),
+    flag("--flex", "CPU: FlexAttention, too, which is compiled for each workload: some seconds each", _WHERE),
+    Option("--repetitions", type=Count, group=_HOW, help="how often each is measured (4 on a CPU, 3 on a GPU, 1 in a stream)"),
+    flag("--dirty", "GPU: fill the L2 cache by writing before each run, as do_bench does, not by reading", _HOW),
+    flag("--graph", "GPU: measure captured graphs, too", _HOW),
+    Option("--html", metavar="FILE", type=Writable(), group="output", help="write a report with figures"),
+    Option("--from", "source", metavar="FILE", group="output", help="measure nothing: take the figures that --output wrote"),
+]
 
 
 MODES = {
-    "--stream": ("--device", "--peers", "--vllm", "--turns", "--seed", "--layers", "--steps", "--html"),
+    "--stream": ("--device", "--peers", "--vllm", "--repetitions", "--seed", "--layers", "--steps", "--html"),
     "--host": ("--device",),
     "--pool": (),
-    "": ("--device", "--only", "--batch", "--peers", "--vllm", "--flex", "--turns", "--dirty", "--graph", "--html"),
+    "": ("--device", "--only", "--batch", "--peers", "--vllm", "--flex", "--repetitions", "--dirty", "--graph", "--html"),
 }
-"""What may stand beside the option that says what is measured; `--json` may stand beside all."""
+"""What may stand beside the option that says what is measured; `--json` and `--output` may stand beside all."""
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: Args) -> int:
     figures = _read(args) if args.source is not None else _measure(args)
-    if args.json == "-":
-        print(json.dumps(figures, indent=2))
-    else:
-        _print(figures)
-    if args.source is None:
-        _save(args, figures)
+    answer(args, figures, lambda: _print(figures))
     if args.html is not None:
-        with open(args.html, "w", encoding="utf-8") as file:
-            file.write(_page(figures))
-    return _verdict(figures)
+        Path(args.html).write_text(_report(figures), encoding="utf-8")
+    return INTERRUPTED if figures.get("interrupted") else _verdict(figures)
 
 
-def _given(args: argparse.Namespace) -> dict[str, Any]:
+def _given(args: Args) -> dict[str, Any]:
     """The options that were given, apart from those that say where figures come from and go."""
-    apart = ("json", "html", "source", "verb", "run", "parser")
+    apart = ("json", "output", "html", "source", "command")
     values = {name: value for name, value in vars(args).items() if name not in apart}
-    return {f"--{name}": value for name, value in values.items() if value is not None and value is not False}
+    return {f"--{name}": value for name, value in values.items() if value not in (None, False, ())}
 
 
-def _mode(args: argparse.Namespace) -> str:
+def _mode(args: Args) -> str:
     """The option that says what is measured. What does not belong beside it is refused."""
     given = _given(args)
     modes = [mode for mode in MODES if mode in given]
@@ -110,13 +110,10 @@ def _mode(args: argparse.Namespace) -> str:
             belongs = [other for other, names in MODES.items() if other and name in names]
             allowed = f"only beside {' or '.join(belongs)}" if not mode and belongs else f"nothing beside {mode}"
             raise ArgumentError(name, value, allowed)
-    for name in ("--turns", "--layers", "--steps"):
-        if name in given and given[name] < 1:
-            raise ArgumentError(name, given[name], "1 or more")
     return mode
 
 
-def _read(args: argparse.Namespace) -> dict[str, Any]:
+def _read(args: Args) -> dict[str, Any]:
     for name, value in _given(args).items():
         raise ArgumentError(name, value, "nothing beside --from, which measures nothing")
     try:
@@ -127,18 +124,18 @@ def _read(args: argparse.Namespace) -> dict[str, Any]:
         if not (isinstance(figures, dict) and needed <= figures.keys()):
             raise ValueError(f"no {', '.join(sorted(needed))} in it")
         if kind == "figures" and args.html is not None:
-            raise ArgumentError("--html", args.html, "nothing beside figures of --host or --pool, which have no page")
+            raise ArgumentError("--html", args.html, "nothing beside figures of --host or --pool, which have no report")
     except (OSError, ValueError) as error:
-        raise ArgumentError("--from", repr(args.source), f"a file that `quire bench --json` wrote ({error})") from None
+        raise ArgumentError("--from", repr(args.source), f"a file that `quire bench --output` wrote ({error})") from None
     return figures
 
 
-def _measure(args: argparse.Namespace) -> dict[str, Any]:
+def _measure(args: Args) -> dict[str, Any]:
     mode, given, on_gpu = _mode(args), _given(args), args.device == "cuda"
     for name in ("--peers", "--dirty", "--graph"):
         if name in given and not on_gpu:
             raise ArgumentError(name, given[name], "only beside --device cuda")
-    for name in ("--vllm", "--flex", *(("--turns",) if mode == "--stream" else ())):
+    for name in ("--vllm", "--flex", *(("--repetitions",) if mode == "--stream" else ())):
         if name in given and on_gpu:
             raise ArgumentError(name, given[name], "only beside --device cpu")
     if mode == "--stream":
@@ -148,11 +145,11 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
     if mode == "--pool":
         from quire.bench.pool import measure_pool
 
-        return _figures("page pool", measure_pool())
+        return _collect(args, measure_pool(), partial(_figures, "page pool"))
     return (_measure_gpu if on_gpu else _measure_cpu)(args)
 
 
-def _measure_stream(args: argparse.Namespace) -> dict[str, Any]:
+def _measure_stream(args: Args) -> dict[str, Any]:
     import torch
 
     from quire.bench.peers import load_streams
@@ -163,53 +160,54 @@ def _measure_stream(args: argparse.Namespace) -> dict[str, Any]:
     spec = setup.default_spec(args.stream, device, args.seed or 0).with_counts(args.layers, args.steps)
     platform = Platform.detect(device)
     if device == "cpu":
-        names, turns = [*run.ALWAYS, *([run.VLLM] if args.vllm else [])], args.turns or 1
+        names, repetitions = [*run.ALWAYS, *([run.VLLM] if args.vllm else [])], args.repetitions or 1
         missing = {} if args.vllm else {run.VLLM: "no interpreter with vLLM for CPUs was given: --vllm PYTHON"}
-        with _progress(len(names) * turns * spec.engine.steps) as tell:
-            results = run.measure_cpu(spec, vllm=args.vllm, turns=turns, tell=tell)
-        threads = torch.get_num_threads()
-        return report.report(device, platform, spec, results, software=_software(), missing=missing, threads=threads)
+        how: dict[str, Any] = {"software": _software(), "missing": missing, "threads": torch.get_num_threads()}
+        with progress(len(names) * repetitions * spec.engine.steps, quiet=is_quiet(args)) as tell:
+            measured = run.measure_cpu(spec, vllm=args.vllm, repetitions=repetitions, progress=tell)
+            return _collect(args, measured, lambda results: report.report(device, platform, spec, results, **how))
     from quire.bench.timing import capture
 
     peers, missing = load_streams(None if args.peers is None else [name for name in args.peers.split(",") if name])
-    # Each contestant call by call and with graphs, each replayed for its times and for its attention times.
-    with _progress(4 * (1 + len(peers)) * spec.engine.steps) as tell:
-        results = run.measure_gpu(spec, peers, capture=capture, tell=tell)
-    return report.report(device, platform, spec, results, software=_software(), missing=missing)
+    # Each implementation call by call and with graphs, each replayed for its times and for its attention times.
+    with progress(4 * (1 + len(peers)) * spec.engine.steps, quiet=is_quiet(args)) as tell:
+        measured = run.measure_gpu(spec, peers, capture=capture, progress=tell)
+        how = {"software": _software(), "missing": missing}
+        return _collect(args, measured, lambda results: report.report(device, platform, spec, results, **how))
 
 
-def _measure_host(args: argparse.Namespace) -> dict[str, Any]:
+def _measure_host(args: Args) -> dict[str, Any]:
+    return _collect(args, _host_figures(args), partial(_figures, "host"))
+
+
+def _host_figures(args: Args) -> Iterator[Any]:
     import torch
 
-    rows: list[Any] = []
     if args.device != "cuda":
         from quire.bench.figures import Figure, of_cpu_host
         from quire.bench.host import measure_cpu_host
 
         try:
-            rows += of_cpu_host(measure_cpu_host())
+            yield from of_cpu_host(measure_cpu_host())
         except quire.KernelError as error:
-            rows.append(Figure("attend and step on the CPU", None, note=str(error)))
+            yield Figure("attend and step on the CPU", None, note=str(error))
     if args.device == "cuda" or (args.device is None and torch.cuda.is_available()):
         from quire.bench.host_gpu import measure_gpu_host
         from quire.platform import Platform
 
         Platform.detect("cuda")  # says so if there is none
-        rows += measure_gpu_host()
-    return _figures("host", rows)
+        yield from measure_gpu_host()
 
 
 def _figures(title: str, rows: Sequence[Any]) -> dict[str, Any]:
-    from quire.bench.figures import figures
-
-    return {"kind": "figures", "title": title, "software": _software(), "rows": [row.to_dict() for row in figures(rows)]}
+    return {"kind": "figures", "title": title, "software": _software(), "rows": [row.to_dict() for row in rows]}
 
 
-def _page(figures: Mapping[str, Any]) -> str:
-    from quire.bench.page import page
-    from quire.bench.stream.page import page as stream_page
+def _report(figures: Mapping[str, Any]) -> str:
+    from quire.bench.html_report import html_report
+    from quire.bench.stream.html_report import html_report as stream_html_report
 
-    return (stream_page if figures.get("kind") == "stream" else page)(figures)
+    return (stream_html_report if figures.get("kind") == "stream" else html_report)(figures)
 
 
 def _verdict(figures: Mapping[str, Any]) -> int:
@@ -221,28 +219,37 @@ def _verdict(figures: Mapping[str, Any]) -> int:
     return (stream_verdict if figures.get("kind") == "stream" else verdict)(figures)
 
 
-def _measure_cpu(args: argparse.Namespace) -> dict[str, Any]:
+def _measure_cpu(args: Args) -> dict[str, Any]:
     from quire.bench import limits, run, workloads
     from quire.bench.report import report
     from quire.platform import Platform
 
     chosen = _chosen(args, workloads.CPU_WORKLOADS)
     platform, bounds = Platform.detect("cpu"), limits.cpu_limits()
-    with _progress(len(chosen)) as tell:
-        rows: list[Any] = []
-        contestants = run.EVERYONE if args.flex else run.ALWAYS
-        for row in run.measure(chosen, bounds, contestants, turns=args.turns or run.TURNS, tell=tell, vllm=args.vllm):
+    implementations = run.EVERYONE if args.flex else run.ALWAYS
+    with progress(len(chosen), quiet=is_quiet(args)) as tell:
+        repetitions = args.repetitions or run.REPETITIONS
+        measured = run.measure(chosen, bounds, implementations, repetitions=repetitions, progress=tell, vllm=args.vllm)
+        return _collect(args, measured, lambda rows: report("cpu", platform, bounds, rows, software=_software()))
+
+
+def _collect(args: Args, measured: Iterable[Any], figures: Callable[[list[Any]], dict[str, Any]]) -> dict[str, Any]:
+    """The figures of all rows. `--output` is written after every row; an interrupt ends the run with the rows until then."""
+    rows: list[Any] = []
+    try:
+        for row in measured:
             rows.append(row)
-            # After every row: a run that is cut short has told what it knew.
-            _save(args, report("cpu", platform, bounds, rows, software=_software()))
-    return report("cpu", platform, bounds, rows, software=_software())
+            save(args, lambda: figures(rows))
+    except KeyboardInterrupt:
+        return figures(rows) | {"interrupted": True}
+    return figures(rows)
 
 
-def _measure_gpu(args: argparse.Namespace) -> dict[str, Any]:
+def _measure_gpu(args: Args) -> dict[str, Any]:
     import torch
 
     from quire.bench import gpu, timing, workloads
-    from quire.bench.contestants import OWN_ON_CUDA, device_copy
+    from quire.bench.implementations import OWN_ON_CUDA, device_copy
     from quire.bench.limits import gpu_limits
     from quire.bench.peers import load
     from quire.bench.report import report
@@ -253,32 +260,27 @@ def _measure_gpu(args: argparse.Namespace) -> dict[str, Any]:
     peers, missing = load(None if args.peers is None else [name for name in args.peers.split(",") if name])
     from quire.bench.gpu_read import reads
 
-    contestants = OWN_ON_CUDA | {"copy": device_copy} | peers
+    implementations = OWN_ON_CUDA | {"copy": device_copy} | peers
     timer = partial(timing.by_events, dirty=args.dirty)
     bounds = gpu_limits(timer, reads, torch.device("cuda"))
-    rows: list[Any] = []
-    figures: dict[str, Any] = {}
-    with _progress(len(chosen), lines=True) as tell:
-        for row in gpu.measure(
+    with progress(len(chosen), quiet=is_quiet(args)) as tell:
+        measured = gpu.measure(
             chosen,
             bounds,
-            contestants,
+            implementations,
             timer=timer,
             capture=timing.capture if args.graph else None,
-            turns=args.turns or gpu.TURNS,
-            tell=tell,
-        ):
-            rows.append(row)
-            # After every row: a run that is cut short has told what it knew.
-            figures = report("cuda", platform, bounds, rows, software=_software(), missing=missing)
-            _save(args, figures)
-    return figures
+            repetitions=args.repetitions or gpu.REPETITIONS,
+            progress=tell,
+        )
+        how = {"software": _software(), "missing": missing}
+        return _collect(args, measured, lambda rows: report("cuda", platform, bounds, rows, **how))
 
 
-def _chosen(args: argparse.Namespace, workloads: Sequence[Any]) -> list[Any]:
+def _chosen(args: Args, workloads: Sequence[Any]) -> list[Any]:
     from quire.bench.workloads import parse_batch
 
-    if args.batch is not None:
+    if args.batch:
         workloads = [parse_batch(spec) for spec in args.batch]
     try:
         chosen = [w for w in workloads if re.search(args.only or "", w.label)]
@@ -291,12 +293,6 @@ def _chosen(args: argparse.Namespace, workloads: Sequence[Any]) -> list[Any]:
 
 def _software() -> dict[str, str]:
     return {"quire": quire.__version__, "torch": version("torch"), "triton": version("triton")}
-
-
-def _save(args: argparse.Namespace, figures: Mapping[str, Any]) -> None:
-    if args.json not in (None, "-"):
-        with open(args.json, "w", encoding="utf-8") as file:
-            json.dump(figures, file, indent=2)
 
 
 def _print(figures: Mapping[str, Any]) -> None:
@@ -312,11 +308,13 @@ def _print(figures: Mapping[str, Any]) -> None:
     if figures.get("kind") == "stream":
         title, table, notes = stream.title, stream.table, stream.notes
     marks = [
-        "red" if not row["right"] else "bold" if row.get("own", row["contestant"] == "quire") else "" for row in figures["rows"]
+        "red" if not row["right"] else "bold" if row.get("own", row["implementation"] == "quire") else "" for row in figures["rows"]
     ]
     _print_table(title(figures), *table(figures), marks)
     for note in notes(figures):
         print(note)
+    if figures.get("interrupted"):
+        print("interrupted: the workloads that were not measured are missing")
 
 
 def _print_table(title: str, head: Sequence[str], lines: Sequence[Sequence[str]], marks: Sequence[str]) -> None:
@@ -337,29 +335,4 @@ def _print_table(title: str, head: Sequence[str], lines: Sequence[Sequence[str]]
     Console(width=None if sys.stdout.isatty() else 200).print(table)
 
 
-class _progress:
-    """A bar on a terminal. Elsewhere nothing, or, where a run is long, a line for each workload."""
-
-    def __init__(self, total: int, lines: bool = False):
-        self.total, self.lines = total, lines
-        self.bar: Any = None
-
-    def __enter__(self) -> Callable[[str], None]:
-        start = time.perf_counter()
-        if not sys.stderr.isatty():
-            if not self.lines:
-                return lambda name: None
-            return lambda name: print(f"{time.perf_counter() - start:5.0f} s  {name}", file=sys.stderr, flush=True)
-        try:
-            from rich.console import Console
-            from rich.progress import Progress
-        except ImportError:
-            return lambda name: print(f"{name} ...", file=sys.stderr)
-        self.bar = Progress(console=Console(stderr=True), transient=True)
-        self.bar.start()
-        task = self.bar.add_task("", total=self.total)
-        return lambda name: self.bar.update(task, description=name, advance=1)
-
-    def __exit__(self, *_: object) -> None:
-        if self.bar is not None:
-            self.bar.stop()
+COMMAND = Command("bench", run, HELP, PARAMETERS, EXAMPLES)

@@ -2,35 +2,35 @@
 
 from __future__ import annotations
 
-import argparse
-import json
 from typing import Any
 
-from quire.conformance.record import Recorded, load
+from quire.cli.command import INTERRUPTED, Args, Argument, Command
+from quire.cli.command import answer as give
+from quire.conformance.recording.record import Recorded, load
 
-HELP = "say which rules of the contract a recorded call breaks, and where"
+HELP = "Says which rules of the contract a recorded call breaks, and where. Nothing is run again."
 EXAMPLES = """\
 examples:
   quire check call.safetensors            every call of a file that quire.record wrote
   quire check call.safetensors --json     for programs
 
-exit status: 0 if every call keeps the contract, 1 if one does not, 2 the question is wrong
+exit status: 0 if every call keeps the contract, 1 if one does not, 2 an argument is wrong, 130 interrupted
 """
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("file", metavar="FILE", help="calls that quire.record saved")
-    parser.add_argument("--json", action="store_true", help="for programs")
-
-
-def run(args: argparse.Namespace) -> int:
+def run(args: Args) -> int:
     calls = load(args.file)
-    answers = [answer(call) for call in calls]
-    if args.json:
-        print(json.dumps({"file": args.file, "calls": answers}, indent=2))
-    else:
-        print("\n\n".join(_words(number, call, found) for number, (call, found) in enumerate(zip(calls, answers))))
-    return 0 if all(found["holds"] for found in answers) else 1
+    answers: list[dict[str, Any]] = []
+    interrupted = False
+    try:
+        for call in calls:
+            answers.append(answer(call))
+    except KeyboardInterrupt:
+        interrupted = True
+    words = [_words(number, call, found) for number, (call, found) in enumerate(zip(calls, answers))]
+    words += [f"interrupted after {len(answers)} of {len(calls)} calls"] if interrupted else []
+    give(args, {"file": args.file, "calls": answers, "interrupted": interrupted}, "\n\n".join(words))
+    return INTERRUPTED if interrupted else 0 if all(found["holds"] for found in answers) else 1
 
 
 def answer(call: Recorded) -> dict[str, Any]:
@@ -61,3 +61,6 @@ def _words(number: int, call: Recorded, found: dict[str, Any]) -> str:
     if found["holds"]:
         lines.append("  it keeps the contract")
     return "\n".join(lines)
+
+
+COMMAND = Command("check", run, HELP, [Argument("file", "calls that quire.record saved", metavar="FILE")], EXAMPLES)

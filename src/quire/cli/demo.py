@@ -2,65 +2,77 @@
 
 from __future__ import annotations
 
-import argparse
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import click
 import torch
 
 import quire
+from quire.cli.command import INTERRUPTED, Args, ChoiceOf, Command, Option, Whole, answer, flag, is_quiet
 from quire.contract.rule import Violation
 from quire.demo import requests
-from quire.demo.engine import Engine
-from quire.demo.model import HEAD_DIM, KV_HEADS, Q_HEADS, Model
+from quire.demo.engine import DemoEngine
+from quire.demo.model import HEAD_DIM, KV_HEADS, Q_HEADS, DemoModel
 from quire.demo.plants import PLANTS
 from quire.demo.proof import Proof, outputs, tokens
-from quire.demo.report import Report
+from quire.demo.report import DemoReport
 from quire.demo.screen import screen
 from quire.dispatch.choose import choose
 from quire.errors import ArgumentError
 
-HELP = "watch a small decoder use a paged cache, then see it proved right"
+HELP = """Runs a small decoder with continuous batching on a paged cache, every call checked against the contract, then compares
+every number with the reference and every token with a run without pages."""
 EXAMPLES = """\
 examples:
   quire demo                        a live table in a terminal, lines elsewhere
   quire demo --json                 for programs
   quire demo --plant drop-token     what a failure looks like: the fault is found, named and drawn
 
-exit status: 0 if the run was right, 1 if it was wrong
+exit status: 0 if the run was right, 1 if it was wrong, 2 an argument is wrong, 130 interrupted: what was proved until then is shown
 """
 
 PAGES = 46
 """Few enough that somebody has to wait."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--requests", type=int, default=10, metavar="N", help="how many requests arrive (10)")
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="for weights, arrivals and sampling (0)")
-    faults = "; ".join(f"{name}: {plant.summary}" for name, plant in PLANTS.items())
-    parser.add_argument("--plant", choices=tuple(PLANTS), help=f"do something wrong in the middle of the run. {faults}")
-    parser.add_argument("--quiet", action="store_true", help="show the verdict alone")
-    parser.add_argument("--json", action="store_true", help="for programs")
+_FAULTS = "; ".join(f"{name}: {plant.summary}" for name, plant in PLANTS.items())
+PARAMETERS: list[click.Parameter] = [
+    Option("--requests", type=Whole(1, 64), default=10, help="how many requests arrive (10)"),
+    Option("--seed", type=Whole(0, 2**31 - 1), default=0, help="for weights, arrivals and sampling (0)"),
+    Option("--plant", type=ChoiceOf(PLANTS), help=f"do something wrong in the middle of the run. {_FAULTS}"),
+    flag("--quiet", "show the verdict alone"),
+]
 
 
-def run(args: argparse.Namespace) -> int:
-    for name, value, low, high in (("--requests", args.requests, 1, 64), ("--seed", args.seed, 0, 2**31 - 1)):
-        if not low <= value <= high:
-            raise ArgumentError(name, value, f"{low} to {high}")
+def run(args: Args) -> int:
     with one_thread():
-        report = demonstrate(args.requests, args.seed, args.plant, quiet=args.quiet or args.json)
-    if args.json:
-        print(json.dumps(report.to_dict(), indent=2))
-    else:
-        print(str(report).splitlines()[-1] if args.quiet and report.right else report)
-    return 0 if report.right else 1
+        report = demonstrate(args.requests, args.seed, args.plant, quiet=args.quiet or is_quiet(args))
+    interrupted = not report.finished and not report.violations
+    found = report.to_dict() | {"interrupted": interrupted}
+    if interrupted:
+        found["verdict"] = "interrupted"
+    text = str(report)
+    if interrupted:
+        calls = sum(count for count, _ in report.engine.decisions.values())
+        text = f"interrupted in step {report.engine.step}: {report.engine.tokens} tokens, {calls} calls, each within the contract"
+        text += "\n" + "\n".join(_proved(report))
+    elif args.quiet and report.right:
+        text = text.splitlines()[-1]
+    answer(args, found, text)
+    return INTERRUPTED if interrupted else 0 if report.right else 1
 
 
-def demonstrate(count: int, seed: int, plant: str | None = None, quiet: bool = True) -> Report:
+def _proved(report: DemoReport) -> Iterator[str]:
+    """What an interrupted run has shown."""
+    for name, proof in (("outputs", report.outputs), ("tokens", report.tokens)):
+        yield f"{'ok   ' if proof.holds else 'WRONG'}  {name:9} {proof.compared} compared: {proof.worst}"
+
+
+def demonstrate(count: int, seed: int, plant: str | None = None, quiet: bool = True) -> DemoReport:
     """Runs the engine under the full contract, then proves what it did, as far as it came."""
     prefix, arriving = requests.make(count, seed)
-    engine = Engine(Model.make(seed, best_device()), prefix, arriving, PAGES, PLANTS[plant] if plant else None)
+    engine = DemoEngine(DemoModel.make(seed, best_device()), prefix, arriving, PAGES, PLANTS[plant] if plant else None)
     violations: tuple[Violation, ...] = ()
     with screen(quiet) as show:
         try:
@@ -70,9 +82,11 @@ def demonstrate(count: int, seed: int, plant: str | None = None, quiet: bool = T
         except quire.ContractError as error:
             violations = error.violations
             show(engine)
-    if plant and not engine.planted:
+        except KeyboardInterrupt:
+            pass  # what was done until now is proved
+    if plant and not engine.planted and all(request.state == "done" for request in engine.requests):
         raise ArgumentError("--plant", plant, "with more --requests: the run ended before there was a page to misuse")
-    return Report(engine, Proof.of(outputs(engine)), Proof.of(tokens(engine)), violations)
+    return DemoReport(engine, Proof.of(outputs(engine)), Proof.of(tokens(engine)), violations)
 
 
 @contextmanager
@@ -90,3 +104,6 @@ def best_device() -> str:
     """The accelerator, if there is one and a kernel for it; otherwise the CPU."""
     problem = quire.Problem(q_heads=Q_HEADS, kv_heads=KV_HEADS, head_dim=HEAD_DIM, page_size=16, q_dtype="fp32", device="cuda")
     return "cuda" if torch.cuda.is_available() and choose(problem, quire.Extent(), quire.Platform.detect("cuda")).chosen else "cpu"
+
+
+COMMAND = Command("demo", run, HELP, PARAMETERS, EXAMPLES)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import platform as host
 import signal
@@ -12,28 +11,33 @@ from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from typing import Any
 
+import click
 import torch
 
 import quire
-from quire.cache.format import FORMATS, Format
-from quire.cache.ledger import Ledger
 from quire.cli import version
-from quire.contract.call import Call
+from quire.cli.command import INTERRUPTED, Args, Command, Option, answer, flag, is_quiet
+from quire.cli.progress import progress
+from quire.cli.self_check import self_check
+from quire.cli.sheet import show
 from quire.dispatch.catalogue import CATALOGUE
 from quire.dispatch.choose import OPERATIONS, choose
 from quire.dispatch.kernel import BUILD
+from quire.dispatch.summary import Line
 from quire.kernels.native import library
-from quire.launch import launcher_for
 from quire.platform import Platform, cpu_flags
 from quire.problem import Extent, Problem
 
-HELP = "show the machine and its kernels, and check each kernel against the reference"
+HELP = """Shows the machine, the versions and the kernels, and checks every kernel that can run here against the reference, each
+in a subprocess: a kernel that crashes is reported, too."""
 EXAMPLES = """\
 examples:
-  quire doctor           for people
-  quire doctor --json    for programs and bug reports
+  quire doctor                       one screen
+  quire doctor --all                 every kernel with its errors, and every limit that does not hold
+  quire doctor --json                for programs
+  quire doctor --output doctor.json  for a bug report
 
-exit status: 0 if every kernel that can run here is right, 1 otherwise
+exit status: 0 if every kernel that can run here is right, 1 otherwise, 130 interrupted: the kernels that were checked are shown
 """
 
 PACKAGES = ("torch", "triton", "numpy")
@@ -41,32 +45,42 @@ AMX_NOTE = (
     "this CPU advertises AMX under a hypervisor: where the hypervisor hides AMX's palette, torch's own bf16 matmul dies with "
     "SIGILL. Quire's kernels do not call it; for other torch code set ONEDNN_MAX_CPU_ISA=AVX512_CORE_FP16 before Python starts."
 )
+COLORS = {"right": "bold green", "WRONG": "bold red", "verdict": "bold", "note": "yellow"}
+PARAMETERS: list[click.Parameter] = [
+    flag("--all", "every kernel with its errors, and every limit that does not hold", default=False),
+    Option("--check", nargs=2, hidden=True),
+]
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", action="store_true", help="for programs")
-    parser.add_argument("--check", nargs=2, metavar=("KERNEL", "DEVICE"), help=argparse.SUPPRESS)
-
-
-def run(args: argparse.Namespace) -> int:
+def run(args: Args) -> int:
     if args.check:
         print(json.dumps(self_check(*args.check)))
         return 0
-    report = examine()
-    print(json.dumps(report, indent=2) if args.json else _text(report))
-    return 0 if report["healthy"] else 1
+    report = examine(quiet=is_quiet(args))
+    answer(args, report, (lambda: print(_text(report))) if args.all else lambda: show(_short(report), COLORS))
+    return INTERRUPTED if report["interrupted"] else 0 if report["healthy"] else 1
 
 
-def examine() -> dict[str, Any]:
-    """Everything the doctor knows, ready for JSON."""
+def examine(quiet: bool = True) -> dict[str, Any]:
+    """The machine and its kernels, ready for JSON. An interrupt ends it with the kernels that were checked until then."""
     devices = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
-    kernels = [row for device in devices for row in _kernels(device)]
+    kernels: list[dict[str, Any]] = []
+    interrupted = False
+    try:
+        with progress(len(devices) * len(CATALOGUE), quiet=quiet or not sys.stderr.isatty()) as tell:
+            for device in devices:
+                for row in _kernels(device):
+                    kernels.append(row)
+                    tell(f"{row['operation']} {row['kernel']}")
+    except KeyboardInterrupt:
+        interrupted = True
     return {
         "versions": {"python": host.python_version(), "quire": quire.__version__, **{name: version(name) for name in PACKAGES}},
         "machine": {device: Platform.detect(device).to_dict() for device in devices},
         "notes": [_native(), _compile_cache(), *([AMX_NOTE] if {"amx_bf16", "hypervisor"} <= cpu_flags() else [])],
         "kernels": kernels,
-        "healthy": not any(row["fault"] or any(check["ok"] is False for check in row["checks"]) for row in kernels),
+        "interrupted": interrupted,
+        "healthy": not interrupted and not any(map(_is_wrong, kernels)),
     }
 
 
@@ -108,8 +122,7 @@ def _kernels(device: str) -> Iterator[dict[str, Any]]:
 
 
 def ask(command: Sequence[str], patience: float = 600) -> tuple[dict[str, list[dict[str, Any]]], str | None]:
-    """The checks that a child process prints, and what went wrong with it. A child, because a kernel at fault may take its
-    process with it."""
+    """The checks that a subprocess prints, and what went wrong with it. A wrong kernel may end its process."""
     try:
         child = subprocess.run(command, capture_output=True, text=True, timeout=patience)
     except subprocess.TimeoutExpired:
@@ -121,111 +134,46 @@ def ask(command: Sequence[str], patience: float = 600) -> tuple[dict[str, list[d
     return json.loads(child.stdout), None
 
 
-def self_check(kernel: str, device: str) -> dict[str, list[dict[str, Any]]]:
-    """Every operation of a kernel on a small mixed batch, against the reference, in three types. Unwritten slots hold NaN."""
-    platform = Platform.detect(device)
-    rows: dict[str, list[dict[str, Any]]] = {}
-    for operation, measure in (("attend", _attend_error), ("write", _write_error), ("audit", _audit_error)):
-        if not any(k.name == kernel and k.operation == operation for k in CATALOGUE):
-            continue
-        for name, q_dtype, format, allowed in (
-            ("fp32", torch.float32, "fp32", 1e-5),
-            ("bf16", torch.bfloat16, "bf16", 2e-2),
-            ("fp8", torch.bfloat16, platform.fp8 or "e4m3fn", 2e-2),
-        ):
-            row: dict[str, Any] = {
-                "type": name,
-                "error": None,
-                "allowed": allowed if operation == "attend" else 0,
-                "ok": None,
-                "refused": None,
-            }
-            try:
-                row["error"] = measure(kernel, Sample(q_dtype, FORMATS[format], device))
-                row["ok"] = row["error"] <= row["allowed"]
-            except quire.KernelError as error:
-                row["refused"] = str(error)
-            rows.setdefault(operation, []).append(row)
-    return rows
+def _is_wrong(row: dict[str, Any]) -> bool:
+    return bool(row["fault"]) or any(check["ok"] is False for check in row["checks"])
 
 
-class Sample:
-    """A mixed batch of four sequences, the same in every run: a prefill, a chunk over a context, two decodes."""
-
-    q_lens, contexts = (5, 1, 12, 1), (0, 40, 21, 63)
-    page_size, pages, q_heads, kv_heads, head_dim = 16, 24, 8, 2, 64
-
-    def __init__(self, q_dtype: torch.dtype, format: Format, device: str):
-        self.format, self.device, self.scale = format, device, 0.5 if format.quantised else None
-        self.lens = [context + q_len for context, q_len in zip(self.contexts, self.q_lens)]
-        chance = torch.Generator().manual_seed(0)
-
-        def normal(*shape: int) -> torch.Tensor:
-            return torch.randn(*shape, generator=chance, device="cpu").to(device)
-
-        self.q = normal(sum(self.q_lens), self.q_heads, self.head_dim).to(q_dtype)
-        self.k, self.v = ([normal(n, self.kv_heads, self.head_dim).to(q_dtype) for n in self.lens] for _ in "kv")
-        self.table = torch.randperm(self.pages, generator=chance, device="cpu").view(len(self.lens), -1).to(device)
-        starts = torch.tensor((0, *self.q_lens), device=device).cumsum(0)
-        self.batch = quire.Batch(self.table, torch.tensor(self.lens, device=device), starts)
-
-    def stored(self, x: torch.Tensor) -> torch.Tensor:
-        """Keys or values as the cache holds them."""
-        return self.format.encode(x.float() / (self.scale or 1.0))
-
-    def cache(self, first: Sequence[int]) -> quire.KVCache:
-        """A cache that holds each sequence from `first` on; everything else is NaN."""
-        shape = (self.pages, self.page_size, self.kv_heads, self.head_dim)
-        k, v = (torch.full(shape, torch.nan, device=self.device).to(self.format.dtype) for _ in "kv")
-        cache = quire.KVCache.wrap(k, v, layout="nhd", format=self.format.name, k_scale=self.scale, v_scale=self.scale)
-        for row, (start, end) in enumerate(zip(first, self.lens)):
-            at = torch.arange(start, end, device=self.device)
-            slots = self.table[row, at // self.page_size] * self.page_size + at % self.page_size
-            for pages, x in ((cache.k_bytes, self.k[row]), (cache.v_bytes, self.v[row])):
-                pages.view(-1, self.kv_heads, self.head_dim)[slots] = self.stored(x[start:]).view(pages.dtype)
-        return cache
+def _outcome(report: dict[str, Any]) -> str:
+    if any(map(_is_wrong, report["kernels"])):
+        return "a kernel that says it runs here is wrong"
+    return "interrupted" if report["interrupted"] else "every kernel that can run here is right"
 
 
-def _attend_error(kernel: str, sample: Sample) -> float:
-    """The largest distance from the reference."""
-    out = quire.attend(sample.q, sample.cache([0] * len(sample.lens)), sample.batch, kernel=kernel)
-    read = [[sample.stored(x).float() * (sample.scale or 1.0) for x in part] for part in (sample.k, sample.v)]
-    want = [quire.reference.attention(q, k, v)[0] for q, k, v in zip(sample.q.split(sample.q_lens), *read)]
-    error = (out.double() - torch.cat(want)).abs().max()
-    return float(error.nan_to_num(torch.inf))
-
-
-def _write_error(kernel: str, sample: Sample) -> int:
-    """How many bytes of the cache differ from what they should be."""
-    cache, want = sample.cache(sample.lens), sample.cache(sample.contexts)
-    k, v = (torch.cat([x[-n:] for x, n in zip(part, sample.q_lens)]) for part in (sample.k, sample.v))
-    quire.write(k, v, cache, sample.batch, kernel=kernel)
-    pairs = ((cache.k, want.k), (cache.v, want.v))
-    return sum(int((got.view(torch.uint8) != wanted.view(torch.uint8)).sum()) for got, wanted in pairs)
-
-
-def _audit_error(kernel: str, sample: Sample) -> int:
-    """How far the check of the ledger is from counting the one token that it was not told of."""
-    cache = sample.cache([0] * len(sample.lens))
-    cache.ledger = Ledger(cache.pages, cache.page_size, cache.device)
-    for row, length in enumerate(sample.lens):
-        at = torch.arange(1 if row == 2 else 0, length, device=sample.device)
-        cache.ledger.record(sample.table[row, at // cache.page_size] * cache.page_size + at % cache.page_size, at)
-    call = Call(cache, sample.batch, sample.q)
-    launcher_for("audit", call, kernel)(call)
-    report = cache.ledger.report()
-    return 1 if report is None else abs(report.missing - 1)
+def _short(report: dict[str, Any]) -> list[Line]:
+    """One screen: kernels that are right in a line, those that cannot run here in a line for each first reason."""
+    lines = [Line("versions", ", ".join(f"{name} {number}" for name, number in report["versions"].items()))]
+    lines += [Line("machine", str(Platform.detect(device))) for device in report["machine"]]
+    lines += [Line("note", note) for note in report["notes"]]
+    right: dict[str, list[str]] = {}
+    refused: dict[str, list[str]] = {}
+    for row in report["kernels"]:
+        name = f"{row['kernel']} ({row['operation']}, {row['device']})"
+        if row["refusals"]:
+            refused.setdefault(row["refusals"][0], []).append(f"{row['kernel']} ({row['operation']})")
+        elif _is_wrong(row):
+            lines.append(Line("WRONG", f"{name}: {_verdict(row).removeprefix('WRONG: ')}"))
+        else:
+            types = ", ".join(check["type"] for check in row["checks"] if check["ok"])
+            right.setdefault(types or "nothing to check", []).append(name)
+    lines += [Line("right", f"{', '.join(names)}: {types}") for types, names in right.items()]
+    lines += [Line("not here", f"{', '.join(names)}: {reason}") for reason, names in refused.items()]
+    return [*lines, Line("verdict", _outcome(report))]
 
 
 def _text(report: dict[str, Any]) -> str:
+    """Everything."""
     lines = ["versions", "  " + ", ".join(f"{name} {number}" for name, number in report["versions"].items()), "machine"]
     lines += [f"  {Platform.detect(device)}" for device in report["machine"]]
     lines += [f"  note: {note}" for note in report["notes"]]
     lines.append("kernels")
     for row in report["kernels"]:
         lines.append(f"  {row['operation']:6} {row['kernel']} on {row['device']}: {_verdict(row)}")
-    healthy = "every kernel that can run here is right" if report["healthy"] else "a kernel that says it runs here is wrong"
-    return "\n".join((*lines, f"verdict: {healthy}"))
+    return "\n".join((*lines, f"verdict: {_outcome(report)}"))
 
 
 def _verdict(row: dict[str, Any]) -> str:
@@ -239,3 +187,6 @@ def _verdict(row: dict[str, Any]) -> str:
         None: "no {type}",
     }
     return ", ".join(words[check["ok"]].format(**check) for check in row["checks"])
+
+
+COMMAND = Command("doctor", run, HELP, PARAMETERS, EXAMPLES)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
 import os
 import re
@@ -11,96 +9,98 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from quire.cli.bench import _print_table, _progress, _software
+import click
+
+from quire.cli.bench import _print_table, _software
+from quire.cli.command import INTERRUPTED, Args, Command, Count, Option, answer, flag, is_quiet, save
+from quire.cli.progress import progress
 from quire.errors import ArgumentError
 
 if TYPE_CHECKING:
-    from quire.bench.tune import Found, Kind, Trial
+    from quire.bench.tune import SearchResult, Trial, TuningTarget
 
-HELP = "search this GPU for the best tile sizes, as rows for the table of the Triton kernels"
+HELP = "Searches this GPU for the best tile sizes, as rows for the table of the Triton kernels."
 EXAMPLES = """\
 examples:
   quire tune --list                       the table as it is, and what would be tried; needs no GPU
   quire tune --quick                      fewer candidates, two workloads each: is the table far off?
   quire tune --only 'decode.*head_dim 128'
-  quire tune --json tune.json             every candidate with its times, written anew after every row of the table
+  quire tune --output tune.json           every candidate with its times, written anew after every row of the table
 
 How much a program computes at a time (keys a tile, stages, warps, programs a multiprocessor) is a table in
-quire/kernels/triton/tuning.py: nothing is tuned while the library is used. For a card that the table does not know, or after a new
-Triton, this verb makes the rows. For each kernel, width of the cache's elements and head_dim it compiles the candidates (in --jobs
-processes, seconds each), checks every result, times what is right on two to five workloads of `quire bench`, and ends with the best
-by the geometric mean of the times, timed once more in turns with the row of the table. Candidates that do not compile, need more
-memory than there is, spill registers, are wrong or are the same launches as another are named and never chosen. A row takes
-hundreds of compilations: minutes, fewer with more CPUs or with --quick. The GPU should have nothing else to do. The rows of gluon,
-which are for Hopper alone, are not searched.
+quire/kernels/triton/host/tuning.py: nothing is tuned while the library is used. For a card that the table does not know, or after a
+new Triton, this command makes the rows. For each kernel, width of the cache's elements and head_dim it compiles the candidates (in
+--jobs processes, seconds each), checks every result, times what is right on two to five workloads of `quire bench`, and ends with
+the best by the geometric mean of the times, timed once more in turns with the row of the table. Candidates that do not compile,
+need more memory than there is, spill registers, are wrong or are the same launches as another are named and never chosen. A row
+takes hundreds of compilations: minutes, fewer with more CPUs or with --quick. The GPU should have nothing else to do. The rows of
+gluon, which are for Hopper alone, are not searched.
 
 What to do with it: paste the printed rows into TABLE, above the first row that fits the card now and in the order in which they are
 printed (the table is read top down, the first row that fits is taken); then run the tests, and `quire bench --device cuda`.
 
-exit status: 0 if every row has a winner, 1 otherwise, 2 for a bad argument or without a GPU
+exit status: 0 if every row has a winner, 1 otherwise, 2 an argument is wrong or there is no GPU, 130 interrupted: the rows that
+were found until then are printed
 """
 
 SHOWN = 8
 """The fastest candidates of a row that are printed; --json has all."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("--list", action="store_true", help="measure nothing: print the table and the candidates")
-    add("--only", metavar="REGEX", help="rows whose name matches, such as 'mixed.*8-bit'")
-    add("--quick", action="store_true", help="fewer candidates and workloads")
-    add("--jobs", metavar="N", type=int, help="processes that compile (default: one for each CPU)")
-    add("--json", metavar="FILE", help="also write every candidate as JSON, '-' for standard output and nothing else")
+PARAMETERS: list[click.Parameter] = [
+    flag("--list", "measure nothing: print the table and the candidates"),
+    Option("--only", metavar="REGEX", help="rows whose name matches, such as 'mixed.*8-bit'"),
+    flag("--quick", "fewer candidates and workloads"),
+    Option("--jobs", type=Count, help="processes that compile (one for each CPU)"),
+]
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: Args) -> int:
     from quire.bench.tune import rounds_of
 
     kinds = _chosen(args)
-    if args.jobs is not None and args.jobs < 1:
-        raise ArgumentError("--jobs", args.jobs, "1 or more")
     if args.list:
-        if args.json is not None:
-            raise ArgumentError("--json", args.json, "nothing beside --list, which measures nothing")
-        _list(kinds, args.quick)
+        answer(args, _listed(kinds, args.quick), lambda: _list(kinds, args.quick))
         return 0
     missing = _missing()
     if missing:
-        args.parser.error(
+        raise click.UsageError(
             f"{missing}. Tuning measures on the card itself: it needs an NVIDIA or AMD GPU, a build of torch that sees it, and "
-            "Triton. `quire tune --list` works anywhere"
+            "Triton. `quire tune --list` works anywhere",
+            click.get_current_context(silent=True),
         )
-    found: list[Found] = []
+    found: list[SearchResult] = []
+    interrupted = False
     jobs = args.jobs or os.cpu_count() or 1
     rounds = sum(len(rounds_of(kind.kernel, args.quick)) for kind in kinds)
-    with _progress(rounds, lines=True) as tell:
-        for kind in kinds:
-            found.append(tune(kind, quick=args.quick, jobs=jobs, tell=tell))
-            if args.json not in (None, "-"):
-                with open(args.json, "w", encoding="utf-8") as file:
-                    json.dump(_report(found, args.quick), file, indent=2)
-    if args.json == "-":
-        print(json.dumps(_report(found, args.quick), indent=2))
-    else:
-        _print(found)
+    try:
+        with progress(rounds, quiet=is_quiet(args)) as tell:
+            for kind in kinds:
+                found.append(tune(kind, quick=args.quick, jobs=jobs, tell=tell))
+                save(args, lambda: _report(found, args.quick))
+    except KeyboardInterrupt:
+        interrupted = True
+    answer(args, lambda: _report(found, args.quick) | {"interrupted": interrupted}, lambda: _print(found))
+    if interrupted:
+        return INTERRUPTED
     return 0 if all(one.best is not None for one in found) else 1
 
 
-def tune(kind: Kind, *, quick: bool, jobs: int, tell: Any) -> Found:
+def tune(kind: TuningTarget, *, quick: bool, jobs: int, tell: Any) -> SearchResult:
     """Searches on this card."""
-    from quire.bench.gpu import _release
+    from quire.bench.gpu import release_memory
     from quire.bench.timing import by_events
-    from quire.bench.tune import OnCard, Pool, alike, rounds_of, search
+    from quire.bench.tune import CompilePool, GpuWorkload, duplicates, rounds_of, search
     from quire.platform import Platform
 
     platform = Platform.detect("cuda")
     workloads = kind.workloads(quick)
-    grounds = [OnCard(kind.kernel, workload) for workload in workloads]
+    grounds = [GpuWorkload(kind.kernel, workload) for workload in workloads]
     what = (kind.kernel, workloads, platform)
-    how = {"same": partial(alike, *what), "prepare": partial(Pool(jobs), *what), "tell": tell}
+    how = {"same": partial(duplicates, *what), "prepare": partial(CompilePool(jobs), *what), "progress": tell}
     found = search(kind, kind.current(platform), rounds_of(kind.kernel, quick), grounds, by_events, **how)
     del grounds
-    _release()
+    release_memory()
     return found
 
 
@@ -114,21 +114,29 @@ def _missing() -> str | None:
     return None if find_spec("triton") else "Triton is not installed"
 
 
-def _chosen(args: argparse.Namespace) -> list[Kind]:
-    from quire.bench.tune import KINDS
+def _chosen(args: Args) -> list[TuningTarget]:
+    from quire.bench.tune import TUNING_TARGETS
 
     try:
-        chosen = [kind for kind in KINDS if re.search(args.only or "", kind.label)]
+        chosen = [kind for kind in TUNING_TARGETS if re.search(args.only or "", kind.label)]
     except re.error as error:
         raise ArgumentError("--only", repr(args.only), f"a regular expression ({error})") from None
     if not chosen:
-        raise ArgumentError("--only", repr(args.only), "a match for one of: " + "; ".join(kind.label for kind in KINDS))
+        raise ArgumentError("--only", repr(args.only), "a match for one of: " + "; ".join(kind.label for kind in TUNING_TARGETS))
     return chosen
 
 
-def _list(kinds: Sequence[Kind], quick: bool) -> None:
+def _listed(kinds: Sequence[TuningTarget], quick: bool) -> dict[str, Any]:
     from quire.bench.tune import literal, rounds_of
-    from quire.kernels.triton.tuning import TABLE
+    from quire.kernels.triton.host.tuning import TABLE
+
+    tried = {kind.label: [dict(grid) for grid in rounds_of(kind.kernel, quick)] for kind in kinds}
+    return {"table": [literal(row) for row in TABLE], "rounds": tried}
+
+
+def _list(kinds: Sequence[TuningTarget], quick: bool) -> None:
+    from quire.bench.tune import literal, rounds_of
+    from quire.kernels.triton.host.tuning import TABLE
 
     print("the table, read top down:")
     for row in TABLE:
@@ -144,14 +152,14 @@ def _short(value: float | None) -> str:
     return "never" if value is None else f"{value:g}"
 
 
-def _report(found: Sequence[Found], quick: bool) -> dict[str, Any]:
+def _report(found: Sequence[SearchResult], quick: bool) -> dict[str, Any]:
     from quire.platform import Platform
 
     rows = [one.to_dict() for one in found]
     return {"platform": Platform.detect("cuda").to_dict(), "software": _software(), "quick": quick, "rows": rows}
 
 
-def _print(found: Sequence[Found]) -> None:
+def _print(found: Sequence[SearchResult]) -> None:
     from quire.bench.tune import literal
 
     for one in found:
@@ -164,7 +172,7 @@ def _print(found: Sequence[Found]) -> None:
         for words, count, spills, example in _faults(one):
             print(f"{count} not fit: {words}{f' (up to {spills})' if spills else ''}, such as {example}")
         print()
-    print("rows to paste into TABLE of quire/kernels/triton/tuning.py, above the first that fits this card now, in this order:")
+    print("rows to paste into TABLE of kernels/triton/host/tuning.py, above the first that fits this card now, in this order:")
     for one in found:
         if one.best is None:
             print(f"    # {one.kind.label}: no candidate is fit")
@@ -172,7 +180,7 @@ def _print(found: Sequence[Found]) -> None:
             print(f"    {literal(one.best.row)},  # {_gain(one)}")
 
 
-def _gain(one: Found) -> str:
+def _gain(one: SearchResult) -> str:
     if one.best is not None and one.best.row == one.current.row:
         return "as the table has it: nothing is faster"
     return (
@@ -180,22 +188,25 @@ def _gain(one: Found) -> str:
     )
 
 
-def _cells(one: Found, trial: Trial) -> tuple[str, ...]:
+def _cells(one: SearchResult, trial: Trial) -> tuple[str, ...]:
     spills = "?" if trial.spills is None else str(trial.spills)
     return (_words(one, trial), trial.fault, spills, *(f"{seconds * 1e6:.1f}" for seconds in (trial.mean, *trial.seconds)))
 
 
-def _words(one: Found, trial: Trial) -> str:
+def _words(one: SearchResult, trial: Trial) -> str:
     """What sets a candidate apart from the others, and whether it is the table's."""
     names = [name for name in trial.row._fields if len({getattr(other.row, name) for other in one.trials}) > 1]
     words = " ".join(f"{name}={getattr(trial.row, name)}" for name in names)
     return words + " (the table's)" if trial.row == one.current.row else words
 
 
-def _faults(one: Found) -> list[tuple[str, int, int, str]]:
+def _faults(one: SearchResult) -> list[tuple[str, int, int, str]]:
     """Every fault, how many candidates have it, the most that they spill, and one of them."""
     faults: dict[str, list[Trial]] = {}
     for trial in one.trials:
         if not trial.fit:
             faults.setdefault(trial.fault, []).append(trial)
     return [(fault, len(who), max(trial.spills or 0 for trial in who), _words(one, who[0])) for fault, who in faults.items()]
+
+
+COMMAND = Command("tune", run, HELP, PARAMETERS, EXAMPLES)

@@ -2,48 +2,63 @@
 
 from __future__ import annotations
 
-import argparse
-import json
 from pathlib import Path
+from typing import Any
 
-from quire.cli.explain import add_problem_arguments, platform_of, problem_of
+import click
+
+from quire.cli.command import INTERRUPTED, Args, ChoiceOf, Command, Option, answer, is_quiet
+from quire.cli.problem_options import platform_of, problem_of, problem_options
 from quire.prepare import INDICES, prepare
 
-HELP = "compile every kernel of a layer beforehand, so that no call compiles"
+HELP = """Compiles every kernel that some batch of a layer can need, in parallel, so that no call has to compile. It needs Triton
+and no GPU."""
 EXAMPLES = """\
 examples:
   quire warm                                             32/8 heads x 128, bf16, for this machine's GPU
-  quire warm --arch sm90 --kv-dtype fp8 --lse            another machine's, with kernels that give an LSE
-  quire warm --arch gfx942 --directory kernels/          into a folder: set TRITON_CACHE_DIR to it in the container that runs them
+  quire warm --arch h100 --kv-dtype fp8 --lse            another machine's, with kernels that return an LSE
+  quire warm --arch mi300x --directory kernels/          into a folder: set TRITON_CACHE_DIR to it in the container that runs them
 
 A folder has the layout of TRITON_CACHE_DIR. It serves the same versions of Quire and Triton and the same architecture.
 
-exit status: 0 compiled, 1 this machine has no kernel that is compiled, 2 the question is wrong
+exit status: 0 compiled, 1 this machine has no kernel that is compiled, 2 an argument is wrong, 130 interrupted: kernels that were
+compiled until then are kept
 """
+_COMPILED = "what is compiled"
+PARAMETERS: list[click.Parameter] = [
+    *problem_options(),
+    Option(
+        "--index",
+        type=ChoiceOf(INDICES),
+        multiple=True,
+        default=("int32",),
+        group=_COMPILED,
+        help="a type of the index tensors; may be given twice (int32)",
+    ),
+    Option(
+        "--directory",
+        type=click.Path(file_okay=False, path_type=Path),
+        metavar="DIR",
+        group=_COMPILED,
+        help="where compiled kernels go (Triton's own cache)",
+    ),
+]
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_problem_arguments(parser)
-    add = parser.add_argument_group("what is compiled").add_argument
-    add("--index", nargs="+", choices=INDICES, default=["int32"], help="types of the index tensors (int32)")
-    add("--directory", type=Path, metavar="DIR", help="where compiled kernels go; by default Triton's own cache")
-    add("--json", action="store_true", help="for programs")
-
-
-def run(args: argparse.Namespace) -> int:
+def run(args: Args) -> int:
     platform = platform_of(args)
     problem = problem_of(args, platform)
-    prepared = prepare(
-        problem,
-        index=args.index,
-        platform=platform,
-        directory=args.directory,
-        progress=False if args.json else None,
-    )
-    if args.json:
-        print(json.dumps({**prepared._asdict(), "arch": platform.arch, "problem": problem.to_dict()}, indent=2))
-    elif prepared.kernels:
-        print(f"{problem}\non {platform}\n{prepared}")
-    else:
-        print(f"{problem}\non {platform}\nnothing to compile: the kernels of this platform are not compiled at run time")
+    found: dict[str, Any] = {"arch": platform.arch, "problem": problem.to_dict(), "interrupted": False}
+    head, progress = f"{problem}\non {platform}", False if is_quiet(args) else None
+    try:
+        prepared = prepare(problem, index=list(args.index), platform=platform, directory=args.directory, progress=progress)
+    except KeyboardInterrupt:
+        kept = f"{head}\ninterrupted: kernels that were compiled until now are kept in {args.directory or 'the compile cache'}"
+        answer(args, found | {"interrupted": True, "kernels": None}, kept)
+        return INTERRUPTED
+    said = str(prepared) if prepared.kernels else "nothing to compile: the kernels of this platform are not compiled at run time"
+    answer(args, found | prepared._asdict(), f"{head}\n{said}")
     return 0 if prepared.kernels else 1
+
+
+COMMAND = Command("warm", run, HELP, PARAMETERS, EXAMPLES)

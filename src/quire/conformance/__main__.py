@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from quire.conformance.document import render
+from quire.conformance.reporting.fault_document import render
 
 if __name__ == "__main__":
     print(render(), end="")

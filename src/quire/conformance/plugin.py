@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
-    from quire.conformance.case import Case
-    from quire.conformance.report import Result
-    from quire.conformance.target import Target
+    from quire.conformance.cases.case import Case
+    from quire.conformance.reporting.report import Result
+    from quire.conformance.runner.target import Target
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -48,9 +48,10 @@ class Suite(pytest.Collector):
 
     @classmethod
     def of(cls, session: pytest.Session, asked: str) -> Suite:
-        from quire.conformance import known, suite
-        from quire.conformance.apart import apart
-        from quire.conformance.target import find
+        from quire.conformance.cases import suite
+        from quire.conformance.runner import known_failures as known
+        from quire.conformance.runner.subprocess_target import apart
+        from quire.conformance.runner.target import find
         from quire.errors import ArgumentError
 
         made: Suite = cls.from_parent(session, name=asked, nodeid=f"quire {asked}")
@@ -88,7 +89,7 @@ class CaseItem(pytest.Item):
     known: str
 
     def runtest(self) -> None:
-        from quire.conformance.run import survive
+        from quire.conformance.runner.run import survive
 
         result = survive(self.case, self.target)
         self.user_properties.append(("quire", result.status))
@@ -130,7 +131,7 @@ def _first(result: Result) -> str:
 
 def tell(result: Result, target: str) -> str:
     """A failure for a person to act on."""
-    from quire.conformance.report import brief
+    from quire.conformance.reporting.report import brief
     from quire.contract.picture import row_picture
 
     lines = []

@@ -1,4 +1,4 @@
-"""One call as it was made: the arguments of `attend` or `write`, and the values of its index tensors once a rule needs them."""
+"""One call: the arguments of `attend`, `write` or `step`, and the values of its index tensors, which are read on demand."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from quire.problem import ANY
 
 @dataclass
 class Call:
-    """The arguments of one operation. `q` is absent in a write; `k, v` are what a write stores, `new` what an attend in context
-    form takes instead of the cache."""
+    """The arguments of one operation. `q` is None in a write; `k` and `v` are what a write stores; `new` are the new keys and
+    values of an attend in context form."""
 
     cache: KVCache
     batch: Batch
@@ -30,23 +30,23 @@ class Call:
     v: torch.Tensor | None = None
     slots: torch.Tensor | None = None
     lse: torch.Tensor | None = None
-    """Where an attend writes its LSE, fp32 `[tokens, q_heads]`, if that is given."""
+    """The buffer for the LSE, fp32 `[tokens, q_heads]`, if one is given."""
     with_lse: bool = False
-    """Whether an attend gives an LSE."""
+    """Whether the LSE is computed."""
     context_from: int = 1
-    """Sequences with at least that many new tokens take them from `new`; the others find all of theirs in the cache."""
+    """Sequences with at least this number of new tokens read them from `new`; the others read them from the cache."""
     only: tuple[int, int] = (0, ANY)
-    """Sequences with fewer or more new tokens are not part of the call."""
+    """The range of new tokens of a sequence; sequences with fewer or more are not computed."""
     positions_known: bool = True
-    """False in a write of slots alone."""
+    """False in a write with slots and without a batch."""
     extent: Any = None
-    """How large the batch is, an `Extent`, once the launch path knows it."""
+    """The size of the batch, an `Extent`; set by the launch path."""
     zero_padding: bool = False
-    """Whether rows of `out` that belong to no sequence become zero."""
+    """Whether rows of `out` that belong to no sequence (padding) are filled with zeros."""
 
     def check_arguments(self) -> None:
-        """Raises if an argument is not of the class that it should be, or if the batch is stale."""
-        # Whatever is no plain tensor has no shape to check: it is refused before any rule looks at it.
+        """Raises ArgumentError if an argument has the wrong class, and StaleBatch if the batch is stale."""
+        # The rules assume dense tensors, so anything else is rejected before they run.
         for name, wanted in (("cache", KVCache), ("batch", Batch), ("options", Options)):
             if not isinstance(getattr(self, name), wanted):
                 raise ArgumentError(name, describe(getattr(self, name)), f"a quire.{wanted.__name__}")
@@ -64,8 +64,8 @@ class Call:
             if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided:
                 raise ArgumentError(name, describe(tensor), "a dense (strided) tensor")
             if tensor.is_neg():
-                # torch negates when it reads; a kernel reads what lies there.
-                raise ArgumentError(name, "a view that torch negates when it reads it", "numbers as they lie: tensor.resolve_neg()")
+                # torch applies the sign when it reads such a view; a kernel would not.
+                raise ArgumentError(name, "a tensor with the negative bit set", "a tensor without it: call tensor.resolve_neg()")
 
     @property
     def writes(self) -> bool:
@@ -83,7 +83,7 @@ class Call:
 
     @property
     def index_tensors(self) -> dict[str, torch.Tensor]:
-        """The integer tensors, by the names a user knows them by."""
+        """The integer tensors by the name of their argument."""
         named = {"page_table": self.batch.page_table, "kv_lens": self.batch.kv_lens, "q_starts": self.batch.q_starts}
         if self.writes and self.given_slots is not None:
             named["slots"] = self.given_slots
@@ -104,7 +104,7 @@ class Call:
                 named[name] = value
         return {name: tensor for name, tensor in named.items() if tensor is not None}
 
-    # The values. Only rules that read values ask for them, and only once the static rules hold.
+    # Values of index tensors. Only value checks read them, after the static checks passed.
 
     @cached_property
     def page_table(self) -> torch.Tensor:
@@ -128,7 +128,7 @@ class Call:
 
     @cached_property
     def lengths_hold(self) -> bool:
-        """Whether the lengths make sense, so that what they point at can be looked at."""
+        """Whether the lengths are valid, so that other checks can use them."""
         starts, lens = self.q_starts, self.q_lens
         if (
             starts[0] != 0
@@ -144,7 +144,7 @@ class Call:
 
     @cached_property
     def taken(self) -> torch.Tensor:
-        """The sequences that are computed, bool `[seqs]`: those with new tokens, as many as `only` says."""
+        """The sequences that are computed, bool `[seqs]`: those with new tokens, and a number of them that `only` includes."""
         return (self.q_lens >= max(self.only[0], 1)) & (self.q_lens <= self.only[1])
 
     @cached_property
@@ -154,7 +154,7 @@ class Call:
 
     @cached_property
     def lens_bound(self) -> torch.Tensor:
-        """The sequences whose new tokens must be among their keys, bool `[seqs]`: all but those of non-causal calls."""
+        """The sequences for which `q_len <= kv_len` is required, bool `[seqs]`: all except those of non-causal calls."""
         if self.writes or self.new is not None or self.options.mask is not None:
             return self.taken
         if isinstance(self.options.causal, torch.Tensor):
@@ -184,8 +184,8 @@ class Call:
 
     @cached_property
     def needed(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Every token that an attend reads from the cache and that its row of the table has a cell for: its sequence and its
-        position, `[n]` each, in order."""
+        """Every token that an attend reads from the cache and that the page table has a column for: sequence and position, `[n]`
+        each, in order."""
         room = self.page_table.shape[1] * self.cache.page_size
         if self.options.mask is not None:
             parts = [(seq, low, min(high, room)) for seq, ranges in self.tree_needed.items() for low, high in ranges if low < room]
@@ -207,7 +207,7 @@ class Call:
         return {seq: self._tree_needed(seq) for seq in self.taken.nonzero().flatten().tolist()}
 
     def _tree_needed(self, seq: int) -> list[tuple[int, int]]:
-        """The context that the window of a query shows, and the new tokens that one of them sees."""
+        """The context within the window of any query, and the new tokens that any query sees."""
         start, stop, context = int(self.q_starts[seq]), int(self.q_starts[seq + 1]), int(self.context[seq])
         left, right = self.options.sides
         found: list[tuple[int, int]] = [(0, context)] if context > 0 else []
@@ -225,7 +225,7 @@ class Call:
         return [*found, *((context + j, context + j + 1) for j in self._tree_seen(seq).nonzero().flatten().tolist())]
 
     def _tree_seen(self, seq: int) -> torch.Tensor:
-        """Which of a sequence's new tokens any of them sees, bool `[q_len]`."""
+        """Which new tokens of a sequence are seen by any of its queries, bool `[q_len]`."""
         assert self.options.mask is not None
         start, stop = int(self.q_starts[seq]), int(self.q_starts[seq + 1])
         visible = self.options.mask[start:stop, : stop - start].cpu()
@@ -240,8 +240,8 @@ class Call:
 
     @cached_property
     def stored(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Every token that a write stores: its row of k, its slot and its position, `[n]` each. Position -1 where the batch does
-        not know the token."""
+        """Every token that a write stores: its index in k, its slot and its position, `[n]` each. The position is -1 for a token
+        that is in no sequence."""
         given = self.given_slots
         host = Batch(self.page_table, self.kv_lens, self.q_starts, slots=None if given is None else given.cpu())
         slot = host.slots_of_tokens(self.tokens, self.cache.page_size)

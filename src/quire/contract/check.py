@@ -1,4 +1,4 @@
-"""Runs the rules over a call: all of them, always, or until the static ones show that values cannot be read."""
+"""Checks a call against the rules of the contract."""
 
 from __future__ import annotations
 
@@ -27,16 +27,18 @@ _ASKED_VALUES = tuple(find for rule in CONTRACT for find in rule.values if find 
 """Checks that neither the fast static check nor the native validation covers: they run in every call."""
 
 _READ = ("page_table", "kv_lens", "q_starts", "slots", "positions", "mask", "causal", "k", "v", "new[0]", "new[1]", "copies")
-"""The arguments whose values the rules read."""
+"""The arguments whose values the value checks read."""
 
 
 class Watch(NamedTuple):
-    """What is wanted of every operation of a thread or task, besides its result."""
+    """How the operations of a thread or task are observed: strict checks, and a recorder."""
 
     strict: bool
-    """Whether the whole call is checked first."""
+    """Whether the full check runs before every call."""
     recorder: Any = None
-    """Who is told about calls: an object with the methods `around` and `refused`, or None."""
+    """An object with the methods `around` and `refused` that records calls, or None."""
+    quantisation: bool = False
+    """Whether writes warn of elements that saturate or underflow."""
 
 
 watching: ContextVar[Watch | None] = ContextVar("quire_watching", default=None)
@@ -54,28 +56,57 @@ def check(
     v: torch.Tensor | None = None,
     slots: torch.Tensor | None = None,
 ) -> list[Violation]:
-    """Every violation of the contract by this call, values included, in the order of the contract; an empty list if there is none.
+    """Checks a call against all rules of the contract, including values on any device. Nothing is computed or written.
 
-    With `k` and `v` the write is checked too (`q` may be None then): together they are what `step` does. Nothing is written."""
+    Args:
+        q, cache, batch, options, new, out: The arguments of `quire.attend`. `q` may be None to check a write only.
+        k, v, slots: The arguments of `quire.write`. Together with `q` they are the arguments of `quire.step`.
+
+    Returns:
+        All violations, in the order of the contract; an empty list if there are none. Those with `harmless=True` do not stop a
+        call.
+
+    Raises:
+        ArgumentError: An argument has the wrong class, for example a list instead of a tensor.
+        StaleBatch: The batch's pool has changed since.
+
+    Example:
+        >>> import torch, quire
+        >>> pool = quire.PagePool(pages=4, page_size=4)
+        >>> cache = quire.KVCache.allocate(pool, kv_heads=1, head_dim=8)
+        >>> batch = pool.step({pool.sequence(): 6})
+        >>> q = torch.zeros(6, 1, 8, dtype=torch.bfloat16)
+        >>> quire.check(q, cache, batch)
+        []
+        >>> batch.kv_lens[0] = 5
+        >>> print(quire.check(q, cache, batch)[0].allowed)
+        6 or more: the sequence has 6 new tokens, and they are among its keys
+    """
     return violations(Call(cache, batch, q, PLAIN if options is None else options, new, out, k, v, slots), "full")
 
 
 @contextmanager
 def recorded_by(recorder: Any) -> Iterator[None]:
-    """Within it every operation of this thread or task tells the recorder about its call."""
+    """A context in which the recorder receives every call of this thread or task."""
     watch = watching.get()
-    with watched_by(Watch(watch is not None and watch.strict, recorder)):
+    with watched_by(Watch(False, recorder) if watch is None else watch._replace(recorder=recorder)):
         yield
 
 
 @contextmanager
 def watched_by(watch: Watch) -> Iterator[None]:
-    """Within it this is what is wanted of every operation of this thread or task. Higher layers register their recorder here."""
+    """A context in which the operations of this thread or task are observed."""
     token = watching.set(watch)
     try:
         yield
     finally:
         watching.reset(token)
+
+
+def warns_of_quantisation() -> bool:
+    """Whether writes of this thread or task warn of what they lose."""
+    watch = watching.get()
+    return watch is not None and watch.quantisation
 
 
 def is_watched() -> bool:
@@ -84,13 +115,13 @@ def is_watched() -> bool:
 
 
 def recording() -> Any:
-    """Who is told about calls here; None if nobody is."""
+    """The recorder of the current context, or None."""
     watch = watching.get()
     return None if watch is None else watch.recorder
 
 
 def enforce_static(operation: str, call: Call) -> None:
-    """Raises if shapes, types, devices or options alone break the contract, whatever the cache holds by now. Reads no value."""
+    """Raises if shapes, types, devices or options violate the contract, whatever the cache contains. Reads no value."""
     call.check_arguments()
     _enforce_given(operation, call)
     broken = [v for rule in CONTRACT if rule.id != "residency" for find in rule.static for v in find(call)]
@@ -99,7 +130,7 @@ def enforce_static(operation: str, call: Call) -> None:
 
 
 def _enforce_given(operation: str, call: Call) -> None:
-    """Raises if what an operation is about is None."""
+    """Raises if a required tensor of the operation is None."""
     if call.q is None and operation != "write":
         raise ArgumentError("q", None, "a tensor [tokens, q_heads, head_dim]")
     if not call.writes and operation in ("write", "step"):
@@ -107,10 +138,10 @@ def _enforce_given(operation: str, call: Call) -> None:
 
 
 def violations(call: Call, level: Level) -> list[Violation]:
-    """What a call breaks: the rules' answer. Raises if an argument is not even of the class that it should be."""
+    """All violations of a call. Raises ArgumentError if an argument has the wrong class."""
     call.check_arguments()
     found = {rule.id: [v for find in rule.static for v in find(call)] for rule in CONTRACT}
-    # Values cannot be read through index tensors that are themselves not as they should be; anything else does not hide them.
+    # If an index tensor has a wrong type, device or shape, values cannot be read. Other violations do not hide those of values.
     unreadable = any(v.rule in ("index-types", "devices") or v.argument in _READ for of_rule in found.values() for v in of_rule)
     if not unreadable and (level == "full" or call.cache.device.type == "cpu"):
         for rule in CONTRACT:
@@ -119,9 +150,9 @@ def violations(call: Call, level: Level) -> list[Violation]:
 
 
 def enforce(operation: str, call: Call, level: Level) -> None:
-    """Raises if the call breaks the contract. Low hints pass, except under `checked()`.
+    """Raises if the call violates the contract. Hints that are too low are accepted, except under `checked()`.
 
-    The fast checks accept a legal call. The rules run only if those are not sure, and produce the messages."""
+    The fast checks accept a legal call. The rules run only if the fast checks cannot decide, and produce the messages."""
     watch = watching.get()
     values_were_read = False
     if watch is None and type(level) is str and level == "auto" and not _ASKED and fast.is_certainly_legal(call):
@@ -129,6 +160,11 @@ def enforce(operation: str, call: Call, level: Level) -> None:
             if not call.cache.k_view.is_cpu or _values_are_certainly_legal(call, level):
                 return
             values_were_read = True
+    _enforce_rules(operation, call, level, watch, values_were_read)
+
+
+def _enforce_rules(operation: str, call: Call, level: Level, watch: Watch | None, values_were_read: bool) -> None:
+    """The slow path of `enforce`, for calls that the fast checks did not accept."""
     if not isinstance(level, str) or (level != "auto" and level != "full"):
         raise ArgumentError("check", describe(level), "'auto' or 'full'")
     call.check_arguments()
@@ -144,7 +180,7 @@ def enforce(operation: str, call: Call, level: Level) -> None:
 
 
 def _is_certainly_legal(call: Call, level: Level) -> bool:
-    """Whether no rule is broken; False where only the rules can tell."""
+    """Whether the fast checks find the call legal; False if only the rules can decide."""
     for find in _ASKED if fast.is_certainly_legal(call) else _STATIC:
         for _ in find(call):
             return False

@@ -1,4 +1,4 @@
-"""Prints the contract for people: `docs/contract.md` is what `render` returns."""
+"""Renders the contract as Markdown: `docs/contract.md` is what `render` returns."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from quire.contract.rules import CONTRACT
 
 _HEAD = """# The contract
 
-Printed from `quire.contract.rules.CONTRACT` by `make docs`; a test keeps it so. The ids are stable.
+Generated from `quire.contract.rules.CONTRACT` by `make docs`. The ids of the rules are stable.
 
-What binds the caller is checked before a kernel runs: shapes, types and devices in every call, values (index tensors, scales, the
-ledger) when they lie in host memory, elsewhere with `check="full"`, in `quire.check(...)` and in `with quire.checked():`. In host
-memory the index tensors of a batch are checked in its first call and after each change that torch counts (`_version`); with
-`check="full"` in every call.
-What binds the kernels is kept by the tests named.
+A rule that binds the caller is checked before a kernel runs. Shapes, types and devices are checked in every call. Values (index
+tensors, scales, the ledger) are checked if they are in host memory; on a GPU they are checked with `check="full"`, by
+`quire.check(...)` and inside `with quire.checked():`. In host memory the index tensors of a batch are checked in its first call and
+after each change of their `_version`, with `check="full"` in every call.
+
+A rule that binds the kernels is enforced by the tests named.
 """
 
 
@@ -27,6 +28,6 @@ def render() -> str:
             if checks:
                 lines.append(f"- checked, {kind}: " + ", ".join(f"`{check.__name__}`" for check in checks))
         if rule.proof:
-            lines.append(f"- kept by: `{rule.proof}`")
+            lines.append(f"- tested by: `{rule.proof}`")
         parts.append("\n".join(lines) + "\n")
     return "\n".join(parts)

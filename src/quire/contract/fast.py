@@ -1,5 +1,4 @@
-"""A fast static check: it accepts a usual legal call in a few microseconds. False means that it is not sure: the rules then
-decide.
+"""A fast static check that accepts common legal calls in a few microseconds. If it returns False, the rules decide.
 
 The rules collect every argument by name for their messages, which takes tens of microseconds, longer than a short decode."""
 
@@ -8,6 +7,7 @@ from __future__ import annotations
 import torch
 
 from quire.batch import Batch
+from quire.cache.format import FP8_TYPES
 from quire.cache.kv_cache import KVCache
 from quire.contract import static
 from quire.contract.call import Call
@@ -31,44 +31,48 @@ COVERED = frozenset(
 
 _INDEX = frozenset((torch.int32, torch.int64))
 _FLOATS = frozenset(static.FLOATS)
-_QUERIES = _FLOATS | {torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2}
+_QUERIES = frozenset((dtype, True) for dtype in _FLOATS) | {(dtype, False) for dtype in FP8_TYPES}
+"""The types of queries, each with whether `q_scale` must be absent."""
+_CLASSES = (KVCache, Batch, Options)
 _Tensor, _Strided = torch.Tensor, torch.strided
+_TENSORS = (_Tensor, _Tensor, _Tensor)
 
 
 def is_certainly_legal(call: Call) -> bool:
-    """Whether classes, shapes, types, devices, strides and options break none of the rules that it covers. False: run the rules."""
+    """Whether classes, shapes, types, devices, strides and options violate none of the rules covered here. False: run the rules.
+
+    This runs in every call, so it is one function, and related properties are compared as tuples."""
     cache, batch, q, options = call.cache, call.batch, call.q, call.options
-    if type(cache) is not KVCache or type(batch) is not Batch or type(options) is not Options:
+    if (type(cache), type(batch), type(options)) != _CLASSES:
         return False
-    table, lens, starts, clock = batch.page_table, batch.kv_lens, batch.q_starts, batch.clock
-    if (clock is not None and clock.now != batch.number) or batch.copies:
+    if batch.copies or batch.pool_state.now != batch.state_number:
         return False
-    device = cache.k_view.device
-    for tensor, dims in ((table, 2), (lens, 1), (starts, 1)):
-        if type(tensor) is not _Tensor or tensor.dtype not in _INDEX or tensor.layout is not _Strided:
-            return False
-        if tensor.device != device or tensor.dim() != dims:
-            return False
-    seqs = lens.size(0)
-    if table.size(0) != seqs or starts.size(0) != seqs + 1:
+    table, lens, starts, device = batch.page_table, batch.kv_lens, batch.q_starts, cache.k_view.device
+    if (type(table), type(lens), type(starts)) != _TENSORS:
+        return False
+    places = (table.device, lens.device, starts.device, table.layout, lens.layout, starts.layout)
+    if places != (device, device, device, _Strided, _Strided, _Strided) or not _INDEX.issuperset(
+        (table.dtype, lens.dtype, starts.dtype)
+    ):
+        return False
+    seqs = starts.numel() - 1
+    if (table.dim(), table.shape[:1], lens.shape, starts.shape) != (2, (seqs,), (seqs,), (seqs + 1,)):
         return False
     if q is not None:
-        if type(q) is not _Tensor or q.layout is not _Strided or q.dim() != 3 or q.device != device:
+        if type(q) is not _Tensor or (q.layout, q.dim(), q.device) != (_Strided, 3, device):
             return False
-        dtype, heads = q.dtype, q.size(1)
-        if dtype not in _QUERIES or q.is_neg() or q.requires_grad or (options.q_scale is None) is not (dtype in _FLOATS):
+        if (q.is_neg(), q.requires_grad, (q.dtype, options.q_scale is None) in _QUERIES) != (False, False, True):
             return False
-        if q.size(2) != cache.head_dim or heads == 0 or heads % cache.kv_heads:
+        heads = q.size(1)
+        if (q.size(2), heads % cache.kv_heads, heads > 0) != (cache.head_dim, 0, True):
             return False
         if options is not PLAIN and not _options_are_legal(q, options, seqs, device):
             return False
     if call.new is not None and not _new_is_legal(call, device):
         return False
-    if (call.k is not None or call.v is not None) and not _write_is_legal(call, device):
+    if not (call.k is call.v is None) and not _write_is_legal(call, device):
         return False
-    if call.out is None and call.lse is None:
-        return True
-    return q is not None and _results_are_legal(call, q, device)
+    return call.out is call.lse is None or _results_are_legal(call, device)
 
 
 def _options_are_legal(q: torch.Tensor, options: Options, seqs: int, device: torch.device) -> bool:
@@ -134,9 +138,11 @@ def _write_is_legal(call: Call, device: torch.device) -> bool:
     return _are_apart(k, *written) and _are_apart(v, *written)
 
 
-def _results_are_legal(call: Call, q: torch.Tensor, device: torch.device) -> bool:
-    """Buffers for the output and the LSE. Elements side by side do not overlap; other strides are the rule's."""
-    out, lse = call.out, call.lse
+def _results_are_legal(call: Call, device: torch.device) -> bool:
+    """Buffers for the output and the LSE. Contiguous buffers do not overlap themselves; the rules decide about other strides."""
+    q, out, lse = call.q, call.out, call.lse
+    if q is None:
+        return False
     for tensor in (out, lse):
         if tensor is not None and (type(tensor) is not _Tensor or tensor.layout is not _Strided):
             return False
@@ -165,7 +171,7 @@ def _read(call: Call) -> list[torch.Tensor]:
 
 def _are_apart(mine: torch.Tensor, *others: torch.Tensor | None) -> bool:
     """Whether the address range of the first tensor overlaps none of the others. Tensors with overlapping ranges may still use
-    different bytes: the rules decide."""
+    different bytes; the rules decide about them."""
     first, end = _extent(mine)
     for other in others:
         if other is not None:

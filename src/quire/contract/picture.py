@@ -1,4 +1,4 @@
-"""Pictures of what is wrong: a few cells of a row with the bad one marked."""
+"""Text pictures for error messages: some cells of an array, with the invalid one marked."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Sequence
 import torch
 
 AROUND = 5
-"""How many cells are shown on each side of the bad one."""
+"""Number of cells shown on each side of the invalid one."""
 
 
 def row_picture(label: str, cells: Sequence[object] | torch.Tensor, bad: int, note: str = "") -> str:
-    """A row of a table, the bad cell in brackets and underlined.
+    """One row of cells, the invalid one in brackets and underlined.
 
     >>> print(row_picture("page_table[2]", [12, 7, 900, 4], 2, "kv_len 60 needs 4 pages"))
       page_table[2]     12     7  [900]    4

@@ -1,4 +1,4 @@
-"""A rule of the contract, and what it says when it is broken."""
+"""The classes `Rule` (one rule of the contract) and `Violation` (one place where a call violates a rule)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,27 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Violation:
-    """One place where a call breaks one rule: which argument, what was given there, what is allowed, and a picture."""
+    """One place where a call violates one rule of the contract.
+
+    `quire.check` returns violations; `quire.ContractError` carries them. `str(violation)` is the message, with a picture of the
+    invalid entry. `to_dict()` is for programs.
+
+    Example:
+        >>> import torch, quire
+        >>> pool = quire.PagePool(pages=4, page_size=4)
+        >>> cache = quire.KVCache.allocate(pool, kv_heads=1, head_dim=8)
+        >>> batch = pool.step({pool.sequence(): 6})
+        >>> batch.page_table[0, 1] = 900
+        >>> (violation,) = quire.check(torch.zeros(6, 1, 8, dtype=torch.bfloat16), cache, batch)
+        >>> violation.rule, violation.argument, violation.given
+        ('table', 'page_table[0, 1]', '900')
+        >>> print(violation)
+        [table] page_table[0, 1]
+          given    900
+          allowed  a page id in [0, 4)
+          page_table[0]      0  [900]
+                                ^^^^^  kv_len 6, pages of 4
+    """
 
     rule: str
     """The rule's id."""
@@ -21,16 +41,18 @@ class Violation:
     given: str
     allowed: str
     seq: int | None = None
-    """The sequence (row of the batch), if the violation has one."""
+    """The index of the sequence in the batch, if the violation concerns one."""
     token: int | None = None
-    """The position in that sequence, or the row of q, k or slots."""
+    """The position of the token in that sequence, or its index in q, k or slots."""
     page: int | None = None
     slot: int | None = None
     picture: str = ""
     harmless: bool = False
-    """Reported, but the call runs: a low hint costs speed only, and a NaN token affects only the rows that see it."""
+    """True if the call runs anyway: a hint that is too low only costs speed, and a token with a NaN only affects queries that see
+    it."""
 
     def to_dict(self) -> dict[str, Any]:
+        """The violation as JSON-compatible values."""
         return asdict(self)
 
     def __str__(self) -> str:
@@ -43,14 +65,14 @@ Check = Callable[["Call"], Iterator[Violation]]
 
 @dataclass(frozen=True)
 class Rule:
-    """One clause. `static` checks read shapes, types and devices, and always run. `values` checks read index tensors, scales and
-    the ledger: always for tensors in host memory, elsewhere on request. A clause that binds the kernels has no check of a
-    call; `proof` names the tests that keep it."""
+    """One rule of the contract. `static` checks read shapes, types and devices, and run in every call. `values` checks read index
+    tensors, scales and the ledger: always for tensors in host memory, otherwise on request. For a rule that binds the kernels,
+    `proof` names the tests that enforce it."""
 
     id: str
     says: str
     binds: str
-    """Who can break it: 'caller', 'kernel' or both."""
+    """Who must satisfy it: 'caller', 'kernel' or both."""
     static: tuple[Check, ...] = ()
     values: tuple[Check, ...] = ()
     proof: str = ""

@@ -1,4 +1,4 @@
-"""Checks of shapes, types and devices: they read no value, cost next to nothing, and run in every call."""
+"""Checks of shapes, types and devices. They read no values and run in every call."""
 
 from __future__ import annotations
 
@@ -33,7 +33,9 @@ def batch_shapes(call: Call) -> Iterator[Violation]:
         allowed = f"[{seqs + 1}]: one more entry than kv_lens [{seqs}]; the last one is where the new tokens end"
         yield Violation("shapes", "q_starts", describe(batch.q_starts), allowed)
     if batch.page_table.dim() != 2 or batch.page_table.shape[0] != seqs:
-        yield Violation("shapes", "page_table", describe(batch.page_table), f"[{seqs}, pages_per_seq]: one row for each of kv_lens")
+        yield Violation(
+            "shapes", "page_table", describe(batch.page_table), f"[{seqs}, pages_per_seq]: one row for each entry of kv_lens"
+        )
 
 
 def query_shapes(call: Call) -> Iterator[Violation]:
@@ -65,53 +67,56 @@ def query_shapes(call: Call) -> Iterator[Violation]:
 
 
 def key_value_shapes(call: Call) -> Iterator[Violation]:
-    pairs: list[tuple[tuple[str, torch.Tensor | None], tuple[str, torch.Tensor | None], int | None]] = []
+    q_tokens = call.q.shape[0] if isinstance(call.q, torch.Tensor) and call.q.dim() == 3 else None
     if call.new is not None:
-        if call.q is None or call.q.dim() != 3:
+        if q_tokens is None:
             return
         if not isinstance(call.new, (tuple, list)) or len(call.new) != 2:
             yield Violation("shapes", "new", describe(call.new), "a pair (k, v)")
             return
-        pairs.append((("new[0]", call.new[0]), ("new[1]", call.new[1]), call.q.shape[0]))
+        yield from _key_value_pair(call, {"new[0]": call.new[0], "new[1]": call.new[1]}, q_tokens)
     if call.writes:
-        rows = call.k.shape[0] if isinstance(call.k, torch.Tensor) and call.k.dim() else None
-        if isinstance(call.q, torch.Tensor) and call.q.dim() == 3:
-            rows = call.q.shape[0]
-        pairs.append((("k", call.k), ("v", call.v), rows))
-    for k, v, tokens in pairs:
-        for (name, x), dim, word in ((k, call.cache.head_dim, "head_dim"), (v, call.cache.v_head_dim, "v_head_dim")):
-            want = f"[tokens, kv_heads, {word}] = [{'tokens' if tokens is None else tokens}, {call.cache.kv_heads}, {dim}]"
-            if not isinstance(x, torch.Tensor) or x.dim() != 3 or tuple(x.shape[1:]) != (call.cache.kv_heads, dim):
-                yield Violation("shapes", name, describe(x), want)
-            elif tokens is not None and x.shape[0] != tokens:
-                yield Violation("shapes", name, describe(x), want)
-            elif x.dtype not in FLOATS:
-                yield Violation("shapes", name, describe(x), "float32, float16 or bfloat16")
-        if isinstance(k[1], torch.Tensor) and isinstance(v[1], torch.Tensor) and k[1].dtype != v[1].dtype:
-            yield Violation("shapes", v[0], describe(v[1]), f"the type of {k[0]}, {dtype_name(k[1].dtype)}")
+        k_tokens = call.k.shape[0] if isinstance(call.k, torch.Tensor) and call.k.dim() else None
+        yield from _key_value_pair(call, {"k": call.k, "v": call.v}, k_tokens if q_tokens is None else q_tokens)
     slots = call.given_slots
     if call.writes and slots is not None and (slots.dim() != 1 or slots.shape[0] != call.tokens):
-        yield Violation("shapes", "slots", describe(slots), f"[tokens] = {call.tokens}, one for each row of k")
+        yield Violation("shapes", "slots", describe(slots), f"[tokens] = {call.tokens}, one for each token of k")
+
+
+def _key_value_pair(call: Call, pair: dict[str, torch.Tensor | None], tokens: int | None) -> Iterator[Violation]:
+    """Shapes and types of new keys and values; any number of tokens if `tokens` is None."""
+    cache = call.cache
+    for (name, x), dim, word in zip(pair.items(), (cache.head_dim, cache.v_head_dim), ("head_dim", "v_head_dim")):
+        want = f"[tokens, kv_heads, {word}] = [{'tokens' if tokens is None else tokens}, {cache.kv_heads}, {dim}]"
+        if not isinstance(x, torch.Tensor) or x.dim() != 3 or tuple(x.shape[1:]) != (cache.kv_heads, dim):
+            yield Violation("shapes", name, describe(x), want)
+        elif tokens is not None and x.shape[0] != tokens:
+            yield Violation("shapes", name, describe(x), want)
+        elif x.dtype not in FLOATS:
+            yield Violation("shapes", name, describe(x), "float32, float16 or bfloat16")
+    (k_name, k), (v_name, v) = pair.items()
+    if isinstance(k, torch.Tensor) and isinstance(v, torch.Tensor) and k.dtype != v.dtype:
+        yield Violation("shapes", v_name, describe(v), f"the type of {k_name}, {dtype_name(k.dtype)}")
 
 
 def one_device(call: Call) -> Iterator[Violation]:
     for name, tensor in call.tensors.items():
-        # A scale is one number: torch combines it with tensors of any device.
+        # A scale is a single number, which torch combines with tensors of any device.
         if tensor.device != call.cache.device and name not in ("q_scale", "out_scale"):
             yield Violation("devices", name, describe(tensor), f"on {call.cache.device}, where the cache is")
 
 
 def copies_applied(call: Call) -> Iterator[Violation]:
-    """`write` applies a batch's copies; an attend without one before it would read pages that are still empty."""
+    """`write` applies a batch's copies. An attend before it would read pages that are not copied yet."""
     copies, pages = call.batch.copies, call.cache.pages
     for pair in copies:
         if not (isinstance(pair, (tuple, list)) and len(pair) == 2 and all(isinstance(p, int) and 0 <= p < pages for p in pair)):
             yield Violation("ownership", "copies", repr(pair), f"(source, target) page ids in [0, {pages})")
-    # A pool's by id, others by identity: the same pages may be copied again in another step.
+    # Copies of a pool are compared by id, others by identity: the same pages may be copied again in another step.
     applied = call.cache.has_applied(copies) or any(known is copies for known in call.cache.copied)
     if call.q is not None and not call.writes and copies and not applied:
-        given = f"{len(call.batch.copies)} of them, not applied to this cache"
-        allowed = "write first, or call cache.copy_pages(batch.copies): until then the target pages are empty"
+        given = f"{len(call.batch.copies)} page copies (copy-on-write) that were not applied to this cache"
+        allowed = "call write first, or cache.copy_pages(batch.copies): until then the target pages do not hold the shared tokens"
         yield Violation("residency", "copies", given, allowed)
 
 
@@ -134,12 +139,12 @@ def output(call: Call) -> Iterator[Violation]:
         yield Violation("output", "out", describe(out), "float32, float16 or bfloat16; fp8 with out_scale")
     if overlaps_itself(out):
         given = f"strides {out.stride()} over {list(out.shape)}, which overlap"
-        yield Violation("output", "out", given, "memory of its own for each element")
+        yield Violation("output", "out", given, "memory in which no two elements overlap")
     yield from _shared(call, "out", out)
 
 
 def _lse(call: Call, q: torch.Tensor) -> Iterator[Violation]:
-    """A buffer for the LSE is fp32 and as large as the queries' rows."""
+    """The buffer for the LSE: its type, shape and memory."""
     lse = call.lse
     if lse is None:
         return
@@ -148,18 +153,18 @@ def _lse(call: Call, q: torch.Tensor) -> Iterator[Violation]:
         return
     if overlaps_itself(lse):
         given = f"strides {lse.stride()} over {list(lse.shape)}, which overlap"
-        yield Violation("output", "lse", given, "memory of its own for each element")
+        yield Violation("output", "lse", given, "memory in which no two elements overlap")
     yield from _shared(call, "lse", lse)
 
 
 def _shared(call: Call, name: str, written: torch.Tensor) -> Iterator[Violation]:
-    """What is written shares memory with no other tensor of the call."""
+    """A result buffer that shares memory with another tensor of the call."""
     others = {other: tensor for other, tensor in call.tensors.items() if other != name}
     others |= {"the cache's K": call.cache.k, "the cache's V": call.cache.v}
     others |= {other: t for other, t in (("k_scale", call.cache.k_scale), ("v_scale", call.cache.v_scale)) if t is not None}
     for other, tensor in others.items():
         if share_memory(written, tensor):
-            yield Violation("output", name, f"memory shared with {other}", "memory of its own: nothing else is touched")
+            yield Violation("output", name, f"memory shared with {other}", "memory that no other tensor of the call uses")
 
 
 def quantisation(call: Call) -> Iterator[Violation]:
@@ -167,10 +172,10 @@ def quantisation(call: Call) -> Iterator[Violation]:
     if q is None or q.dim() != 3:
         return
     if is_fp8(q.dtype) and options.q_scale is None:
-        yield Violation("quantisation", "q_scale", "None beside fp8 queries", "a number above 0, or an fp32 tensor []")
+        yield Violation("quantisation", "q_scale", "missing (None), with fp8 queries", "a number above 0, or an fp32 tensor []")
     if not is_fp8(q.dtype) and options.q_scale is not None:
         yield Violation(
-            "quantisation", "q_scale", f"a scale beside {dtype_name(q.dtype)} queries", "None: only fp8 queries have one"
+            "quantisation", "q_scale", f"a scale, with {dtype_name(q.dtype)} queries", "None: only fp8 queries have a scale"
         )
     if options.batch_invariant and call.new is not None and cache.format.quantised:
         given = f"context form over {cache.format}: new tokens are exact now, quantised in the next call"
@@ -178,7 +183,7 @@ def quantisation(call: Call) -> Iterator[Violation]:
 
 
 def own_memory(call: Call) -> Iterator[Violation]:
-    """A write that reads what it writes: what is stored would depend on the order of the tokens."""
+    """New keys or values that share memory with the cache: the result would depend on the order of the tokens."""
     if not call.writes:
         return
     cache = call.cache
@@ -186,4 +191,6 @@ def own_memory(call: Call) -> Iterator[Violation]:
     for name, given in (("k", call.k), ("v", call.v)):
         for other, tensor in written.items():
             if isinstance(given, torch.Tensor) and tensor is not None and share_memory(given, tensor):
-                yield Violation("ownership", name, f"memory shared with {other}", "memory of its own: the write would change it")
+                yield Violation(
+                    "ownership", name, f"memory shared with {other}", "memory outside of the cache: the write would change it"
+                )

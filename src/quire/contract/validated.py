@@ -33,18 +33,18 @@ COVERED = frozenset(
 """The value checks that this module covers. All others run in every call."""
 
 _MOST = 16
-"""Kinds of calls that a batch remembers, for example layers with and without a window."""
+"""The number of different calls that a batch remembers, for example of layers with and without a window."""
 _NO_SCALES = (0,) * 6
 
 
-class Memo(NamedTuple):
-    """Kinds of calls for which a batch is legal while `stamp` is unchanged."""
+class ValidationMemo(NamedTuple):
+    """The calls for which a batch was found legal. Valid while `stamp` is unchanged."""
 
     stamp: tuple[int, ...]
     tensors: tuple[torch.Tensor, ...]
     """References, so that the ids in the stamp are not reused."""
-    kinds: dict[Any, tuple[torch.Tensor, ...]]
-    """Each with the tensors of its options."""
+    calls: dict[Any, tuple[torch.Tensor, ...]]
+    """Keys of the calls, each with the tensors of its options."""
 
 
 def are_certainly_legal(call: Call, trust: bool) -> bool:
@@ -53,14 +53,14 @@ def are_certainly_legal(call: Call, trust: bool) -> bool:
     if call.cache.ledger is not None:
         return False
     stamp = _stamp(batch) if trust else None
-    kind = None if stamp is None else _kind(call)
+    key = None if stamp is None else _key(call)
     memo = batch.validated
-    if kind is not None and memo is not None and memo.stamp == stamp and kind in memo.kinds:
-        return not _depends_on_more(call) or _answer(call, False)
-    if not _answer(call, True):
+    if key is not None and memo is not None and memo.stamp == stamp and key in memo.calls:
+        return not _depends_on_other_values(call) or _is_legal(call, False)
+    if not _is_legal(call, True):
         return False
-    if stamp is not None and kind is not None:
-        _remember(batch, stamp, kind, call)
+    if stamp is not None and key is not None:
+        _remember(batch, stamp, key, call)
     return True
 
 
@@ -76,7 +76,7 @@ def _stamp(batch: Batch) -> tuple[int, ...] | None:
     )  # fmt: skip
 
 
-def _kind(call: Call) -> Any:
+def _key(call: Call) -> Any:
     """Everything else that the validation of a batch depends on; None if a tensor of the options has no version."""
     cache, q, options = call.cache, call.q, call.options
     own_slots = call.k is not None and call.slots is None and call.batch.given_slots is None
@@ -100,18 +100,18 @@ def _kind(call: Call) -> Any:
     return tuple(state)
 
 
-def _remember(batch: Batch, stamp: tuple[int, ...], kind: Any, call: Call) -> None:
+def _remember(batch: Batch, stamp: tuple[int, ...], key: Any, call: Call) -> None:
     """The stamp was taken before the values were read, so a concurrent change makes it outdated."""
     options = call.options
     held = tuple(x for x in (options.causal, options.mask, options.positions) if isinstance(x, torch.Tensor))
     memo = batch.validated
-    kinds = {} if memo is None or memo.stamp != stamp else memo.kinds
+    calls = {} if memo is None or memo.stamp != stamp else memo.calls
     # One assignment of an object that is never modified: threads may share a batch.
-    kinds = {kind: held} if len(kinds) >= _MOST else {**kinds, kind: held}
-    batch.validated = Memo(stamp, (batch.page_table, batch.kv_lens, batch.q_starts), kinds)
+    calls = {key: held} if len(calls) >= _MOST else {**calls, key: held}
+    batch.validated = ValidationMemo(stamp, (batch.page_table, batch.kv_lens, batch.q_starts), calls)
 
 
-def _depends_on_more(call: Call) -> bool:
+def _depends_on_other_values(call: Call) -> bool:
     """Whether the call also depends on values outside of the batch: scales, given slots, holders of pages."""
     cache, options = call.cache, call.options
     if cache.k_scale is not None or isinstance(options.q_scale, torch.Tensor) or isinstance(options.out_scale, torch.Tensor):
@@ -119,12 +119,12 @@ def _depends_on_more(call: Call) -> bool:
     return call.k is not None and (cache.pool is not None or call.slots is not None or call.batch.given_slots is not None)
 
 
-def _answer(call: Call, whole: bool) -> bool:
+def _is_legal(call: Call, whole: bool) -> bool:
     native = _native()
     if native is None:
         return _rules_hold(call, whole)
-    words = _words(call, whole)
-    return words is not None and native.is_legal(words)
+    packed = _packed(call, whole)
+    return packed is not None and native.is_legal(packed)
 
 
 _loaded: list[Library | None] = []
@@ -141,7 +141,7 @@ def _native() -> Library | None:
 
 
 def _rules_hold(call: Call, whole: bool) -> bool:
-    """The same with the rules."""
+    """The Python version of the native validation."""
     if whole:
         checks = [values.starts, values.lengths, values.table, values.slots, values.scales]
     else:
@@ -149,7 +149,7 @@ def _rules_hold(call: Call, whole: bool) -> bool:
     return not any(not violation.harmless for check in checks for violation in check(call))
 
 
-def _words(call: Call, whole: bool) -> bytes | None:
+def _packed(call: Call, whole: bool) -> bytes | None:
     """The call as `Check` of `call.h`; None if it cannot be expressed: the rules then decide."""
     cache, batch, q, options = call.cache, call.batch, call.q, call.options
     causal, mask, positions = options.causal, options.mask, options.positions

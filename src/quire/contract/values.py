@@ -1,4 +1,5 @@
-"""Checks of values: index tensors, scales and the ledger. They run once the static ones hold, and never dereference a bad index."""
+"""Checks of values: index tensors, scales and the ledger. They run after the static checks passed, and never use an invalid
+index."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ from collections.abc import Iterator
 
 import torch
 
-from quire.cache.ledger import Finding
+from quire.cache.ledger import LedgerFinding
 from quire.contract.call import Call
 from quire.contract.picture import row_picture
 from quire.contract.rule import Violation
@@ -53,12 +54,12 @@ def hints(call: Call) -> Iterator[Violation]:
     for name, hint, lens in (("max_q_len", batch.max_q_len, call.q_lens), ("max_kv_len", batch.max_kv_len, kv_lens)):
         if hint is not None and len(lens) and int(lens.max()) > hint:
             i = int(lens.argmax())
-            allowed = f"{int(lens[i])} or more: sequence {i} has as many (a hint: the result is right all the same)"
+            allowed = f"{int(lens[i])} or more: sequence {i} has as many (only a hint: the result is correct anyway)"
             yield Violation("lengths", name, str(hint), allowed, seq=i, harmless=True)
 
 
 def table(call: Call) -> Iterator[Violation]:
-    """The cells that the call needs: those an attend reads, and those a write stores to unless slots are given."""
+    """The entries of the page table that the call needs: those an attend reads, and those a write uses unless slots are given."""
     if not call.lengths_hold:
         return
     cache, width = call.cache, call.page_table.shape[1]
@@ -84,7 +85,7 @@ def table(call: Call) -> Iterator[Violation]:
 
 
 def _needed_cells(call: Call) -> list[tuple[int, int]]:
-    """The cells of the page table that the call needs and that hold no page, (sequence, column) each, in order."""
+    """The entries of the page table that the call needs and that hold no valid page, as (sequence, column), in order."""
     size, width = call.cache.page_size, call.page_table.shape[1]
     column = torch.arange(width, device="cpu")
     needed = torch.zeros(call.page_table.shape, dtype=torch.bool, device="cpu")
@@ -101,7 +102,7 @@ def _needed_cells(call: Call) -> list[tuple[int, int]]:
 
 
 def _columns(column: torch.Tensor, size: int, first: torch.Tensor, end: torch.Tensor) -> torch.Tensor:
-    """Which pages of a sequence positions [first, end) lie in, bool `[seqs, columns]`."""
+    """Which columns of the page table positions [first, end) of each sequence use, bool `[seqs, columns]`."""
     first, end = first[:, None], end[:, None]
     return (first < end) & (column * size < end) & ((column + 1) * size > first)
 
@@ -111,12 +112,12 @@ def _row(call: Call, seq: int, column: int, note: str = "") -> str:
 
 
 def _holds(call: Call) -> bool:
-    """Whether lengths and table are sound, so that slots can be computed from them."""
+    """Whether lengths and table are valid, so that slots can be computed from them."""
     return call.lengths_hold and not any(True for _ in table(call))
 
 
 def slots(call: Call) -> Iterator[Violation]:
-    """Where a write goes: inside the cache, each slot once, no page with several holders."""
+    """The slots that a write stores to: inside the cache, each slot once, no shared page."""
     if not call.writes or not call.lengths_hold:
         return
     given, room = call.given_slots, call.cache.pages * call.cache.page_size
@@ -134,15 +135,19 @@ def slots(call: Call) -> Iterator[Violation]:
     order = torch.argsort(slot, stable=True)
     again = (slot[order].diff() == 0).nonzero().flatten()
     for first, second in zip(order[again].tolist(), order[again + 1].tolist()):
-        given_text = f"slot {int(slot[second])}, which row {int(row[first])} is written to as well"
+        given_text = f"slot {int(slot[second])}, to which token {int(row[first])} is written too"
         yield _ownership(call, int(row[second]), int(slot[second]), given_text, "each slot at most once in a call")
     if call.cache.pool is not None:
-        # Copies come first, so a page that copy-on-write gives away is judged by who holds it after the step.
+        # Copies are applied before the write, so reference counts are those after the step.
         held = call.cache.pool.holders[slot // call.cache.page_size]
         for i in (held > 1).nonzero().flatten().tolist():
             text = f"slot {int(slot[i])} of page {int(slot[i]) // call.cache.page_size}, which {int(held[i])} sequences hold"
             yield _ownership(
-                call, int(row[i]), int(slot[i]), text, "a page with one holder: extend through the pool, which copies on write"
+                call,
+                int(row[i]),
+                int(slot[i]),
+                text,
+                "a page that one sequence holds: extend the sequence through the pool, which copies shared pages",
             )
 
 
@@ -159,15 +164,15 @@ def _ownership(call: Call, row: int, slot: int, given: str, allowed: str) -> Vio
 
 
 def written_once(call: Call) -> Iterator[Violation]:
-    """With a ledger: a slot is written once each time it is handed out."""
+    """With a ledger: a slot is written once each time it is allocated."""
     if not call.writes or call.cache.ledger is None or any(True for _ in slots(call)) or not call.lengths_hold:
         return
     row, slot, at = call.stored
     known = at >= 0
     seq = call.sequence_of_rows(row[known])
     for finding in call.cache.ledger.audit_write(slot[known], at[known], seq, call.batch.sequences):
-        text = f"{_name(call, finding.row)} writes position {finding.position} to {_slot(finding)}: {finding.reason}"
-        yield _finding(call, "ownership", finding, text, "a slot that was handed to this token and not written since")
+        text = f"{_name(call, finding.seq)} writes position {finding.position} to {_slot(finding)}: {finding.reason}"
+        yield _finding(call, "ownership", finding, text, "a slot that was allocated to this token and not written since")
 
 
 def residency(call: Call) -> Iterator[Violation]:
@@ -176,7 +181,7 @@ def residency(call: Call) -> Iterator[Violation]:
     if call.q is None or ledger is None or not _holds(call):
         return
     seq, at = call.needed
-    # What this very call writes first (`check` of a whole step) counts as written, and what it copies as copied.
+    # What this call itself writes before it attends (`check` of a step) counts as written, and its copies as applied.
     if call.writes:
         old = ~_written_now(call, seq, at)
         seq, at = seq[old], at[old]
@@ -184,12 +189,12 @@ def residency(call: Call) -> Iterator[Violation]:
         ledger = ledger.after(call.batch.copies)
     slot = call.page_table[seq, at // call.cache.page_size] * call.cache.page_size + at % call.cache.page_size
     for finding in ledger.audit_read(slot, at, seq, call.batch.sequences):
-        text = f"{_name(call, finding.row)} needs {_slot(finding)}: {finding.reason}"
+        text = f"{_name(call, finding.seq)} needs {_slot(finding)}: {finding.reason}"
         yield _finding(call, "residency", finding, text, "required slots were written for this sequence")
 
 
 def _written_now(call: Call, seq: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
-    """Which of the tokens (sequence, position) this very call writes, before it attends, to the slot that it will read."""
+    """Which of the tokens (sequence, position) this call itself writes before it attends, to the slot that it will read."""
     row, slot, _ = call.stored
     target = torch.full((call.tokens,), -1, device="cpu")
     target[row] = slot
@@ -198,18 +203,18 @@ def _written_now(call: Call, seq: torch.Tensor, at: torch.Tensor) -> torch.Tenso
     return (at >= call.context[seq]) & (target[of_token] == call.page_table[seq, at // size] * size + at % size)
 
 
-def _name(call: Call, row: int) -> str:
+def _name(call: Call, seq: int) -> str:
     known = call.batch.sequences
-    return f"sequence {row}" if known is None or known[row].id == row else f"sequence {known[row].id} (row {row})"
+    return f"sequence {seq}" if known is None or known[seq].id == seq else f"sequence {known[seq].id} (index {seq} of the batch)"
 
 
-def _slot(finding: Finding) -> str:
+def _slot(finding: LedgerFinding) -> str:
     return f"slot {finding.slot} (page {finding.page}, offset {finding.offset})"
 
 
-def _finding(call: Call, rule: str, f: Finding, given: str, allowed: str) -> Violation:
-    picture = _row(call, f.row, f.position // call.cache.page_size, f"position {f.position}: offset {f.offset}")
-    return Violation(rule, "cache", given, allowed, seq=f.row, token=f.position, page=f.page, slot=f.slot, picture=picture)
+def _finding(call: Call, rule: str, f: LedgerFinding, given: str, allowed: str) -> Violation:
+    picture = _row(call, f.seq, f.position // call.cache.page_size, f"position {f.position}: offset {f.offset}")
+    return Violation(rule, "cache", given, allowed, seq=f.seq, token=f.position, page=f.page, slot=f.slot, picture=picture)
 
 
 def scales(call: Call) -> Iterator[Violation]:
@@ -220,7 +225,7 @@ def scales(call: Call) -> Iterator[Violation]:
         if scale.dim() < 3:
             yield from _bad_scales(name, scale)
         elif call.q is not None and _holds(call):
-            # Per token and head: only those of required slots count, the rest is don't-care.
+            # Per token and head: only the scales of required slots are checked.
             seq, at = call.needed
             if call.writes:
                 old = ~_written_now(call, seq, at)
@@ -232,9 +237,10 @@ def scales(call: Call) -> Iterator[Violation]:
                 allowed = "a finite number above 0: the slot is required"
                 picture = _row(call, int(seq[i]), int(at[i]) // cache.page_size, f"position {int(at[i])}")
                 value = float(read[i, head])
-                # What `write` makes of a token that holds a NaN or an infinity: its own rows show it, and no others.
+                # `write` stores such a scale for a token with a NaN or an infinity. Only the queries that see the token are
+                # affected.
                 harmless = math.isnan(value) or value == math.inf
-                given = f"{value}, as write gives a token with a NaN or an infinity" if harmless else str(value)
+                given = f"{value}, which write stores for a token with a NaN or an infinity" if harmless else str(value)
                 yield Violation("quantisation", where, given, allowed, int(seq[i]), int(at[i]), picture=picture, harmless=harmless)
     if call.q is not None:
         for name in ("q_scale", "out_scale"):
@@ -252,7 +258,7 @@ def _bad_scales(name: str, scale: torch.Tensor) -> Iterator[Violation]:
 
 
 def numbers(call: Call) -> Iterator[Violation]:
-    """Options that are tensors hold numbers that kernels can compute with in fp32."""
+    """Tensors of the options hold values in the range that kernels can compute with in fp32."""
     if call.q is None:
         return
     options = call.options
@@ -271,7 +277,7 @@ def numbers(call: Call) -> Iterator[Violation]:
         value = getattr(options, name)
         number = float(value) if isinstance(value, torch.Tensor) else 1.0
         if not (number > 0 and math.isfinite(number)):
-            continue  # the rule of scales says so
+            continue  # reported by `scales`
         if not is_in_range(number):
             yield Violation("numbers", name, str(number), RANGE)
         elif name == "q_scale" and (broken := options.too_large(number)) is not None:
@@ -279,7 +285,7 @@ def numbers(call: Call) -> Iterator[Violation]:
 
 
 def written_scales(call: Call) -> Iterator[Violation]:
-    """With a ledger: every slot that an attend needs was written with the scales that the cache has now."""
+    """With a ledger: every slot that an attend needs was written with the current scales of the cache."""
     ledger, mark = call.cache.ledger, None
     if call.q is not None and ledger is not None and _holds(call):
         mark = call.cache.scale_mark()

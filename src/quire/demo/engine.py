@@ -1,7 +1,8 @@
-"""Continuous batching in a page: requests come, share a prefix, wait for pages, decode beside others' prefills, and leave.
+"""A small continuous-batching engine: requests arrive, fork a shared prefix, wait for pages, decode while others prefill, and
+finish.
 
-Every step is one mixed batch: each running sequence brings its next chunk of known tokens, which is one token once it decodes.
-All attention goes through `quire.step`, one cache a layer, one pool for all layers.
+Every step is one mixed batch: each running sequence contributes its next chunk of tokens, which is one token once it decodes. All
+attention is `quire.step`, with one cache per layer and one pool for all layers.
 """
 
 from __future__ import annotations
@@ -14,25 +15,25 @@ import torch
 
 import quire
 from quire.cache.format import FORMATS
-from quire.demo.model import HEAD_DIM, KV_HEADS, LAYERS, Model
-from quire.demo.plants import Plant
-from quire.demo.requests import Book, Choice, Request
+from quire.demo.model import HEAD_DIM, KV_HEADS, LAYERS, DemoModel
+from quire.demo.plants import InjectedFault
+from quire.demo.requests import DemoRequest, DenseCache, SampledFrom
 from quire.demo.sampling import pick
 from quire.dispatch.decision import Decision
 
 CHUNK, MOST_TOKENS = 40, 96
-"""New tokens of one sequence in a step, and of all sequences together."""
+"""The maximum of new tokens of one sequence in a step, and of all sequences together."""
 
 
-class Record(NamedTuple):
-    """What attention gave one sequence in one layer of one step, and the keys and values it was asked about."""
+class OutputRecord(NamedTuple):
+    """The output of attention for one sequence in one layer of one step, with its queries and its dense keys and values."""
 
     step: int
     layer: int
-    request: Request
+    request: DemoRequest
     q: torch.Tensor
     out: torch.Tensor
-    book: Book
+    dense: DenseCache
     kv_len: int
 
 
@@ -41,10 +42,12 @@ class Event(NamedTuple):
     text: str
 
 
-class Engine:
-    """One run of the demo. `run` does the steps; everything else is there to be looked at."""
+class DemoEngine:
+    """One run of the demo. `run` makes the steps; the attributes are for display and verification."""
 
-    def __init__(self, model: Model, prefix: Request, requests: list[Request], pages: int, plant: Plant | None = None):
+    def __init__(
+        self, model: DemoModel, prefix: DemoRequest, requests: list[DemoRequest], pages: int, plant: InjectedFault | None = None
+    ):
         device = model.weights["embed"].device
         self.model, self.prefix, self.requests, self.plant = model, prefix, requests, plant
         self.pool = quire.PagePool(pages, page_size=16, device=device)
@@ -60,16 +63,16 @@ class Engine:
             )
             for layer in LAYERS
         ]
-        self.waiting: list[Request] = []
-        self.running: list[Request] = []
+        self.waiting: list[DemoRequest] = []
+        self.running: list[DemoRequest] = []
         self.step, self.tokens, self.seconds = 0, 0, 0.0
         self.forks = self.copies = self.waits = self.high_water = 0
-        self.records: list[Record] = []
+        self.records: list[OutputRecord] = []
         self.events: list[Event] = []
         self.decisions: dict[tuple[int, str], tuple[int, Decision]] = {}
-        """How often each layer got each kernel, and the latest decision for it."""
+        """The number of calls of each kernel in each layer, and its latest decision."""
         self.planted: str | None = None
-        """What was done wrong on purpose, and where."""
+        """The fault that was injected, and where."""
         self._full = False
 
     def run(self) -> Iterator[None]:
@@ -96,24 +99,24 @@ class Engine:
             assert self.prefix.sequence is not None
             request = self.waiting.pop(0)
             request.sequence, request.state = self.pool.fork(self.prefix.sequence), "prefill"
-            request.book = Book(self.prefix.book)
+            request.dense = DenseCache(self.prefix.dense)
             self.running.append(request)
             self.forks += 1
-            self._tell(f"request {request.name} forks the prefix: {request.length} tokens it need not compute")
+            self._log(f"request {request.name} forks the prefix: {request.length} tokens are already computed")
 
     def _advance(self) -> None:
-        """One step: hand out pages, run the model over all new tokens, pick what follows."""
+        """One step: allocate pages, run the model on all new tokens, sample the next ones."""
         if not self.running:
             return
         plan = self._plan()
-        batch = self._hand_out(plan)
+        batch = self._allocate(plan)
         self.high_water = max(self.high_water, self.pool.pages - self.pool.free_pages)
         self.copies += len(batch.copies)
         for source, target in batch.copies:
-            self._tell(f"page {source} is shared: copied to page {target} before it is written")
+            self._log(f"page {source} is shared: copied to page {target} before it is written")
         tokens: list[int] = []
         positions: list[int] = []
-        rows: dict[Request, slice] = {}
+        rows: dict[DemoRequest, slice] = {}
         for request, count in plan.items():
             first = request.length - count
             tokens += request.tokens[first : first + count]
@@ -130,18 +133,18 @@ class Engine:
             if request.length == len(request.tokens):
                 self._pick(request, logits[row.stop - 1])
 
-    def _plan(self) -> dict[Request, int]:
-        """How many tokens each running request brings, the oldest first."""
-        plan, room = {}, MOST_TOKENS
+    def _plan(self) -> dict[DemoRequest, int]:
+        """The number of new tokens of each running request, the oldest first."""
+        plan, budget = {}, MOST_TOKENS
         for request in self.running:
-            count = min(len(request.tokens) - request.length, CHUNK, room)
+            count = min(len(request.tokens) - request.length, CHUNK, budget)
             if count:
                 plan[request] = count
-                room -= count
+                budget -= count
         return plan
 
-    def _hand_out(self, plan: dict[Request, int]) -> quire.Batch:
-        """Pages for the plan. If there are too few, the newest request goes back into the line, and nothing else changes."""
+    def _allocate(self, plan: dict[DemoRequest, int]) -> quire.Batch:
+        """Allocates pages for the plan. If there are too few, the newest request is preempted: it waits and starts again later."""
         while True:
             try:
                 return self.pool.step({request.sequence: count for request, count in plan.items() if request.sequence})
@@ -156,14 +159,14 @@ class Engine:
                 self._full = True
                 self.waits += 1
                 again = f"; {lost} tokens will be computed again" if lost else ""
-                self._tell(f"out of pages ({error.needed} needed, {error.free} free): request {newest.name} waits{again}")
+                self._log(f"out of pages ({error.needed} needed, {error.free} free): request {newest.name} waits{again}")
 
     def _attend(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: quire.Batch, rows: dict[Request, slice]
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: quire.Batch, rows: dict[DemoRequest, slice]
     ) -> torch.Tensor:
         cache, options = self.caches[layer], self.model.options[layer]
         for request, row in rows.items():
-            request.book.add(layer, k[row], v[row])
+            request.dense.add(layer, k[row], v[row])
         decision = quire.explain(q, cache, batch, options)
         name = decision.chosen.name if decision.chosen else "none"
         calls, _ = self.decisions.get((layer, name), (0, decision))
@@ -171,34 +174,34 @@ class Engine:
         attention = quire.step
         if self.plant and not self.planted and self.plant.ready(self.step, layer, cache):
             attention, self.planted = self.plant.attention, f"{self.plant.summary}, in step {self.step}, layer {layer}"  # type: ignore[assignment]
-            self._tell(f"planted: {self.planted}")
+            self._log(f"planted: {self.planted}")
         out = attention(q, k, v, cache, batch, options)
         assert isinstance(out, torch.Tensor)
         for request, row in rows.items():
-            self.records.append(Record(self.step, layer, request, q[row], out[row], request.book, request.length))
+            self.records.append(OutputRecord(self.step, layer, request, q[row], out[row], request.dense, request.length))
         return out
 
-    def _pick(self, request: Request, logits: torch.Tensor) -> None:
-        """One more token, if the request wants one; otherwise it leaves. The prefix wants none, and stays for others to fork."""
+    def _pick(self, request: DemoRequest, logits: torch.Tensor) -> None:
+        """Samples one more token, or finishes the request. The prefix generates nothing and is kept for others to fork."""
         if request is self.prefix:
             request.state = "held"
             self.running.remove(request)
-            self._tell(f"the prefix is computed: {request.length} tokens, held for all requests")
+            self._log(f"the prefix is computed: {request.length} tokens, held for all requests")
             return
         request.state = "decode"
-        request.choices.append(Choice(logits, request.book))
-        request.tokens.append(pick(logits, request.taste, len(request.tokens)))
+        request.choices.append(SampledFrom(logits, request.dense))
+        request.tokens.append(pick(logits, request.sampling, len(request.tokens)))
         if len(request.made) == request.wanted:
-            self._tell(f"request {request.name} is done: {request.wanted} tokens made, pages given back")
+            self._log(f"request {request.name} is done: {request.wanted} tokens generated, pages released")
             self._leave(request)
             self._full = False
 
-    def _leave(self, request: Request, state: str = "done") -> None:
+    def _leave(self, request: DemoRequest, state: str = "done") -> None:
         assert request.sequence is not None
         self.pool.free(request.sequence)
         request.sequence, request.state = None, state
         if request in self.running:
             self.running.remove(request)
 
-    def _tell(self, text: str) -> None:
+    def _log(self, text: str) -> None:
         self.events.append(Event(self.step, text))

@@ -1,4 +1,4 @@
-"""Faults to plant in the middle of a run, so that everybody can see what a failure looks like."""
+"""Faults to inject into a run, to show what a failure looks like."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def drop_token(
 def stale_page(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cache: quire.KVCache, batch: quire.Batch, options: quire.Options
 ) -> torch.Tensor:
-    """The last sequence's table points at a page that was given back."""
+    """The page table of the last sequence contains a page that was released."""
     batch.page_table[-1, 1] = _stale_pages(cache)[0]
     out = quire.step(q, k, v, cache, batch, options)
     assert isinstance(out, torch.Tensor)
@@ -33,33 +33,33 @@ def stale_page(
 def swap_heads(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cache: quire.KVCache, batch: quire.Batch, options: quire.Options
 ) -> torch.Tensor:
-    """Keys and values are written under each other's heads: no rule can see it, since every slot is where it should be."""
+    """Keys and values are written to each other's heads. No rule detects it, because every slot is the right one."""
     out = quire.step(q, k.flip(1), v.flip(1), cache, batch, options)
     assert isinstance(out, torch.Tensor)
     return out
 
 
 def _stale_pages(cache: quire.KVCache) -> list[int]:
-    """The pages that nobody holds and that were written before."""
+    """The free pages that were written before."""
     assert cache.pool is not None and cache.ledger is not None
     written = (cache.ledger.position.view(cache.pages, cache.page_size) >= 0).all(1).cpu()
     return (written & (cache.pool.holders == 0)).nonzero().flatten().tolist()
 
 
-class Plant(NamedTuple):
-    """A fault: an attention that does something wrong once."""
+class InjectedFault(NamedTuple):
+    """A fault: an attention function that is wrong, used once."""
 
     summary: str
     layer: int
     attention: Callable[..., torch.Tensor]
 
     def ready(self, step: int, layer: int, cache: quire.KVCache) -> bool:
-        """Whether to do it now: in the middle of things, and once there is a page to point at."""
+        """Whether to inject it now: after some steps, and if there is a page that it needs."""
         return step >= 12 and layer == self.layer and bool(_stale_pages(cache) or self.attention is not stale_page)
 
 
 PLANTS = {
-    "drop-token": Plant("one token is never written", 2, drop_token),
-    "stale-page": Plant("a page table points at a page that was given back", 0, stale_page),
-    "swap-heads": Plant("keys and values are written under each other's heads", 3, swap_heads),
+    "drop-token": InjectedFault("one token is never written", 2, drop_token),
+    "stale-page": InjectedFault("a page table contains a page that was released", 0, stale_page),
+    "swap-heads": InjectedFault("keys and values are written to each other's heads", 3, swap_heads),
 }

@@ -1,9 +1,9 @@
-"""Two proofs that a run was right, made on the host, in float64, without a page.
+"""Verifies a run on the host, in float64 and without pages, in two ways:
 
-    outputs   every output of every layer and step, against `quire.reference` over the keys and values that the engine kept aside
+    outputs   every output of every layer and step, against `quire.reference` over the dense keys and values that the engine stored
     tokens    every token of every request, against the same model run for that request alone with dense attention
 
-What may differ is derived from the types, not tuned: see `allowed_error` and `SWAY`.
+The tolerances are derived from the types: see `allowed_error` and `MODEL_TOLERANCE`.
 """
 
 from __future__ import annotations
@@ -17,29 +17,29 @@ import torch
 from quire import reference
 from quire.cache.format import FORMATS
 from quire.contract.picture import row_picture
-from quire.demo.engine import Engine, Record
-from quire.demo.model import HEAD_DIM, HIDDEN, KV_HEADS, LAYERS, Q_HEADS, Model
-from quire.demo.requests import Book, Request
+from quire.demo.engine import DemoEngine, OutputRecord
+from quire.demo.model import HEAD_DIM, HIDDEN, KV_HEADS, LAYERS, Q_HEADS, DemoModel
+from quire.demo.requests import DemoRequest, DenseCache
 from quire.demo.sampling import distance, pick
 from quire.options import Options
 
-SWAY = 3 * len(LAYERS) * HIDDEN * torch.finfo(torch.float32).eps
-"""How far two right ways to run the model may differ, relative to the largest value: three products a layer, each a sum of at
-most HIDDEN terms that fp32 rounds."""
+MODEL_TOLERANCE = 3 * len(LAYERS) * HIDDEN * torch.finfo(torch.float32).eps
+"""The maximum relative difference of two correct runs of the model: three matrix products per layer, each a sum of at most HIDDEN
+terms rounded to fp32."""
 
 
 class Comparison(NamedTuple):
-    """Some values against what they should be: the one that came nearest to its allowance, or went farthest beyond."""
+    """A comparison of values with the expected ones: the error that is largest relative to its tolerance."""
 
     values: int
     error: float
     allowed: float
     where: str = ""
-    """What is wrong there, with a picture; empty if nothing is."""
+    """A description of the error with a picture; empty if it is within the tolerance."""
 
     @property
     def used(self) -> float:
-        """The share of the allowance that was used; above 1 is wrong."""
+        """The error relative to the tolerance; above 1 is wrong."""
         return self.error / self.allowed
 
     def __str__(self) -> str:
@@ -47,12 +47,12 @@ class Comparison(NamedTuple):
 
 
 class Proof(NamedTuple):
-    """What all comparisons say together."""
+    """The summary of all comparisons."""
 
     compared: int
     worst: Comparison
     where: str
-    """The first thing that is wrong; empty if nothing is."""
+    """The first error; empty if there is none."""
 
     @property
     def holds(self) -> bool:
@@ -65,12 +65,12 @@ class Proof(NamedTuple):
         return cls(sum(c.values for c in every), worst, next((c.where for c in every if c.where), ""))
 
 
-def outputs(engine: Engine) -> Iterator[Comparison]:
-    """What attention gave each sequence in each layer and step, against the definition."""
+def outputs(engine: DemoEngine) -> Iterator[Comparison]:
+    """Compares the output of each sequence in each layer and step with the reference."""
     for record in engine.records:
         q, out = record.q.cpu(), record.out.cpu().double()
-        k, v = (as_stored(x[: record.kv_len], record.layer) for x in record.book.read(record.layer))
-        # The same weights over v and over |v|: the second says how large the terms of the sum are.
+        k, v = (as_stored(x[: record.kv_len], record.layer) for x in record.dense.read(record.layer))
+        # The same weights over v and over |v|: the second is the size of the terms of the sum.
         both = attention(q, k, torch.cat((v, v.abs()), -1), engine.model.options[record.layer])
         want, size = both.chunk(2, dim=-1)
         error, allowed = (out - want).abs().nan_to_num(math.inf, math.inf), allowed_error(q, k, want, size)
@@ -80,7 +80,7 @@ def outputs(engine: Engine) -> Iterator[Comparison]:
 
 
 def allowed_error(q: torch.Tensor, k: torch.Tensor, want: torch.Tensor, size: torch.Tensor) -> torch.Tensor:
-    """What fp32 arithmetic may lose, in any order of summation, for each element of an output.
+    """The error bound of fp32 arithmetic for each element of an output, for any order of summation.
 
     A score is a sum of head_dim products, so it is off by at most (head_dim + a few) roundings of |q||k|, and the weight made from
     it by as much relatively; the two sums over the keys add kv_len roundings. All of that scales the terms that are summed,
@@ -91,52 +91,57 @@ def allowed_error(q: torch.Tensor, k: torch.Tensor, want: torch.Tensor, size: to
     return relative[..., None] * size + torch.finfo(q.dtype).eps / 2 * want.abs() + torch.finfo(q.dtype).tiny
 
 
-def tokens(engine: Engine) -> Iterator[Comparison]:
-    """Each request again, alone and densely: its keys, values and logits, and the tokens picked from them.
+def tokens(engine: DemoEngine) -> Iterator[Comparison]:
+    """Runs each request again, alone and dense, and compares its keys, values, logits and sampled tokens.
 
-    One pass over all tokens of a request does: if each pick from its logits is the token that was made, then by induction the
-    request alone makes the same tokens one by one. Keys and values are compared as they were before rounding to the cache's
-    format, and those of the run are used from there on: a last bit that falls the other way is not a fault."""
+    One pass over all tokens of a request is enough: if each token sampled from its logits is the generated one, then by induction
+    the request alone generates the same tokens. Keys and values are compared before they are rounded to the cache's format, and
+    those
+    of the run are used for later layers: a last bit that rounds differently is not an error."""
     model = engine.model.to("cpu").to(torch.float64)
     for request in engine.requests:
-        for book in dict.fromkeys(choice.book for choice in request.choices):
-            yield from _alone(model, request, book)
+        for dense in dict.fromkeys(choice.dense for choice in request.choices):
+            yield from _alone(model, request, dense)
 
 
-def _alone(model: Model, request: Request, book: Book) -> Iterator[Comparison]:
-    """One pass over the tokens in a book. A request that had to start again has several books."""
+def _alone(model: DemoModel, request: DemoRequest, dense: DenseCache) -> Iterator[Comparison]:
+    """One pass over the tokens of a dense cache. A request that was preempted has several."""
     found = []
 
     def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        kept = [x[: book.length] for x in book.read(layer)]
+        kept = [x[: dense.length] for x in dense.read(layer)]
         for name, then, now in zip(("keys", "values"), kept, (k, v)):
-            found.append(_sway(then, now, f"request {request.name}: its {name} of layer {layer}"))
+            found.append(_difference(then, now, f"request {request.name}: its {name} of layer {layer}"))
         return attention(q, as_stored(kept[0], layer), as_stored(kept[1], layer), model.options[layer])
 
-    known = torch.tensor(request.tokens[: book.length], device="cpu")
+    known = torch.tensor(request.tokens[: dense.length], device="cpu")
     logits = model.forward(known, torch.arange(len(known), device="cpu"), attend)
     yield from found
     for i, choice in enumerate(request.choices):
-        if choice.book is book:
+        if choice.dense is dense:
             position = len(request.prompt) + i
             mine, made, name = logits[position - 1], request.made[i], f"request {request.name}, token {i}"
-            yield _sway(choice.logits, mine, f"{name}: its logits")
+            yield _difference(choice.logits, mine, f"{name}: its logits")
             size = float(mine.abs().max())
-            error = distance(made, mine, request.taste, position) / size
-            where = f"{name}: {chr(made)!r} was made, alone it makes {chr(pick(mine, request.taste, position))!r}"
-            yield Comparison(1, error, SWAY, where if error > SWAY else "")
+            error = distance(made, mine, request.sampling, position) / size
+            where = f"{name}: {chr(made)!r} was made, alone it makes {chr(pick(mine, request.sampling, position))!r}"
+            yield Comparison(1, error, MODEL_TOLERANCE, where if error > MODEL_TOLERANCE else "")
 
 
-def _sway(then: torch.Tensor, now: torch.Tensor, name: str) -> Comparison:
+def _difference(then: torch.Tensor, now: torch.Tensor, name: str) -> Comparison:
     error = float((then.cpu() - now).abs().max().nan_to_num(math.inf, math.inf) / now.abs().max())
-    where = f"{name} differ by {error:.2g} of their size from those it has alone, allowed {SWAY:.2g}" if error > SWAY else ""
-    return Comparison(0, error, SWAY, where)
+    where = (
+        f"{name} differ by a relative {error:.2g} from those of the request alone, allowed {MODEL_TOLERANCE:.2g}"
+        if error > MODEL_TOLERANCE
+        else ""
+    )
+    return Comparison(0, error, MODEL_TOLERANCE, where)
 
 
 def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options) -> torch.Tensor:
-    """Dense attention of one sequence, by the definition."""
+    """Dense attention of one sequence, by the reference."""
     sinks = None if options.sinks is None else options.sinks.cpu()
-    out: torch.Tensor = reference.attention(q, k, v, window=options.sides, softcap=options.softcap, sinks=sinks)[0]
+    out: torch.Tensor = reference.attention(q, k, v, window=options.sides, scale=options.scale, sinks=sinks)[0]
     return out
 
 
@@ -151,7 +156,7 @@ def as_stored(x: torch.Tensor, layer: int) -> torch.Tensor:
     return (x / scale).clamp(-format.largest, format.largest).to(format.dtype).double() * scale.double()
 
 
-def _picture(record: Record, error: torch.Tensor, allowed: torch.Tensor) -> str:
+def _picture(record: OutputRecord, error: torch.Tensor, allowed: torch.Tensor) -> str:
     """The worst token's error in each head, the worst head marked."""
     token, head, dim = (int(i) for i in torch.unravel_index((error / allowed).argmax(), error.shape))
     position = record.kv_len - error.shape[0] + token

@@ -1,4 +1,4 @@
-"""What a run showed: the verdict, and everything it rests on, for people and for programs."""
+"""The report of a run: the verdict and the evidence, as text and as JSON."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from quire.contract.rule import Violation
-from quire.demo.engine import Engine
+from quire.demo.engine import DemoEngine
 from quire.demo.model import LAYERS
 from quire.demo.proof import Proof
 from quire.demo.screen import speed, why
 
 
 @dataclass(frozen=True)
-class Report:
-    """A run, its proofs, and the violations that ended it, if any did."""
+class DemoReport:
+    """A run, its verification, and the contract violations that ended it, if any."""
 
-    engine: Engine
+    engine: DemoEngine
     outputs: Proof
     tokens: Proof
     violations: tuple[Violation, ...] = ()
@@ -28,7 +28,7 @@ class Report:
 
     @property
     def held(self) -> int:
-        """Pages that somebody still holds."""
+        """Number of pages that are still held."""
         return self.engine.pool.pages - self.engine.pool.free_pages
 
     @property
@@ -85,7 +85,7 @@ class Report:
         proved = (
             (not self.violations, "contract", f"checked in full before each of {calls} calls{refused}"),
             (outputs.holds, "outputs", f"{outputs.compared} numbers against the reference in float64: {outputs.worst}"),
-            (tokens.holds, "tokens", f"{tokens.compared} picked again by each request alone, without pages: {tokens.worst}"),
+            (tokens.holds, "tokens", f"{tokens.compared} sampled again by each request alone, without pages: {tokens.worst}"),
             (self.finished and not self.held, "pages", pages + ("at the end" if self.finished else "when the run was cut short")),
         )
         lines = [

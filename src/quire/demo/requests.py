@@ -1,4 +1,4 @@
-"""What the demo decodes: requests that share a system prompt, ask something of their own, and arrive over time."""
+"""The requests of the demo. They share a system prompt, have different questions, and arrive over time."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 from quire.cache.pool import Sequence
 from quire.demo.model import LAYERS
-from quire.demo.sampling import Taste
+from quire.demo.sampling import SamplingParams
 
 SYSTEM = "A quire is a gathering of pages; attention reads them in any order. "
 QUESTIONS = (
@@ -18,18 +18,18 @@ QUESTIONS = (
     "Who may write a slot, and how often?",
     "Say what happens when the pool has no page left and one more sequence arrives in the middle of a step.",
     "Where does a token live?",
-    "Why must a decode row and a prefill row of one call obey the same contract, and what goes wrong if they do not?",
+    "Why must decode and prefill sequences of one call obey the same contract, and what goes wrong if they do not?",
     "Which rule is broken?",
     "How long is a window?",
     "Tell a fork from a copy, and say which of the two is made first and by whom.",
 )
 
 
-class Book:
-    """The keys and values of one sequence as they were made, densely, layer by layer: what the proof knows of the cache."""
+class DenseCache:
+    """All keys and values of one sequence, dense, by layer. The verification compares the cache with them."""
 
-    def __init__(self, other: Book | None = None):
-        """Empty, or a copy that goes on by itself."""
+    def __init__(self, other: DenseCache | None = None):
+        """Empty, or a copy of another."""
         self._parts: list[list[tuple[torch.Tensor, torch.Tensor]]]
         self._parts = [parts[:] for parts in other._parts] if other else [[] for _ in LAYERS]
 
@@ -38,7 +38,7 @@ class Book:
 
     @property
     def length(self) -> int:
-        """Tokens that have come through every layer."""
+        """Number of tokens that passed all layers."""
         return sum(k.shape[0] for k, _ in self._parts[-1])
 
     def read(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -47,28 +47,28 @@ class Book:
         return torch.cat(k), torch.cat(v)
 
 
-class Choice(NamedTuple):
-    """What a token was picked from, and the keys and values behind it."""
+class SampledFrom(NamedTuple):
+    """The logits that a token was sampled from, and the keys and values they depend on."""
 
     logits: torch.Tensor
-    book: Book
+    dense: DenseCache
 
 
 @dataclass(eq=False)
-class Request:
-    """One request and how far it is. Its tokens are those it came with, then those it made."""
+class DemoRequest:
+    """One request and its state. Its tokens are those of the prompt, then the generated ones."""
 
     name: str
     prompt: list[int]
     wanted: int
     arrives: int
-    taste: Taste
+    sampling: SamplingParams
     tokens: list[int] = field(default_factory=list)
-    choices: list[Choice] = field(default_factory=list)
-    """How each token it made was picked."""
+    choices: list[SampledFrom] = field(default_factory=list)
+    """What each generated token was sampled from."""
     state: str = "to come"
     sequence: Sequence | None = None
-    book: Book = field(default_factory=Book)
+    dense: DenseCache = field(default_factory=DenseCache)
 
     def __post_init__(self) -> None:
         self.tokens = self.prompt[:]
@@ -84,21 +84,21 @@ class Request:
 
     @property
     def text(self) -> str:
-        """What it made so far, in printable characters."""
+        """The generated text, in printable characters."""
         return "".join(chr(byte) if 32 <= byte < 127 else "·" for byte in self.made)
 
 
-def make(count: int, seed: int) -> tuple[Request, list[Request]]:
-    """The system prompt, which makes nothing itself, and `count` requests that start with it."""
-    chance = random.Random(seed)
+def make(count: int, seed: int) -> tuple[DemoRequest, list[DemoRequest]]:
+    """The system prompt, which generates nothing, and `count` requests that start with it."""
+    generator = random.Random(seed)
     system = list(SYSTEM.encode())
-    prefix = Request("prefix", system, 0, 0, Taste(1.0, 1, 0))
+    prefix = DemoRequest("prefix", system, 0, 0, SamplingParams(1.0, 1, 0))
     requests = []
     arrives = 0
     for i in range(count):
-        taste = Taste(round(chance.uniform(0.6, 1.0), 2), chance.choice((4, 12, 40)), seed * 4096 + i)
+        sampling = SamplingParams(round(generator.uniform(0.6, 1.0), 2), generator.choice((4, 12, 40)), seed * 4096 + i)
         question = QUESTIONS[i % len(QUESTIONS)]
         prompt = system + list(f"Q: {question} A:".encode())
-        requests.append(Request(f"{i}", prompt, chance.randint(32, 72), arrives, taste))
-        arrives += chance.randint(2, 9)
+        requests.append(DemoRequest(f"{i}", prompt, generator.randint(32, 72), arrives, sampling))
+        arrives += generator.randint(2, 9)
     return prefix, requests

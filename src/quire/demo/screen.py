@@ -1,4 +1,4 @@
-"""Shows a run as it happens: a live table in a terminal that has rich, lines everywhere else, nothing if asked to be quiet."""
+"""Displays a run: a live table in a terminal, lines elsewhere, nothing with --quiet."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
-from quire.demo.engine import Engine
+from quire.demo.engine import DemoEngine
 from quire.demo.model import LAYERS
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-Show = Callable[[Engine], None]
+Show = Callable[[DemoEngine], None]
 """Called after every step."""
 
 _COLOURS = {"to come": "dim", "waiting": "yellow", "prefill": "cyan", "decode": "green", "held": "blue", "done": "dim"}
@@ -23,7 +23,7 @@ _COLOURS = {"to come": "dim", "waiting": "yellow", "prefill": "cyan", "decode": 
 
 @contextmanager
 def screen(quiet: bool) -> Iterator[Show]:
-    """The best way to show a run here."""
+    """The display that fits the output."""
     if quiet:
         yield lambda engine: None
     elif sys.stdout.isatty() and find_spec("rich") and not _dumb():
@@ -41,27 +41,27 @@ def _dumb() -> bool:
 
 
 class Lines:
-    """What happened, line by line, and every few steps where things stand."""
+    """Prints events, and every few steps a summary."""
 
     def __init__(self, every: int = 10):
-        self.every, self._told = every, 0
+        self.every, self._printed = every, 0
 
-    def show(self, engine: Engine) -> None:
-        for event in engine.events[self._told :]:
+    def show(self, engine: DemoEngine) -> None:
+        for event in engine.events[self._printed :]:
             print(f"step {event.step:3}  {event.text}")
-        self._told = len(engine.events)
+        self._printed = len(engine.events)
         if engine.step % self.every == 0:
             states = [request.state for request in (engine.prefix, *engine.requests)]
             counts = ", ".join(f"{states.count(state)} {state}" for state in ("waiting", "prefill", "decode", "done"))
             print(f"step {engine.step:3}  {counts}; {engine.pool.usage()}; {speed(engine)}", flush=True)
 
 
-def speed(engine: Engine) -> str:
+def speed(engine: DemoEngine) -> str:
     return f"{engine.tokens / engine.seconds:.0f} tokens/s" if engine.seconds else ""
 
 
-def why(engine: Engine) -> Iterator[str]:
-    """Which kernel each layer got, and why: one line for each kernel."""
+def why(engine: DemoEngine) -> Iterator[str]:
+    """Which kernel each layer uses and why: one line for each kernel."""
     for name in dict.fromkeys(kernel for _, kernel in engine.decisions):
         layers = [layer for layer, kernel in engine.decisions if kernel == name]
         decision = engine.decisions[layers[-1], name][1]
@@ -76,7 +76,7 @@ def _live(most_per_second: float = 15.0) -> Iterator[Show]:
     shown = 0.0
     with Live(auto_refresh=False) as live:
 
-        def show(engine: Engine) -> None:
+        def show(engine: DemoEngine) -> None:
             nonlocal shown
             if time.perf_counter() - shown > 1 / most_per_second or not engine.running:
                 shown = time.perf_counter()
@@ -85,14 +85,14 @@ def _live(most_per_second: float = 15.0) -> Iterator[Show]:
         yield show
 
 
-def _picture(engine: Engine) -> RenderableType:
+def _picture(engine: DemoEngine) -> RenderableType:
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text
 
     table = Table(title=f"step {engine.step}", title_justify="left", box=None, header_style="bold")
     for name, width in (("request", 8), ("state", 8), ("tokens", 7), ("pages", 6)):
-        # Fixed on both sides: a long text must give way, not these.
+        # Fixed widths: long text is truncated instead.
         right = name in ("tokens", "pages")
         table.add_column(name, min_width=width, max_width=width, justify="right" if right else "left", no_wrap=True)
     table.add_column("text", no_wrap=True, overflow="ellipsis", ratio=1)

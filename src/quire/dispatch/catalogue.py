@@ -1,21 +1,21 @@
-"""Every kernel there is, in order of preference: the first whose limits all hold runs."""
+"""The catalogue of kernels, in order of preference: the first kernel whose limits all hold runs."""
 
 from __future__ import annotations
 
-from quire.dispatch.kernel import Kernel, Span
+from quire.cache.format import QUANTISED_NAMES, QUERY_NAMES
+from quire.dispatch.kernel import IntRange, Kernel
 
-_ANY_HEAD = Span(1, 512)
-_QUERIES = ("fp32", "fp16", "bf16", "e4m3fn", "e4m3fnuz", "e5m2")
+_ANY_HEAD = IntRange(1, 512)
 
 _TRITON = (
     *("sm80", "sm86", "sm87", "sm89", "sm90", "sm100", "sm103", "sm120", "sm121"),
     *("gfx90a", "gfx942", "gfx950", "gfx1100", "gfx1101", "gfx1102", "gfx1151", "gfx1200", "gfx1201"),
 )
-"""The GPUs that Triton compiles for: the least common ones by the rows of their families in `kernels/triton/tuning.py`."""
+"""The GPUs that Triton compiles for. Others use the entries of their family in `kernels/triton/host/tuning.py`."""
 
-_WHOLE_ROWS = ("nhd", "hnd", "vllm_joint")
-"""Layouts in which a head of a token lies in one piece, in K and in V."""
-_HOPPER_HEAD = Span(33, 128)
+_CONTIGUOUS_HEADS = ("nhd", "hnd", "vllm_joint")
+"""Layouts in which one head of one token is contiguous, in K and in V."""
+_HOPPER_HEAD = IntRange(33, 128)
 
 _NATIVE = "kernels/native/libquire.so"
 
@@ -23,12 +23,12 @@ CATALOGUE: tuple[Kernel, ...] = (
     Kernel(
         "triton-decode",
         "attend",
-        "few new tokens a row: the keys of all rows are shared out evenly over the card, then combined",
-        "quire.kernels.triton.launcher:decode",
+        "split-KV decode, up to 16 new tokens per sequence: keys are divided evenly among programs, partial results are combined",
+        "quire.kernels.triton.host.launcher:decode",
         vendors=("nvidia", "amd"),
         arches=_TRITON,
         needs=("triton",),
-        q_dtypes=_QUERIES,
+        q_dtypes=QUERY_NAMES,
         memory=("aligned",),
         head_dim=_ANY_HEAD,
         v_head_dim=_ANY_HEAD,
@@ -37,12 +37,12 @@ CATALOGUE: tuple[Kernel, ...] = (
     Kernel(
         "gluon-mixed",
         "attend",
-        "long rows by warps that only load and warps that only compute, short rows by shares of keys, side by side",
+        "warp-specialised prefill (producer and consumer warps) for long queries, concurrent with split-KV for short ones",
         "quire.kernels.gluon.launcher:launcher",
         arches=("sm90",),
         needs=("triton",),
         pairs=("fp16 over fp16", "bf16 over bf16"),
-        layouts=_WHOLE_ROWS,
+        layouts=_CONTIGUOUS_HEADS,
         memory=("aligned",),
         head_dim=_HOPPER_HEAD,
         v_head_dim=_HOPPER_HEAD,
@@ -51,14 +51,14 @@ CATALOGUE: tuple[Kernel, ...] = (
     Kernel(
         "gluon-mixed-bytes",
         "attend",
-        "the same over caches of bytes, which become numbers on their way into shared memory",
+        "as gluon-mixed, for 8-bit caches, which are converted while they are loaded into shared memory",
         "quire.kernels.gluon.launcher:launcher",
         arches=("sm90",),
         needs=("triton",),
         q_dtypes=("fp16", "bf16"),
-        formats=("e4m3fn", "e4m3fnuz", "e5m2", "int8"),
+        formats=QUANTISED_NAMES,
         scales=("tensor", "head"),
-        layouts=_WHOLE_ROWS,
+        layouts=_CONTIGUOUS_HEADS,
         memory=("aligned",),
         head_dim=_HOPPER_HEAD,
         v_head_dim=_HOPPER_HEAD,
@@ -67,20 +67,20 @@ CATALOGUE: tuple[Kernel, ...] = (
     Kernel(
         "triton-mixed",
         "attend",
-        "long rows by tiles of queries and short rows by shares of keys, side by side in one launch",
-        "quire.kernels.triton.launcher:mixed",
+        "tiles of queries for long queries and split-KV for short ones, in one launch",
+        "quire.kernels.triton.host.launcher:mixed",
         vendors=("nvidia", "amd"),
         arches=_TRITON,
         needs=("triton",),
-        q_dtypes=_QUERIES,
+        q_dtypes=QUERY_NAMES,
         head_dim=_ANY_HEAD,
         v_head_dim=_ANY_HEAD,
     ),
     Kernel(
         "triton",
         "write",
-        "finds the slots, quantises and stores, in one launch: every format and layout",
-        "quire.kernels.triton.write:launcher",
+        "computes the slots, quantises and stores in one launch: every format and layout",
+        "quire.kernels.triton.host.write:launcher",
         vendors=("nvidia", "amd"),
         arches=_TRITON,
         needs=("triton",),
@@ -90,8 +90,8 @@ CATALOGUE: tuple[Kernel, ...] = (
     Kernel(
         "triton",
         "audit",
-        "compares every required slot with the ledger, beside the calls: what it finds is read on request",
-        "quire.kernels.triton.ledger:launcher",
+        "compares every required slot with the ledger without synchronization; the result is read on request",
+        "quire.kernels.triton.host.audit:launcher",
         vendors=("nvidia", "amd"),
         arches=_TRITON,
         needs=("triton",),
@@ -99,11 +99,11 @@ CATALOGUE: tuple[Kernel, ...] = (
     Kernel(
         "native",
         "attend",
-        "C++ for this CPU's instruction set, straight from the pages: every feature, format and layout",
+        "C++ for this CPU's instruction set, reads pages in place: every feature, format and layout",
         "quire.kernels.native.attend:launcher",
         vendors=("cpu",),
         library=_NATIVE,
-        q_dtypes=_QUERIES,
+        q_dtypes=QUERY_NAMES,
         head_dim=_ANY_HEAD,
         v_head_dim=_ANY_HEAD,
         capturable=False,
@@ -119,13 +119,13 @@ CATALOGUE: tuple[Kernel, ...] = (
         v_head_dim=_ANY_HEAD,
         capturable=False,
     ),
-    # Last come the kernels that are always there. They read lengths on the host, so a CUDA graph cannot record them.
+    # The kernels that are always available come last. They read lengths on the host, so a CUDA graph cannot capture them.
     Kernel(
         "torch",
         "attend",
         "online softmax over tiles of pages, in torch operators: every feature, on any device",
         "quire.kernels.torch.attend:launcher",
-        q_dtypes=_QUERIES,
+        q_dtypes=QUERY_NAMES,
         head_dim=_ANY_HEAD,
         v_head_dim=_ANY_HEAD,
         capturable=False,

@@ -1,4 +1,4 @@
-"""Which kernel runs a call, why, why not the others, and what to change to get a better one."""
+"""The result of choosing a kernel: the chosen one, why the others were refused, and what to change to get a faster one."""
 
 from __future__ import annotations
 
@@ -6,27 +6,27 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from quire.dispatch.kernel import Finding, Kernel
+from quire.dispatch.kernel import Kernel, LimitResult
 from quire.platform import Platform
 from quire.problem import Extent, Problem
 
 COMPILE_SECONDS = {"attend_kernel": 2.0, "prefill_kernel": 4.0}
-"""What one core takes to compile a kernel, roughly; all others take less than half a second."""
+"""Approximate compile times on one core; all other kernels take less than half a second."""
 
 
 class Candidate(NamedTuple):
-    """A kernel and what its limits answered."""
+    """A kernel and the results of its limits."""
 
     kernel: Kernel
-    findings: tuple[Finding, ...]
+    findings: tuple[LimitResult, ...]
 
     @property
-    def refusals(self) -> tuple[Finding, ...]:
+    def refusals(self) -> tuple[LimitResult, ...]:
         return tuple(finding for finding in self.findings if not finding.holds)
 
     @property
     def changes(self) -> tuple[str, ...] | None:
-        """What a person would change so that it runs; None if the machine refuses it."""
+        """What to change so that it runs; None if the machine cannot run it."""
         changes = tuple(refusal.change for refusal in self.refusals)
         return None if None in changes else tuple(change for change in changes if change)
 
@@ -37,7 +37,17 @@ class Candidate(NamedTuple):
 
 @dataclass(frozen=True)
 class Decision:
-    """The answer to "which kernel ran, and why?". Print it."""
+    """Which kernel runs a call and why. `quire.explain` returns it. `str(decision)` is the explanation; `to_dict()` is for
+    programs.
+
+    Example:
+        >>> import quire
+        >>> from quire.dispatch.choose import choose
+        >>> problem = quire.Problem(q_heads=32, kv_heads=8, head_dim=128, page_size=16)
+        >>> decision = choose(problem, quire.Extent(), quire.Platform.named("cpu"), kernel="torch")
+        >>> decision.chosen.name, decision.because
+        ('torch', 'torch was requested by name, and its limits all hold')
+    """
 
     problem: Problem
     extent: Extent
@@ -47,27 +57,27 @@ class Decision:
     candidates: tuple[Candidate, ...]
     """Every kernel of the operation, the most preferred first."""
     asked: str | None = None
-    """The name of the kernel, if one was asked for."""
+    """The name of the kernel, if one was requested."""
     capturing: bool = False
     beside: tuple[Decision, ...] = ()
-    """What else the operation launches: the write of a step, the audit of a cache with a ledger."""
+    """The decisions for the other kernels of the operation: the write of a step, the audit of a cache with a ledger."""
 
     @cached_property
     def compiled(self) -> tuple[str, ...]:
-        """A key for each compiled kernel that the call needs: a hash of all that `triton.compile` is given. Kernels that are not
-        compiled at run time have none. No device is needed."""
+        """A key for each compiled kernel that the call needs: a hash of the inputs of `triton.compile`. Empty for kernels that are
+        not compiled at run time. No device is needed."""
         keys = () if self.chosen is None else self.chosen.keys_for(self.problem, self.extent, self.platform)
         return tuple(dict.fromkeys((*keys, *(key for one in self.beside for key in one.compiled))))
 
     @property
     def not_compiled(self) -> tuple[str, ...]:
-        """The names of those that a call would have to compile first: neither this process nor the compile cache has them."""
+        """The names of the kernels that a call would have to compile: neither this process nor the compile cache has them."""
         names = () if self.chosen is None else self.chosen.not_compiled(self.problem, self.extent, self.platform)
         return (*names, *(name for one in self.beside for name in one.not_compiled))
 
     @property
     def next_better(self) -> Candidate | None:
-        """The most preferred kernel above the chosen one that changes could get; its `changes` say which."""
+        """The most preferred kernel before the chosen one that could run after the `changes` it lists; None if there is none."""
         for candidate in self.candidates:
             if candidate.kernel is self.chosen:
                 return None
@@ -76,6 +86,7 @@ class Decision:
         return None
 
     def to_dict(self) -> dict[str, Any]:
+        """The decision as JSON-compatible values."""
         better = self.next_better
         return {
             "operation": self.operation,
@@ -94,18 +105,26 @@ class Decision:
 
     @property
     def because(self) -> str:
-        """Why the chosen kernel was chosen, or none was."""
+        """Why the kernel was chosen, or why there is none."""
         if self.asked is not None:
-            return f"{self.asked} was asked for by name, and its limits {'all hold' if self.chosen else 'do not all hold'}"
+            return f"{self.asked} was requested by name, and its limits {'all hold' if self.chosen else 'do not all hold'}"
         return "it is the first whose limits all hold" if self.chosen else "there is none whose limits all hold"
 
-    def _compile_state(self) -> str:
+    @property
+    def compile_state(self) -> str:
+        """Whether the kernels that are compiled at run time are there already, or how long they will take."""
         missing = self.not_compiled
         if not missing:
             return "compiled"
         seconds = sum(COMPILE_SECONDS.get(name, 0.3) for name in missing)
         count = "" if len(missing) == len(self.compiled) else f"{len(missing)} of them "
         return f"{count}not compiled yet (about {max(1, round(seconds))} s)"
+
+    def summary(self, width: int = 100) -> str:
+        """One screen: the choice, its reason, what would be faster, and the refusals by reason. `str(decision)` has every limit."""
+        from quire.dispatch.summary import summary
+
+        return "\n".join(part for line in summary(self) for part in line.wrapped(width))
 
     def __str__(self) -> str:
         chosen = f"{self.chosen.name} ({self.chosen.summary})" if self.chosen else "none"
@@ -115,15 +134,15 @@ class Decision:
             f"chosen: {chosen}, because {self.because}",
         ]
         if self.compiled:
-            lines.append(f"kernels: {len(self.compiled)}, {self._compile_state()}")
+            lines.append(f"kernels: {len(self.compiled)}, {self.compile_state}")
         for candidate in self.candidates:
             if candidate.refusals:
                 lines.append(f"refused: {candidate.kernel.name} ({candidate.kernel.summary})")
                 lines += [f"  {refusal}" for refusal in candidate.refusals]
             elif candidate.kernel is not self.chosen:
-                lines.append(f"also able: {candidate.kernel.name} ({candidate.kernel.summary})")
+                lines.append(f"could also run: {candidate.kernel.name} ({candidate.kernel.summary})")
         better = self.next_better
         if better:
-            changes = better.changes or (f"do not ask for {self.asked}",)
+            changes = better.changes or (f"do not request {self.asked}",)
             lines.append(f"to get {better.kernel.name}: {'; '.join(changes)}")
         return "\n".join(lines)

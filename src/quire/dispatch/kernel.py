@@ -1,8 +1,10 @@
-"""A kernel and its limits, as data. One loop, `judge`, asks every limit; choosing and explaining read the same answers."""
+"""A kernel and its limits, as data. `check_limits` evaluates them; choosing a kernel and explaining the choice use the same
+results."""
 
 from __future__ import annotations
 
 import importlib
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -16,18 +18,18 @@ from quire.platform import Platform
 from quire.problem import Extent, Problem
 
 PACKAGE = Path(__file__).parents[1]
-BUILD = "install a C++17 compiler (g++ or clang++), then Quire once more: its build makes the native kernels"
+BUILD = "install a C++17 compiler (g++ or clang++), then reinstall Quire, which builds the native kernels"
 
 
 class Allowed(Protocol):
-    """What a limit allows: asked with `in`, printed with `str`."""
+    """A set of allowed values: tested with `in`, printed with `str`."""
 
     def __contains__(self, given: Any, /) -> bool: ...
 
 
 @dataclass(frozen=True)
 class OneOf:
-    """A few values: '16 or 32'."""
+    """One of several values: '16 or 32'."""
 
     values: tuple[Any, ...]
 
@@ -35,13 +37,13 @@ class OneOf:
         return given in self.values
 
     def __str__(self) -> str:
-        *most, last = map(words, self.values)
+        *most, last = map(as_text, self.values)
         return f"{', '.join(most)} or {last}" if most else last
 
 
 @dataclass(frozen=True)
 class Except:
-    """Anything else than a few values."""
+    """Any value except these."""
 
     values: tuple[Any, ...]
 
@@ -53,8 +55,8 @@ class Except:
 
 
 @dataclass(frozen=True)
-class Span:
-    """Whole numbers from `low` to `high`, both included; None is open: '1 to 512', 'at most 16'."""
+class IntRange:
+    """Integers from `low` to `high`, inclusive; None is unbounded: '1 to 512', 'at most 16'."""
 
     low: int | None
     high: int | None
@@ -83,7 +85,7 @@ class MultipleOf:
 
 @dataclass(frozen=True)
 class AllOf:
-    """Every one of these is among the things given."""
+    """All of these names are required."""
 
     names: tuple[str, ...]
 
@@ -96,19 +98,19 @@ class AllOf:
 
 @dataclass(frozen=True)
 class Limit:
-    """One question about a call: what is given, and is it allowed?"""
+    """One limit of a kernel: a property of the call, and its allowed values."""
 
     rule: str
     given: Callable[[Any], Any]
     allowed: Allowed
     change: str | None = None
-    """What a person can do to satisfy it; None if it is the machine that refuses."""
+    """What the user can change to satisfy it; None if it depends on the machine."""
     of_batch: bool = False
-    """Whether the answer depends on the batch, not on the layer and the machine alone."""
+    """Whether the property depends on the batch, and not only on the layer and the machine."""
 
 
-class Finding(NamedTuple):
-    """The answer to one limit. One that does not hold is a refusal."""
+class LimitResult(NamedTuple):
+    """The result of evaluating one limit. One that does not hold is a refusal."""
 
     rule: str
     given: Any
@@ -120,27 +122,27 @@ class Finding(NamedTuple):
         return {**self._asdict(), "given": list(self.given) if isinstance(self.given, tuple) else self.given}
 
     def __str__(self) -> str:
-        return f"{self.rule}: given {words(self.given)}, allowed {self.allowed}"
+        return f"{self.rule}: given {as_text(self.given)}, allowed {self.allowed}"
 
 
-def judge(limits: Iterable[Limit], request: Any) -> tuple[Finding, ...]:
-    """Asks every limit about a request. None hides a later one: a person who wants to change something needs to know all of it."""
+def check_limits(limits: Iterable[Limit], query: Any) -> tuple[LimitResult, ...]:
+    """Evaluates every limit, also after one that does not hold: the user needs to know all of them."""
     findings = []
     for limit in limits:
-        given = limit.given(request)
-        findings.append(Finding(limit.rule, given, str(limit.allowed), given in limit.allowed, limit.change))
+        given = limit.given(query)
+        findings.append(LimitResult(limit.rule, given, str(limit.allowed), given in limit.allowed, limit.change))
     return tuple(findings)
 
 
-def words(value: Any) -> str:
+def as_text(value: Any) -> str:
     """A value as an explanation prints it."""
     if isinstance(value, tuple):
-        return ", ".join(map(words, value)) or "none"
+        return ", ".join(map(as_text, value)) or "none"
     return {True: "yes", False: "no"}[value] if isinstance(value, bool) else str(value)
 
 
-class Request(NamedTuple):
-    """What the limits of a kernel are asked about."""
+class LimitQuery(NamedTuple):
+    """What the limits of a kernel depend on."""
 
     problem: Problem
     extent: Extent
@@ -148,14 +150,14 @@ class Request(NamedTuple):
     capturing: bool = False
 
 
-class Launcher(Protocol):
+class KernelLauncher(Protocol):
     """Launches calls of one problem with one kernel."""
 
     def __call__(self, call: Any) -> None: ...
 
 
 @runtime_checkable
-class Compiling(Protocol):
+class CompilingLauncher(Protocol):
     """A launcher whose kernels are compiled at run time."""
 
     workspace_bytes: int
@@ -163,54 +165,53 @@ class Compiling(Protocol):
     def __call__(self, call: Any) -> None: ...
 
     def keys(self, extent: Extent | None = None) -> tuple[str, ...]:
-        """A key for each kernel that a batch needs; without an extent, that some batch needs."""
+        """A key for each kernel that a batch of this extent needs; without an extent, that any batch needs."""
 
     def not_compiled(self, extent: Extent) -> tuple[str, ...]:
-        """The names of a batch's kernels that a call would have to compile."""
+        """The names of the kernels that a call with a batch of this extent would have to compile."""
 
     def prepare(self, device: int | None) -> Iterable[tuple[str, Callable[[], None]]]:
-        """The kernels that some batch needs, by key, and what compiles each, for a device also loads it."""
+        """For each kernel that any batch needs: its key and a function that compiles it, and loads it if a device is given."""
 
 
 @dataclass(frozen=True, eq=False)
 class Kernel:
-    """One implementation of one operation and where it works. A limit of None is no limit.
+    """One implementation of one operation, with its limits. None means no limit.
 
-    Compared by identity: kernels live in a catalogue, and a decision is looked up on every call."""
+    Compared by identity, because the catalogue holds each kernel once and every call looks one up."""
 
     name: str
     operation: str
     """attend, write or audit."""
     summary: str
     launcher: str
-    """'module:function', imported at the first launch and not before. The function makes the launcher of a problem on a platform,
-    which then takes calls."""
+    """'module:function', imported at the first launch. The function makes the launcher of a problem on a platform."""
     vendors: tuple[str, ...] | None = None
     families: tuple[str, ...] | None = None
     arches: tuple[str, ...] | None = None
     cpu_features: tuple[str, ...] = ()
-    """Those a CPU must have, all of them."""
+    """CPU features that are all required."""
     needs: tuple[str, ...] = ()
-    """Modules that must be installed, all of them."""
+    """Modules that must all be installed."""
     library: str | None = None
-    """A file of the package that its build makes where there is a compiler."""
+    """A file of the package that must exist; it is built on installation if there is a compiler."""
     q_dtypes: tuple[str, ...] | None = None
     pairs: tuple[str, ...] | None = None
-    """Types of queries over formats of caches, such as 'bf16 over e4m3fn'."""
+    """Query types with cache formats, such as 'bf16 over fp16'."""
     formats: tuple[str, ...] | None = None
     scales: tuple[str, ...] | None = None
     layouts: tuple[str, ...] | None = None
     memory: tuple[str, ...] | None = None
-    page_size: OneOf | MultipleOf | Span | None = None
-    head_dim: OneOf | MultipleOf | Span | None = None
-    v_head_dim: OneOf | MultipleOf | Span | None = None
-    group: OneOf | Span | None = None
+    page_size: OneOf | MultipleOf | IntRange | None = None
+    head_dim: OneOf | MultipleOf | IntRange | None = None
+    v_head_dim: OneOf | MultipleOf | IntRange | None = None
+    group: OneOf | IntRange | None = None
     max_q_len: int | None = None
     max_kv_len: int | None = None
     without: tuple[str, ...] = ()
-    """Features it lacks, by their names in `Problem.features`."""
+    """Unsupported features, by their names in `Problem.features`."""
     capturable: bool = True
-    """Whether a CUDA graph may record its launch."""
+    """Whether its launch can be captured into a CUDA graph."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _of_catalogue, (self.operation, self.name)
@@ -221,25 +222,45 @@ class Kernel:
 
     @cached_property
     def batch_limits(self) -> tuple[Limit, ...]:
-        """Those that have to be asked for every batch."""
+        """The limits that depend on the batch."""
         return tuple(limit for limit in self.limits if limit.of_batch)
 
-    def launcher_for(self, problem: Problem, platform: Platform) -> Launcher:
-        """What launches calls of a problem on a platform."""
+    @cached_property
+    def longest_q(self) -> int:
+        """`max_q_len` as a number."""
+        return sys.maxsize if self.max_q_len is None else self.max_q_len
+
+    @cached_property
+    def longest_kv(self) -> int:
+        """`max_kv_len` as a number."""
+        return sys.maxsize if self.max_kv_len is None else self.max_kv_len
+
+    @property
+    def not_installed(self) -> tuple[str, ...]:
+        """The modules it needs that this machine lacks."""
+        return tuple(name for name in self.needs if find_spec(name) is None)
+
+    def launcher_for(self, problem: Problem, platform: Platform) -> KernelLauncher:
+        """The launcher of calls of a problem on a platform."""
         return self._factory(problem, platform)
 
     def keys_for(self, problem: Problem, extent: Extent, platform: Platform) -> tuple[str, ...]:
-        """Keys of the kernels that a batch of a problem needs compiled; empty if nothing is compiled at run time."""
+        """Keys of the kernels that a batch of a problem needs compiled; empty if nothing is compiled at run time,
+        and where the compiler is missing."""
+        if self.not_installed:
+            return ()
         launcher = self.launcher_for(problem, platform)
-        return launcher.keys(extent) if isinstance(launcher, Compiling) else ()
+        return launcher.keys(extent) if isinstance(launcher, CompilingLauncher) else ()
 
     def not_compiled(self, problem: Problem, extent: Extent, platform: Platform) -> tuple[str, ...]:
-        """The names of the kernels that a batch of a problem would have to compile."""
+        """The names of the kernels that a batch of a problem would have to compile; empty where the compiler is missing."""
+        if self.not_installed:
+            return ()
         launcher = self.launcher_for(problem, platform)
-        return launcher.not_compiled(extent) if isinstance(launcher, Compiling) else ()
+        return launcher.not_compiled(extent) if isinstance(launcher, CompilingLauncher) else ()
 
     @cached_property
-    def _factory(self) -> Callable[[Problem, Platform], Launcher]:
+    def _factory(self) -> Callable[[Problem, Platform], KernelLauncher]:
         return self._import(self.launcher)
 
     def _import(self, place: str) -> Any:
@@ -251,7 +272,7 @@ class Kernel:
 
 
 def _of_catalogue(operation: str, name: str) -> Kernel:
-    """A kernel that was pickled: those of the catalogue are known by name."""
+    """Unpickles a kernel: it is looked up in the catalogue by name."""
     from quire.dispatch.catalogue import CATALOGUE
 
     for kernel in CATALOGUE:
@@ -261,26 +282,26 @@ def _of_catalogue(operation: str, name: str) -> Kernel:
 
 
 def _limits(kernel: Kernel) -> Iterator[Limit]:
-    """The limits of a kernel in the order in which an explanation names them: what nobody can change comes first."""
+    """The limits of a kernel in the order in which an explanation lists them: those of the machine come first."""
 
     def one_of(values: tuple[str, ...] | None) -> OneOf | None:
         return None if values is None else OneOf(values)
 
-    def at_most(most: int | None) -> Span | None:
-        return None if most is None else Span(None, most)
+    def at_most(most: int | None) -> IntRange | None:
+        return None if most is None else IntRange(None, most)
 
     def all_of(names: tuple[str, ...]) -> AllOf | None:
         return AllOf(names) if names else None
 
-    rows: tuple[tuple[str, Callable[[Request], Any], Allowed | None, str | None], ...] = (
+    rows: tuple[tuple[str, Callable[[LimitQuery], Any], Allowed | None, str | None], ...] = (
         ("vendor", attrgetter("platform.vendor"), one_of(kernel.vendors), None),
         ("family", attrgetter("platform.family"), one_of(kernel.families), None),
         ("arch", attrgetter("platform.arch"), one_of(kernel.arches), None),
         ("cpu_features", attrgetter("platform.cpu_features"), all_of(kernel.cpu_features), None),
-        ("installed", lambda _: tuple(filter(find_spec, kernel.needs)), all_of(kernel.needs), "install {}"),
+        ("installed", partial(_installed, kernel.needs), all_of(kernel.needs), "install {}"),
         ("built", lambda _: (PACKAGE / str(kernel.library)).exists(), OneOf((True,)) if kernel.library else None, BUILD),
-        ("q_dtype", attrgetter("problem.q_dtype"), one_of(kernel.q_dtypes), "give q as {}"),
-        ("types", lambda request: f"{request.problem.q_dtype} over {request.problem.format}", one_of(kernel.pairs), "give {}"),
+        ("q_dtype", attrgetter("problem.q_dtype"), one_of(kernel.q_dtypes), "pass q as {}"),
+        ("types", lambda query: f"{query.problem.q_dtype} over {query.problem.format}", one_of(kernel.pairs), "use {}"),
         ("format", attrgetter("problem.format"), one_of(kernel.formats), "store the cache as {}"),
         ("scales", attrgetter("problem.scales"), one_of(kernel.scales), "set scales to {}"),
         ("layout", attrgetter("problem.layout"), one_of(kernel.layouts), "set layout to {}"),
@@ -288,23 +309,28 @@ def _limits(kernel: Kernel) -> Iterator[Limit]:
             "memory",
             attrgetter("problem.memory"),
             one_of(kernel.memory),
-            "give contiguous tensors that begin at multiples of 16 bytes",
+            "pass contiguous tensors that start at multiples of 16 bytes",
         ),
         ("page_size", attrgetter("problem.page_size"), kernel.page_size, "set page_size to {}"),
         ("head_dim", attrgetter("problem.head_dim"), kernel.head_dim, "use a head_dim of {}"),
         ("v_head_dim", attrgetter("problem.v_head_dim"), kernel.v_head_dim, "use a v_head_dim of {}"),
         ("group", attrgetter("problem.group"), kernel.group, "use a group (q_heads / kv_heads) of {}"),
-        ("max_q_len", attrgetter("extent.max_q_len"), at_most(kernel.max_q_len), "give {} new tokens of a sequence in one call"),
+        ("max_q_len", attrgetter("extent.max_q_len"), at_most(kernel.max_q_len), "pass {} new tokens of a sequence in one call"),
         ("max_kv_len", attrgetter("extent.max_kv_len"), at_most(kernel.max_kv_len), "keep {} tokens in a sequence"),
     )
     for rule, given, allowed, change in rows:
         if allowed is not None:
             yield Limit(rule, given, allowed, change and change.format(allowed), of_batch=rule in ("max_q_len", "max_kv_len"))
     for feature in kernel.without:
-        yield Limit(feature, partial(_uses, feature), OneOf((False,)), f"do without {feature}")
+        yield Limit(feature, partial(_uses, feature), OneOf((False,)), f"do not use {feature}")
     if not kernel.capturable:
         yield Limit("capturing", attrgetter("capturing"), OneOf((False,)), "launch it outside of a CUDA graph")
 
 
-def _uses(feature: str, request: Request) -> bool:
-    return feature in request.problem.features
+def _installed(needs: tuple[str, ...], query: LimitQuery) -> tuple[str, ...]:
+    """The modules that are installed. Another machine is assumed to have all of them."""
+    return tuple(name for name in needs if query.platform.is_only_named or find_spec(name))
+
+
+def _uses(feature: str, query: LimitQuery) -> bool:
+    return feature in query.problem.features

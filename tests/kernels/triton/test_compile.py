@@ -18,11 +18,11 @@ import pytest
 
 pytest.importorskip("triton")
 
-from quire.kernels.triton import compiled
-from quire.kernels.triton.compiled import ARCHES, Compiled, compile_apart
-from quire.kernels.triton.recipe import Recipe
-from quire.kernels.triton.sample import Sample
-from quire.kernels.triton.tuning import TABLE
+from quire.kernels.triton.compiler import compiled
+from quire.kernels.triton.compiler.compiled import ARCHES, Compiled, compile_in_subprocess
+from quire.kernels.triton.compiler.recipe import Recipe
+from quire.kernels.triton.compiler.sample import KernelSample
+from quire.kernels.triton.host.tuning import TABLE
 from quire.platform import Platform
 from support.branches import CANNOT
 from support.once import once
@@ -34,31 +34,34 @@ WIDTHS = (64, 128, 256, 512)
 FP32: dict[str, Any] = {"format": "fp32", "q_dtype": "fp32", "out_dtype": "fp32"}
 
 PLAIN = {
-    f"{kernel}-{width}-{format}": Sample(kernel, width, format) for kernel in KERNELS for width in WIDTHS for format in FORMATS
+    f"{kernel}-{width}-{format}": KernelSample(kernel, width, format)
+    for kernel in KERNELS
+    for width in WIDTHS
+    for format in FORMATS
 }
-PLAIN |= {f"mixed-{width}-bf16-new": Sample("mixed", width, new=True) for width in (64, 128)}
-PLAIN |= {f"{kernel}-{width}-fp32": Sample(kernel, width, **FP32) for kernel in KERNELS for width in (128, 512)}
+PLAIN |= {f"mixed-{width}-bf16-new": KernelSample("mixed", width, new=True) for width in (64, 128)}
+PLAIN |= {f"{kernel}-{width}-fp32": KernelSample(kernel, width, **FP32) for kernel in KERNELS for width in (128, 512)}
 # Tiles as large as they get: many query heads of one key head, or one shape for all batches.
 MANY_HEADS: dict[str, Any] = {"q_heads": 64, "kv_heads": 1}
-PLAIN |= {f"decode-128-{format}-wide": Sample("decode", format=format, **MANY_HEADS) for format in ("bf16", "e4m3fn")}
-PLAIN |= {f"{kernel}-512-fp32-wide": Sample(kernel, 512, **FP32, **MANY_HEADS) for kernel in KERNELS}
-PLAIN |= {"decode-512-fp32-invariant": Sample("decode", 512, **FP32, problem={"batch_invariant": True})}
-PLAIN |= {f"write-{format}": Sample("write", format=format) for format in FORMATS}
+PLAIN |= {f"decode-128-{format}-wide": KernelSample("decode", format=format, **MANY_HEADS) for format in ("bf16", "e4m3fn")}
+PLAIN |= {f"{kernel}-512-fp32-wide": KernelSample(kernel, 512, **FP32, **MANY_HEADS) for kernel in KERNELS}
+PLAIN |= {"decode-512-fp32-invariant": KernelSample("decode", 512, **FP32, problem={"batch_invariant": True})}
+PLAIN |= {f"write-{format}": KernelSample("write", format=format) for format in FORMATS}
 PLAIN |= {
-    "write-token-scales": Sample("write", format="int8", scales="token", index="int64"),
-    "write-generic": Sample("write", format="e4m3fn", problem={"memory": "generic"}),
-    "audit": Sample("audit"),
+    "write-token-scales": KernelSample("write", format="int8", scales="token", index="int64"),
+    "write-generic": KernelSample("write", format="e4m3fn", problem={"memory": "generic"}),
+    "audit": KernelSample("audit"),
 }
 TREE = {"window": [100, 0], "mask": True, "positions": "int64"}
-PLAIN |= {"audit-window": Sample("audit", new=True, index="int64", problem=TREE)}
+PLAIN |= {"audit-window": KernelSample("audit", new=True, index="int64", problem=TREE)}
 MANY = "decode-128-bf16-many"
-HOPPER = {f"gluon-{width}-{format}": Sample("gluon", width, format) for width in (64, 128) for format in ("bf16", "e4m3fn")}
+HOPPER = {f"gluon-{width}-{format}": KernelSample("gluon", width, format) for width in (64, 128) for format in ("bf16", "e4m3fn")}
 HOPPER |= {
-    "gluon-128-bf16-new": Sample("gluon", new=True, index="int64", lse=True),
-    "gluon-96-window": Sample(
+    "gluon-128-bf16-new": KernelSample("gluon", new=True, index="int64", lse=True),
+    "gluon-96-window": KernelSample(
         "gluon", 96, problem={"window": [100, 7], "causal": "per-sequence", "softcap": True, "negative_scale": True}
     ),
-    "gluon-80-int8-head": Sample(
+    "gluon-80-int8-head": KernelSample(
         "gluon",
         80,
         format="int8",
@@ -66,12 +69,12 @@ HOPPER |= {
         out_dtype="e4m3fn",
         problem={"window": [100, 0], "alibi": True, "sinks": True, "out_scale": "tensor"},
     ),
-    "gluon-far-pages": Sample("gluon", q_heads=160, kv_heads=1, problem={"far": True}),
-    MANY: Sample("decode", seqs=1000),
+    "gluon-far-pages": KernelSample("gluon", q_heads=160, kv_heads=1, problem={"far": True}),
+    MANY: KernelSample("decode", seqs=1000),
 }
 """For Hopper alone: no other card has these instructions, or leaves units to whoever is ready."""
-SMALL = {f"{kernel}-small": Sample(kernel, small=True) for kernel in (*KERNELS, "write", "audit")}
-HOPPER |= {"gluon-small": Sample("gluon", format="e4m3fn", small=True)}
+SMALL = {f"{kernel}-small": KernelSample(kernel, small=True) for kernel in (*KERNELS, "write", "audit")}
+HOPPER |= {"gluon-small": KernelSample("gluon", format="e4m3fn", small=True)}
 
 # What only the compiler sees in each feature: types that differ between branches, what it cannot lower. Small tiles will do.
 FEATURES: dict[str, dict[str, Any]] = {
@@ -95,7 +98,9 @@ FEATURES: dict[str, dict[str, Any]] = {
     "batch-invariant": {"problem": {"batch_invariant": True}, "head_dim": 80, "page_size": 33},
     "large-group": {"q_heads": 160, "kv_heads": 2, **FP32},
 }
-FEATURED = {f"mixed-small-{name}": Sample("mixed", **{"head_dim": 64, **given}, small=True) for name, given in FEATURES.items()}
+FEATURED = {
+    f"mixed-small-{name}": KernelSample("mixed", **{"head_dim": 64, **given}, small=True) for name, given in FEATURES.items()
+}
 SAMPLES = PLAIN | SMALL | FEATURED | HOPPER
 
 EVERYWHERE = [f"{kernel}-128-{format}" for kernel in KERNELS for format in ("bf16", "e4m3fn")] + [
@@ -157,7 +162,7 @@ def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     def work(arch: str, names: list[str]) -> list[Any]:
         with pytest.MonkeyPatch.context() as patch:
             patch.delenv("TRITON_INTERPRET", raising=False)
-            return compile_apart([(arch, SAMPLES[name]) for name in names])
+            return compile_in_subprocess([(arch, SAMPLES[name]) for name in names])
 
     def get(arch: str) -> dict[str, Any]:
         names = names_for(arch, request.config.getoption("--full-compile"))
@@ -335,8 +340,8 @@ def flat(value: Any) -> Iterator[str]:
 
 
 def test_a_complaint_is_told() -> None:
-    good, bad = Sample("decode", 64, small=True), Sample("decode", 64, small=True, problem={"only": "nonsense"})
-    first, second = compile_apart([("gfx942", bad), ("gfx942", good)])
+    good, bad = KernelSample("decode", 64, small=True), KernelSample("decode", 64, small=True, problem={"only": "nonsense"})
+    first, second = compile_in_subprocess([("gfx942", bad), ("gfx942", good)])
     assert isinstance(first, str) and "Error" in first
     assert not isinstance(second, str)
 
@@ -355,7 +360,7 @@ def test_an_abort_is_told_of_the_one_that_aborted(tmp_path: Path, monkeypatch: p
     )
     python.chmod(python.stat().st_mode | stat.S_IXUSR)
     monkeypatch.setattr(compiled.sys, "executable", os.fspath(python))
-    plain = Sample("decode")
-    results = compile_apart([("gfx90a", replace(plain, head_dim=width)) for width in (64, 13, 128, 256)])
+    plain = KernelSample("decode")
+    results = compile_in_subprocess([("gfx90a", replace(plain, head_dim=width)) for width in (64, 13, 128, 256)])
     assert [r if isinstance(r, str) else r[0].shared_memory for r in results if not isinstance(r, str)] == [64, 128, 256]
     assert isinstance(results[1], str) and "LLVM ERROR" in results[1] and "-6" in results[1]

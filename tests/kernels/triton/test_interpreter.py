@@ -81,8 +81,8 @@ def test_every_branch_is_taken_both_ways(interpreted: Callable[[str], dict[str, 
 
 def kernel_modules() -> list[ModuleType]:
     """The modules with device code."""
-    package = importlib.import_module("quire.kernels.triton")
-    names = [m.name for m in pkgutil.iter_modules(package.__path__) if not m.name.startswith("__")]
+    package = importlib.import_module("quire.kernels.triton.device")
+    names = [m.name for m in pkgutil.iter_modules(package.__path__)]
     return [m for m in (importlib.import_module(f"{package.__name__}.{name}") for name in names) if branches_of(m)]
 
 
@@ -94,8 +94,8 @@ def test_branches_are_found() -> None:
     found = [branch for module in kernel_modules() for branch in branches_of(module)]
     assert {
         "attend.attend_kernel: if LONG is not None",
-        "attend.short_rows: while at < end",
-        "schedule.counted: ... if C.WIDE",
+        "attend.short_sequences: while at < end",
+        "schedule.as_count: ... if C.WIDE",
     } <= set(map(str, found))
     assert not any(branch.module.endswith((".launcher", ".program", ".recipe")) for branch in found), (
         "host code has no business here"

@@ -23,8 +23,8 @@ from quire.cache.format import FORMATS
 from quire.cache.kv_cache import KVCache
 from quire.contract.call import Call
 from quire.dispatch.choose import kernel_for
-from quire.kernels.triton.launcher import Launcher
-from quire.kernels.triton.program import as_bytes
+from quire.kernels.triton.host.launcher import Launcher
+from quire.kernels.triton.host.program import as_bytes
 from quire.launch import described
 from quire.options import Options
 from quire.platform import Platform

@@ -14,10 +14,10 @@ import pytest
 
 pytest.importorskip("triton")
 
-from quire.kernels.triton import compiled, report
-from quire.kernels.triton.compiled import ARCHES, Compiled
-from quire.kernels.triton.sample import Sample
-from quire.kernels.triton.tuning import TABLE
+from quire.kernels.triton.compiler import compiled, report
+from quire.kernels.triton.compiler.compiled import ARCHES, Compiled
+from quire.kernels.triton.compiler.sample import KernelSample
+from quire.kernels.triton.host.tuning import TABLE
 from support.versions import VERSIONS
 
 KERNELS = {"write": "write_kernel", "audit": "audit_kernel", "gluon": "prefill_kernel"}
@@ -66,17 +66,17 @@ def fake(work: Any) -> list[Any]:
 
 def record(version: str, spilled: int, faults: tuple[str, ...] = (), arch: str = "sm90", **members: Any) -> dict[str, Any]:
     kernels = [] if faults else [Compiled("attend_kernel", 4, 2048, 99, spilled, [])]
-    sample = asdict(Sample("decode", **members))
+    sample = asdict(KernelSample("decode", **members))
     return {"triton": version, "arch": arch, "name": "", "sample": sample, "kernels": kernels, "faults": faults}
 
 
 def test_the_command_prints_the_page(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(report, "compile_apart", fake)
+    monkeypatch.setattr(report, "compile_in_subprocess", fake)
     found = tmp_path / "versions.json"
     found.write_text(json.dumps([record("3.6.0", 0), record("3.9.0", 72), record("3.9.0", 1, arch="sm80")]))
     monkeypatch.setattr(sys, "argv", ["report", str(found)])
     # By its path: under pytest, which rewrites the modules of a package with a plugin, it cannot be found as a module.
-    runpy.run_path(str(Path(report.__file__).with_name("__main__.py")), run_name="__main__")
+    runpy.run_path(str(Path(report.__file__).parents[1] / "__main__.py"), run_name="__main__")
     page = capsys.readouterr().out
     assert page == report.render(found)
     assert "| decode | attend_kernel | bf16  | 99    | 99 (72) |" in page
@@ -87,7 +87,7 @@ def test_the_command_prints_the_page(capsys: pytest.CaptureFixture[str], monkeyp
 
 
 def test_what_does_not_compile_is_not_printed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(report, "compile_apart", lambda work: ["it aborted" for _ in work])
+    monkeypatch.setattr(report, "compile_in_subprocess", lambda work: ["it aborted" for _ in work])
     with pytest.raises(RuntimeError, match=r"decode of head_dim 64, bf16 does not compile for sm80: it aborted"):
         report.compiled()
 

@@ -8,7 +8,7 @@ import pytest
 pytest.importorskip("triton")
 
 from quire import Platform, Problem
-from quire.kernels.triton.launcher import AttendLauncher
+from quire.kernels.triton.host.launcher import AttendLauncher
 
 
 def launcher(arch: str, dtype: str, head_dim: int, v_head_dim: int, kernel: str = "mixed", **fields: object) -> AttendLauncher:

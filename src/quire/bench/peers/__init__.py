@@ -1,4 +1,4 @@
-"""Whom the GPU kernels are measured with. One file each; its `load()` imports the peer and returns a contestant."""
+"""The peers of the GPU kernels. One file each; its `load()` imports the peer and returns an implementation."""
 
 from __future__ import annotations
 
@@ -6,23 +6,23 @@ from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from quire.bench.contestants import Contestant
+from quire.bench.implementations import Implementation
 from quire.errors import ArgumentError
 
 if TYPE_CHECKING:
-    from quire.bench.stream.contestants import Contestant as StreamContestant
+    from quire.bench.stream.implementations import StreamImplementation
 
 PEERS = ("vllm_chunked", "vllm_unified", "fa3", "flashinfer")
 STREAM_PEERS = ("fa3", "flashinfer", "vllm_unified")
 """Those that replay streams on a GPU."""
 
 
-def load(names: Sequence[str] | None = None) -> tuple[dict[str, Contestant], dict[str, str]]:
-    """The peers of these names, all of which must be here; without names, every peer that is here. And, of the others, why not."""
+def load(names: Sequence[str] | None = None) -> tuple[dict[str, Implementation], dict[str, str]]:
+    """The peers of these names, which must all be importable; without names, all that are. And why the others are not."""
     return _found(names, PEERS, lambda module: module.load())
 
 
-def load_streams(names: Sequence[str] | None = None) -> tuple[dict[str, StreamContestant], dict[str, str]]:
+def load_streams(names: Sequence[str] | None = None) -> tuple[dict[str, StreamImplementation], dict[str, str]]:
     """The same for the peers that replay streams."""
     return _found(names, STREAM_PEERS, lambda module: module.stream())
 

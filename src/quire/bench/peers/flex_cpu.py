@@ -9,14 +9,14 @@ from typing import Any
 
 import torch
 
-from quire.bench.case import Case
-from quire.bench.contestants import Bound
+from quire.bench.case import BenchCase
+from quire.bench.implementations import BoundImplementation
 
 QUERIES = 128
 """How many share a row of the mask."""
 
 
-def contestant(case: Case) -> Bound | None:
+def implementation(case: BenchCase) -> BoundImplementation | None:
     from torch.nn.attention.flex_attention import flex_attention
 
     w, q, cache = case.workload, case.q, case.cache
@@ -27,8 +27,8 @@ def contestant(case: Case) -> Bound | None:
     compiled = torch.compile(flex_attention, dynamic=False)
     starts = case.batch.q_starts.tolist()
     jobs = []
-    for new in dict.fromkeys(new for new, _ in w.rows):
-        seqs = [i for i, row in enumerate(w.rows) if row[0] == new]
+    for new in dict.fromkeys(new for new, _ in w.sequences):
+        seqs = [i for i, row in enumerate(w.sequences) if row[0] == new]
         tokens = torch.cat([torch.arange(starts[i], starts[i + 1], device="cpu") for i in seqs])
         jobs.append((tokens, new, len(seqs), _mask(case, seqs, new)))
 
@@ -42,10 +42,10 @@ def contestant(case: Case) -> Bound | None:
             out[tokens] = o.transpose(1, 2).reshape(count * new, -1, dim)
         return out
 
-    return Bound(run, w.dtype)
+    return BoundImplementation(run, w.dtype)
 
 
-def _mask(case: Case, seqs: list[int], new: int) -> Any:
+def _mask(case: BenchCase, seqs: list[int], new: int) -> Any:
     """Which pages each sequence reads, those that all of its queries see and the others, and what they see of a page."""
     from torch.nn.attention.flex_attention import BlockMask
 
@@ -53,7 +53,7 @@ def _mask(case: Case, seqs: list[int], new: int) -> Any:
     first = torch.full((len(seqs), pages), 1 << 30, dtype=torch.int32, device="cpu")  # the position of a page's first key
     counts = torch.zeros(2, len(seqs), dtype=torch.int32, device="cpu")
     ids = torch.zeros(2, len(seqs), pages, dtype=torch.int32, device="cpu")
-    context = torch.tensor([case.workload.rows[i][1] for i in seqs], dtype=torch.int32, device="cpu")
+    context = torch.tensor([case.workload.sequences[i][1] for i in seqs], dtype=torch.int32, device="cpu")
     for row, i in enumerate(seqs):
         mine, seen = lists[i], (int(context[row]) + 1) // size
         first[row, mine.long()] = torch.arange(len(mine), dtype=torch.int32, device="cpu") * size

@@ -6,14 +6,14 @@ from functools import partial
 
 import torch
 
-from quire.bench.case import Case
-from quire.bench.contestants import Bound, Contestant
+from quire.bench.case import BenchCase
+from quire.bench.implementations import BoundImplementation, Implementation
 
 
-def load() -> Contestant:
+def load() -> Implementation:
     from vllm.v1.attention.ops.chunked_prefill_paged_decode import chunked_prefill_paged_decode
 
-    def bind(case: Case) -> Bound | None:
+    def bind(case: BenchCase) -> BoundImplementation | None:
         if case.workload.operation != "attend":
             return None
         batch, cache, out = case.batch, case.cache, case.out()
@@ -46,6 +46,6 @@ def load() -> Contestant:
             call()
             return out
 
-        return Bound(run, case.workload.dtype)
+        return BoundImplementation(run, case.workload.dtype)
 
     return bind

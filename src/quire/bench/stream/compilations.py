@@ -8,7 +8,7 @@ from typing import Any
 
 
 class Compilations:
-    """The count so far. `count` is None where this Triton cannot be asked, and where there is none."""
+    """The count so far. `count` is None without Triton, and where this version of Triton has no hook."""
 
     def __init__(self) -> None:
         self.count: int | None = None
@@ -16,7 +16,7 @@ class Compilations:
         """Kernels that came from the compile cache on disk."""
 
     def take(self) -> int | None:
-        """The count, which starts anew."""
+        """Returns the count and resets it."""
         count, self.count = self.count, None if self.count is None else 0
         return count
 

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 import torch
 
 from quire.batch import Batch
-from quire.bench.stream.contestants import Contestant
-from quire.bench.stream.replay import Eager
-from quire.bench.stream.setup import Layers, Planned, Setup
+from quire.bench.stream.implementations import StreamImplementation
+from quire.bench.stream.replay import EagerRunner
+from quire.bench.stream.setup import Planned, Setup, StreamLayers
 from quire.bench.stream.trace import Step
 
 SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
-"""Numbers of sequences that have a graph. A step takes the next larger one; the rows left over are empty."""
+"""Numbers of sequences that have a graph. A step takes the next larger one; the sequences left over are empty."""
 
 Capture = Callable[[Callable[[], torch.Tensor]], Callable[[], torch.Tensor]]
 
@@ -27,24 +27,24 @@ class Captured:
     batch: Batch
     rows: torch.Tensor
     outs: list[torch.Tensor]
-    layers: Layers
+    layers: StreamLayers
     replay: Callable[[], torch.Tensor]
 
 
-def capture_all(setup: Setup, contestant: Contestant, capture: Capture) -> list[Captured]:
+def capture_all(setup: Setup, implementation: StreamImplementation, capture: Capture) -> list[Captured]:
     """A graph for each size that the trace needs, smallest first."""
-    most = max((len(step.rows) for step in setup.trace.steps if step.decode_only), default=0)
+    most = max((len(step.sequences) for step in setup.trace.steps if step.decode_only), default=0)
     sizes = [size for i, size in enumerate(SIZES) if i == 0 or SIZES[i - 1] < most] if most else []
-    return [_capture(setup, contestant, capture, size) for size in sizes]
+    return [_capture(setup, implementation, capture, size) for size in sizes]
 
 
-def _capture(setup: Setup, contestant: Contestant, capture: Capture, size: int) -> Captured:
-    per_row = max(row.new for step in setup.trace.steps if step.decode_only for row in step.rows)
+def _capture(setup: Setup, implementation: StreamImplementation, capture: Capture, size: int) -> Captured:
+    per_row = max(entry.new for step in setup.trace.steps if step.decode_only for entry in step.sequences)
     tokens, model = size * per_row, setup.model
     width = -(-setup.max_kv_len // model.page_size)
     width += -width % 8
     batch = Batch.allocate(size, width, tokens, max_q_len=per_row, max_kv_len=setup.max_kv_len, device=setup.device)
-    layers = contestant(setup, batch)
+    layers = implementation(setup, batch)
     rows = setup.fused[: tokens + model.layers].clone()
     if rows.shape[0] < tokens + model.layers:  # the largest graph has more rows than the trace
         rows = setup.fused.new_zeros(tokens + model.layers, *setup.fused.shape[1:])
@@ -65,7 +65,7 @@ def _capture(setup: Setup, contestant: Contestant, capture: Capture, size: int) 
 
 
 def _full(setup: Setup, size: int, per_row: int) -> Batch:
-    """As many rows as a graph has, each with its new tokens and nothing before them."""
+    """As many sequences as a graph has, each with its new tokens and nothing before them."""
     device, pages = setup.device, -(-per_row // setup.model.page_size)
     table = torch.zeros(size, pages, dtype=torch.int32, device=device)
     starts = torch.arange(size + 1, dtype=torch.int32, device=device) * per_row
@@ -82,12 +82,12 @@ def _plan(captured: Captured, planned: Planned) -> None:
     captured.layers.plan(Planned(captured.batch, q_lens, kv_lens, captured.batch.slots))
 
 
-class Graphed:
+class GraphRunner:
     """Graphs for the steps that only decode, one call after the other for all others. A step with copy-on-write is one of those:
     its copies are no part of a graph."""
 
-    def __init__(self, setup: Setup, layers: Layers, graphs: list[Captured]):
-        self.eager, self.graphs, self.setup = Eager(setup, layers), graphs, setup
+    def __init__(self, setup: Setup, layers: StreamLayers, graphs: list[Captured]):
+        self.eager, self.graphs, self.setup = EagerRunner(setup, layers), graphs, setup
         self.active: Captured | None = None
         self.replayed = 0
 
@@ -96,7 +96,7 @@ class Graphed:
         return self.eager.is_peer
 
     def plan(self, step: Step, planned: Planned) -> None:
-        fits = (graph for graph in self.graphs if graph.size >= len(step.rows))
+        fits = (graph for graph in self.graphs if graph.size >= len(step.sequences))
         self.active = next(fits, None) if step.decode_only and not planned.batch.copies else None
         if self.active is None:
             self.eager.plan(step, planned)

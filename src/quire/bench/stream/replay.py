@@ -11,8 +11,9 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from quire.batch import Batch
-from quire.bench.stream.check import Checker, Error
-from quire.bench.stream.setup import Layers, Planned, Setup, planned
+from quire.bench.reference_check import SampleError
+from quire.bench.stream.check import Checker
+from quire.bench.stream.setup import Planned, Setup, StreamLayers, planned
 from quire.bench.stream.trace import Step
 from quire.cache.pool import PagePool
 
@@ -43,10 +44,10 @@ class Runner(Protocol):
         ...
 
 
-class Eager:
+class EagerRunner:
     """One call after the other."""
 
-    def __init__(self, setup: Setup, layers: Layers):
+    def __init__(self, setup: Setup, layers: StreamLayers):
         self.setup, self.layers = setup, layers
 
     @property
@@ -74,19 +75,19 @@ class Player:
     def begin(self, step: Step) -> Batch:
         for child, parent in step.forks:
             self.sequences[child] = self.pool.fork(self.sequences[parent])
-        for row in step.rows:
-            if row.sequence not in self.sequences:
-                self.sequences[row.sequence] = self.pool.sequence()
-        return self.pool.step({self.sequences[row.sequence]: row.new for row in step.rows})
+        for entry in step.sequences:
+            if entry.sequence not in self.sequences:
+                self.sequences[entry.sequence] = self.pool.sequence()
+        return self.pool.step({self.sequences[entry.sequence]: entry.new for entry in step.sequences})
 
     def lengths(self, step: Step) -> list[int]:
-        return [self.sequences[row.sequence].length for row in step.rows]
+        return [self.sequences[entry.sequence].length for entry in step.sequences]
 
     def end(self, step: Step) -> None:
-        for row in step.rows:
-            if row.kept < row.new:
-                sequence = self.sequences[row.sequence]
-                self.pool.trim(sequence, sequence.length - (row.new - row.kept))
+        for entry in step.sequences:
+            if entry.kept < entry.new:
+                sequence = self.sequences[entry.sequence]
+                self.pool.trim(sequence, sequence.length - (entry.new - entry.kept))
         for number in step.frees:
             self.pool.free(self.sequences.pop(number))
 
@@ -95,17 +96,17 @@ class Replay(NamedTuple):
     """What a replay gives: the time of each step, and the worst of the compared results."""
 
     steps: list[Timed]
-    error: Error
+    error: SampleError
 
 
-def replay(setup: Setup, runner: Runner, tell: Callable[[], None] = lambda: None) -> Replay:
+def replay(setup: Setup, runner: Runner, progress: Callable[[], None] = lambda: None) -> Replay:
     """Replays the trace, step by step. On a GPU the attention time is left at 0: `device_seconds` measures it."""
     setup.clear()
     player, checker, steps = Player(setup), Checker(setup), []
     with frozen_heap():
         for index, step in enumerate(setup.trace.steps):
             steps.append(_step(setup, runner, player, checker, index, step))
-            tell()
+            progress()
     return Replay(steps, checker.worst)
 
 
@@ -123,7 +124,7 @@ def _step(setup: Setup, runner: Runner, player: Player, checker: Checker, index:
     launched = perf_counter()
     player.end(step)
     ended = perf_counter()
-    setup.settle()
+    setup.synchronize()
     total = (paged - started) + (perf_counter() - resumed)
     checker.check(index, step, outs)
     checker.end(step)
@@ -135,7 +136,7 @@ def _step(setup: Setup, runner: Runner, player: Player, checker: Checker, index:
 @contextmanager
 def frozen_heap() -> Iterator[None]:
     """Keeps Python's collector from scanning what was there before, which takes 50 to 250 ms whenever it happens to. Engines do the
-    same after their start. What a contestant leaves behind in each step is still collected."""
+    same after their start. What an implementation leaves behind in each step is still collected."""
     gc.collect()
     gc.freeze()
     try:
@@ -144,7 +145,7 @@ def frozen_heap() -> Iterator[None]:
         gc.unfreeze()
 
 
-def device_seconds(setup: Setup, runner: Runner, host: list[float], tell: Callable[[], None] = lambda: None) -> list[float]:
+def device_seconds(setup: Setup, runner: Runner, host: list[float], progress: Callable[[], None] = lambda: None) -> list[float]:
     """Replays once more and takes the time of each step's layers on the GPU alone, by events. The GPU spins until the host has
     enqueued all layers: no gap between two launches counts."""
     setup.clear()
@@ -157,23 +158,23 @@ def device_seconds(setup: Setup, runner: Runner, host: list[float], tell: Callab
         begin.record()
         runner.launch(setup.start(index), step.tokens)
         end.record()
-        setup.settle()
+        setup.synchronize()
         player.end(step)
         seconds.append(begin.elapsed_time(end) / 1e3)
-        tell()
+        progress()
     return seconds
 
 
 def _given(setup: Setup, player: Player, runner: Runner, step: Step, batch: Batch) -> Planned:
-    """What an engine has at hand for its contestants. It is not timed: Quire does without it."""
-    q_lens = [row.new for row in step.rows]
+    """What an engine has at hand for its implementations. It is not timed: Quire does without it."""
+    q_lens = [entry.new for entry in step.sequences]
     given = planned(batch, q_lens, player.lengths(step), setup.model.page_size, for_peer=runner.is_peer)
     if runner.is_peer:
-        setup.settle()
+        setup.synchronize()
     return given
 
 
-def warm_up(setup: Setup, layers: Layers) -> None:
+def warm_up(setup: Setup, layers: StreamLayers) -> None:
     """A short prefill and a decode step before the clock starts: threads, workspaces, and what peers compile at first use."""
     size = setup.model.page_size
     pool = PagePool(setup.pages, size, setup.device)
@@ -184,4 +185,4 @@ def warm_up(setup: Setup, layers: Layers) -> None:
         for layer, out in enumerate(setup.outs):
             q, k, v = setup.split(setup.fused[layer : layer + new])
             layers.run(layer, q, k, v, out[:new])
-    setup.settle()
+    setup.synchronize()

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from quire.bench.stream.result import EXCESS, Result
-from quire.bench.stream.setup import Model, Spec
+from quire.bench.stream.result import EXCESS, StreamResult
+from quire.bench.stream.setup import Spec, StreamModel
 from quire.platform import Platform
 
 LEAST_RATIO = 0.9
@@ -18,7 +18,7 @@ def report(
     device: str,
     platform: Platform,
     spec: Spec,
-    results: Sequence[Result],
+    results: Sequence[StreamResult],
     *,
     software: Mapping[str, str],
     missing: Mapping[str, str] | None = None,
@@ -38,7 +38,7 @@ def report(
         "software": dict(software),
         "model": asdict(spec.model),
         "trace": trace.summary(),
-        "trace_steps": [[len(step.rows), step.tokens, int(step.decode_only)] for step in trace.steps],
+        "trace_steps": [[len(step.sequences), step.tokens, int(step.decode_only)] for step in trace.steps],
         "rows": rows,
         "missing": dict(missing or {}),
         "acceptance": acceptance(rows),
@@ -47,13 +47,13 @@ def report(
 
 def acceptance(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Each goal with what was measured. `passed` is None where there is nothing to compare."""
-    own = [row for row in rows if row["own"] and row["total"] and row["contestant"] != "quire torch"]
+    own = [row for row in rows if row["own"] and row["total"] and row["implementation"] != "quire torch"]
     peers = [row for row in rows if not row["own"] and row["total"]]
     lines: list[dict[str, Any]] = []
     for row in own:
         lines.append(
             {
-                "goal": f"{row['contestant']}: no step exceeds its attention time by more than {EXCESS * 1e3:g} ms",
+                "goal": f"{row['implementation']}: no step exceeds its attention time by more than {EXCESS * 1e3:g} ms",
                 "given": f"{row['excess'] * 1e3:.2f} ms",
                 "passed": row["excess"] <= EXCESS,
             }
@@ -63,7 +63,7 @@ def acceptance(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     lines.append(
         {
             "goal": f"total time at least {LEAST_RATIO:g} x the best peer",
-            "given": "no peer to compare with" if ratio is None or theirs is None else f"{ratio:.2f} x {theirs['contestant']}",
+            "given": "no peer to compare with" if ratio is None or theirs is None else f"{ratio:.2f} x {theirs['implementation']}",
             "passed": None if ratio is None else ratio >= LEAST_RATIO,
         }
     )
@@ -76,7 +76,7 @@ def verdict(report: Mapping[str, Any]) -> int:
 
 
 def title(report: Mapping[str, Any]) -> str:
-    trace, model = report["trace"], Model(**report["model"])
+    trace, model = report["trace"], StreamModel(**report["model"])
     scale = trace["engine"]["scale"]
     scaled = f", lengths x {scale:g}" if scale != 1 else ""
     count = report.get("threads")
@@ -88,15 +88,15 @@ def title(report: Mapping[str, Any]) -> str:
     )
 
 
-HEAD = ("stream", "who", "total s", "attention s", "host s", "p50 ms", "p99 ms", "max ms", "excess ms", "compiled", "error / allowed", "x peer")  # fmt: skip  # noqa: E501
+HEAD = ("stream", "implementation", "total s", "attention s", "host s", "p50 ms", "p99 ms", "max ms", "excess ms", "compiled", "error / allowed", "x peer")  # fmt: skip  # noqa: E501
 
 
 def table(report: Mapping[str, Any]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    """The head, and a line for each contestant."""
+    """The head, and a line for each implementation."""
     return HEAD, [
         (
             report["trace"]["stream"],
-            row["contestant"],
+            row["implementation"],
             _number(row["total"], 1.0, ".3f") or ("wrong" if row["note"].startswith("wrong") else "failed"),
             _number(row["attention"], 1.0, ".3f"),
             _number(row["host"], 1.0, ".3f"),
@@ -115,7 +115,7 @@ def notes(report: Mapping[str, Any]) -> list[str]:
     """The goals, and why figures are missing, a line each."""
     words = {True: "pass", False: "FAIL", None: "open"}
     goals = [f"{words[line['passed']]}  {line['goal']}: {line['given']}" for line in report["acceptance"]]
-    of_rows = [f"{row['contestant']}: {row['note']}" for row in report["rows"] if row["note"]]
+    of_rows = [f"{row['implementation']}: {row['note']}" for row in report["rows"] if row["note"]]
     return goals + of_rows + [f"not measured: {name} ({reason})" for name, reason in report["missing"].items()]
 
 

@@ -1,4 +1,4 @@
-"""The figures of one contestant of a stream."""
+"""The measurements of one implementation of a stream."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ EXCESS = 5e-3
 
 
 @dataclass(frozen=True)
-class Result:
-    """All times in seconds. What could not be measured is None, and the note says why."""
+class StreamResult:
+    """All times in seconds. What could not be measured is None; the note has the reason."""
 
-    contestant: str
+    implementation: str
     total: float | None = None
     attention: float | None = None
     host: float | None = None
@@ -36,17 +36,17 @@ class Result:
 
     @property
     def own(self) -> bool:
-        return self.contestant.startswith("quire")
+        return self.implementation.startswith("quire")
 
     @classmethod
-    def of(cls, contestant: str, replayed: Replay, compilations: int | None = None) -> Result:
+    def of(cls, implementation: str, replayed: Replay, compilations: int | None = None) -> StreamResult:
         error, budget = replayed.error
         found: dict[str, Any] = {"error": error if math.isfinite(error) else None, "budget": budget, "right": replayed.error.right}
         if not replayed.error.right:
-            return cls(contestant, compilations=compilations, note="wrong result: no times", **found)
+            return cls(implementation, compilations=compilations, note="wrong result: no times", **found)
         totals = sorted(step.total for step in replayed.steps)
         return cls(
-            contestant,
+            implementation,
             total=sum(totals),
             attention=sum(step.attention for step in replayed.steps),
             host=sum(step.host for step in replayed.steps),

@@ -1,4 +1,4 @@
-"""What every contestant of a stream is given: the model, the trace, the rows of q, k and v, the pages of each layer."""
+"""The inputs of every implementation of a stream: the model, the trace, the rows of q, k and v, the pages of each layer."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from quire.batch import Batch
-from quire.bench.stream.trace import Engine, Trace, generate
+from quire.bench.stream.trace import EngineLimits, Trace, generate
 from quire.bench.stream.traffic import TRAFFIC
 from quire.cache.format import FORMATS
 from quire.cache.kv_cache import KVCache
@@ -24,7 +24,7 @@ SPARE_ROWS = 1000
 
 
 @dataclass(frozen=True)
-class Model:
+class StreamModel:
     """The attention layers of a model."""
 
     layers: int
@@ -45,8 +45,8 @@ class Spec:
 
     stream: str
     seed: int
-    model: Model
-    engine: Engine
+    model: StreamModel
+    engine: EngineLimits
 
     def trace(self) -> Trace:
         return generate(TRAFFIC[self.stream], self.engine, self.seed)
@@ -61,13 +61,13 @@ class Spec:
     @classmethod
     def from_json(cls, text: str) -> Spec:
         fields = json.loads(text)
-        return cls(fields["stream"], fields["seed"], Model(**fields["model"]), Engine(**fields["engine"]))
+        return cls(fields["stream"], fields["seed"], StreamModel(**fields["model"]), EngineLimits(**fields["engine"]))
 
 
-# vLLM's CPU kernel has pages of 32, so on a CPU everybody has.
-DEFAULTS: dict[str, tuple[Model, Engine]] = {
-    "cpu": (Model(4, 8, 2, 64, 32), Engine(steps=96, budget=256, sequences=16, capacity=1 << 14, scale=1 / 8)),
-    "cuda": (Model(32, 32, 8, 128, 16), Engine(steps=512, budget=2048, sequences=256, capacity=1 << 19)),
+# vLLM's CPU kernel needs pages of 32, so all implementations have them on a CPU.
+DEFAULTS: dict[str, tuple[StreamModel, EngineLimits]] = {
+    "cpu": (StreamModel(4, 8, 2, 64, 32), EngineLimits(steps=96, budget=256, sequences=16, capacity=1 << 14, scale=1 / 8)),
+    "cuda": (StreamModel(32, 32, 8, 128, 16), EngineLimits(steps=512, budget=2048, sequences=256, capacity=1 << 19)),
 }
 
 
@@ -76,7 +76,7 @@ def default_spec(stream: str, device: str, seed: int = 0) -> Spec:
 
 
 class Planned(NamedTuple):
-    """One step as a contestant plans it. The lengths are what an engine knows on the host."""
+    """One step as an implementation plans it. The lengths are what an engine knows on the host."""
 
     batch: Batch
     q_lens: Sequence[int]
@@ -85,8 +85,8 @@ class Planned(NamedTuple):
     """The slot of each new token, for peers."""
 
 
-class Layers(Protocol):
-    """A contestant: its plan of a step, made once, and its work of each layer."""
+class StreamLayers(Protocol):
+    """An implementation: its plan of a step, made once, and its work of each layer."""
 
     is_peer: bool
     """Whether it is given slots and a padded table: `planned`."""
@@ -123,7 +123,7 @@ class Setup:
         return self.trace.max_kv_len
 
     def clear(self) -> None:
-        """Forgets what the contestant before has written."""
+        """Overwrites what the implementation before has written."""
         for tensor in (x for pair in self.memory for x in pair):
             tensor.fill_(UNWRITTEN)
         for out in self.outs:
@@ -141,15 +141,15 @@ class Setup:
         """q, k and v of some rows."""
         return rows.split((self.model.q_heads, self.model.kv_heads, self.model.kv_heads), dim=1)
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Waits for the device."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
 
 def planned(batch: Batch, q_lens: Sequence[int], kv_lens: Sequence[int], page_size: int, *, for_peer: bool) -> Planned:
-    """A step for a contestant. A peer is given the slots of the new tokens and a table that it may read past the end of a row: its
-    padding names a page, its width is a multiple of 8."""
+    """A step for an implementation. A peer is given the slots of the new tokens and a table that it may read past the end of a row:
+    its padding is the id of a page, its width is a multiple of 8."""
     if not for_peer:
         return Planned(batch, q_lens, kv_lens)
     slots = batch.slots_of_tokens(sum(q_lens), page_size)

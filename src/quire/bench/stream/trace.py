@@ -1,5 +1,5 @@
-"""The steps of a serving engine as data: arrivals, chunked prefill, decode, verification of drafts, completion. One seed gives one
-trace, and every contestant replays the same."""
+"""The steps of a serving engine as data: arrivals, chunked prefill, decode, verification of drafts, completion. A seed
+determines the trace, and every implementation replays the same one."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PREFILL_LOAD = 0.7
 """The largest share of the token budget that new prompts may need on average."""
 
 
-class Row(NamedTuple):
+class ScheduledSequence(NamedTuple):
     """One sequence in one step."""
 
     sequence: int
@@ -31,23 +31,23 @@ class Row(NamedTuple):
 
 
 class Step(NamedTuple):
-    """What happens in one step, in this order: forks, the operator over all rows, trims, frees."""
+    """What happens in one step, in this order: forks, the operator over all sequences, trims, frees."""
 
     forks: tuple[tuple[int, int], ...]
     """(new sequence, the sequence whose tokens it shares)."""
-    rows: tuple[Row, ...]
+    sequences: tuple[ScheduledSequence, ...]
     frees: tuple[int, ...]
 
     @property
     def tokens(self) -> int:
-        return sum(row.new for row in self.rows)
+        return sum(entry.new for entry in self.sequences)
 
     @property
     def decode_only(self) -> bool:
-        return not any(row.prefill for row in self.rows)
+        return not any(entry.prefill for entry in self.sequences)
 
 
-class Request(NamedTuple):
+class StreamRequest(NamedTuple):
     """One request: what arrives, and when."""
 
     sequence: int
@@ -63,7 +63,7 @@ class Request(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Engine:
+class EngineLimits:
     """The limits of the engine that schedules the requests."""
 
     steps: int
@@ -93,8 +93,8 @@ class Trace:
 
     stream: str
     seed: int
-    engine: Engine
-    requests: tuple[Request, ...]
+    engine: EngineLimits
+    requests: tuple[StreamRequest, ...]
     steps: tuple[Step, ...]
 
     @property
@@ -107,8 +107,8 @@ class Trace:
         return max(step.tokens for step in self.steps)
 
     @property
-    def max_rows(self) -> int:
-        return max(len(step.rows) for step in self.steps)
+    def max_sequences(self) -> int:
+        return max(len(step.sequences) for step in self.steps)
 
     def lengths(self) -> Iterator[dict[int, int]]:
         """For each step the lengths of all live sequences as the operator sees them: drafts included, nothing freed yet."""
@@ -116,11 +116,11 @@ class Trace:
         for step in self.steps:
             for child, parent in step.forks:
                 lens[child] = lens[parent]
-            for row in step.rows:
-                lens[row.sequence] = lens.get(row.sequence, 0) + row.new
+            for entry in step.sequences:
+                lens[entry.sequence] = lens.get(entry.sequence, 0) + entry.new
             yield lens
-            for row in step.rows:
-                lens[row.sequence] -= row.new - row.kept
+            for entry in step.sequences:
+                lens[entry.sequence] -= entry.new - entry.kept
             for sequence in step.frees:
                 del lens[sequence]
 
@@ -136,7 +136,7 @@ class Trace:
 
     def summary(self) -> dict[str, Any]:
         """The figures of the trace that a report shows."""
-        prefill = sum(row.new for step in self.steps for row in step.rows if row.prefill)
+        prefill = sum(entry.new for step in self.steps for entry in step.sequences if entry.prefill)
         return {
             "stream": self.stream,
             "seed": self.seed,
@@ -148,14 +148,14 @@ class Trace:
             "forks": sum(len(step.forks) for step in self.steps),
             "tokens": self.tokens,
             "prefill_tokens": prefill,
-            "rejected_tokens": sum(row.new - row.kept for step in self.steps for row in step.rows),
-            "mean_sequences": sum(len(step.rows) for step in self.steps) / len(self.steps),
-            "max_sequences": self.max_rows,
+            "rejected_tokens": sum(entry.new - entry.kept for step in self.steps for entry in step.sequences),
+            "mean_sequences": sum(len(step.sequences) for step in self.steps) / len(self.steps),
+            "max_sequences": self.max_sequences,
             "max_kv_len": self.max_kv_len,
         }
 
 
-def generate(traffic: Traffic, engine: Engine, seed: int) -> Trace:
+def generate(traffic: Traffic, engine: EngineLimits, seed: int) -> Trace:
     """The trace of a seed: `engine.steps` steps, none of them empty."""
     engine.check(traffic)
     return _Scheduler(traffic, engine, seed).trace()
@@ -165,7 +165,7 @@ def generate(traffic: Traffic, engine: Engine, seed: int) -> Trace:
 class _Running:
     """A request that has a sequence."""
 
-    request: Request
+    request: StreamRequest
     prefilled: int = 0
     generated: int = 0
 
@@ -176,13 +176,13 @@ class _Running:
 
 @dataclass
 class _Scheduler:
-    """First come, first served. Rows that decode come first, then prefills in chunks until the token budget is used up."""
+    """First come, first served. Sequences that decode come first, then prefills in chunks until the token budget is used up."""
 
     traffic: Traffic
-    engine: Engine
+    engine: EngineLimits
     seed: int
-    requests: list[Request] = field(default_factory=list)
-    waiting: deque[Request] = field(default_factory=deque)
+    requests: list[StreamRequest] = field(default_factory=list)
+    waiting: deque[StreamRequest] = field(default_factory=deque)
     running: list[_Running] = field(default_factory=list)
     prefixes: dict[int, _Running] = field(default_factory=dict)
     reserved: int = 0
@@ -197,7 +197,7 @@ class _Scheduler:
         by_capacity = LOAD * self.engine.capacity / (steps_of_a_request * self._mean_tokens())
         self.rate = min(by_sequences, by_budget, by_capacity)
         for length in self.traffic.prefixes:
-            self._arrive(Request(len(self.requests), 0.0, self._scaled(length), 0))
+            self._arrive(StreamRequest(len(self.requests), 0.0, self._scaled(length), 0))
         # Half of the sequences of the steady stream wait at the start, so that a short trace is not all ramp.
         for _ in range(max(1, math.ceil(self.rate * steps_of_a_request / 2))):
             self._arrive(self._drawn(0.0))
@@ -210,13 +210,13 @@ class _Scheduler:
         """At most a quarter of the capacity: a request that can never be served would hold up all others."""
         return max(1, min(round(length * self.engine.scale), self.engine.capacity // 4))
 
-    def _drawn(self, arrival: float) -> Request:
+    def _drawn(self, arrival: float) -> StreamRequest:
         prompt, output = (self._scaled(lengths.draw(self.lengths)) for lengths in (self.traffic.prompt, self.traffic.output))
         # The prefixes are the first requests, so that their numbers are those of their sequences.
         prefix = self.lengths.randrange(len(self.traffic.prefixes)) if self.traffic.prefixes else None
-        return Request(len(self.requests), arrival, prompt, output, prefix)
+        return StreamRequest(len(self.requests), arrival, prompt, output, prefix)
 
-    def _arrive(self, request: Request) -> None:
+    def _arrive(self, request: StreamRequest) -> None:
         self.requests.append(request)
         self.waiting.append(request)
 
@@ -228,7 +228,7 @@ class _Scheduler:
                 self._arrive(self._drawn(self.next_arrival))
                 self.next_arrival += self.lengths.expovariate(self.rate)
             step = self._step()
-            if step.rows:
+            if step.sequences:
                 steps.append(step)
                 now += 1.0
             else:
@@ -236,41 +236,41 @@ class _Scheduler:
         return Trace(self.traffic.name, self.seed, self.engine, tuple(self.requests), tuple(steps))
 
     def _step(self) -> Step:
-        rows: list[Row] = []
+        scheduled: list[ScheduledSequence] = []
         frees: list[int] = []
         budget = self.engine.budget
         # A prefix is forked in the steps after the one that completes it.
         complete = {number for number, running in self.prefixes.items() if running.prefilled == running.request.prompt}
         for running in [r for r in self.running if r.decodes]:
-            rows.append(self._decode(running))
-            budget -= rows[-1].new
+            scheduled.append(self._decode(running))
+            budget -= scheduled[-1].new
             self._finish(running, frees)
         prefilling = [r for r in (*self.prefixes.values(), *self.running) if r.prefilled < r.request.prompt]
         for running in prefilling:
-            budget -= self._prefill(running, budget, rows, frees)
+            budget -= self._prefill(running, budget, scheduled, frees)
         forks = []
         while budget and self.waiting and self._admits(self.waiting[0], complete, frees):
             running = self._start(self.waiting.popleft())
             if running.request.prefix is not None:
                 forks.append((running.request.sequence, running.request.prefix))
-            budget -= self._prefill(running, budget, rows, frees)
+            budget -= self._prefill(running, budget, scheduled, frees)
         self.reserved -= sum(self._needs(self.requests[sequence]) for sequence in frees)
-        return Step(tuple(forks), tuple(rows), tuple(frees))
+        return Step(tuple(forks), tuple(scheduled), tuple(frees))
 
-    def _decode(self, running: _Running) -> Row:
-        """A row that decodes: its next token and the drafts after it, of which some are kept."""
+    def _decode(self, running: _Running) -> ScheduledSequence:
+        """A sequence that decodes: its next token and the drafts after it, of which some are kept."""
         accepted = 0
         while accepted < self.traffic.drafts and self.acceptance.random() < self.traffic.acceptance:
             accepted += 1
         kept = min(1 + accepted, running.request.output - running.generated)
         running.generated += kept
-        return Row(running.request.sequence, 1 + self.traffic.drafts, kept, False)
+        return ScheduledSequence(running.request.sequence, 1 + self.traffic.drafts, kept, False)
 
-    def _prefill(self, running: _Running, budget: int, rows: list[Row], frees: list[int]) -> int:
+    def _prefill(self, running: _Running, budget: int, scheduled: list[ScheduledSequence], frees: list[int]) -> int:
         """Gives the next chunk of a prompt to the step; returns its tokens."""
         count = min(budget, running.request.prompt - running.prefilled)
         if count:
-            rows.append(Row(running.request.sequence, count, count, True))
+            scheduled.append(ScheduledSequence(running.request.sequence, count, count, True))
             running.prefilled += count
             if running.decodes:
                 running.generated = 1
@@ -282,11 +282,11 @@ class _Scheduler:
             self.running.remove(running)
             frees.append(running.request.sequence)
 
-    def _needs(self, request: Request) -> int:
+    def _needs(self, request: StreamRequest) -> int:
         return request.prompt + request.output + self.traffic.drafts
 
-    def _admits(self, request: Request, complete: set[int], frees: list[int]) -> bool:
-        """What finishes in this step is still there, and counts."""
+    def _admits(self, request: StreamRequest, complete: set[int], frees: list[int]) -> bool:
+        """Whether a request can start. Sequences that finish in this step still count."""
         if self.reserved + self._needs(request) > self.engine.capacity and self.running:
             return False
         if not request.output:
@@ -294,7 +294,7 @@ class _Scheduler:
         ready = request.prefix is None or request.prefix in complete
         return ready and len(self.running) + len(frees) < self.engine.sequences
 
-    def _start(self, request: Request) -> _Running:
+    def _start(self, request: StreamRequest) -> _Running:
         running = _Running(request)
         if request.output:
             self.running.append(running)

@@ -66,13 +66,13 @@ class Traffic:
     prefixes: tuple[int, ...] = ()
     """Lengths of the prefixes of which each request shares one."""
     drafts: int = 0
-    """Draft tokens that each decode row brings for verification."""
+    """Draft tokens that each decoding sequence brings for verification."""
     acceptance: float = 0.0
     """The probability that a draft is accepted if all before it were."""
 
     @property
     def tokens_per_decode(self) -> float:
-        """Tokens that a decode row keeps on average: its own and the accepted drafts."""
+        """Tokens that a decoding sequence keeps on average: its own and the accepted drafts."""
         return 1.0 + sum(self.acceptance**i for i in range(1, self.drafts + 1))
 
 

@@ -1,7 +1,7 @@
-"""vLLM's paged-attention operators on Quire's kernels: change the import and nothing else.
+"""vLLM's paged-attention operators on Quire's kernels: only the import has to change.
 
-Names, order of arguments and meaning are those of vllm-project/vllm at a014e35f38c; the words are vLLM's, so that a *block* is a
-page here. Where an operator of that commit is wrong, this one is right; `docs/compat.md` lists the differences.
+Names, order of arguments and meaning are those of vllm-project/vllm at a014e35f38c; a *block* is vLLM's name for a page. Defects of
+that commit are not reproduced; `docs/migrating.md` lists the differences.
 """
 
 from quire.compat.vllm.decode import kernel_paged_attention_2d, paged_attention_rocm

@@ -1,4 +1,4 @@
-"""One call of vLLM's as one launch of Quire's: checked by the contract, chosen by the dispatcher."""
+"""Runs a call of a vLLM operator as one call of Quire: checked by the contract, dispatched like any other."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from quire.options import Options
 from quire.problem import ANY
 
 EVERY, DECODE, PREFILL = (0, ANY), (1, 1), (2, ANY)
-"""How many new tokens the rows have that a call is about: vLLM's decodes have one."""
+"""The ranges of new tokens of the sequences that a call computes; vLLM's decode sequences have one."""
 
 New = tuple[torch.Tensor, torch.Tensor] | None
 
 
 @dataclass
-class Mixture(Call):
-    """A call whose sequences do not all keep the same contract: those with at least `context_from` new tokens take them from
-    `new`, the others from the cache; and those outside of `only` are not part of it."""
+class MixedFormCall(Call):
+    """A call that mixes the two forms: sequences with at least `context_from` new tokens read them from `new`, the others from the
+    cache. Sequences outside of `only` are not computed."""
 
     @cached_property
     def taken(self) -> torch.Tensor:
@@ -55,11 +55,11 @@ def attend(
     only: tuple[int, int] = EVERY,
     strict: bool = False,
 ) -> None:
-    """Writes `out`. Values are checked where they lie in host memory, under `strict` and in `quire.checked()`."""
+    """Writes `out`. Values are checked in host memory; elsewhere with `strict` and in `quire.checked()`."""
     for name, tensor in (("q", q), ("out", out)):
         if not isinstance(tensor, torch.Tensor):
             raise ArgumentError(name, describe(tensor), "a tensor")
-    call = Mixture(cache, batch, q, options, new, out, context_from=context_from, only=only)
+    call = MixedFormCall(cache, batch, q, options, new, out, context_from=context_from, only=only)
     enforce("attend", call, "full" if strict else "auto")
     launcher = launcher_for("attend", call)
     if strict and new is not None:
@@ -86,15 +86,15 @@ def batch_of(
     max_seq_len: int | None,
     addresses_in: torch.Tensor | None = None,
 ) -> Batch:
-    """The batch over vLLM's index tensors. `addresses_in` is the key cache whose blocks the table names by their addresses."""
+    """The batch over vLLM's index tensors. `addresses_in` is the key cache, if the table contains addresses of its
+    blocks."""
     for name, tensor in (("page_table", block_table), ("kv_lens", seq_lens)):
         if not isinstance(tensor, torch.Tensor) or not tensor.dim():
             raise ArgumentError(name, describe(tensor), "a tensor of int32 or int64")
     if block_table.shape[0] > seq_lens.shape[0]:
         block_table = block_table[: seq_lens.shape[0]]  # engines keep their tables at the size of the largest batch
     if addresses_in is not None:
-        # An address outside of the cache, or one that is not where a block begins, becomes a page outside of the cache; nobody
-        # follows either.
+        # An address outside of the cache, or not at the start of a block, becomes an invalid page id, which no kernel uses.
         size = addresses_in.stride(0) * addresses_in.element_size()
         offset = block_table.long() - addresses_in.data_ptr()
         pages = torch.div(offset, size, rounding_mode="floor")

@@ -1,4 +1,4 @@
-"""Decode rows alone: one new token each, everything in the x-packed caches."""
+"""Decode only: sequences with one new token, all tokens in the x-packed caches."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import torch
 from quire.batch import Batch
 from quire.cache.kv_cache import Scale
 from quire.compat.vllm.attention import DECODE, attend, batch_of
-from quire.compat.vllm.border import operator
 from quire.compat.vllm.caches import number, x_packed
 from quire.compat.vllm.mixed import window_of
+from quire.compat.vllm.translation import operator
 from quire.errors import ArgumentError, describe
 from quire.options import Options
 from quire.problem import is_fp8
@@ -77,11 +77,11 @@ def kernel_paged_attention_2d(
     FP8_MIN: float | None = None,
     FP8_MAX: float | None = None,
 ) -> None:
-    """Writes the output rows of decodes. The arguments are those of vLLM's kernel without its launch grid; tensors know their sizes
-    and strides, so those need not be given, and must be theirs if they are. Sizes of tiles are taken and not needed.
+    """Writes the output of decode sequences. The arguments are those of vLLM's kernel without its launch grid. Sizes and strides
+    are optional, and must be those of the tensors if given. Tile sizes are accepted and not used.
 
-    With `filter_by_query_len`, only rows with one new token are computed, at `query_start_len_ptr`; without, row i of the query
-    belongs to sequence i."""
+    With `filter_by_query_len`, only sequences with one new token are computed, and `query_start_len_ptr` gives their rows; without,
+    row i of the query belongs to sequence i."""
     for name, tensor in (("q", query_ptr), ("out", output_ptr)):
         if tensor.dim() != 3:
             raise ArgumentError(name, describe(tensor), "a tensor [tokens, heads, head_size]")
@@ -89,7 +89,7 @@ def kernel_paged_attention_2d(
         raise ArgumentError("page_table", describe(block_tables_ptr), "a tensor [seqs, blocks]")
     cache = x_packed("auto", key_cache_ptr, value_cache_ptr, k_scale, v_scale)
     fp8 = is_fp8(output_ptr.dtype)
-    agree(
+    check_sizes(
         num_query_heads=(num_query_heads, query_ptr.shape[1]),
         num_queries_per_kv=(num_queries_per_kv, query_ptr.shape[1] // cache.kv_heads),
         block_table_stride=(block_table_stride, block_tables_ptr.stride(0)),
@@ -114,7 +114,7 @@ def kernel_paged_attention_2d(
         FP8_MAX=(FP8_MAX, torch.finfo(output_ptr.dtype).max if fp8 else FP8_MAX),
     )
     if filter_by_query_len and query_start_len_ptr is None:
-        raise ArgumentError("query_start_len_ptr", None, "a tensor: filter_by_query_len looks at the query lengths")
+        raise ArgumentError("query_start_len_ptr", None, "a tensor: filter_by_query_len reads the query lengths")
     inverse = number("out_scale", out_scale_inv)
     options = Options(
         window=window_of(SLIDING_WINDOW),
@@ -153,13 +153,12 @@ def paged_attention_rocm(
     fp8_out_scale: Scale = None,
     mfma_type: str = "f16",
 ) -> None:
-    """Writes the rows of `out` that belong to decodes: one for each sequence, or with `query_start_loc` those of the sequences with
-    one new token. The workspaces `exp_sum`, `max_logits` and `tmp_out` are taken and not needed; so is `mfma_type`, since queries
-    are not quantised here."""
+    """Writes the output of decode sequences: row i for sequence i, or with `query_start_loc` the rows of the sequences with one new
+    token. The workspaces `exp_sum`, `max_logits` and `tmp_out`, and `mfma_type`, are accepted and not used."""
     if mfma_type not in ("f16", "fp8"):
         raise ArgumentError("mfma_type", repr(mfma_type), "'f16' or 'fp8'")
     cache = x_packed(kv_cache_dtype, key_cache, value_cache, k_scale, v_scale)
-    agree(num_kv_heads=(num_kv_heads, cache.kv_heads), block_size=(block_size, cache.page_size))
+    check_sizes(num_kv_heads=(num_kv_heads, cache.kv_heads), block_size=(block_size, cache.page_size))
     options = Options(alibi=alibi_slopes, scale=scale, out_scale=number("out_scale", fp8_out_scale))
     batch = decodes(block_tables, seq_lens, query_start_loc, max_seq_len)
     attend(query, cache, batch, options, None, out, only=DECODE)
@@ -176,8 +175,8 @@ def decodes(
     return batch_of(block_table, seq_lens, query_start_loc, 1, max_seq_len)
 
 
-def agree(**said: tuple[Any, Any]) -> None:
-    """Refuses a number that says something else than its tensor; None says nothing."""
-    for name, (given, actual) in said.items():
+def check_sizes(**sizes: tuple[Any, Any]) -> None:
+    """Raises if a size or stride that is given differs from that of the tensor."""
+    for name, (given, actual) in sizes.items():
         if given is not None and given != actual:
-            raise ArgumentError(name, given, f"{actual}, as the tensors are")
+            raise ArgumentError(name, given, f"{actual}, the value of the tensor")

@@ -6,8 +6,8 @@ import torch
 
 from quire.cache.kv_cache import Scale
 from quire.compat.vllm.attention import EVERY, PREFILL, attend, batch_of, new_tokens
-from quire.compat.vllm.border import operator
 from quire.compat.vllm.caches import number, x_packed
+from quire.compat.vllm.translation import operator
 from quire.errors import ArgumentError, describe
 from quire.options import Options, Window
 
@@ -38,11 +38,12 @@ def chunked_prefill_paged_decode(
     *,
     strict: bool = False,
 ) -> None:
-    """Writes `output`. Rows with several new tokens take those from `key` and `value` and their context from the cache; rows with
-    one new token, and all rows where `key` and `value` are None, find every token in the cache. Rows without any are left alone.
+    """Writes `output`. Sequences with several new tokens read them from `key` and `value` and their context from the cache.
+    Sequences with one new token, and all sequences if `key` and `value` are None, read all tokens from the cache. The output of
+    sequences without new tokens is not written.
 
-    `strict` (not vLLM's) looks whether the cache holds the token of each decode row as `key` and `value` have it, and raises a
-    ContractError that names the row, position, page and slot of one that is missing. It reads values on the host."""
+    `strict` (not vLLM's) checks that the cache holds the new token of each decode sequence as in `key` and `value`, and raises a
+    ContractError that names the sequence, position, page and slot of a missing one. It reads values on the host."""
     cache = x_packed(kv_cache_dtype, key_cache, value_cache, k_scale, v_scale)
     batch = batch_of(block_table, seq_lens, query_start_loc, max_query_len, max_seq_len, key_cache if is_block_table_ptr else None)
     options = Options(
@@ -95,10 +96,12 @@ def context_attention_fwd(
     is_block_table_ptr: bool = False,
     causal: bool = True,
 ) -> None:
-    """Writes `o`. Every row takes its new tokens from `k` and `v` and its context from the cache; if `k` and `v` are None, all of
-    it from the cache. Under `skip_decode`, rows with one new token are left alone."""
+    """Writes `o`. Every sequence reads its new tokens from `k` and `v` and its context from the cache; all tokens from the cache if
+    `k` and `v` are None. With `skip_decode`, the output of sequences with one new token is not written."""
     if k is None and alibi_slopes is not None:
-        raise NotImplementedError("context_attention_fwd: alibi_slopes with k=None, as upstream; unified_attention takes both")
+        raise NotImplementedError(
+            "context_attention_fwd: alibi_slopes with k=None is not supported, as in vLLM; unified_attention supports it"
+        )
     cache = x_packed(kv_cache_dtype, k_cache, v_cache, k_scale, v_scale)
     batch = batch_of(b_loc, b_seq_len, b_start_loc, max_input_len, max_seq_len, k_cache if is_block_table_ptr else None)
     options = Options(
@@ -113,7 +116,8 @@ def context_attention_fwd(
 
 
 def window_of(sliding_window: int | None) -> Window:
-    """So many keys, the query's own included, 0 or less for all. It has one side, in non-causal calls too."""
+    """The window of `sliding_window` keys, including the query's own; 0 or less means no window. It only limits keys to the left,
+    also in non-causal calls."""
     if sliding_window is not None and not isinstance(sliding_window, int):
         raise ArgumentError("window", describe(sliding_window), "a number of keys, the query's own included, or None")
     return None if sliding_window is None or sliding_window <= 0 else (sliding_window - 1, None)

@@ -1,11 +1,12 @@
-"""vLLM's question whether its own ROCm kernel takes the decode rows, answered from the rules in `quire.dispatch.vllm`."""
+"""`use_rocm_custom_paged_attention`: whether vLLM's ROCm kernel computes the decode sequences, by the rules in
+`quire.compat.vllm_rule`."""
 
 from __future__ import annotations
 
 import torch
 
-from quire.compat.vllm.border import operator
-from quire.dispatch.vllm import VllmCall, explain_vllm
+from quire.compat.vllm.translation import operator
+from quire.compat.vllm_rule import VllmCall, explain_vllm
 from quire.errors import ArgumentError
 from quire.platform import Platform
 from quire.problem import dtype_name
@@ -26,15 +27,15 @@ def use_rocm_custom_paged_attention(
     rule: str = "today",
     platform: Platform | None = None,
 ) -> bool:
-    """Whether vLLM would run `paged_attention_rocm` and it would work: where upstream's rule selects it and it then raises or traps
-    (other gfx9, gfx1250, e5m2 caches), the answer is no.
+    """Whether vLLM would run `paged_attention_rocm` and it would work. If vLLM's rule selects it and it then raises or traps (other
+    gfx9, gfx1250, e5m2 caches), the result is False.
 
-    `rule` and `platform` are not vLLM's: 'seeds' asks the rule of November 2025, and another platform may be asked about."""
+    `rule` and `platform` are not vLLM's: rule='2025-11' applies the rule of November 2025, and platform= any other machine."""
     if gqa_ratio < 1:
         raise ArgumentError("gqa_ratio", gqa_ratio, "1 or more query heads a key head")
     if dtype_name(qtype) not in ("fp16", "bf16", "fp32"):
         return False
-    # As upstream: neither None nor -1 says that there is no window.
+    # As in vLLM: neither None nor -1 means that there is no window.
     no_window = sliding_window in (0, (-1, -1))
     call = VllmCall(
         Platform.detect() if platform is None else platform,

@@ -1,4 +1,4 @@
-"""Decode rows read their own token from the cache. Did anybody put it there?"""
+"""Checks that the cache holds the new token of each decode sequence, as vLLM's decode kernels assume."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from quire.contract.rule import Violation
 
 
 def missing_tokens(call: Call) -> list[Violation]:
-    """The decode rows whose token the call brings along but the cache does not hold, within the rounding of its format."""
+    """The decode sequences whose new token, given in key and value, is not in the cache, within the rounding of its format."""
     assert call.new is not None
     cache = call.cache
     seq = (call.q_lens == 1).nonzero().flatten()
@@ -32,18 +32,18 @@ def missing_tokens(call: Call) -> list[Violation]:
             per = scale.cpu().double().reshape(1, -1, 1)
         off = _differs(held * per, dense[token].cpu().double(), per, cache.format)
         for i in off.flatten(1).any(1).nonzero().flatten().tolist():
-            row, position, of_page, slot = int(seq[i]), int(at[i]), int(page[i]), int(page[i] * cache.page_size + offset[i])
+            index, position, of_page, slot = int(seq[i]), int(at[i]), int(page[i]), int(page[i] * cache.page_size + offset[i])
             given = (
                 f"slot {slot} (page {of_page}, offset {int(offset[i])}) differs from {word}[{int(token[i])}] "
                 f"in {int(off[i].sum())} of {off[i].numel()} elements"
             )
-            allowed = f"the token at position {position} of row {row}, within the rounding of {cache.format}: write it first"
-            found.append(Violation("residency", name, given, allowed, seq=row, token=position, page=of_page, slot=slot))
+            allowed = f"the token at position {position} of sequence {index}, within the rounding of {cache.format}: write it first"
+            found.append(Violation("residency", name, given, allowed, seq=index, token=position, page=of_page, slot=slot))
     return found
 
 
 def _differs(held: torch.Tensor, wanted: torch.Tensor, scale: torch.Tensor, format: Format) -> torch.Tensor:
-    """Which elements are further from what they should be than one step of the format. NaN equals itself here."""
+    """Which elements differ from the expected ones by more than one rounding step of the format. NaN equals NaN."""
     info = torch.finfo(format.dtype)
     most = (math.inf if format.largest is None else format.largest) * scale
     wanted = wanted.clamp(-most, most)

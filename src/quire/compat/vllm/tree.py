@@ -1,8 +1,7 @@
-"""What `unified_attention` adds to causality among the new tokens, as Quire's tree mask.
+"""The query-query bias and the multimodal ranges of `unified_attention` as Quire's tree mask.
 
-The mask replaces causality among the new tokens and leaves the context to the window, so it can say anything about the former and
-nothing about the latter. That is enough for a query-query bias that hides (0 or -inf), and for multimodal ranges unless they must
-reach over the left edge of a window.
+A tree mask replaces causality among the new tokens and does not affect the context. It can express a query-query bias of 0 and
+-inf, and multimodal ranges, unless a range extends beyond the left edge of a window.
 """
 
 from __future__ import annotations
@@ -23,10 +22,10 @@ def tree_mask(
     qq_bias: torch.Tensor | None,
     mm_prefix_range: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Which new token sees which of its sequence, bool `[tokens, tokens]`, and the tokens' positions. Nothing is read back, so the
-    mask is as wide as the longest sequence might be: all tokens."""
+    """Which new tokens of its sequence each new token sees, bool `[tokens, tokens]`, and the tokens' positions. Nothing is read on
+    the host, so the mask has a column for every token."""
     device = batch.device
-    seq = batch.rows_of_tokens(tokens).clamp(max=max(batch.seqs - 1, 0))
+    seq = batch.sequences_of_tokens(tokens).clamp(max=max(batch.seqs - 1, 0))
     starts = batch.q_starts.long()
     context = (batch.kv_lens.long() - starts.diff())[seq]
     column = torch.arange(tokens, device=device)
@@ -50,14 +49,16 @@ def tree_mask(
 
 
 def check_bias(qq_bias: torch.Tensor, batch: Batch) -> Batch:
-    """Refuses a bias that does more than hide. Where the host cannot see its values, such a bias turns the call's pages into bad
-    ones, and its output into NaN."""
+    """Rejects a bias with other values than 0 and -inf. On a GPU, where values are not read, such a bias replaces the page table by
+    invalid pages, so that the output is NaN."""
     if not isinstance(qq_bias, torch.Tensor) or qq_bias.dim() != 2 or qq_bias.shape[0] != qq_bias.shape[1] or not len(qq_bias):
         raise ArgumentError("qq_bias", describe(qq_bias), "a tensor [queries, queries]")
     other = ((qq_bias != 0) & (qq_bias != -math.inf)).any()
     if qq_bias.device.type == "cpu":
         if bool(other):
-            raise ArgumentError("qq_bias", "a bias that shifts logits", "0 where a token is seen and -inf where it is not")
+            raise ArgumentError(
+                "qq_bias", "a bias with other finite values than 0", "0 where a token is visible and -inf where it is not"
+            )
         return batch
     pages = torch.where(other, -1, batch.page_table)
     return Batch(pages, batch.kv_lens, batch.q_starts, max_q_len=batch.max_q_len, max_kv_len=batch.max_kv_len)

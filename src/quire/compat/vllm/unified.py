@@ -1,17 +1,18 @@
-"""Any mix of query lengths over token-major caches that hold every token."""
+"""`unified_attention`: sequences of any query length over token-major caches that hold every token."""
 
 from __future__ import annotations
 
 import math
 from enum import IntEnum
+from typing import Any
 
 import torch
 
 from quire.cache.format import format_of
 from quire.cache.kv_cache import KVCache, Scale
 from quire.compat.vllm.attention import attend, batch_of
-from quire.compat.vllm.border import operator
 from quire.compat.vllm.caches import E4M3, number, platform_fp8, wrap
+from quire.compat.vllm.translation import operator
 from quire.compat.vllm.tree import check_bias, tree_mask
 from quire.errors import ArgumentError, describe
 from quire.options import Options
@@ -19,7 +20,7 @@ from quire.problem import is_fp8
 
 
 class KVQuantMode(IntEnum):
-    """vLLM's names for the ways a cache is quantised."""
+    """vLLM's enumeration of cache quantisation."""
 
     NONE = 0
     FP8_PER_TENSOR = 1
@@ -40,7 +41,7 @@ STORAGE: dict[KVQuantMode, tuple[torch.dtype, ...]] = {
     KVQuantMode.INT8_PER_TOKEN_HEAD: (torch.int8,),
     KVQuantMode.FP8_PER_TOKEN_HEAD: FP8_TYPES,
 }
-"""The modes that can be read here, and what their caches may be stored as."""
+"""The supported modes, and the storage types of their caches."""
 
 
 @operator(
@@ -96,48 +97,44 @@ def unified_attention(
     use_td: bool = False,
     mm_prefix_clamp_sliding_window: bool = False,
 ) -> None:
-    """Writes `out`: attention of `q` over the caches `k` and `v` [blocks, block_size, kv_heads, head_size], which hold every token
-    of every row. `window_size[0]` keys before a query's own are visible, and as many after it where `causal` is False; below 0,
-    all.
-
-    How the work is divided is decided here: segment buffers, their number and `use_td` are taken and not needed."""
+    """Writes `out`: attention of `q` over the caches `k` and `v` [blocks, block_size, kv_heads, head_size], which hold all tokens
+    of every sequence. `window_size[0]` keys before a query's own are visible, and as many after it if `causal` is False; all if it
+    is negative. The buffers for split KV (`softmax_segm_*`), their number and `use_td` are accepted and not used."""
     window = _window(window_size)
     causal = causal.bool() if isinstance(causal, torch.Tensor) else bool(causal)
-    if rswa_window is not None and rswa_prefix_lens is not None:
-        raise ArgumentError("rswa_window", rswa_window, "None: a prefix that stays visible beside a window cannot be expressed")
-    if chunk_lookback > -1 and window is not None:
-        raise ArgumentError("chunk_lookback", chunk_lookback, "-1: aligned chunks cannot be expressed as a window")
-    if alibi_slopes is not None and use_alibi_sqrt:
-        raise ArgumentError("use_alibi_sqrt", True, "False: ALiBi is linear here")
-    if alibi_slopes is not None and (causal is not True or mm_prefix_range is not None):
-        allowed = "None beside tokens that look ahead: upstream raises their logits there, ALiBi lowers them"
-        raise ArgumentError("alibi_slopes", describe(alibi_slopes), allowed)
-
+    _check_supported(window, rswa_prefix_lens, rswa_window, chunk_lookback)
+    _check_alibi(alibi_slopes, use_alibi_sqrt, causal is not True or mm_prefix_range is not None)
     cache = cache_of(k, v, kv_quant_mode, k_descale, v_descale, k_scale_cache, v_scale_cache)
     batch = batch_of(block_table, seqused_k, cu_seqlens_q, max_seqlen_q, max_seqlen_k)
-    mask = positions = None
-    sides: tuple[int | None, int | None] | int | None = window
+    tree: dict[str, Any] = {"window": window, "causal": causal}
     if batch.seqs and (qq_bias is not None or mm_prefix_range is not None):
-        if mm_prefix_range is not None:
-            _check_ranges(mm_prefix_range, batch.seqs, window is None or mm_prefix_clamp_sliding_window)
-        if qq_bias is not None:
-            batch = check_bias(qq_bias, batch)
+        _check_ranges(mm_prefix_range, batch.seqs, window is None or mm_prefix_clamp_sliding_window)
+        batch = batch if qq_bias is None else check_bias(qq_bias, batch)
         mask, positions = tree_mask(batch, q.shape[0], causal, window, qq_bias, mm_prefix_range)
-        causal, sides = True, None if window is None else (window - 1, None)
-        positions = None if window is None and alibi_slopes is None else positions
-    options = Options(
-        window=sides,
-        softcap=_softcap(softcap),
-        alibi=alibi_slopes,
-        sinks=sinks,
-        scale=softmax_scale,
-        causal=causal,
-        mask=mask,
-        positions=positions,
-        q_scale=_q_scale(q, q_descale),
-        out_scale=number("out_scale", output_scale),
-    )
+        needs_positions = window is not None or alibi_slopes is not None
+        tree = {"window": None if window is None else (window - 1, None), "mask": mask}
+        tree["positions"] = positions if needs_positions else None
+    scales: dict[str, Any] = {"q_scale": _q_scale(q, q_descale), "out_scale": number("out_scale", output_scale)}
+    options = Options(softcap=_softcap(softcap), alibi=alibi_slopes, sinks=sinks, scale=softmax_scale, **tree, **scales)
     attend(q, cache, batch, options, None, out)
+
+
+def _check_supported(
+    window: int | None, rswa_prefix_lens: torch.Tensor | None, rswa_window: int | None, chunk_lookback: int
+) -> None:
+    """Rejects the windows that `Options` cannot express."""
+    if rswa_window is not None and rswa_prefix_lens is not None:
+        raise ArgumentError("rswa_window", rswa_window, "None: a window with a prefix that stays visible is not supported")
+    if chunk_lookback > -1 and window is not None:
+        raise ArgumentError("chunk_lookback", chunk_lookback, "-1: windows of aligned chunks are not supported")
+
+
+def _check_alibi(alibi_slopes: torch.Tensor | None, use_alibi_sqrt: bool, sees_later_keys: bool) -> None:
+    if alibi_slopes is not None and use_alibi_sqrt:
+        raise ArgumentError("use_alibi_sqrt", True, "False: only linear ALiBi is supported")
+    if alibi_slopes is not None and sees_later_keys:
+        allowed = "None if queries see later keys: vLLM's ALiBi raises the logits of such keys, Quire's lowers them"
+        raise ArgumentError("alibi_slopes", describe(alibi_slopes), allowed)
 
 
 def cache_of(
@@ -149,7 +146,7 @@ def cache_of(
     k_scale_cache: torch.Tensor | None,
     v_scale_cache: torch.Tensor | None,
 ) -> KVCache:
-    """The caches under their mode: one scale for all, or one for each token and head."""
+    """The cache of a quantisation mode: with one scale, or one for each token and head."""
     for name, cache in (("k", k), ("v", v)):
         if not isinstance(cache, torch.Tensor):
             raise ArgumentError(name, describe(cache), "a tensor [blocks, block_size, kv_heads, head_size]")
@@ -171,14 +168,14 @@ def cache_of(
 
 
 def _window(window_size: tuple[int, int]) -> int | None:
-    """The keys that a query sees, its own included; None for all."""
+    """The number of keys that a query sees, including its own; None for all."""
     if len(window_size) != 2 or not all(isinstance(side, int) for side in window_size):
         raise ArgumentError("window_size", describe(window_size), "a pair of ints, (-1, -1) for no window")
     return 1 + window_size[0] if window_size[0] >= 0 else None
 
 
 def _softcap(softcap: float | None) -> float | None:
-    """0 or less is no cap, as upstream; NaN is refused."""
+    """0 or less means no cap, as in vLLM; NaN is rejected."""
     if softcap is not None and math.isnan(softcap):
         raise ArgumentError("softcap", softcap, "a number, 0 or None for no cap")
     return softcap if softcap is not None and softcap > 0 else None
@@ -196,15 +193,17 @@ def _per_head(name: str, descale: Scale) -> Scale:
 
 
 def _q_scale(q: torch.Tensor, q_descale: Scale) -> Scale:
-    """Queries that are not fp8 have no scale, whatever is passed along."""
+    """The scale of fp8 queries; None for other queries, whatever is passed."""
     if not is_fp8(q.dtype):
         return None
     return 1.0 if q_descale is None else number("q_scale", q_descale)
 
 
-def _check_ranges(ranges: torch.Tensor, seqs: int, expressible: bool) -> None:
+def _check_ranges(ranges: torch.Tensor | None, seqs: int, supported: bool) -> None:
+    if ranges is None:
+        return
     if not isinstance(ranges, torch.Tensor) or ranges.dim() != 3 or (ranges.shape[0], ranges.shape[2]) != (seqs, 2):
         raise ArgumentError("mm_prefix_range", describe(ranges), f"[seqs, ranges, 2] with seqs = {seqs}")
-    if not expressible:
-        allowed = "None beside a window, unless mm_prefix_clamp_sliding_window: a range does not reach over the window's edge here"
+    if not supported:
+        allowed = "None with a window, unless mm_prefix_clamp_sliding_window: a range that extends the window is not supported"
         raise ArgumentError("mm_prefix_range", describe(ranges), allowed)

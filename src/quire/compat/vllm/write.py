@@ -6,13 +6,13 @@ import torch
 
 from quire.batch import INDEX_TYPES
 from quire.cache.kv_cache import KVCache, Scale
-from quire.compat.vllm.border import operator
 from quire.compat.vllm.caches import token_major, x_packed
+from quire.compat.vllm.translation import operator
 from quire.contract.call import Call
 from quire.contract.check import enforce, is_watched
 from quire.errors import ArgumentError, describe
 from quire.launch import launcher_for
-from quire.slots_alone import slots_batch
+from quire.slot_batch import slots_batch
 
 
 @operator()
@@ -26,8 +26,8 @@ def reshape_and_cache(
     k_scale: Scale,
     v_scale: Scale,
 ) -> None:
-    """Stores key and value [tokens, kv_heads, head_size] in the x-packed caches, every head of them. Tokens with a negative slot,
-    and those beyond `slot_mapping`, are left out."""
+    """Writes key and value [tokens, kv_heads, head_size] to the x-packed caches. Tokens with a negative slot, and those beyond
+    `slot_mapping`, are skipped."""
     store(key, value, x_packed(kv_cache_dtype, key_cache, value_cache, k_scale, v_scale), slot_mapping)
 
 
@@ -47,7 +47,7 @@ def reshape_and_cache_flash(
 
 
 def store(key: torch.Tensor, value: torch.Tensor, cache: KVCache, slot_mapping: torch.Tensor) -> None:
-    """Every negative slot skips its token here, -1 alone does in a call of `quire.write`."""
+    """Every negative slot skips its token; in `quire.write` only -1 does."""
     if not isinstance(slot_mapping, torch.Tensor) or slot_mapping.dim() != 1 or slot_mapping.dtype not in INDEX_TYPES:
         raise ArgumentError("slots", describe(slot_mapping), "a tensor [tokens] of int32 or int64")
     for name, tensor in (("k", key), ("v", value)):
@@ -56,7 +56,7 @@ def store(key: torch.Tensor, value: torch.Tensor, cache: KVCache, slot_mapping: 
     tokens = slot_mapping.shape[0]
     key, value = key[:tokens], value[:tokens]
     batch = slots_batch(tokens, slot_mapping)
-    looked_at = slot_mapping.clamp(min=-1) if key.device.type == "cpu" or is_watched() else slot_mapping
-    enforce("write", Call(cache, batch, k=key, v=value, slots=looked_at), "auto")
+    checked_slots = slot_mapping.clamp(min=-1) if key.device.type == "cpu" or is_watched() else slot_mapping
+    enforce("write", Call(cache, batch, k=key, v=value, slots=checked_slots), "auto")
     call = Call(cache, batch, k=key, v=value, slots=slot_mapping)
     launcher_for("write", call)(call)

@@ -9,11 +9,11 @@ from quire.conformance.faults.forms import FORMS
 from quire.conformance.faults.heads import HEADS
 from quire.conformance.faults.indices import INDICES
 from quire.conformance.faults.keys import KEYS
+from quire.conformance.faults.mask import MASK
 from quire.conformance.faults.output import OUTPUT
 from quire.conformance.faults.pages import PAGES
 from quire.conformance.faults.precision import PRECISION
 from quire.conformance.faults.scale import SCALE
-from quire.conformance.faults.sight import SIGHT
 from quire.conformance.faults.softmax import SOFTMAX
 from quire.conformance.faults.stored import STORED
 
@@ -23,7 +23,7 @@ CATALOGUE: tuple[Fault, ...] = (
     *STORED,
     *FORMS,
     *SCALE,
-    *SIGHT,
+    *MASK,
     *KEYS,
     *BIAS,
     *HEADS,

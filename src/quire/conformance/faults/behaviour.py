@@ -4,28 +4,28 @@ from __future__ import annotations
 
 import torch
 
-from quire.conformance import exact as x
-from quire.conformance.exact import PLAIN, Indices, Row, Stages, Values, Work
 from quire.conformance.faults.fault import Fault
+from quire.conformance.oracle import exact as x
+from quire.conformance.oracle.exact import PLAIN, BatchSequence, Indices, Stages, Values, Work
 
 
 def nan_leak() -> Stages:
     """Slots of the last page beyond the end get weight 0, and 0 times NaN is NaN."""
 
-    def gather(w: Work, s: Stages, at: Indices, row: Row) -> Values:
+    def gather(w: Work, s: Stages, at: Indices, sequence: BatchSequence) -> Values:
         if w.call.new is not None:
-            return x.gather(w, s, at, row)
-        whole = -(-row.kv_len // w.call.page_size) * w.call.page_size
-        return x.gather(w, s, at, row._replace(kv_len=whole))
+            return x.gather(w, s, at, sequence)
+        whole = -(-sequence.kv_len // w.call.page_size) * w.call.page_size
+        return x.gather(w, s, at, sequence._replace(kv_len=whole))
 
-    def see(w: Work, row: Row, keys: int) -> torch.Tensor:
-        visible = x.see(w, row, min(keys, row.kv_len))
-        return torch.cat((visible, torch.zeros(row.q_len, max(keys - row.kv_len, 0), dtype=torch.bool)), 1)
+    def see(w: Work, sequence: BatchSequence, keys: int) -> torch.Tensor:
+        visible = x.see(w, sequence, min(keys, sequence.kv_len))
+        return torch.cat((visible, torch.zeros(sequence.q_len, max(keys - sequence.kv_len, 0), dtype=torch.bool)), 1)
 
-    def bias(w: Work, row: Row, keys: int) -> torch.Tensor | float:
+    def bias(w: Work, sequence: BatchSequence, keys: int) -> torch.Tensor | float:
         if w.call.alibi is None:
             return 0.0
-        q_at = torch.arange(row.context, row.kv_len)
+        q_at = torch.arange(sequence.context, sequence.kv_len)
         return -x.slopes(w) * (q_at[:, None] - torch.arange(keys)[None, :]).abs()
 
     return PLAIN.replace(gather=gather, see=see, bias=bias, keep_unseen=True)
@@ -61,6 +61,13 @@ BEHAVIOUR = (
         "a workspace, a counter or a cached plan that one call leaves for the next",
         None,
         issues=("FlashInfer #4014", "TRT-LLM #18769", "rtp-llm #1084"),
+    ),
+    Fault(
+        "depends-on-batch",
+        "behaviour",
+        "a sequence alone gives other bits than in a batch, although batch_invariant was asked for",
+        "the number of splits, or the tile, is chosen from the whole batch",
+        None,
     ),
     Fault(
         "writes-outside-output",

@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from quire.conformance import exact as x
-from quire.conformance.build import alibi_slopes
-from quire.conformance.exact import PLAIN, Part, Row, Stages, Work
+from quire.conformance.cases.build import alibi_slopes
 from quire.conformance.faults.fault import Fault
 from quire.conformance.faults.stages import ORDERS, has, with_sink, without_sink
+from quire.conformance.oracle import exact as x
+from quire.conformance.oracle.exact import PLAIN, BatchSequence, SequenceResult, Stages, Work
 
 LN2 = math.log(2)
 
@@ -19,8 +19,8 @@ LN2 = math.log(2)
 def _alibi(change: Any) -> Stages:
     """Another bias: `change(w, q_at [queries, 1], k_at [1, keys])`, with slopes."""
 
-    def bias(w: Work, row: Row, keys: int) -> torch.Tensor | float:
-        q_at, k_at = x.places(w, row, keys)
+    def bias(w: Work, sequence: BatchSequence, keys: int) -> torch.Tensor | float:
+        q_at, k_at = x.places(w, sequence, keys)
         return change(w, q_at[:, None], k_at[None, :])
 
     return PLAIN.replace(bias=bias)
@@ -33,12 +33,17 @@ def _local_slopes(heads: Any) -> Stages:
     return _alibi(change)
 
 
-def _valued_sink(w: Work, logits: torch.Tensor, v: torch.Tensor, heads: torch.Tensor) -> Part:
+def _valued_sink(w: Work, logits: torch.Tensor, v: torch.Tensor, heads: torch.Tensor) -> SequenceResult:
     """The sink's weight falls on the first key's value."""
     extra = x.sink(w)
     assert extra is not None
     first = v[:1] if v.shape[0] else v.new_zeros(1, *v.shape[1:])
     return x.weigh(without_sink(w), torch.cat((logits, extra.expand(*logits.shape[:2], 1)), -1), torch.cat((v, first)), heads)
+
+
+def _sink_per_split(splits: int | None = None, size: int | None = None) -> Stages:
+    """Each split adds the sink: so many splits, or one for each `size` keys of a sequence."""
+    return with_sink(lambda w, sinks, logits: sinks + math.log(splits or max(-(-logits.shape[-1] // (size or 1)), 1)))
 
 
 BIAS = (
@@ -125,9 +130,9 @@ BIAS = (
         "sinks",
         "outputs are too small, the more so the more splits there are",
         "each split adds the sink, and the combination adds them up",
-        lambda splits: with_sink(lambda w, sinks, logits: sinks + math.log(splits)),
+        _sink_per_split,
         has("sinks"),
-        tuple({"splits": n} for n in (2, 4, 8, 16, 3)),
+        (*({"splits": n} for n in (2, 4, 8, 16, 3)), *({"size": n} for n in (256, 512, 128, 64))),
     ),
     Fault(
         "sink-of-another-head",

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from quire.conformance.budget import Truth, ratios
-from quire.conformance.call import Call
-from quire.conformance.exact import Stages
+from quire.conformance.cases.call import KernelCall
+from quire.conformance.oracle.budget import Truth, ratios
+from quire.conformance.oracle.exact import Stages
 
 Parameters = dict[str, Any]
 
@@ -20,7 +20,7 @@ Parameters = dict[str, Any]
 class Seen:
     """What a kernel gave for a call, and what it should have given."""
 
-    call: Call
+    call: KernelCall
     right: Truth
 
     @cached_property
@@ -42,15 +42,17 @@ class Fault:
     """How kernels come to have it."""
     change: Callable[..., Stages] | None = None
     """The stages with the fault in them; takes the parameters by name."""
-    applies: Callable[[Call], bool] = lambda call: True
+    applies: Callable[[KernelCall], bool] = lambda call: True
     """Whether a call has what the fault is about."""
     tries: Sequence[Parameters] = field(default=({},))
     """Parameters to try; the first is what is planted."""
     solve: Callable[[Seen], Sequence[Parameters]] | None = None
     """Parameters read off what a kernel gave."""
     lasting: bool = False
-    """Whether those must hold in other calls as they are: factors; not places (rows, keys, pages), nor what one row alone tells."""
-    plant: Callable[[Call], Parameters] | None = None
+    """Whether solved parameters must be the same in other calls: factors, distances, orders; not places (rows, keys, pages)."""
+    symptom: bool = False
+    """Whether it says what one sees (zero rows, missing keys) and not what the kernel does wrong: reported as a symptom."""
+    plant: Callable[[KernelCall], Parameters] | None = None
     """Parameters to plant where they depend on the call."""
     issues: tuple[str, ...] = ()
     """Where it was met in the field."""
@@ -59,6 +61,6 @@ class Fault:
     def predicted(self) -> bool:
         return self.change is not None
 
-    def planted(self, call: Call) -> Parameters:
+    def planted(self, call: KernelCall) -> Parameters:
         """The parameters with which it is planted in a call."""
         return self.plant(call) if self.plant is not None else dict(self.tries[0])

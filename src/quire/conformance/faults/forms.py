@@ -6,30 +6,30 @@ import dataclasses
 
 import torch
 
-from quire.conformance import exact as x
-from quire.conformance.call import Call
-from quire.conformance.exact import PLAIN, Indices, Outcome, Row, Stages, Values, Work
+from quire.conformance.cases.call import KernelCall
 from quire.conformance.faults.fault import Fault
 from quire.conformance.faults.stages import finished
+from quire.conformance.oracle import exact as x
+from quire.conformance.oracle.exact import PLAIN, BatchSequence, Indices, Outcome, Stages, Values, Work
 
 
 def _new_ignored() -> Stages:
     """Only what the cache holds is seen."""
 
-    def see(w: Work, row: Row, keys: int) -> torch.Tensor:
-        visible = x.see(w, row, keys)
-        visible[:, max(row.context, 0) :] = False
+    def see(w: Work, sequence: BatchSequence, keys: int) -> torch.Tensor:
+        visible = x.see(w, sequence, keys)
+        visible[:, max(sequence.context, 0) :] = False
         return visible
 
     return PLAIN.replace(see=see)
 
 
 def _new_from_cache() -> Stages:
-    def gather(w: Work, s: Stages, at: Indices, row: Row) -> Values:
+    def gather(w: Work, s: Stages, at: Indices, sequence: BatchSequence) -> Values:
         fresh, w.new = w.new, {"k": None, "v": None}
         parts = []
         for part in ("k", "v"):
-            page, slot = s.locate(w, at, row, torch.arange(row.kv_len))
+            page, slot = s.locate(w, at, sequence, torch.arange(sequence.kv_len))
             parts.append(s.decode(w, part, x.load(w, part, s.address(w, part, page, slot)), page, slot))
         w.new = fresh
         return Values(*parts)
@@ -40,12 +40,12 @@ def _new_from_cache() -> Stages:
 def _new_rows(by: int) -> Stages:
     """The new tokens' keys and values are taken from rows further on."""
 
-    def gather(w: Work, s: Stages, at: Indices, row: Row) -> Values:
-        k, v = x.gather(w, s, at, row)
-        n = max(row.context, 0)
+    def gather(w: Work, s: Stages, at: Indices, sequence: BatchSequence) -> Values:
+        k, v = x.gather(w, s, at, sequence)
+        n = max(sequence.context, 0)
         tail = {}
         for part in ("k", "v"):
-            rows = (torch.arange(row.first, row.first + row.q_len) + by).clamp(0, max(w.call.live - 1, 0))
+            rows = (torch.arange(sequence.first, sequence.first + sequence.q_len) + by).clamp(0, max(w.call.live - 1, 0))
             tail[part] = w.new[part][rows.to(w.call.device)].cpu().to(w.number)  # type: ignore[index]
         return Values(torch.cat((k[:n], tail["k"])), torch.cat((v[:n], tail["v"])))
 
@@ -55,11 +55,11 @@ def _new_rows(by: int) -> Stages:
 def _new_quantised() -> Stages:
     """New tokens go through the cache's format on their way, as if they had been read back from it."""
 
-    def gather(w: Work, s: Stages, at: Indices, row: Row) -> Values:
-        from quire.conformance.build import encode
+    def gather(w: Work, s: Stages, at: Indices, sequence: BatchSequence) -> Values:
+        from quire.conformance.cases.build import encode
 
-        parts = list(x.gather(w, s, at, row))
-        n = max(row.context, 0)
+        parts = list(x.gather(w, s, at, sequence))
+        n = max(sequence.context, 0)
         for i, part in enumerate(("k", "v")):
             scale = w.scales[part].cpu().float().reshape(1, -1, 1)  # type: ignore[union-attr]
             fresh = parts[i][n:]
@@ -89,17 +89,17 @@ def _dense_table() -> Stages:
 
 
 def _dense_new_tokens() -> Stages:
-    def gather(w: Work, s: Stages, at: Indices, row: Row) -> Values:
+    def gather(w: Work, s: Stages, at: Indices, sequence: BatchSequence) -> Values:
         given = w.new
         w.new = {part: None if rows is None else _as_if_dense(rows) for part, rows in given.items()}
-        found = x.gather(w, s, at, row)
+        found = x.gather(w, s, at, sequence)
         w.new = given
         return found
 
     return PLAIN.replace(gather=gather)
 
 
-def _context(call: Call) -> bool:
+def _context(call: KernelCall) -> bool:
     return call.new is not None
 
 
@@ -117,7 +117,7 @@ FORMS = (
         "new-tokens-read-from-cache",
         "forms",
         "slots of the new tokens, not written yet, are read instead of k and v",
-        "one call with two contracts: prefill rows take k and v, decode rows take the cache",
+        "one call with two contracts: prefill sequences take k and v, decode sequences take the cache",
         _new_from_cache,
         _context,
         issues=("vLLM chunked_prefill_paged_decode",),

@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
-from quire.conformance import exact as x
-from quire.conformance.call import Call
-from quire.conformance.exact import PLAIN, Stages, Work
+from quire.conformance.cases.call import KernelCall
 from quire.conformance.faults import solve
 from quire.conformance.faults.fault import Fault
 from quire.conformance.faults.stages import ORDERS
+from quire.conformance.oracle import exact as x
+from quire.conformance.oracle.exact import PLAIN, Stages, Work
 
 
 def _heads(change: Any) -> Stages:
@@ -47,15 +47,15 @@ def _dims(keep: Any) -> Stages:
     return PLAIN.replace(score=score)
 
 
-def _several_heads(call: Call) -> bool:
+def _several_heads(call: KernelCall) -> bool:
     return call.kv_heads > 1
 
 
-def _groups(call: Call) -> bool:
+def _groups(call: KernelCall) -> bool:
     return call.kv_heads > 1 and call.q_heads > call.kv_heads
 
 
-def _long(call: Call) -> bool:
+def _long(call: KernelCall) -> bool:
     return call.seqs > 0 and int(call.q_starts.diff().max()) > 1
 
 
@@ -87,12 +87,13 @@ HEADS = (
         _several_heads,
         tries=(),
         solve=solve.head_map,
+        lasting=True,
         plant=lambda call: {"heads": [0] * call.q_heads},
     ),
     Fault(
         "query-off-by-one",
         "heads",
-        "each row is computed with the next one's query",
+        "each row is computed with the next row's query",
         "an index into q that counts from 1",
         lambda by: _query(by),
         _long,

@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 
-from quire.conformance.call import Call
-from quire.conformance.exact import Outcome, Stages, Work
+from quire.conformance.cases.call import KernelCall
 from quire.conformance.faults import solve
 from quire.conformance.faults.fault import Fault
 from quire.conformance.faults.stages import finished
+from quire.conformance.oracle.exact import Outcome, Stages, Work
 
 
 def _unwritten(rows: list[int]) -> Stages:
@@ -63,11 +63,11 @@ def _factor(factor: Any) -> Stages:
     return finished(finish)
 
 
-def _last_row(call: Call) -> dict[str, Any]:
+def _last_row(call: KernelCall) -> dict[str, Any]:
     return {"rows": [call.live - 1]}
 
 
-def _swap_ends(call: Call) -> dict[str, Any]:
+def _swap_ends(call: KernelCall) -> dict[str, Any]:
     rows = list(range(call.live))
     rows[0], rows[-1] = rows[-1], rows[0]
     return {"rows": rows}
@@ -83,6 +83,7 @@ OUTPUT = (
         lambda call: call.live > 0,
         tries=(),
         solve=solve.unwritten_rows,
+        symptom=True,
         plant=_last_row,
         issues=("vLLM #28905",),
     ),
@@ -95,6 +96,7 @@ OUTPUT = (
         lambda call: call.live > 0 and call.q_heads > 1,
         tries=(),
         solve=solve.unwritten_elements,
+        symptom=True,
         plant=lambda call: {"heads": [call.q_heads - 1], "dims": None},
         issues=("vLLM reshape_and_cache drops heads when Hk*D/x > 512",),
     ),
@@ -107,6 +109,7 @@ OUTPUT = (
         lambda call: call.live > 0,
         tries=(),
         solve=solve.zero_rows,
+        symptom=True,
         plant=_last_row,
         issues=("FlashInfer #1654", "FlashInfer #3219"),
     ),
@@ -130,6 +133,7 @@ OUTPUT = (
         lambda call: call.q_heads > 1,
         tries=(),
         solve=solve.head_order,
+        lasting=True,
         plant=lambda call: {"heads": list(range(call.q_heads))[::-1]},
     ),
     Fault(
@@ -141,6 +145,7 @@ OUTPUT = (
         lambda call: call.out.shape[2] > 1,
         tries=(),
         solve=solve.dim_order,
+        lasting=True,
         plant=lambda call: {"dims": [*range(1, call.out.shape[2]), 0]},
     ),
     Fault(

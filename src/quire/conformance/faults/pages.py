@@ -6,82 +6,79 @@ from typing import Any
 
 import torch
 
-from quire.conformance import exact as x
-from quire.conformance.call import Call
-from quire.conformance.exact import PLAIN, Indices, Row, Stages, Values, Work
+from quire.conformance.cases.call import KernelCall
 from quire.conformance.faults import solve
 from quire.conformance.faults.fault import Fault
+from quire.conformance.oracle import exact as x
+from quire.conformance.oracle.exact import PLAIN, BatchSequence, Indices, Stages, Values, Work
 
 
 def _longer(by: int) -> Stages:
     """Sees keys beyond the end, each as a slot of the page it would lie in."""
 
-    def rows(w: Work, at: Indices) -> list[Row]:
-        return x.rows(w, at)
+    def gather(w: Work, s: Stages, at: Indices, sequence: BatchSequence) -> Values:
+        return x.gather(w, s, at, sequence._replace(kv_len=sequence.kv_len + by, q_len=sequence.q_len))
 
-    def gather(w: Work, s: Stages, at: Indices, row: Row) -> Values:
-        return x.gather(w, s, at, row._replace(kv_len=row.kv_len + by, q_len=row.q_len))
+    def see(w: Work, sequence: BatchSequence, keys: int) -> torch.Tensor:
+        visible = x.see(w, sequence, min(keys, sequence.kv_len))
+        return torch.cat((visible, torch.ones(sequence.q_len, max(keys - sequence.kv_len, 0), dtype=torch.bool)), 1)
 
-    def see(w: Work, row: Row, keys: int) -> torch.Tensor:
-        visible = x.see(w, row, min(keys, row.kv_len))
-        return torch.cat((visible, torch.ones(row.q_len, max(keys - row.kv_len, 0), dtype=torch.bool)), 1)
-
-    return PLAIN.replace(rows=rows, gather=gather, see=see, bias=_bias_to_the_end)
+    return PLAIN.replace(gather=gather, see=see, bias=_bias_to_the_end)
 
 
-def _bias_to_the_end(w: Work, row: Row, keys: int) -> torch.Tensor | float:
+def _bias_to_the_end(w: Work, sequence: BatchSequence, keys: int) -> torch.Tensor | float:
     if w.call.alibi is None:
         return 0.0
-    q_at = torch.arange(row.context, row.context + row.q_len)
+    q_at = torch.arange(sequence.context, sequence.context + sequence.q_len)
     return -x.slopes(w) * (q_at[:, None] - torch.arange(keys)[None, :]).abs()
 
 
 def _up_to(end: Any) -> Stages:
-    """Sees every slot up to `end(w, row)`, whatever the length says."""
+    """Sees every slot up to `end(w, sequence)`, whatever the length says."""
 
-    def gather(w: Work, s: Stages, at: Indices, row: Row) -> Values:
-        return x.gather(w, s, at, row._replace(kv_len=max(end(w, row), row.kv_len)))
+    def gather(w: Work, s: Stages, at: Indices, sequence: BatchSequence) -> Values:
+        return x.gather(w, s, at, sequence._replace(kv_len=max(end(w, sequence), sequence.kv_len)))
 
     return _longer(0).replace(gather=gather)
 
 
 def _locate(change: Any) -> Stages:
-    """Another way to find a key's page: `change(w, at, row, positions)`."""
+    """Another way to find a key's page: `change(w, at, sequence, positions)`."""
     return PLAIN.replace(locate=change)
 
 
 def _ids(change: Any) -> Stages:
-    def locate(w: Work, at: Indices, row: Row, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        page, slot = x.locate(w, at, row, positions)
+    def locate(w: Work, at: Indices, sequence: BatchSequence, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        page, slot = x.locate(w, at, sequence, positions)
         return change(page), slot
 
     return _locate(locate)
 
 
 def _table_row(by: int) -> Stages:
-    def locate(w: Work, at: Indices, row: Row, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return x.locate(w, at, row._replace(seq=min(max(row.seq + by, 0), w.call.seqs - 1)), positions)
+    def locate(w: Work, at: Indices, sequence: BatchSequence, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return x.locate(w, at, sequence._replace(seq=min(max(sequence.seq + by, 0), w.call.seqs - 1)), positions)
 
     return _locate(locate)
 
 
 def _table_column(by: int) -> Stages:
-    def locate(w: Work, at: Indices, row: Row, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def locate(w: Work, at: Indices, sequence: BatchSequence, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         size = w.call.page_size
         column = (positions // size + by).clamp(0, at.table.shape[1] - 1)
-        return at.table[row.seq, column], positions % size
+        return at.table[sequence.seq, column], positions % size
 
     return _locate(locate)
 
 
-def _contiguous(w: Work, at: Indices, row: Row, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _contiguous(w: Work, at: Indices, sequence: BatchSequence, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     size = w.call.page_size
-    return at.table[row.seq, 0] + positions // size, positions % size
+    return at.table[sequence.seq, 0] + positions // size, positions % size
 
 
 def _slot(by: int) -> Stages:
-    def locate(w: Work, at: Indices, row: Row, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        page, slot = x.locate(w, at, row, positions)
+    def locate(w: Work, at: Indices, sequence: BatchSequence, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        page, slot = x.locate(w, at, sequence, positions)
         return page, (slot + by) % w.call.page_size
 
     return _locate(locate)
@@ -90,11 +87,11 @@ def _slot(by: int) -> Stages:
 def _page_size(factor: float) -> Stages:
     """The table is read as if pages had another size."""
 
-    def locate(w: Work, at: Indices, row: Row, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def locate(w: Work, at: Indices, sequence: BatchSequence, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         size = max(int(w.call.page_size * factor), 1)
         column = (positions // size).clamp(max=at.table.shape[1] - 1)
         slot = positions % size
-        return at.table[row.seq, column] + slot // w.call.page_size, slot % w.call.page_size
+        return at.table[sequence.seq, column] + slot // w.call.page_size, slot % w.call.page_size
 
     return _locate(locate)
 
@@ -115,7 +112,7 @@ def _cells(cells: dict[tuple[int, int], int]) -> Stages:
 def _last_cell(spare: bool) -> Any:
     """Parameters that replace the last page of the longest sequence by one that nobody owns, or by a neighbour's."""
 
-    def plant(call: Call) -> dict[str, Any]:
+    def plant(call: KernelCall) -> dict[str, Any]:
         table, lens = call.page_table.cpu().long(), call.kv_lens.cpu().long()
         used = -(-lens // call.page_size)
         if call.new is not None:
@@ -131,7 +128,7 @@ def _last_cell(spare: bool) -> Any:
     return plant
 
 
-def _has_cells(call: Call) -> bool:
+def _has_cells(call: KernelCall) -> bool:
     lens = call.kv_lens.cpu().long() - (0 if call.new is None else call.q_starts.cpu().long().diff())
     return bool((lens > 0).sum() > 1) and call.case is not None and call.case.table not in ("shared",)
 
@@ -144,11 +141,11 @@ def _signed(offset: torch.Tensor) -> torch.Tensor:
     return (offset + 2**31) % 2**32 - 2**31
 
 
-def _is_high(call: Call) -> bool:
+def _is_high(call: KernelCall) -> bool:
     return call.pages > 2**16
 
 
-def _elements(call: Call) -> int:
+def _elements(call: KernelCall) -> int:
     return call.pages * int(call.k_pages.stride(0))
 
 
@@ -181,6 +178,7 @@ PAGES = (
         _has_cells,
         tries=(),
         solve=solve.cells(owned=False),
+        symptom=True,
         plant=_last_cell(spare=True),
         issues=("vLLM #42494", "vLLM #42273"),
     ),
@@ -188,11 +186,12 @@ PAGES = (
         "neighbour-page",
         "pages",
         "the slots of one page hold tokens of another page that is in use, mostly another sequence's",
-        "two sequences were given the same page, or a column was read from the neighbouring row",
+        "two sequences were given the same page, or a column was read from the neighbouring row of the table",
         lambda cells: _cells(cells),
         _has_cells,
         tries=(),
         solve=solve.cells(owned=True),
+        symptom=True,
         plant=_last_cell(spare=False),
         issues=("vLLM #42273", "tt-plugin #103"),
     ),
@@ -209,7 +208,7 @@ PAGES = (
         "pages-taken-as-contiguous",
         "pages",
         "all but the first page of a sequence come from elsewhere, unless its pages lie in order",
-        "only the first id of a row is read; most tests have tables in order and cannot see it",
+        "only the first id of a table row is read; most tests have tables in order and cannot see it",
         lambda: _locate(_contiguous),
         lambda call: bool((call.kv_lens > call.page_size).any()),
         issues=("FlashInfer #3219",),
@@ -273,7 +272,7 @@ PAGES = (
         "lengths",
         "the unused slots of the last page take part",
         "the loop runs over pages and masks nothing in the last one",
-        lambda: _up_to(lambda w, row: -(-row.kv_len // w.call.page_size) * w.call.page_size),
+        lambda: _up_to(lambda w, sequence: -(-sequence.kv_len // w.call.page_size) * w.call.page_size),
         lambda call: call.new is None and call.mask is None and bool((call.kv_lens % call.page_size != 0).any()),
         issues=("vLLM #35219", "vLLM #43990"),
     ),
@@ -283,7 +282,9 @@ PAGES = (
         "pages behind a sequence's end take part",
         "the loop runs over the table's width, or one page too far",
         lambda pages: _up_to(
-            lambda w, row: (-(-row.kv_len // w.call.page_size) + pages if pages else w.call.page_table.shape[1]) * w.call.page_size
+            lambda w, sequence: (
+                (-(-sequence.kv_len // w.call.page_size) + pages if pages else w.call.page_table.shape[1]) * w.call.page_size
+            )
         ),
         lambda call: call.new is None and call.mask is None,
         ({"pages": 1}, {"pages": 0}),

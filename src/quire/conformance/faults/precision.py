@@ -1,4 +1,4 @@
-"""Faults of precision: products in fewer bits than their factors have. `quire.conformance.precision` asks for them."""
+"""Faults of precision: products in fewer bits than their factors have. `quire.conformance.diagnosis.precision` asks for them."""
 
 from __future__ import annotations
 

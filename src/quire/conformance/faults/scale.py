@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
-from quire.conformance import exact as x
-from quire.conformance.call import Call
-from quire.conformance.exact import PLAIN, Part, Stages, Work
+from quire.conformance.cases.call import KernelCall
 from quire.conformance.faults import solve
 from quire.conformance.faults.fault import Fault
 from quire.conformance.faults.stages import has
+from quire.conformance.oracle import exact as x
+from quire.conformance.oracle.exact import PLAIN, SequenceResult, Stages, Work
 
 
 def _scaled(scale: Any) -> Stages:
@@ -43,7 +43,7 @@ def _softcap_over_bias() -> Stages:
     def score(w: Work, q: torch.Tensor, k: torch.Tensor, heads: torch.Tensor) -> torch.Tensor:
         return x.products(q * w.call.scale, k, heads)
 
-    def weigh(w: Work, logits: torch.Tensor, v: torch.Tensor, heads: torch.Tensor) -> Part:
+    def weigh(w: Work, logits: torch.Tensor, v: torch.Tensor, heads: torch.Tensor) -> SequenceResult:
         hidden = logits == -torch.inf
         return x.weigh(w, x.capped(w, logits.masked_fill(hidden, 0.0)).masked_fill(hidden, -torch.inf), v, heads)
 
@@ -56,13 +56,13 @@ def _softcap_over_mask() -> Stages:
     def score(w: Work, q: torch.Tensor, k: torch.Tensor, heads: torch.Tensor) -> torch.Tensor:
         return x.products(q * w.call.scale, k, heads)
 
-    def weigh(w: Work, logits: torch.Tensor, v: torch.Tensor, heads: torch.Tensor) -> Part:
+    def weigh(w: Work, logits: torch.Tensor, v: torch.Tensor, heads: torch.Tensor) -> SequenceResult:
         return x.weigh(w, x.capped(w, logits), v, heads)
 
     return PLAIN.replace(score=score, weigh=weigh, keep_unseen=True)
 
 
-DIMS: dict[str, Callable[[Call], float]] = {
+DIMS: dict[str, Callable[[KernelCall], float]] = {
     "2 head_dim": lambda call: 2 * call.q.shape[2],
     "head_dim / 2": lambda call: max(call.q.shape[2] / 2, 1),
     "v_head_dim": lambda call: call.out.shape[2],
@@ -71,7 +71,7 @@ DIMS: dict[str, Callable[[Call], float]] = {
 }
 
 
-def _exp2(w: Work, logits: torch.Tensor, v: torch.Tensor, heads: torch.Tensor) -> Part:
+def _exp2(w: Work, logits: torch.Tensor, v: torch.Tensor, heads: torch.Tensor) -> SequenceResult:
     ln2 = math.log(2.0)
     sinks = None if w.call.sinks is None else w.call.sinks * ln2
     return x.weigh(Work(dataclasses.replace(w.call, sinks=sinks), w.number, w.factors), logits * ln2, v, heads)
@@ -136,6 +136,7 @@ SCALE = (
         lambda factor: _scaled(lambda w: w.call.scale * factor),
         tries=(),
         solve=solve.score_factor,
+        lasting=True,
         plant=lambda call: {"factor": 1.25},
     ),
     Fault(

@@ -8,52 +8,62 @@ from typing import Any
 
 import torch
 
-from quire.conformance import exact as x
-from quire.conformance.call import Call
-from quire.conformance.exact import PLAIN, Outcome, Part, Stages, Work
+from quire.conformance.cases.call import KernelCall
 from quire.conformance.faults.fault import Fault
 from quire.conformance.faults.stages import TILES, finished
+from quire.conformance.oracle import exact as x
+from quire.conformance.oracle.exact import PLAIN, Outcome, SequenceResult, Stages, Work
 
 
 def _weigh(change: Any) -> Stages:
     return PLAIN.replace(weigh=change)
 
 
-def _not_normalised(w: Work, logits: torch.Tensor, v: torch.Tensor, heads: torch.Tensor) -> Part:
+def _not_normalised(w: Work, logits: torch.Tensor, v: torch.Tensor, heads: torch.Tensor) -> SequenceResult:
     part = x.weigh(w, logits, v, heads)
     top = logits.amax(-1) if logits.shape[-1] else logits.new_zeros(logits.shape[:2])
     total = torch.exp(part.lse - top.T).unsqueeze(-1).nan_to_num(0.0)
-    return Part(part.out * total, part.lse, part.weighted * total)
+    return SequenceResult(part.out * total, part.lse, part.weighted * total)
 
 
-def _uniform(w: Work, logits: torch.Tensor, v: torch.Tensor, heads: torch.Tensor) -> Part:
+def _uniform(w: Work, logits: torch.Tensor, v: torch.Tensor, heads: torch.Tensor) -> SequenceResult:
     return x.weigh(w, torch.where(logits == -torch.inf, logits, 0.0), v, heads)
 
 
-def _nothing_seen(w: Work, logits: torch.Tensor, v: torch.Tensor, heads: torch.Tensor) -> Part:
+def _nothing_seen(w: Work, logits: torch.Tensor, v: torch.Tensor, heads: torch.Tensor) -> SequenceResult:
     """Where no key is visible the weights' sum is 0, and 0 / 0 is NaN."""
     part = x.weigh(w, logits, v, heads)
     empty = torch.isneginf(logits).all(-1).T.unsqueeze(-1) if x.sink(w) is None else torch.zeros(())
-    return Part(torch.where(empty > 0, torch.nan, part.out), part.lse, part.weighted)
+    return SequenceResult(torch.where(empty > 0, torch.nan, part.out), part.lse, part.weighted)
 
 
-def _sees_nothing(call: Call) -> bool:
+def _sees_nothing(call: KernelCall) -> bool:
     """Whether some query has no key to see, nor a sink."""
     if call.sinks is not None:
         return False
     w = Work(call)
-    return any(row.q_len > 0 and not bool(x.see(w, row, max(row.kv_len, 0)).any(1).all()) for row in x.rows(w, x.read(w)))
+    return any(
+        sequence.q_len > 0 and not bool(x.see(w, sequence, max(sequence.kv_len, 0)).any(1).all())
+        for sequence in x.sequences(w, x.read(w))
+    )
 
 
-def _splits(count: int, keys: int) -> list[slice]:
-    size = max(-(-keys // count), 1)
+SPLITS: tuple[dict[str, int], ...] = (*({"splits": n} for n in (2, 4, 8, 16, 3)), *({"size": n} for n in (256, 512, 128, 64)))
+"""How kernels split a sequence's keys: into so many parts, or into parts of so many keys, whose number follows from the length."""
+
+
+def _splits(keys: int, splits: int | None, size: int | None) -> list[slice]:
+    """Ranges of keys: so many of them, or of this size."""
+    size = size or max(-(-keys // (splits or 1)), 1)
     return [slice(a, min(a + size, keys)) for a in range(0, max(keys, 1), size)]
 
 
-def _parts(w: Work, logits: torch.Tensor, v: torch.Tensor, heads: torch.Tensor, count: int) -> list[tuple[Any, Any, Any, Any]]:
+def _parts(
+    logits: torch.Tensor, v: torch.Tensor, heads: torch.Tensor, splits: int | None, size: int | None
+) -> list[tuple[Any, Any, Any, Any]]:
     """Each split's largest logit, sum, values and magnitudes, not normalised."""
     found = []
-    for keys in _splits(count, logits.shape[-1]):
+    for keys in _splits(logits.shape[-1], splits, size):
         s = logits[..., keys]
         top = s.amax(-1, keepdim=True).masked_fill(s.amax(-1, keepdim=True) == -torch.inf, 0.0)
         e = torch.exp(s - top)
@@ -62,14 +72,14 @@ def _parts(w: Work, logits: torch.Tensor, v: torch.Tensor, heads: torch.Tensor, 
     return found
 
 
-def _without_max(splits: int) -> Stages:
+def _without_max(splits: int | None = None, size: int | None = None) -> Stages:
     """Splits are added up as if each had the same largest logit."""
 
-    def weigh(w: Work, logits: torch.Tensor, v: torch.Tensor, heads: torch.Tensor) -> Part:
+    def weigh(w: Work, logits: torch.Tensor, v: torch.Tensor, heads: torch.Tensor) -> SequenceResult:
         right = x.weigh(w, logits, v, heads)
         if not logits.shape[-1]:
             return right
-        parts = _parts(w, logits, v, heads, splits)
+        parts = _parts(logits, v, heads, splits, size)
         extra = x.sink(w)
         total = sum((p[1] for p in parts), torch.zeros(()))
         if extra is not None:
@@ -77,28 +87,28 @@ def _without_max(splits: int) -> Stages:
         share = torch.where(total > 0, 1.0 / total, 0.0).transpose(0, 1)
         out = sum((p[2] for p in parts), torch.zeros(())) * share
         weighted = sum((p[3] for p in parts), torch.zeros(())) * share
-        return Part(out, (parts[0][0] + total.log()).squeeze(-1).T, weighted)
+        return SequenceResult(out, (parts[0][0] + total.log()).squeeze(-1).T, weighted)
 
     return _weigh(weigh)
 
 
-def _averaged(splits: int) -> Stages:
-    def weigh(w: Work, logits: torch.Tensor, v: torch.Tensor, heads: torch.Tensor) -> Part:
+def _averaged(splits: int | None = None, size: int | None = None) -> Stages:
+    def weigh(w: Work, logits: torch.Tensor, v: torch.Tensor, heads: torch.Tensor) -> SequenceResult:
         right = x.weigh(w, logits, v, heads)
         if not logits.shape[-1]:
             return right
-        parts = _parts(w, logits, v, heads, splits)
+        parts = _parts(logits, v, heads, splits, size)
         outs = [torch.where(p[1] > 0, 1.0 / p[1], 0.0).transpose(0, 1) for p in parts]
         out = sum((p[2] * o for p, o in zip(parts, outs)), torch.zeros(())) / len(parts)
         weighted = sum((p[3] * o for p, o in zip(parts, outs)), torch.zeros(())) / len(parts)
-        return Part(out, right.lse, weighted)
+        return SequenceResult(out, right.lse, weighted)
 
     return _weigh(weigh)
 
 
-def _dropped(splits: int, split: int) -> Stages:
-    def weigh(w: Work, logits: torch.Tensor, v: torch.Tensor, heads: torch.Tensor) -> Part:
-        parts = _splits(splits, logits.shape[-1])
+def _dropped(split: int, splits: int | None = None, size: int | None = None) -> Stages:
+    def weigh(w: Work, logits: torch.Tensor, v: torch.Tensor, heads: torch.Tensor) -> SequenceResult:
+        parts = _splits(logits.shape[-1], splits, size)
         at = split if split >= 0 else len(parts) + split
         if len(parts) > 1 and at < len(parts):
             logits = logits.clone()
@@ -111,7 +121,7 @@ def _dropped(splits: int, split: int) -> Stages:
 def _empty_counted(count: int) -> Stages:
     """Each empty split brings a largest logit of 0 and a sum of 1."""
 
-    def weigh(w: Work, logits: torch.Tensor, v: torch.Tensor, heads: torch.Tensor) -> Part:
+    def weigh(w: Work, logits: torch.Tensor, v: torch.Tensor, heads: torch.Tensor) -> SequenceResult:
         extra = logits.new_full((*logits.shape[:2], 1), math.log(count))
         return x.weigh(w, torch.cat((logits, extra), -1), torch.cat((v, torch.zeros_like(v[:1]))) if v.shape[0] else
                        v.new_zeros(1, *v.shape[1:]), heads)  # fmt: skip
@@ -119,10 +129,66 @@ def _empty_counted(count: int) -> Stages:
     return _weigh(weigh)
 
 
+def _other_base(splits: int | None = None, size: int | None = None) -> Stages:
+    """Splits are weighed by powers of 2 of their largest logits, which are natural ones."""
+
+    def weigh(w: Work, logits: torch.Tensor, v: torch.Tensor, heads: torch.Tensor) -> SequenceResult:
+        right = x.weigh(w, logits, v, heads)
+        if not logits.shape[-1]:
+            return right
+        parts = _parts(logits, v, heads, splits, size)
+        top = torch.stack([p[0] for p in parts]).amax(0)
+        shares = [torch.exp2(p[0] - top) for p in parts]
+        total = sum((s * p[1] for s, p in zip(shares, parts)), torch.zeros(()))
+        extra = x.sink(w)
+        if extra is not None:
+            total = total + torch.exp2(extra - top)
+        share = torch.where(total > 0, 1.0 / total, 0.0).transpose(0, 1)
+        out, weighted = (sum((s.transpose(0, 1) * p[i] for s, p in zip(shares, parts)), torch.zeros(())) * share for i in (2, 3))
+        # The LSE may be in either base, or taken from elsewhere.
+        return SequenceResult(out, torch.full_like(right.lse, torch.nan), weighted)
+
+    return _weigh(weigh)
+
+
+def _not_rescaled(of: str, tile: int, size: int | None = None) -> Stages:
+    """Where a tile raises the largest logit, the accumulator (or the sum) keeps its old scale. Splits begin anew."""
+
+    def weigh(w: Work, logits: torch.Tensor, v: torch.Tensor, heads: torch.Tensor) -> SequenceResult:
+        right = x.weigh(w, logits, v, heads)
+        if not logits.shape[-1]:
+            return right
+        parts = []
+        for keys in _splits(logits.shape[-1], None if size else 1, size):
+            running = torch.full_like(logits[..., :1], -torch.inf)
+            acc, sums = torch.zeros_like(right.out), torch.zeros_like(running)
+            for a in range(keys.start, keys.stop, tile):
+                part = slice(a, min(a + tile, keys.stop))
+                new = torch.maximum(running, logits[..., part].amax(-1, keepdim=True))
+                safe = new.masked_fill(new == -torch.inf, 0.0)
+                decay, e = torch.exp(running - safe), torch.exp(logits[..., part] - safe)
+                acc = acc * (1.0 if of == "accumulator" else decay.transpose(0, 1)) + x.mix(e, v[part], heads)[0]
+                sums = sums * (decay if of == "accumulator" else 1.0) + e.sum(-1, keepdim=True)
+                running = new
+            parts.append((running, sums, acc))
+        extra = x.sink(w)
+        if extra is not None:
+            parts.append((extra.expand(parts[0][0].shape), torch.ones_like(parts[0][1]), torch.zeros_like(right.out)))
+        top = torch.stack([p[0] for p in parts]).amax(0)
+        top = top.masked_fill(top == -torch.inf, 0.0)
+        total = sum((torch.exp(p[0] - top) * p[1] for p in parts), torch.zeros(()))
+        out = sum((torch.exp(p[0] - top).transpose(0, 1) * p[2] for p in parts), torch.zeros(()))
+        share = torch.where(total > 0, 1.0 / total, 0.0)
+        lse = (top + total.log()).squeeze(-1).T
+        return SequenceResult(out * share.transpose(0, 1), lse, right.weighted.clamp(min=1e-30))
+
+    return _weigh(weigh)
+
+
 def coarse(tile: int, online: bool, type: torch.dtype | None = None) -> Stages:
     """The accumulator is rounded to 16 bits after every tile of keys: to the queries' type, or to another."""
 
-    def weigh(w: Work, logits: torch.Tensor, v: torch.Tensor, heads: torch.Tensor) -> Part:
+    def weigh(w: Work, logits: torch.Tensor, v: torch.Tensor, heads: torch.Tensor) -> SequenceResult:
         right = x.weigh(w, logits, v, heads)
         if not logits.shape[-1]:
             return right
@@ -146,7 +212,7 @@ def coarse(tile: int, online: bool, type: torch.dtype | None = None) -> Stages:
         extra = x.sink(w)
         if extra is not None:
             total = total + torch.exp(extra - (running if online else top))
-        return Part(acc * torch.where(total > 0, 1.0 / total, 0.0).transpose(0, 1), right.lse, right.weighted)
+        return SequenceResult(acc * torch.where(total > 0, 1.0 / total, 0.0).transpose(0, 1), right.lse, right.weighted)
 
     return _weigh(weigh)
 
@@ -154,7 +220,7 @@ def coarse(tile: int, online: bool, type: torch.dtype | None = None) -> Stages:
 def _under(tops: Any) -> Stages:
     """Exponentials in fp32 under something else than the largest logit, `tops(logits [q_heads, queries, keys], sink)`."""
 
-    def weigh(w: Work, logits: torch.Tensor, v: torch.Tensor, heads: torch.Tensor) -> Part:
+    def weigh(w: Work, logits: torch.Tensor, v: torch.Tensor, heads: torch.Tensor) -> SequenceResult:
         right = x.weigh(w, logits, v, heads)
         if not logits.shape[-1]:
             return right
@@ -169,7 +235,7 @@ def _under(tops: Any) -> Stages:
         out = x.mix(w.rounded(e), w.rounded(v), heads)[0] * share
         # What becomes of an LSE without a finite sum nobody says.
         lse = torch.where(total.isfinite() & (total > 0), top + total.log(), torch.nan).squeeze(-1).T
-        return Part(torch.where(total.transpose(0, 1).isfinite(), out, torch.nan), lse, right.weighted)
+        return SequenceResult(torch.where(total.transpose(0, 1).isfinite(), out, torch.nan), lse, right.weighted)
 
     return _weigh(weigh)
 
@@ -182,12 +248,12 @@ BEYOND = 110.0
 """No exponential of a logit so far from 0 is a number other than 0 in fp32, with or without its smallest ones."""
 
 
-def _extremes(call: Call) -> dict[str, float]:
+def _extremes(call: KernelCall) -> dict[str, float]:
     """How high the largest logits of queries lie, how low, and how far above those of a query's first keys."""
     if "extremes" not in call.memo:
         found = {"high": 0.0, "low": 0.0, "rise": 0.0}
 
-        def weigh(w: Work, logits: torch.Tensor, v: torch.Tensor, heads: torch.Tensor) -> Part:
+        def weigh(w: Work, logits: torch.Tensor, v: torch.Tensor, heads: torch.Tensor) -> SequenceResult:
             extra = x.sink(w)
             if extra is not None:
                 logits = torch.cat((extra.expand(*logits.shape[:2], 1), logits), -1)
@@ -195,14 +261,14 @@ def _extremes(call: Call) -> dict[str, float]:
                 top, first = (part.amax(-1) for part in (logits, logits[..., : TILES[0]]))
                 for name, value in (("high", top), ("low", -top), ("rise", top - first)):
                     found[name] = max(found[name], float(value.nan_to_num(0.0, 0.0, 0.0).max()))
-            return x.weigh(w, logits[..., -v.shape[0] :], v, heads)
+            return x.weigh(w, logits[..., logits.shape[-1] - v.shape[0] :], v, heads)
 
         x.exact(call, _weigh(weigh))
         call.memo["extremes"] = found
     return call.memo["extremes"]
 
 
-def _sixteen(call: Call) -> bool:
+def _sixteen(call: KernelCall) -> bool:
     return call.q.dtype in (torch.float16, torch.bfloat16)
 
 
@@ -214,7 +280,7 @@ def _lse(change: Any) -> Stages:
     return finished(finish)
 
 
-def _has_lse(call: Call) -> bool:
+def _has_lse(call: KernelCall) -> bool:
     return call.lse is not None
 
 
@@ -284,24 +350,47 @@ SOFTMAX = (
         "softmax",
         "splits weigh wrongly against each other",
         "partial sums are added without bringing them to one largest logit",
-        lambda splits: _without_max(splits),
-        tries=tuple({"splits": n} for n in (2, 4, 8, 16, 3)),
+        _without_max,
+        tries=SPLITS,
     ),
     Fault(
         "splits-averaged",
         "softmax",
         "every split weighs the same",
         "partial outputs are averaged instead of weighed by their sums",
-        lambda splits: _averaged(splits),
-        tries=tuple({"splits": n} for n in (2, 4, 8, 16, 3)),
+        _averaged,
+        tries=SPLITS,
     ),
     Fault(
         "split-dropped",
         "softmax",
         "a share of the keys of every sequence is missing",
         "the combination runs over one split too few",
-        lambda splits, split: _dropped(splits, split),
-        tries=tuple({"splits": n, "split": i} for n in (2, 4, 8, 16, 3) for i in (-1, 0, 1)),
+        _dropped,
+        tries=tuple({**how, "split": i} for how in SPLITS for i in (-1, 0, 1)),
+    ),
+    Fault(
+        "split-merged-in-another-base",
+        "softmax",
+        "splits weigh too evenly, or too unevenly, against each other",
+        "the largest logits are natural ones and are merged with exp2, or the other way round",
+        _other_base,
+        tries=SPLITS,
+    ),
+    Fault(
+        "accumulator-not-rescaled",
+        "softmax",
+        "keys before a larger logit weigh too much",
+        "online softmax: where a tile raises the largest logit, the accumulator or the sum keeps its old scale",
+        _not_rescaled,
+        lambda call: int(call.kv_lens.max() if call.kv_lens.numel() else 0) > 8,
+        tuple(
+            {"of": of, "tile": tile, **how}
+            for tile in TILES
+            for of in ("accumulator", "sum")
+            for how in ({}, {"size": 256}, {"size": 512})
+            if tile < 256
+        ),
     ),
     Fault(
         "empty-split-counted",
@@ -324,7 +413,7 @@ SOFTMAX = (
         "lse-in-base-2",
         "lse",
         "the LSE is too large by 1/ln 2",
-        "log2 is faster; whoever merges must know",
+        "log2 is faster; the code that merges must know the base",
         lambda: _lse(lambda w, into: into.lse / math.log(2.0)),
         _has_lse,
         issues=("FlashInfer and FlashMLA use base 2",),

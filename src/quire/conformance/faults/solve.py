@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from quire.conformance import exact as x
-from quire.conformance.budget import ratios
-from quire.conformance.call import Call
-from quire.conformance.exact import PLAIN, Indices, Row, Work
+from quire.conformance.cases.call import KernelCall
+from quire.conformance.oracle import exact as x
+from quire.conformance.oracle.budget import ratios
+from quire.conformance.oracle.exact import PLAIN, BatchSequence, Indices, Work
 
 if TYPE_CHECKING:
     from quire.conformance.faults.fault import Seen
@@ -30,17 +30,17 @@ OPEN = 1 << 40
 class Inside:
     """The weights of one sequence, as they should be."""
 
-    def __init__(self, call: Call, row: Row, at: Indices, w: Work):
-        self.row = row
-        k, self.v = x.gather(w, PLAIN, at, row)
+    def __init__(self, call: KernelCall, sequence: BatchSequence, at: Indices, w: Work):
+        self.sequence = sequence
+        k, self.v = x.gather(w, PLAIN, at, sequence)
         self.heads = x.kv_head(w)
         keys = k.shape[0]
-        visible = x.see(w, row, keys)
+        visible = x.see(w, sequence, keys)
         seen = visible.any(0)[:, None, None]
         k, self.v = torch.where(seen, k, 0.0), torch.where(seen, self.v, 0.0)
-        self.q = w.call.q[row.first : row.first + row.q_len].cpu().double() * (w.call.q_scale or 1.0)
-        self.raw, self.cap = x.products(self.q * call.scale, k, self.heads), call.softcap
-        self.added = torch.zeros(()).masked_fill(~visible, -torch.inf) + x.bias(w, row, keys)
+        self.q = w.call.q[sequence.first : sequence.first + sequence.q_len].cpu().double() * (w.call.q_scale or 1.0)
+        self.raw, self.work = x.products(self.q * call.scale, k, self.heads), w
+        self.added = torch.zeros(()).masked_fill(~visible, -torch.inf) + x.bias(w, sequence, keys)
         self.logits = x.capped(w, self.raw) + self.added
         self.visible = visible
         self.sinks = None if call.sinks is None else call.sinks.cpu().double()
@@ -50,8 +50,7 @@ class Inside:
         logits = self.logits[head, query]
         if factor != 1.0:
             raw = self.raw[head, query] * factor
-            capped = raw if self.cap is None else self.cap * torch.tanh(raw / self.cap)
-            logits = capped + (self.added[head, query] if self.added.dim() == 3 else self.added[query])
+            logits = x.capped(self.work, raw) + (self.added[head, query] if self.added.dim() == 3 else self.added[query])
         top = logits.max()
         if self.sinks is not None:
             top = torch.maximum(top, self.sinks[head])
@@ -76,10 +75,10 @@ def wrong_heads(seen: Seen, row: int) -> torch.Tensor:
     return worst.argsort(descending=True)
 
 
-def sequences(call: Call) -> tuple[list[Row], Indices, Work]:
+def sequences(call: KernelCall) -> tuple[list[BatchSequence], Indices, Work]:
     w = Work(call)
     at = x.read(w)
-    return x.rows(w, at), at, w
+    return x.sequences(w, at), at, w
 
 
 def inside(seen: Seen, row: int) -> tuple[Inside, int] | None:
@@ -122,7 +121,7 @@ def _single(seen: Seen, row: int, head: int) -> list[int]:
     return [int(j) for j in order if float(off[j]) <= 4]
 
 
-def _missing(seen: Seen) -> list[tuple[Row, int, int]]:
+def _missing(seen: Seen) -> list[tuple[BatchSequence, int, int]]:
     """(sequence, query, key) for a few wrong rows whose output lacks one key."""
     found = []
     for row in wrong_rows(seen)[:6].tolist():
@@ -130,7 +129,7 @@ def _missing(seen: Seen) -> list[tuple[Row, int, int]]:
             place = inside(seen, row)
             for key in _single(seen, row, head)[:2]:
                 assert place is not None
-                found.append((place[0].row, place[1], key))
+                found.append((place[0].sequence, place[1], key))
     return found
 
 
@@ -219,7 +218,7 @@ def head_map(seen: Seen) -> Proposals:
     call = seen.call
     if call.kv_heads > 16:
         return []
-    from quire.conformance.budget import truth
+    from quire.conformance.oracle.budget import truth
 
     off = []
     live = call.live
@@ -230,7 +229,7 @@ def head_map(seen: Seen) -> Proposals:
     return [{"heads": torch.stack(off).argmin(0).tolist()}] if live else []
 
 
-def pool(call: Call) -> list[int]:
+def pool(call: KernelCall) -> list[int]:
     """Pages that hold something."""
     if call.pages <= 4096:
         return list(range(call.pages))
@@ -285,7 +284,7 @@ def _cell_of_head(
 ) -> tuple[int, int, bool] | None:
     """The column and the page that explain one head of a row, and whether it takes a page to do so."""
     size, n = seen.call.page_size, mine.logits.shape[-1]
-    cached = n if seen.call.new is None else max(mine.row.context, 0)
+    cached = n if seen.call.new is None else max(mine.sequence.context, 0)
     page = torch.tensor(pages).repeat_interleave(size)
     slot = torch.arange(size).repeat(len(pages))
     k = x.decode(w, "k", x.load(w, "k", x.address(w, "k", page, slot)), page, slot)

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from quire.conformance import exact as x
-from quire.conformance.call import Call
-from quire.conformance.exact import PLAIN, Part, Row, Stages, Work
+from quire.conformance.cases.call import KernelCall
+from quire.conformance.oracle import exact as x
+from quire.conformance.oracle.exact import PLAIN, BatchSequence, SequenceResult, Stages, Work
 
 TILES = (16, 32, 64, 128, 8)
 """Sizes that tiles of keys have in kernels, the usual ones first."""
@@ -20,12 +20,12 @@ def has(name: str) -> Any:
     return lambda call: getattr(call, name) is not None
 
 
-def with_sight(change: Any) -> Stages:
-    """Another sight: `change(w, row, far)` by distances [queries, keys]."""
+def with_visibility(change: Any) -> Stages:
+    """Another visibility: `change(w, sequence, far)` by distances [queries, keys]."""
 
-    def see(w: Work, row: Row, keys: int) -> torch.Tensor:
-        q_at, k_at = x.places(w, row, keys)
-        return change(w, row, q_at[:, None] - k_at[None, :])
+    def see(w: Work, sequence: BatchSequence, keys: int) -> torch.Tensor:
+        q_at, k_at = x.places(w, sequence, keys)
+        return change(w, sequence, q_at[:, None] - k_at[None, :])
 
     return PLAIN.replace(see=see)
 
@@ -33,7 +33,7 @@ def with_sight(change: Any) -> Stages:
 def with_sink(change: Any) -> Stages:
     """Another sink: `change(w, sinks [q_heads, 1, 1], logits)`; -inf is none."""
 
-    def weigh(w: Work, logits: torch.Tensor, v: torch.Tensor, heads: torch.Tensor) -> Part:
+    def weigh(w: Work, logits: torch.Tensor, v: torch.Tensor, heads: torch.Tensor) -> SequenceResult:
         extra = change(w, x.sink(w), logits).expand(*logits.shape[:2], 1)
         full = x.weigh(without_sink(w), torch.cat((logits, extra), -1), torch.cat((v, torch.zeros_like(v[:1]))), heads)
         return full
@@ -46,7 +46,7 @@ def without_sink(w: Work) -> Work:
     return bare
 
 
-ORDERS: dict[str, Callable[[Call], torch.Tensor]] = {
+ORDERS: dict[str, Callable[[KernelCall], torch.Tensor]] = {
     "kv head": lambda call: torch.arange(call.q_heads) // (call.q_heads // call.kv_heads),
     "within group": lambda call: torch.arange(call.q_heads) % (call.q_heads // call.kv_heads),
     "reversed": lambda call: torch.arange(call.q_heads).flip(0),

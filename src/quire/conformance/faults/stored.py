@@ -6,10 +6,11 @@ from typing import Any
 
 import torch
 
-from quire.conformance import exact as x
-from quire.conformance.call import Call
-from quire.conformance.exact import PLAIN, Indices, Row, Stages, Values, Work
+from quire.conformance.cases.build import TYPES
+from quire.conformance.cases.call import KernelCall
 from quire.conformance.faults.fault import Fault
+from quire.conformance.oracle import exact as x
+from quire.conformance.oracle.exact import PLAIN, BatchSequence, Indices, Stages, Values, Work
 
 
 def _decode(change: Any) -> Stages:
@@ -54,11 +55,42 @@ def _as_format(name: str) -> Stages:
     return _decode(decode)
 
 
+def _limited(change: Any) -> Stages:
+    """Stored numbers before their scale, changed: `change(w, numbers)`."""
+
+    def decode(w: Work, part: str, raw: torch.Tensor, page: torch.Tensor, slot: torch.Tensor) -> torch.Tensor:
+        return change(w, x.as_numbers(raw, w.call.format, w.number)) * x.scale_at(w, part, page, slot)
+
+    return _decode(decode)
+
+
+def _saturated(share: float) -> Stages:
+    def change(w: Work, numbers: torch.Tensor) -> torch.Tensor:
+        most = torch.finfo(TYPES[w.call.format]).max * share
+        return numbers.clamp(-most, most)
+
+    return _limited(change)
+
+
+def _flushed(bits: int) -> Stages:
+    """Numbers below the smallest normal one, times a power of two, are zero."""
+
+    def change(w: Work, numbers: torch.Tensor) -> torch.Tensor:
+        least = torch.finfo(TYPES[w.call.format]).smallest_normal * 2**bits
+        return torch.where(numbers.abs() < least, 0.0, numbers)
+
+    return _limited(change)
+
+
+def _eight_bit_floats(call: KernelCall) -> bool:
+    return call.format in TYPES and TYPES[call.format].is_floating_point and TYPES[call.format].itemsize == 1
+
+
 def _is(*formats: str) -> Any:
     return lambda call: call.format in formats
 
 
-def _is_quantised(call: Call) -> bool:
+def _is_quantised(call: KernelCall) -> bool:
     return call.k_scale is not None
 
 
@@ -98,7 +130,7 @@ def _transposed(parts: str) -> Stages:
     return PLAIN.replace(address=address)
 
 
-def _plain_pages(call: Call) -> bool:
+def _plain_pages(call: KernelCall) -> bool:
     contiguous = call.k_pages[0].is_contiguous() and call.v_pages[0].is_contiguous()
     return call.layout in ("nhd", "hnd") and call.kv_heads > 1 and call.page_size > 1 and contiguous
 
@@ -117,8 +149,8 @@ def _untransposed_values() -> Stages:
 
 
 def _gather(change: Any) -> Stages:
-    def gather(w: Work, s: Stages, at: Indices, row: Row) -> Values:
-        return change(w, row, x.gather(w, s, at, row))
+    def gather(w: Work, s: Stages, at: Indices, sequence: BatchSequence) -> Values:
+        return change(w, sequence, x.gather(w, s, at, sequence))
 
     return PLAIN.replace(gather=gather)
 
@@ -199,6 +231,24 @@ STORED = (
         issues=("vLLM: gfx942 stores fnuz, gfx950 and NVIDIA fn",),
     ),
     Fault(
+        "stored-numbers-saturated",
+        "formats",
+        "large keys and values are cut off at one number",
+        "the write clamps to the range of another format, or of a scale that is too small",
+        _saturated,
+        _eight_bit_floats,
+        ({"share": 0.5}, {"share": 240 / 448}, {"share": 0.25}),
+    ),
+    Fault(
+        "small-stored-numbers-flushed",
+        "formats",
+        "small keys and values are zero",
+        "numbers below the smallest normal one are flushed to zero when they are written or read",
+        _flushed,
+        _eight_bit_floats,
+        ({"bits": 4}, {"bits": 0}, {"bits": 1}, {"bits": 2}, {"bits": 3}),
+    ),
+    Fault(
         "fnuz-read-as-e4m3fn",
         "formats",
         "everything from the cache is twice as large",
@@ -274,7 +324,7 @@ STORED = (
         "layouts",
         "logits come from values and outputs from keys",
         "two arguments of the same shape, or the two halves of a joint page",
-        lambda: _gather(lambda w, row, kv: Values(kv.v, kv.k)),
+        lambda: _gather(lambda w, sequence, kv: Values(kv.v, kv.k)),
         lambda call: call.q.shape[2] == call.out.shape[2],
     ),
 )

@@ -6,7 +6,7 @@ from importlib import import_module
 
 import torch
 
-from quire.conformance.target import Target
+from quire.conformance.runner.target import Target
 from quire.errors import ArgumentError
 
 _OPERATORS = ("chunked_prefill_paged_decode", "context_attention_fwd", "unified_attention")

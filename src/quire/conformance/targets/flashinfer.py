@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from quire.conformance.call import Call
-from quire.conformance.target import Target
+from quire.conformance.cases.call import KernelCall
+from quire.conformance.runner.target import Target
 from quire.conformance.targets.peer import Rules, View, cannot_view, peer
 
 WORKSPACE = 1 << 29
@@ -39,7 +39,7 @@ def target(name: str, device: str | None) -> Target:
             buffers["workspace"] = torch.zeros(WORKSPACE, dtype=torch.uint8, device=call.device)
         ask(flashinfer, call, buffers["workspace"], decode)
 
-    def cannot(call: Call) -> str | None:
+    def cannot(call: KernelCall) -> str | None:
         if decode and not bool((call.q_starts.diff() == 1).all()):
             return "rows of other than one new token"
         if call.live < call.tokens and decode:

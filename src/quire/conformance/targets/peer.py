@@ -14,8 +14,8 @@ import torch
 
 from quire.cache.format import FORMATS
 from quire.cache.layout import layout_named
-from quire.conformance.call import Call
-from quire.conformance.target import Target, _features, facts
+from quire.conformance.cases.call import KernelCall
+from quire.conformance.runner.target import Target, facts
 from quire.problem import Problem
 
 Rules = dict[str, Callable[[Problem], bool]]
@@ -32,7 +32,7 @@ def peer(
     *,
     takes: str,
     rules: Rules,
-    cannot: Callable[[Call], str | None] = lambda call: None,
+    cannot: Callable[[KernelCall], str | None] = lambda call: None,
     refuses: bool = False,
     version: str = "",
 ) -> Target:
@@ -40,13 +40,13 @@ def peer(
     `cannot` be said to it at all. Unless it `refuses` by itself, it is not called beyond its rules."""
     known = set(takes.split())
 
-    def limits(call: Call) -> str | None:
+    def limits(call: KernelCall) -> str | None:
         problem = facts(call)
         broken = [words for words, holds in rules.items() if not holds(problem)]
         return f"it takes {'; '.join(broken)}" if broken else None
 
-    def missing(call: Call) -> str | None:
-        lacks = [feature for feature, present in _features(call).items() if present and feature not in known]
+    def missing(call: KernelCall) -> str | None:
+        lacks = [feature for feature, present in call.features.items() if present and feature not in known]
         if call.lse is not None and "lse" not in known:
             lacks.append("lse")
         return f"no argument for {', '.join(lacks)}" if lacks else cannot(call)
@@ -66,7 +66,7 @@ def release(package: str, module: ModuleType) -> str:
 class View:
     """A call as peers want to see it. Nothing is copied that needs not be."""
 
-    def __init__(self, call: Call):
+    def __init__(self, call: KernelCall):
         self.call = call
 
     def __getattr__(self, name: str) -> Any:
@@ -129,7 +129,7 @@ class View:
         return k.unflatten(3, (-1, x)).permute(0, 2, 3, 1, 4).contiguous(), v.permute(0, 2, 3, 1).contiguous()
 
 
-def token_major(call: Call) -> tuple[torch.Tensor, torch.Tensor] | None:
+def token_major(call: KernelCall) -> tuple[torch.Tensor, torch.Tensor] | None:
     """K and V as [pages, page_size, kv_heads, dim] without a copy; None if the layout splits an axis of theirs."""
     layout, found = layout_named(call.layout), []
     for order, pages in ((layout.k, call.k_pages), (layout.v, call.v_pages)):
@@ -140,7 +140,7 @@ def token_major(call: Call) -> tuple[torch.Tensor, torch.Tensor] | None:
     return found[0], found[1]
 
 
-def loose(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
+def loose(call: KernelCall) -> tuple[torch.Tensor, torch.Tensor]:
     """K and V as [pages, page_size, kv_heads, dim], copied where they must be."""
     layout = layout_named(call.layout)
     return token_major(call) or (
@@ -149,13 +149,13 @@ def loose(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     )
 
 
-def cannot_repack(call: Call) -> str | None:
+def cannot_repack(call: KernelCall) -> str | None:
     """Whether laying a cache out anew would take too much memory: pages may be spread over more than there is."""
     size = call.k_pages.numel() * call.k_pages.element_size()
     return f"a cache of {size >> 30} GiB, to be laid out anew" if size > LARGEST_COPY else None
 
 
-def cannot_view(call: Call) -> str | None:
+def cannot_view(call: KernelCall) -> str | None:
     return None if token_major(call) is not None else f"layout {call.layout}: it takes pages of whole slots and dims"
 
 
@@ -166,7 +166,7 @@ def plain(x: torch.Tensor, scale: torch.Tensor | None, page: torch.Tensor, offse
     return x.float() * (scale[page, offset, :, None] if scale.dim() == 3 else scale if scale.dim() == 0 else scale[:, None])
 
 
-def typed(call: Call, pages: torch.Tensor) -> torch.Tensor:
+def typed(call: KernelCall, pages: torch.Tensor) -> torch.Tensor:
     """Bytes under the type of their format."""
     return pages.view(FORMATS[call.format].dtype) if pages.dtype is torch.uint8 else pages
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 import torch._dynamo
 
-from quire.conformance.call import Call
-from quire.conformance.target import Target
+from quire.conformance.cases.call import KernelCall
+from quire.conformance.runner.target import Target
 from quire.conformance.targets.peer import Rules, View, cannot_view, peer
 
 LARGEST_TILE = 64
@@ -41,23 +42,7 @@ def target(name: str, device: str | None) -> Target:
             return
         pages = paged(PagedAttention, call)
         lens, q_lens, starts = call.kv_lens.long(), call.q_lens.long(), call.q_starts.long()
-        context, alibi = lens - q_lens, call.alibi
-        # Numbers as tensors: the compiler takes a plain one that changes for a symbol, and then cannot lower the function.
-        left, right, cap = (None if n is None else torch.tensor(n, device=where) for n in (*call.window, call.softcap))
-        causal = call.causal if isinstance(call.causal, torch.Tensor) else torch.full_like(lens, call.causal, dtype=torch.bool)
-
-        def sees(b: Any, h: Any, q: Any, key: Any) -> Any:
-            distance = context[b] + q - key
-            seen = (q < q_lens[b]) & (key < lens[b]) & ((distance >= 0) | ~causal[b])
-            if left is not None:
-                seen = seen & (distance <= left)
-            return seen if right is None else seen & (distance >= -right)
-
-        def bias(score: Any, b: Any, h: Any, q: Any, key: Any) -> Any:
-            if cap is not None:
-                score = cap * torch.tanh(score / cap)
-            return score if alibi is None else score - alibi[h] * (context[b] + q - key).abs()
-
+        sees, bias = mask_and_bias(call, lens, q_lens, where)
         mask = create_block_mask(sees, call.seqs, None, longest, width, device=where, BLOCK_SIZE=(128, call.page_size))
         padded = call.q.new_zeros(call.seqs, longest, *call.q.shape[1:])
         rows = [slice(int(starts[i]), int(starts[i + 1])) for i in range(call.seqs)]
@@ -83,7 +68,7 @@ def target(name: str, device: str | None) -> Target:
             if call.lse is not None:
                 call.lse[row] = aux.lse[i, :, : row.stop - row.start].T
 
-    def cannot(call: Call) -> str | None:
+    def cannot(call: KernelCall) -> str | None:
         for seq, columns in enumerate(needed(call)):
             ids = call.page_table[seq, columns]
             if len(ids.unique()) < len(ids):
@@ -98,6 +83,30 @@ def target(name: str, device: str | None) -> Target:
     return peer(name, run, where, takes=takes, rules=rules, cannot=cannot, version=version)
 
 
+def mask_and_bias(
+    call: View, lens: torch.Tensor, q_lens: torch.Tensor, device: str
+) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """The mask and the bias of a call, as functions of batch, head and the indices of query and key."""
+    context, alibi = lens - q_lens, call.alibi
+    # Numbers as tensors: the compiler takes a plain one that changes for a symbol, and then cannot lower the function.
+    left, right, cap = (None if n is None else torch.tensor(n, device=device) for n in (*call.window, call.softcap))
+    causal = call.causal if isinstance(call.causal, torch.Tensor) else torch.full_like(lens, call.causal, dtype=torch.bool)
+
+    def sees(b: Any, h: Any, q: Any, key: Any) -> Any:
+        distance = context[b] + q - key
+        seen = (q < q_lens[b]) & (key < lens[b]) & ((distance >= 0) | ~causal[b])
+        if left is not None:
+            seen = seen & (distance <= left)
+        return seen if right is None else seen & (distance >= -right)
+
+    def bias(score: Any, b: Any, h: Any, q: Any, key: Any) -> Any:
+        if cap is not None:
+            score = cap * torch.tanh(score / cap)
+        return score if alibi is None else score - alibi[h] * (context[b] + q - key).abs()
+
+    return sees, bias
+
+
 def paged(kind: Any, call: View) -> Any:
     """Its page table, filled with ours: it keeps the way back too, from a page to its place in each sequence."""
     pages = kind(call.pages, call.page_size, call.seqs, device=str(call.device))
@@ -109,7 +118,7 @@ def paged(kind: Any, call: View) -> Any:
     return pages
 
 
-def needed(call: Call) -> list[slice]:
+def needed(call: KernelCall) -> list[slice]:
     """The columns of the table that each sequence needs: pages left of a window may be anybody's by now."""
     left, found = call.window[0], []
     for kv_len, q_len in zip(call.kv_lens.tolist(), call.q_starts.diff().tolist()):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from quire.conformance.target import Target
+from quire.conformance.runner.target import Target
 from quire.conformance.targets.peer import Rules, View, cannot_view, peer
 
 GPU = "a GPU: torch has no kernel of it for CPUs"

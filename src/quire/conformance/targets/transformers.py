@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from quire.conformance.target import Target
+from quire.conformance.runner.target import Target
 from quire.conformance.targets.peer import Rules, View, cannot_repack, loose, peer
 
 RULES: Rules = {

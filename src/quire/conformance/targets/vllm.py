@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 import quire
-from quire.conformance.call import Call
-from quire.conformance.target import Target
+from quire.conformance.cases.call import KernelCall
+from quire.conformance.runner.target import Target
 from quire.conformance.targets.peer import Rules, View, cannot_repack, cannot_view, peer, release, scale_of
 
 MODULES = {
@@ -87,7 +87,7 @@ def _pair(name: str, function: Callable[..., Any], device: str, version: str) ->
             causal=call.causal,
         )
 
-    def cannot(call: Call) -> str | None:
+    def cannot(call: KernelCall) -> str | None:
         if mixed and call.new is not None and bool((call.q_starts.diff() == 1).any()):
             return "rows of one new token read the cache alone: their token must be there"
         if bool((call.q_starts.diff() > call.kv_lens).any()):

@@ -1,1 +1,1 @@
-"""Kernels in Gluon, for cards whose matrix unit wants to be fed by hand: Hopper."""
+"""Kernels in Gluon for Hopper, with specialised warps: a producer that loads and consumers that compute."""

@@ -1,7 +1,7 @@
 """Attention in C++: straight from the pages, every layout, format and feature.
 
-The library cuts a call into pieces of work that torch's threads take one by one. Sequences with few new tokens are read where
-they lie, all heads of a page at once (`few.h`); those with many pack a tile of keys at a time for all of their rows (`many.h`).
+The library divides a call into work units that torch's threads take one by one. Sequences with few new tokens are read in place,
+all heads of a page at once (`decode.h`); those with many pack a tile of keys at a time for all of their rows (`prefill.h`).
 Both are one source that is compiled for several instruction sets, `kernels.cpp`.
 """
 
@@ -55,7 +55,7 @@ def launch(
             q.shape[1] // cache.kv_heads,
             *batch_of(batch),
             _scale(q, options),
-            options.softcap or 0.0,
+            *(number or 0.0 for number in options.numbers),
             0.0 if options.out_scale is None else float(options.out_scale),
             UNBOUNDED if left is None else left,
             UNBOUNDED if right is None else right,
@@ -76,7 +76,7 @@ def launch(
 
 
 def launcher(problem: Problem, platform: Platform) -> Callable[[Any], None]:
-    """What launches calls: nothing is prepared for a problem here."""
+    """The function that launches calls of a problem."""
 
     def launch_call(call: Any) -> None:
         launch(
@@ -88,13 +88,13 @@ def launcher(problem: Problem, platform: Platform) -> Callable[[Any], None]:
 
 
 def _floats(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    """fp32, side by side."""
+    """As contiguous fp32."""
     if tensor is None or (tensor.dtype is torch.float32 and tensor.is_contiguous()):
         return tensor
     return tensor.detach().float().contiguous()
 
 
 def _scale(q: torch.Tensor, options: Options) -> float:
-    """What multiplies a product of a query and a key."""
+    """The factor of a product of a query and a key."""
     scale = q.shape[2] ** -0.5 if options.scale is None else options.scale
     return scale if options.q_scale is None else scale * (float(options.q_scale) or 1.0)

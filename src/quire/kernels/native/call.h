@@ -1,16 +1,19 @@
-// What a call is, in the words of the library: pointers, strides and numbers, nothing of Python or torch. `call.py` has the same.
+// The arguments of the C interface: pointers, strides and numbers, nothing of Python or torch. `call.py` packs the same structures.
 #pragma once
 #include <cstddef>
 #include <cstdint>
 
-// Never a function of its own: the linker would keep one compilation's for all, with instructions that not every CPU has.
+// Always inlined: the linker would keep one compilation's function for all, with instructions that not every CPU has.
 #define INLINE inline __attribute__((always_inline))
 
 namespace quire {
 
 constexpr int64_t UNBOUNDED = INT64_MAX;
 
+// The formats, in the order of `FORMATS` of quire/cache/format.py: `codec.h` converts them.
 enum Type : int64_t { FP32, FP16, BF16, E4M3FN, E4M3FNUZ, E5M2, INT8, TYPES };
+
+constexpr uint64_t NANS[TYPES] = {0x7FC00000, 0x7E00, 0x7FC0, 0x7F, 0x80, 0x7F, 0};  // a NaN of each type, the lowest bytes first
 
 INLINE int64_t size_of(int64_t type) { return type == FP32 ? 4 : type < E4M3FN ? 2 : 1; }
 
@@ -19,7 +22,7 @@ struct Array {  // [tokens, heads, dim]; strides in elements
     int64_t token, head, dim, type;
 };
 
-struct Index {  // integers, each read in its own type
+struct Index {  // an int32 or int64 tensor
     const void* data;
     int64_t row, column, wide;
 
@@ -53,12 +56,11 @@ struct Cache {
 struct Batch {
     Index table, kv_lens, q_starts;
     int64_t seqs, width;
-
 };
 
 // One sequence, read from the index tensors once when the call begins, so that a concurrent change cannot cause an invalid access. A
 // sequence whose output is NaN has q_len 0 here: there is nothing to compute.
-struct Row {
+struct Lengths {
     int64_t begin, q_len, kv_len;
 };
 
@@ -81,9 +83,9 @@ struct Attend {
     int64_t threads, level;
     Cache cache;
     // Set by the library; a caller's structure ends before it.
-    const Row* rows;
+    const Lengths* lengths;
 
-    INLINE bool takes_new(int64_t seq) const { return new_k.data && rows[seq].q_len >= context_from; }
+    INLINE bool takes_new(int64_t seq) const { return new_k.data && lengths[seq].q_len >= context_from; }
     INLINE bool is_causal(int64_t seq) const { return causal_of ? causal_of[seq * causal_stride] : causal; }
 };
 
@@ -134,29 +136,29 @@ struct Check {
     INLINE bool is_causal(int64_t seq) const { return causal_of ? causal_of[seq * causal_stride] : causal; }
 };
 
-// A piece of work: some rows of one sequence, over some of its keys. A row is a new token and a query head of the group.
+// A work unit: some rows of one sequence, over some of its keys. A row is a new token and a query head of the group.
 struct Unit {
     int64_t seq, head, heads, row, rows, low, high;
-    float* part;  // where to leave a part of the result; null if it is all of it
+    float* part;  // where to store a partial result; null if the unit has all keys of its rows
     double cost;
 };
 
-// Sums over parts of the keys. `part` holds for each row its largest logit, its sum and its weighted values.
-struct Join {
+// A unit whose keys are split. `part` has for each row the maximum, the sum and the accumulated values.
+struct SplitUnit {
     int64_t seq, head, heads, row, rows, parts, stride;
     const float* part;
 };
 
-// What one instruction set offers.
+// The functions of one instruction set.
 struct Level {
-    size_t (*room)(const Attend&);
+    size_t (*workspace_size)(const Attend&);
     int64_t (*most_rows)(const Attend&);
-    bool (*few)(const Attend&, int64_t rows);
-    void (*attend)(const Attend&, const Unit&, bool few, char* room);
-    void (*join)(const Attend&, const Join&);
-    size_t (*write_room)(const Write&);
-    void (*write)(const Write&, int64_t token, int64_t slot, char* room);
-    int64_t keys, strip;  // keys of a tile, and rows that meet it at a time
+    bool (*uses_decode)(const Attend&, int64_t rows);
+    void (*attend)(const Attend&, const Unit&, bool decode, char* workspace);
+    void (*combine)(const Attend&, const SplitUnit&);
+    size_t (*write_workspace)(const Write&);
+    void (*write)(const Write&, int64_t token, int64_t slot, char* workspace);
+    int64_t keys, strip;  // keys of a tile, and rows of a strip
 };
 
 INLINE int64_t part_stride(const Attend& call) { return (call.cache.v.dim + 2 + 15) / 16 * 16; }

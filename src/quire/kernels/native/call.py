@@ -12,22 +12,12 @@ from typing import NamedTuple
 import torch
 
 from quire.batch import Batch
+from quire.cache.format import FORMATS
 from quire.cache.kv_cache import KVCache
-from quire.problem import dtype_name
 
-TYPES = {name: number for number, name in enumerate(("fp32", "fp16", "bf16", "e4m3fn", "e4m3fnuz", "e5m2", "int8"))}
-TYPE_OF = {
-    dtype: TYPES[dtype_name(dtype)]
-    for dtype in (
-        torch.float32,
-        torch.float16,
-        torch.bfloat16,
-        torch.float8_e4m3fn,
-        torch.float8_e4m3fnuz,
-        torch.float8_e5m2,
-        torch.int8,
-    )
-}
+TYPES = {name: number for number, name in enumerate(FORMATS)}
+"""The numbers of the enum `Type` of codec.h, which has the formats in the same order."""
+TYPE_OF = {format.dtype: TYPES[name] for name, format in FORMATS.items()}
 UNBOUNDED = 2**63 - 1
 Words = tuple[int, ...]
 ABSENT: Words = (0, 0, 0, 0)

@@ -1,7 +1,7 @@
 // The two kinds of factors that products are made of. A unit is 32 bits: one fp32, or two bf16 that are multiplied and added
 // together. Everything that moves factors moves units, and does not care which kind they are.
 #pragma once
-#include "numbers.h"
+#include "codec.h"
 
 namespace quire {
 namespace QUIRE_LEVEL {
@@ -26,47 +26,16 @@ struct Fp32Factors {
     }
 
     // Units of values: a key each.
-    static INLINE void mingle(vi& low, vi& high) { (void)low, (void)high; }
-    static INLINE void in_order(float* values, int64_t count) { (void)values, (void)count; }
+    static INLINE void interleave(vi& low, vi& high) { (void)low, (void)high; }
+    static INLINE void to_key_order(float* values, int64_t count) { (void)values, (void)count; }
 };
 
 #if defined(__AVX512BF16__)
 #define QUIRE_BF16 1
 
-// The sizes of all codes of an 8-bit format as bf16, where each is exact: low bytes and high bytes, as lookups want them. In place of
-// zero there is what code 128 stands for. Made by the compiler: a library that is loaded on any CPU must not run this file's
-// instructions before it was asked to.
-template <int T>
-struct Codes {
-    static constexpr bool NEGATIVE_ZERO = T == E4M3FN || T == E5M2;  // is what code 128 stands for
-    alignas(64) uint8_t low[128] = {}, high[128] = {};
-
-    constexpr Codes() {
-        for (int code = 0; code < 128; code++) {
-            uint32_t bits = __builtin_bit_cast(uint32_t, number(code ? code : 128)) >> 16;
-            low[code] = bits & 0xFF, high[code] = bits >> 8 & 0x7F;
-        }
-    }
-
-    static constexpr float number(int code) {
-        if (T == INT8) return code < 128 ? code : code - 256;
-        constexpr int M = T == E5M2 ? 2 : 3, BIAS = T == E5M2 ? 15 : T == E4M3FN ? 7 : 8;
-        int size = code & 127, exponent = size >> M, mantissa = size & ((1 << M) - 1);
-        float value = exponent ? mantissa + (1 << M) : mantissa;
-        for (int e = exponent ? exponent : 1; e < BIAS + M; e++) value /= 2;
-        for (int e = exponent; e > BIAS + M; e--) value *= 2;
-        if (T == E5M2 && exponent == 31) value = mantissa ? __builtin_nanf("") : __builtin_inff();
-        if (T == E4M3FN && size == 127) value = __builtin_nanf("");
-        if (T == E4M3FNUZ && code == 128) return __builtin_nanf("");
-        return code & 128 ? -value : value;
-    }
-};
-template <int T>
-static constexpr Codes<T> CODES;
-
 template <int T>
 INLINE __m512i looked_up(__m512i codes, const uint8_t* table) {
-    __m512i size = T == INT8 ? _mm512_abs_epi8(codes) : codes, a = _mm512_load_si512(table), b = _mm512_load_si512(table + 64);
+    __m512i size = Codes<T>::SIGNED ? _mm512_abs_epi8(codes) : codes, a = _mm512_load_si512(table), b = _mm512_load_si512(table + 64);
     if (Codes<T>::NEGATIVE_ZERO) return _mm512_permutex2var_epi8(a, size, b);
     return _mm512_maskz_permutex2var_epi8(_mm512_test_epi8_mask(codes, codes), a, size, b);
 }
@@ -111,7 +80,7 @@ struct Bf16Factors {
     }
 
     // Two rows of 32 values become pairs, a lane for each value.
-    static INLINE void mingle(vi& low, vi& high) {
+    static INLINE void interleave(vi& low, vi& high) {
         const __m512i first = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6, 37, 5,
                                                36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
         const __m512i second = _mm512_add_epi16(first, _mm512_set1_epi16(16));
@@ -133,7 +102,7 @@ struct Bf16Factors {
     }
 
     // Fours of values in their order again.
-    static INLINE void in_order(float* values, int64_t count) {
+    static INLINE void to_key_order(float* values, int64_t count) {
         for (float* to = values; to < values + count; to += 2 * W) {
             float made[2 * W];
             memcpy(made, to, sizeof made);

@@ -1,7 +1,7 @@
 // All kernels, for one instruction set. This file is compiled once for each of them, with its own flags and its own QUIRE_LEVEL.
 // Nothing here may be shared with another compilation: no inline function of the standard library, no object that is made at start.
-#include "few.h"
-#include "many.h"
+#include "decode.h"
+#include "prefill.h"
 #include "write.h"
 
 namespace quire {
@@ -21,31 +21,31 @@ static INLINE auto with_factors(const Attend& call, Do f) {
     return f(Fp32Factors());
 }
 
-static size_t room(const Attend& call) {
+static size_t workspace_size(const Attend& call) {
     return with_factors(call, [&](auto factors) {
-        Room many{0, 0}, few{0, 0};
-        Many<decltype(factors)> a(call, many);
-        Few<decltype(factors)> b(call, few);
-        return most(many.used, few.used);
+        Workspace prefill{0, 0}, decode{0, 0};
+        PrefillKernel<decltype(factors)> a(call, prefill);
+        DecodeKernel<decltype(factors)> b(call, decode);
+        return most(prefill.used, decode.used);
     });
 }
 
 static int64_t most_rows(const Attend& call) {
-    return with_factors(call, [&](auto factors) { return Many<decltype(factors)>::most_rows(call); });
+    return with_factors(call, [&](auto factors) { return PrefillKernel<decltype(factors)>::most_rows(call); });
 }
 
-static bool few(const Attend& call, int64_t rows) { return rows <= FEW && !call.mask && !call.invariant; }
+static bool uses_decode(const Attend& call, int64_t rows) { return rows <= DECODE_ROWS && !call.mask && !call.invariant; }
 
-static void attend(const Attend& call, const Unit& unit, bool few, char* base) {
+static void attend(const Attend& call, const Unit& unit, bool decode, char* base) {
     with_factors(call, [&](auto factors) {
-        Room room{reinterpret_cast<uintptr_t>(base), 0};
-        if (few) Few<decltype(factors)>(call, room).run(unit);
-        else Many<decltype(factors)>(call, room).run(unit);
+        Workspace workspace{reinterpret_cast<uintptr_t>(base), 0};
+        if (decode) DecodeKernel<decltype(factors)>(call, workspace).run(unit);
+        else PrefillKernel<decltype(factors)>(call, workspace).run(unit);
     });
 }
 
 extern const Level LEVEL;
-const Level LEVEL = {room, most_rows, few, attend, join, write_room, write, KEYS, STRIP};
+const Level LEVEL = {workspace_size, most_rows, uses_decode, attend, combine, write_workspace, write, KEYS, STRIP};
 
 }  // namespace QUIRE_LEVEL
 }  // namespace quire

@@ -1,4 +1,4 @@
-// The C interface: cuts a call into pieces of work, and lets threads take them, the longest first.
+// The C interface: divides a call into work units, which threads take one by one, the longest first.
 #include <dlfcn.h>
 #include <unistd.h>
 
@@ -52,7 +52,7 @@ static const Level& level_of(int64_t level) {
 namespace {
 
 // Memory of a thread: it is asked for the same again and again, and finds it warm.
-char* own_room(size_t bytes) {
+char* thread_memory(size_t bytes) {
     struct Owner {
         char* memory = nullptr;
         size_t size = 0;
@@ -126,7 +126,7 @@ class Pool {
 // Its threads spin for a while after each of torch's operators, and others would have to fight them for the cores: after a product of
 // matrices, a decode of 0.85 ms takes 1.6 ms on threads of our own, and 1.9 ms on threads that are started for it.
 template <class F>
-void together(int64_t threads, F& f) {
+void run_parallel(int64_t threads, F& f) {
     using Parallel = void (*)(void (*)(void*), void*, unsigned, unsigned);
     static const Parallel parallel = reinterpret_cast<Parallel>(dlsym(RTLD_DEFAULT, "GOMP_parallel"));
     auto call = [](void* x) { (*static_cast<F*>(x))(); };
@@ -135,81 +135,79 @@ void together(int64_t threads, F& f) {
     else Pool::own().run(threads, call, &f);
 }
 
-// Lets threads take the pieces of work one by one.
+// Threads take the pieces of work one by one.
 template <class Each>
-void share(int64_t threads, int64_t count, size_t room, Each each) {
+void parallel_for(int64_t threads, int64_t count, size_t workspace, Each each) {
     std::atomic<int64_t> next{0};
     std::atomic<bool> failed{false};
     auto work = [&] {
         try {
-            char* mine = room ? own_room(room) : nullptr;
+            char* mine = workspace ? thread_memory(workspace) : nullptr;
             for (int64_t i; (i = next.fetch_add(1)) < count;) each(i, mine);
         } catch (const std::bad_alloc&) {
             failed = true;
         }
     };
-    together(std::min(threads, count), work);
+    run_parallel(std::min(threads, count), work);
     if (failed) throw std::bad_alloc();
 }
 
-constexpr uint64_t NANS[TYPES] = {0x7FC00000, 0x7E00, 0x7FC0, 0x7F, 0x80, 0x7F, 0};  // a NaN of each type, the lowest bytes first
-
 // The keys that some of the new tokens [first, first + count) of a sequence can see.
 Range sees(const Attend& call, int64_t seq, int64_t first, int64_t count) {
-    const Row& row = call.rows[seq];
-    int64_t context = row.kv_len - row.q_len;
+    const Lengths& sequence = call.lengths[seq];
+    int64_t context = sequence.kv_len - sequence.q_len;
     if (call.mask) {
         int64_t low = call.positions.data ? std::max<int64_t>(0, context) : 0;
         for (int64_t t = first; call.positions.data && t < first + count; t++) {
-            Range seen = context_seen(call, call.positions.at(row.begin + t), context);
+            Range seen = context_seen(call, call.positions.at(sequence.begin + t), context);
             if (seen.low < seen.high) low = std::min(low, seen.low);
         }
-        return {low, std::max(low, row.kv_len)};
+        return {low, std::max(low, sequence.kv_len)};
     }
     int64_t right = call.is_causal(seq) ? 0 : call.right;
     int64_t low = call.left == UNBOUNDED ? 0 : std::max<int64_t>(0, context + first - call.left);
-    int64_t high = right == UNBOUNDED ? row.kv_len : std::max<int64_t>(0, std::min(row.kv_len, context + first + count + right));
+    int64_t high = right == UNBOUNDED ? sequence.kv_len : std::max<int64_t>(0, std::min(sequence.kv_len, context + first + count + right));
     return {low, std::max(low, high)};
 }
 
 // Every sequence as it is now; `sound` if q_starts divides the rows of q among them.
-std::vector<Row> rows_of(const Attend& call, bool& sound) {
-    std::vector<Row> rows(static_cast<size_t>(call.batch.seqs));
+std::vector<Lengths> lengths_of(const Attend& call, bool& sound) {
+    std::vector<Lengths> lengths(static_cast<size_t>(call.batch.seqs));
     int64_t begin = call.batch.q_starts.at(0);
     sound = begin == 0;
     for (int64_t seq = 0; seq < call.batch.seqs; seq++) {
         int64_t end = call.batch.q_starts.at(seq + 1);
         if (end < begin || end > call.tokens) sound = false;
         if (!sound) break;
-        rows[seq] = {begin, end - begin, call.batch.kv_lens.at(seq)};
+        lengths[seq] = {begin, end - begin, call.batch.kv_lens.at(seq)};
         begin = end;
     }
-    return rows;
+    return lengths;
 }
 
-// Whether a query of a tree sees a key of the context from `room` on, for which the table has no cell.
-bool sees_from(const Attend& call, const Row& row, int64_t context, int64_t room) {
+// Whether a query of a tree sees a key of the context from `capacity` on, for which the table has no column.
+bool sees_from(const Attend& call, const Lengths& sequence, int64_t context, int64_t capacity) {
     if (!call.positions.data) return true;
-    for (int64_t t = row.begin; t < row.begin + row.q_len; t++) {
+    for (int64_t t = sequence.begin; t < sequence.begin + sequence.q_len; t++) {
         Range seen = context_seen(call, call.positions.at(t), context);
-        if (std::max(seen.low, room) < seen.high) return true;
+        if (std::max(seen.low, capacity) < seen.high) return true;
     }
     return false;
 }
 
 // Whether a sequence cannot be computed: its length is invalid, or a required page does not exist. With a tree mask, pages are checked
 // key by key when they are read: only some of them may be required.
-bool is_broken(const Attend& call, int64_t seq) {
-    const Row& row = call.rows[seq];
-    if (row.kv_len < 0 || row.kv_len > FAR_AWAY || (call.mask && row.q_len > call.mask_width)) return true;
-    int64_t context = row.kv_len - row.q_len, end = call.takes_new(seq) ? std::max<int64_t>(0, context) : row.kv_len;
+bool is_invalid(const Attend& call, int64_t seq) {
+    const Lengths& sequence = call.lengths[seq];
+    if (sequence.kv_len < 0 || sequence.kv_len > FAR_AWAY || (call.mask && sequence.q_len > call.mask_width)) return true;
+    int64_t context = sequence.kv_len - sequence.q_len, end = call.takes_new(seq) ? std::max<int64_t>(0, context) : sequence.kv_len;
     int64_t columns = call.batch.width, size = call.cache.page_size;
-    if (call.mask) return context > columns * size && sees_from(call, row, context, columns * size);
+    if (call.mask) return context > columns * size && sees_from(call, sequence, context, columns * size);
     int64_t low = call.left == UNBOUNDED ? 0 : std::max<int64_t>(0, context - call.left);
     return low < end && !pages_exist(call.batch, seq, low, end, size, call.cache.pages);
 }
 
-void nan_rows(const Attend& call, int64_t first, int64_t count) {
+void fill_nan(const Attend& call, int64_t first, int64_t count) {
     int64_t heads = call.cache.heads * call.group, size = size_of(call.out.type);
     const uint64_t nan = NANS[call.out.type];
     for (int64_t token = first; token < first + count; token++) {
@@ -222,7 +220,7 @@ void nan_rows(const Attend& call, int64_t first, int64_t count) {
     }
 }
 
-void zero_rows(const Attend& call, int64_t first) {
+void fill_zero(const Attend& call, int64_t first) {
     int64_t heads = call.cache.heads * call.group, size = size_of(call.out.type);
     for (int64_t token = first; token < call.tokens; token++) {
         for (int64_t head = 0; head < heads; head++) {
@@ -239,29 +237,30 @@ void zero_rows(const Attend& call, int64_t first) {
 void run(Attend& call) {
     const Level& level = level_of(call.level);
     bool sound;
-    std::vector<Row> rows_now = rows_of(call, sound);
-    if (!sound) return nan_rows(call, 0, call.tokens);  // q_starts does not say which rows belong to which sequence
-    call.rows = rows_now.data();
-    zero_rows(call, call.batch.seqs ? rows_now.back().begin + rows_now.back().q_len : 0);
+    std::vector<Lengths> lengths = lengths_of(call, sound);
+    if (!sound) return fill_nan(call, 0, call.tokens);  // q_starts does not say which rows belong to which sequence
+    call.lengths = lengths.data();
+    fill_zero(call, call.batch.seqs ? lengths.back().begin + lengths.back().q_len : 0);
     for (int64_t seq = 0; seq < call.batch.seqs; seq++) {
-        Row& row = rows_now[seq];
-        if (row.q_len <= 0 || row.q_len < call.only_low || row.q_len > call.only_high || !is_broken(call, seq)) continue;
-        nan_rows(call, row.begin, row.q_len);
-        row.q_len = 0;
+        Lengths& sequence = lengths[seq];
+        int64_t q_len = sequence.q_len;
+        if (q_len <= 0 || q_len < call.only_low || q_len > call.only_high || !is_invalid(call, seq)) continue;
+        fill_nan(call, sequence.begin, q_len);
+        sequence.q_len = 0;
     }
     std::vector<Unit> units;
     double total = 0;
     int64_t heads = call.cache.heads, tallest = level.most_rows(call), work_rows = 0;
     for (int64_t seq = 0; seq < call.batch.seqs; seq++) {
-        int64_t q_len = rows_now[seq].q_len, rows = q_len * call.group;
-        if (q_len > 0 && !level.few(call, rows)) work_rows += rows * heads;
+        int64_t q_len = lengths[seq].q_len, rows = q_len * call.group;
+        if (q_len > 0 && !level.uses_decode(call, rows)) work_rows += rows * heads;
     }
     // Rows are cut into enough pieces for all threads, but not into slivers: each packs the keys anew.
     int64_t height = std::max<int64_t>(32, std::min(tallest, work_rows / (4 * call.threads)));
     for (int64_t seq = 0; seq < call.batch.seqs; seq++) {
-        int64_t q_len = rows_now[seq].q_len, rows = q_len * call.group;
+        int64_t q_len = lengths[seq].q_len, rows = q_len * call.group;
         if (q_len <= 0 || q_len < call.only_low || q_len > call.only_high) continue;
-        if (level.few(call, rows)) {
+        if (level.uses_decode(call, rows)) {
             Range keys = sees(call, seq, 0, q_len);
             double cost = double(keys.high - keys.low + 16) * heads * (rows + 8);
             units.push_back({seq, 0, heads, 0, rows, keys.low, keys.high, nullptr, cost});
@@ -283,7 +282,7 @@ void run(Attend& call) {
 
     // A piece that is larger than a thread's share of everything is cut over its keys, and its parts are joined in the end.
     std::vector<Unit> cut;
-    std::vector<Join> joins;
+    std::vector<SplitUnit> split_units;
     std::vector<size_t> places;  // of each join's first part, while memory moves
     size_t room = 0;
     double part_cost = total / (4.0 * call.threads);
@@ -298,7 +297,7 @@ void run(Attend& call) {
             continue;
         }
         int64_t stride = unit.heads * unit.rows * part_stride(call);
-        joins.push_back({unit.seq, unit.head, unit.heads, unit.row, unit.rows, parts, stride, nullptr});
+        split_units.push_back({unit.seq, unit.head, unit.heads, unit.row, unit.rows, parts, stride, nullptr});
         places.push_back(cut.size());
         for (int64_t p = 0; p < parts; p++) {
             Unit part = unit;
@@ -315,18 +314,18 @@ void run(Attend& call) {
     for (Unit& unit : cut) {
         if (unit.part) unit.part = memory.get() + (reinterpret_cast<uintptr_t>(unit.part) - 64) / sizeof(float);
     }
-    for (size_t i = 0; i < joins.size(); i++) joins[i].part = cut[places[i]].part;
+    for (size_t i = 0; i < split_units.size(); i++) split_units[i].part = cut[places[i]].part;
 
     std::vector<int64_t> order(cut.size());
     for (size_t i = 0; i < order.size(); i++) order[i] = static_cast<int64_t>(i);
     std::stable_sort(order.begin(), order.end(), [&](int64_t a, int64_t b) { return cut[a].cost > cut[b].cost; });
     // Starting a team takes microseconds: what is done sooner than that is done alone.
     int64_t threads = total * (call.cache.k.dim + call.cache.v.dim) < 1e6 ? 1 : call.threads;
-    share(threads, static_cast<int64_t>(cut.size()), level.room(call), [&](int64_t i, char* mine) {
+    parallel_for(threads, static_cast<int64_t>(cut.size()), level.workspace_size(call), [&](int64_t i, char* mine) {
         const Unit& unit = cut[order[i]];
-        level.attend(call, unit, level.few(call, rows_now[unit.seq].q_len * call.group), mine);
+        level.attend(call, unit, level.uses_decode(call, lengths[unit.seq].q_len * call.group), mine);
     });
-    share(threads, static_cast<int64_t>(joins.size()), 0, [&](int64_t i, char*) { level.join(call, joins[i]); });
+    parallel_for(threads, static_cast<int64_t>(split_units.size()), 0, [&](int64_t i, char*) { level.combine(call, split_units[i]); });
 }
 
 // Where a token is to be stored, -1 for nowhere.
@@ -349,7 +348,7 @@ void run(const Write& call) {
     }
     const int64_t room = call.cache.pages * call.cache.page_size, some = 16;
     int64_t pieces = (live + some - 1) / some;
-    share(pieces < 4 ? 1 : call.threads, pieces, level.write_room(call), [&](int64_t i, char* mine) {
+    parallel_for(pieces < 4 ? 1 : call.threads, pieces, level.write_workspace(call), [&](int64_t i, char* mine) {
         for (int64_t token = i * some; token < std::min(live, (i + 1) * some); token++) {
             if (slots[token] >= 0 && slots[token] < room) level.write(call, token, slots[token], mine);
         }
@@ -365,14 +364,14 @@ int guarded(Do f) {
     }
 }
 
-constexpr size_t GIVEN = offsetof(Attend, rows);  // bytes of a caller's structure
+constexpr size_t GIVEN = offsetof(Attend, lengths);  // bytes of a caller's structure
 
 }  // namespace
 }  // namespace quire
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
-EXPORT unsigned quire_levels() { return quire::levels_here(); }
+EXPORT unsigned quire_levels() { return quire::available_levels(); }
 EXPORT const char* quire_level_name(int level) { return level >= 0 && level < quire::LEVELS ? quire::LEVEL_NAMES[level] : nullptr; }
 EXPORT size_t quire_size_of_attend() { return quire::GIVEN; }
 EXPORT size_t quire_size_of_write() { return sizeof(quire::Write); }

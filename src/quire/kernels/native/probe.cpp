@@ -56,7 +56,7 @@ static bool amx_is_permitted() {
 }
 #endif
 
-unsigned levels_here() {
+unsigned available_levels() {
     unsigned found = 1u << PORTABLE, a, b, c, d;
     if (!__get_cpuid(1, &a, &b, &c, &d)) return found;
     constexpr unsigned OSXSAVE = 1u << 27, FMA = 1u << 12, F16C = 1u << 29, AVX = 1u << 28, MOVBE = 1u << 22;
@@ -86,9 +86,9 @@ unsigned levels_here() {
     return found;
 }
 #elif defined(__ARM_NEON)
-unsigned levels_here() { return 1u << NEON; }
+unsigned available_levels() { return 1u << NEON; }
 #else
-unsigned levels_here() { return 1u << PORTABLE; }
+unsigned available_levels() { return 1u << PORTABLE; }
 #endif
 
 }  // namespace quire

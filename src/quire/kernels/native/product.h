@@ -9,7 +9,7 @@
 namespace quire {
 namespace QUIRE_LEVEL {
 
-struct Factor {  // a: rows of units
+struct Operand {  // a: rows of units
     const int32_t* data;
     int64_t stride;
 };
@@ -26,7 +26,7 @@ struct Sums {  // c; earlier sums are multiplied by `keep`, row by row, or dropp
 };
 
 template <class F, int ROWS>
-static void few_rows(const int32_t* a, int64_t a_stride, const int32_t* b, int64_t units, float* c, int64_t c_stride,
+static void product_rows(const int32_t* a, int64_t a_stride, const int32_t* b, int64_t units, float* c, int64_t c_stride,
                      const float* keep) {
     constexpr int V = VECTORS_OF_PANEL;
     vf sum[ROWS][V] = {};
@@ -46,25 +46,25 @@ static void few_rows(const int32_t* a, int64_t a_stride, const int32_t* b, int64
 }
 
 template <class F, int ROWS = ROWS_OF_PANEL - 1>
-INLINE void last_rows(int64_t rows, const int32_t* a, int64_t a_stride, const int32_t* b, int64_t units, float* c, int64_t c_stride,
+INLINE void product_last_rows(int64_t rows, const int32_t* a, int64_t a_stride, const int32_t* b, int64_t units, float* c, int64_t c_stride,
                       const float* keep) {
     if constexpr (ROWS > 0) {
-        if (rows == ROWS) return few_rows<F, ROWS>(a, a_stride, b, units, c, c_stride, keep);
-        last_rows<F, ROWS - 1>(rows, a, a_stride, b, units, c, c_stride, keep);
+        if (rows == ROWS) return product_rows<F, ROWS>(a, a_stride, b, units, c, c_stride, keep);
+        product_last_rows<F, ROWS - 1>(rows, a, a_stride, b, units, c, c_stride, keep);
     }
 }
 
 template <class F>
-static void product(Factor a, int64_t rows, Panels b, Sums c) {
+static void product(Operand a, int64_t rows, Panels b, Sums c) {
     for (int64_t panel = 0; panel < b.count; panel++) {
         const int32_t* lines = b.data + panel * b.stride;
         float* to = c.data + panel * LANES_OF_PANEL;
         int64_t r = 0;
         for (; r + ROWS_OF_PANEL <= rows; r += ROWS_OF_PANEL) {
-            few_rows<F, ROWS_OF_PANEL>(a.data + r * a.stride, a.stride, lines, b.units, to + r * c.stride, c.stride,
+            product_rows<F, ROWS_OF_PANEL>(a.data + r * a.stride, a.stride, lines, b.units, to + r * c.stride, c.stride,
                                        c.keep ? c.keep + r : nullptr);
         }
-        last_rows<F>(rows - r, a.data + r * a.stride, a.stride, lines, b.units, to + r * c.stride, c.stride,
+        product_last_rows<F>(rows - r, a.data + r * a.stride, a.stride, lines, b.units, to + r * c.stride, c.stride,
                      c.keep ? c.keep + r : nullptr);
     }
 }
@@ -86,7 +86,7 @@ struct Tiles {  // holds the tile registers of a thread for the time of a piece 
 };
 
 template <>
-void product<Bf16Factors>(Factor a, int64_t rows, Panels b, Sums c) {
+void product<Bf16Factors>(Operand a, int64_t rows, Panels b, Sums c) {
     for (int64_t r = 0; r < rows; r += 32) {
         bool two = r + 16 < rows;
         const int32_t* a0 = a.data + r * a.stride;

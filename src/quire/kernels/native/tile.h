@@ -1,62 +1,14 @@
-// Tiles of keys: where their rows lie, what scales them, and what a row of queries makes of its scores.
+// Tiles of keys: the addresses of their rows, their scales, and the softmax of the scores of query rows.
 #pragma once
+#include "features.h"
 #include "product.h"
 
 namespace quire {
 namespace QUIRE_LEVEL {
 
 constexpr int64_t KEYS = 256;  // of a tile
-constexpr float LOG2E = 1.44269504088896341f;
 constexpr double LN2 = 0.693147180559945309;
 constexpr float HUGE_LOGIT = 1 << 22;  // half of its last place is a quarter
-
-struct Sequence {
-    int64_t seq, token, q_len, kv_len, context;
-    bool fresh;  // takes its new tokens from beside the cache
-    bool causal, tree;
-
-    Sequence(const Attend& call, int64_t seq)
-        : seq(seq),
-          token(call.rows[seq].begin),
-          q_len(call.rows[seq].q_len),
-          kv_len(call.rows[seq].kv_len),
-          context(kv_len - q_len),
-          fresh(call.takes_new(seq)),
-          causal(call.is_causal(seq)),
-          tree(call.mask) {}
-};
-
-// What a row of queries sees: keys [low, high) without a tree.
-struct Sight {
-    int64_t token, at, low, high;  // its token among the sequence's new ones, its position
-    float slope;                   // ALiBi's, for logits of base 2
-};
-
-static INLINE Sight sight_of(const Attend& call, const Sequence& s, int64_t token, int64_t q_head) {
-    Sight sight{token, s.context + token, 0, s.kv_len, call.alibi ? call.alibi[q_head] * LOG2E : 0.0f};
-    if (s.tree) {
-        if (call.positions.data) sight.at = call.positions.at(s.token + token);
-        return sight;
-    }
-    int64_t right = s.causal ? 0 : call.right;
-    if (call.left != UNBOUNDED) sight.low = most<int64_t>(0, sight.at - call.left);
-    if (right != UNBOUNDED) sight.high = most<int64_t>(0, least(s.kv_len, sight.at + right + 1));
-    return sight;
-}
-
-// The position of a key, and whether a query sees it, where a tree decides.
-static INLINE int64_t key_at(const Attend& call, const Sequence& s, int64_t key) {
-    return key >= s.context && call.positions.data ? call.positions.at(s.token + key - s.context) : key;
-}
-static INLINE bool tree_sees(const Attend& call, const Sequence& s, const Sight& sight, int64_t key) {
-    if (key >= s.context &&
-        !call.mask[(s.token + sight.token) * call.mask_token + (key - s.context) * call.mask_column]) {
-        return false;
-    }
-    if (call.left == UNBOUNDED && call.right == UNBOUNDED) return true;
-    int64_t distance = sight.at - key_at(call, s, key);
-    return (call.left == UNBOUNDED || distance <= call.left) && (call.right == UNBOUNDED || -distance <= call.right);
-}
 
 // The keys of a tile: the first `cut` lie in the cache, the others among the new tokens. A row that nobody sees is null.
 struct Tile {
@@ -68,7 +20,7 @@ struct Tile {
 };
 
 // Keys [low, high), of which columns start at `first`; `seen` leaves out what no query of a tree sees.
-static void find(const Attend& call, const Sequence& s, int64_t first, int64_t low, int64_t high, const bool* seen, Tile& tile) {
+static void locate_keys(const Attend& call, const Sequence& s, int64_t first, int64_t low, int64_t high, const bool* seen, Tile& tile) {
     const Cache& cache = call.cache;
     tile.first = first, tile.count = high - first, tile.bad = false;
     int64_t end = s.fresh ? most(low, least(high, s.context)) : high;
@@ -101,7 +53,7 @@ static void find(const Attend& call, const Sequence& s, int64_t first, int64_t l
     }
 }
 
-// Elements that lie apart, side by side.
+// Copies strided elements into contiguous memory.
 template <class Place>
 static INLINE const uint8_t* gathered(const uint8_t* row, int64_t size, int64_t dim, uint8_t* to, Place place) {
     for (int64_t d = 0; d < dim; d++) memcpy(to + d * size, row + place(d) * size, size);
@@ -154,23 +106,6 @@ static bool scales_of(const Pages& pages, const uint8_t* const* found, const Til
     return true;
 }
 
-// How scores become logits of base 2.
-struct Logits {
-    float factor, cap, capped;  // s * factor; with a softcap, capped * tanh(s * factor)
-
-    explicit Logits(const Attend& call) {
-        // The smallest cap that counts: below it all logits are alike in fp32 anyway.
-        double softcap = call.softcap ? most(call.softcap, 1e-30) : 0.0;
-        cap = softcap;
-        factor = cap ? call.scale / softcap : call.scale * (double)1.4426950408889634;
-        capped = softcap * 1.4426950408889634;
-    }
-};
-
-struct Gathered {  // what a row has so far: its largest logit, and the sum of the weights relative to it
-    float top, total;
-};
-
 // What a few rows, up to MOST_ROWS, see of a tile, and where their scores lie.
 constexpr int64_t MOST_ROWS = 32;
 struct Scores {
@@ -187,11 +122,11 @@ struct Scores {
 // Scores of rows over a tile become weights, and `keep` what earlier sums are to be multiplied by. One thing after the other for all
 // rows, so that what waits in one row is work in the next. Whether a row is cut by a mask changes no rounding.
 template <class F>
-static void weigh(const Scores& s, int64_t rows, int32_t* weights, int64_t weights_stride, const Logits& logits, Gathered* have,
+static void softmax(const Scores& s, int64_t rows, int32_t* weights, int64_t weights_stride, const Logits& logits, SoftmaxState* have,
                   float* keep) {
     const float none = -__builtin_inff();
     const vf factor = splat(logits.factor), never = splat(none);
-    const bool plain = !s.key_scale && !s.bias && !s.alibi && !logits.cap;  // then logits are made twice, and stored never
+    const bool plain = !s.key_scale && !s.bias && !s.alibi && !logits.transforms();  // then logits are made twice, and stored never
     auto cut_off = [&](int64_t r) { return s.first[r] > 0 || s.last[r] < s.padded; };
     auto shown = [&](vf x, int64_t r, int64_t j) {
         vi lane = lanes() + (int32_t)j;
@@ -213,9 +148,9 @@ static void weigh(const Scores& s, int64_t rows, int32_t* weights, int64_t weigh
         } else {
             for (int64_t j = 0; j < s.padded; j += W) {
                 vf x = load(score + j) * (s.key_scale ? load(s.key_scale + j) * factor : factor);
-                if (logits.cap) x = tanh(x) * logits.capped;
+                x = logits.transform(x);
                 if (s.bias) x += load(s.bias + r * s.stride + j);
-                if (s.alibi) x -= magnitude(s.distance[r] - __builtin_convertvector(lanes() + (int32_t)j, vf)) * s.slope[r];
+                if (s.alibi) x -= alibi_penalty(s.distance[r], s.slope[r], j);
                 if (cut_off(r)) x = shown(x, r, j);
                 if (!plain) store(score + j, x);
                 best = larger(best, x);
@@ -268,16 +203,10 @@ static void weigh(const Scores& s, int64_t rows, int32_t* weights, int64_t weigh
 }
 
 // Adds the sink, divides, and stores one row of the output and of the LSE. Memory for `values` is a multiple of W long.
-static void finish(const Attend& call, const Sequence& s, int64_t head, int64_t row, Gathered have, const float* values) {
+static void finish(const Attend& call, const Sequence& s, int64_t head, int64_t row, SoftmaxState have, const float* values) {
     int64_t token = s.token + row / call.group, q_head = head * call.group + row % call.group;
     const float none = -__builtin_inff();
-    float share = 1.0f;
-    if (call.sinks && call.sinks[q_head] != none) {
-        float sink = call.sinks[q_head] * LOG2E, top = sink > have.top ? sink : have.top;
-        share = have.top == top ? 1.0f : exp2(splat(have.top - top))[0];
-        have.total = have.total * share + (sink == top ? 1.0f : exp2(splat(sink - top))[0]);
-        have.top = top;
-    }
+    float share = add_sink(call, q_head, have);
     if (call.lse) {
         double lse = have.total == 0 ? (double)none : have.top * LN2 + __builtin_log((double)have.total);
         call.lse[token * call.lse_token + q_head * call.lse_head] = lse;
@@ -302,8 +231,8 @@ static void finish(const Attend& call, const Sequence& s, int64_t head, int64_t 
     });
 }
 
-// Leaves a part of a row's result, or finishes it.
-static INLINE void leave(const Attend& call, const Sequence& s, const Unit& unit, int64_t head, int64_t row, Gathered have,
+// Stores the partial result of a row, or its output.
+static INLINE void store_partial(const Attend& call, const Sequence& s, const Unit& unit, int64_t head, int64_t row, SoftmaxState have,
                          const float* values) {
     if (!unit.part) return finish(call, s, head, row, have, values);
     float* part = unit.part + ((head - unit.head) * unit.rows + row - unit.row) * part_stride(call);
@@ -311,14 +240,14 @@ static INLINE void leave(const Attend& call, const Sequence& s, const Unit& unit
     memcpy(part + 2, values, call.cache.v.dim * 4);
 }
 
-static void join(const Attend& call, const Join& work) {
+static void combine(const Attend& call, const SplitUnit& work) {
     const Sequence s(call, work.seq);
     const float none = -__builtin_inff();
     const int64_t v_dim = call.cache.v.dim;
     float values[512];
     for (int64_t i = 0; i < work.heads * work.rows; i++) {
         const float* first = work.part + i * part_stride(call);
-        Gathered have{none, 0.0f};
+        SoftmaxState have{none, 0.0f};
         for (int64_t p = 0; p < work.parts; p++) have.top = most(have.top, first[p * work.stride]);
         memset(values, 0, sizeof values);
         for (int64_t p = 0; p < work.parts; p++) {

@@ -1,4 +1,4 @@
-// A vector of fp32 as wide as the instruction set likes it. Everything else is written in terms of this.
+// A vector of fp32 of the width of the instruction set. All other code is written in terms of it.
 #pragma once
 #include <cstring>
 #include <utility>
@@ -157,8 +157,8 @@ INLINE float sum(vf x) {
 
 INLINE void prefetch(const void* p) { __builtin_prefetch(p, 0, 2); }
 
-// Room for a piece of work, cut from one allocation. Without a base it only counts.
-struct Room {
+// The buffers of a work unit, in one allocation. Without a base, `take` only counts bytes.
+struct Workspace {
     uintptr_t base;
     size_t used;
 

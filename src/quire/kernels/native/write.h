@@ -51,7 +51,7 @@ static void store_row(const Array& from, const Pages& pages, int64_t token, int6
     }
 }
 
-static size_t write_room(const Write&) { return (512 + W) * 8; }
+static size_t write_workspace(const Write&) { return (512 + W) * 8; }
 
 static void write(const Write& call, int64_t token, int64_t slot, char* room) {
     int64_t page = slot / call.cache.page_size, offset = slot % call.cache.page_size;

@@ -35,7 +35,7 @@ def launch(k: torch.Tensor, v: torch.Tensor, cache: KVCache, batch: Batch, slots
 
 
 def launcher(problem: Problem, platform: Platform) -> Callable[[Any], None]:
-    """What launches calls: nothing is prepared for a problem here."""
+    """The function that launches calls of a problem."""
 
     def launch_call(call: Any) -> None:
         launch(call.k, call.v, call.cache, call.batch, call.slots)

@@ -1,12 +1,12 @@
-"""Attention in plain torch: what every machine has, with no compiler and no extra package.
+"""Attention in torch operators: it runs on every machine, without a compiler or another package.
 
-    for each sequence, for each span of its queries, for each tile of the keys that one of them can see:
-        load keys and values once, and let every strip of the span meet them:
-            score, hide, weigh, fold into what earlier tiles gave
+    for each sequence, for each span of its queries, for each tile of keys that one of them sees:
+        load keys and values once; for every strip of the span:
+            scores, mask, softmax, and merge with the result of earlier tiles
 
-Such a meeting is a complete attention with an LSE of its own, and folding two of them is what `quire.merge` does. The query heads
-of a group are rows of one matrix product. All arithmetic is fp32: torch's own 16-bit products die with an illegal instruction on
-CPUs that advertise AMX without its palette, as some hypervisors do, and would round the scores besides.
+The result of a tile is an attention with an LSE of its own; two results are merged as in `quire.merge`. The query heads of a group
+are rows of one matrix product. All arithmetic is fp32: torch's 16-bit products end with an illegal instruction on CPUs that
+advertise AMX without its palette, as some hypervisors do, and would round the scores.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ import torch
 
 from quire.batch import Batch
 from quire.cache.kv_cache import KVCache
-from quire.kernels.torch.broken import broken_sequences
-from quire.kernels.torch.exact import exact_products
+from quire.kernels.torch.exact_products import exact_products
+from quire.kernels.torch.features import VisibleKeys
+from quire.kernels.torch.invalid import invalid_sequences
 from quire.kernels.torch.read import Reader
-from quire.kernels.torch.sight import Sight
 from quire.kernels.torch.strip import Strip
 from quire.options import Options
 from quire.platform import Platform
 from quire.problem import ANY, Problem
 
 
-class Tile(NamedTuple):
+class TorchTile(NamedTuple):
     """How much is computed at a time. Tiles of keys start at multiples of `keys`."""
 
     strip: int
@@ -40,31 +40,31 @@ class Tile(NamedTuple):
     """Query tokens that share a tile of keys while it is loaded."""
 
 
-class Row(NamedTuple):
-    """One sequence: the row of q where its new tokens start, and its lengths."""
+class SequenceRows(NamedTuple):
+    """One sequence: its first row of q, and its lengths."""
 
-    token: int
+    start: int
     q_len: int
     kv_len: int
     causal: bool
 
 
-def tile_for(cache: KVCache, q_heads: int, longest: int, batch_invariant: bool) -> Tile:
-    """Keys such that a tile of K stays near the cores, strips of a thousand rows a group (torch's fused operator takes its large
-    steps from 768 on), spans whose totals stay in megabytes.
+def tile_for(cache: KVCache, q_heads: int, longest: int, batch_invariant: bool) -> TorchTile:
+    """Keys such that a tile of K fits into the cores' caches, strips of a thousand rows per group (torch's fused operator uses its
+    large blocks from 768 on), spans whose accumulators take a few megabytes.
 
-    A batch-invariant call takes one query at a time: the shape of every product, and so its bits, then follows from the
-    query's own position, however its prompt was cut."""
+    A batch-invariant call takes one query at a time: the shape of every product, and so its bits, then depends on the query's own
+    position alone, however its prompt was divided."""
     if batch_invariant:
-        return Tile(strip=1, keys=512, span=1)
+        return TorchTile(strip=1, keys=512, span=1)
     widest = max(cache.head_dim, cache.v_head_dim)
-    # A decode's tiles serve a handful of rows: larger ones save operators. A prefill's are met by strip after strip.
+    # The tiles of a decode are used by a few rows: larger ones save operators. Those of a prefill are used by many strips.
     budget = 4 << 20 if longest == 1 else 2 << 20
     keys = max(64, min(1024, budget // (4 * cache.kv_heads * widest)))
     if cache.page_size <= keys:
         keys -= keys % cache.page_size
     strip = max(1, 1024 * cache.kv_heads // q_heads)
-    return Tile(strip, keys, max(strip, (4 << 20) // (4 * q_heads * widest)))
+    return TorchTile(strip, keys, max(strip, (4 << 20) // (4 * q_heads * widest)))
 
 
 @torch.no_grad()
@@ -96,60 +96,80 @@ def launch(
         if padded is not None:
             padded[starts[-1] :] = 0
     longest = max((stop - start for start, stop in pairwise(starts)), default=0)
-    tile = tile_for(cache, q.shape[1], longest, options.batch_invariant)
-    keys = Reader(cache.k, cache.layout.k, cache.format, cache.k_scale, tile.keys)
-    values = Reader(cache.v, cache.layout.v, cache.format, cache.v_scale, tile.keys)
-    room = torch.empty(min(tile.span, longest), *q.shape[1:], dtype=torch.float32, device=q.device)
-    on_host = q.device.type == "cpu"
-    broken = broken_sequences(cache, page_table, options, starts, kv_lens, ANY if new is None else context_from)
-    for seq, ((token, stop), kv_len) in enumerate(zip(pairwise(starts), kv_lens)):
-        q_len = stop - token
+    invalid = invalid_sequences(cache, page_table, options, starts, kv_lens, ANY if new is None else context_from)
+    kernel = AttendSequence(q, cache, options, out, lse, longest)
+    for seq, ((start, stop), kv_len) in enumerate(zip(pairwise(starts), kv_lens)):
+        q_len = stop - start
         if q_len == 0 or not only[0] <= q_len <= only[1]:
             continue
-        if broken[seq]:
-            _make_nan(slice(token, stop), out, lse)
-            continue
-        context, table, bad = kv_len - q_len, page_table[seq], []
-        k_new = v_new = None
-        if new is not None and q_len >= context_from:
-            k_new, v_new = (x[token:stop] for x in new)
-        # With a tree mask some cells may be invalid: hidden keys are read from any page, then masked.
-        pages = table if options.mask is None else table.clamp(0, cache.pages - 1)
-        for begin in range(0, q_len, tile.span):
-            strips = _strips(q, cache, options, tile, room, Row(token, q_len, kv_len, causal[seq]), begin)
-            # A prefill's rows keep all threads busy; a decode's few are cut over the keys.
-            cuts = on_host and q_len == 1 and options.mask is None and not options.batch_invariant
-            parts = torch.get_num_threads() if cuts else 1
-            for low, high in _tiles([strip.sight for strip in strips], tile.keys):
-                k = keys.read(pages, low, high, k_new, context, parts, shared=len(strips) > 1)
-                v = values.read(pages, low, high, v_new, context, parts, shared=len(strips) > 1)
-                for strip in strips:
-                    strip.meet(k, v, low, high)
-                if options.mask is not None:
-                    cut = high if k_new is None else max(low, min(high, context))
-                    bad.append(_needs_bad_page(table, cache, low, cut, strips))
+        rows = SequenceRows(start, q_len, kv_len, causal[seq])
+        new_rows = None if new is None or q_len < context_from else (new[0][start:stop], new[1][start:stop])
+        if invalid[seq] or not kernel(rows, page_table[seq], new_rows):
+            _make_nan(slice(start, stop), out, lse)
+
+
+class AttendSequence:
+    """Attends to the keys of one sequence after the other."""
+
+    def __init__(
+        self, q: torch.Tensor, cache: KVCache, options: Options, out: torch.Tensor, lse: torch.Tensor | None, longest: int
+    ):
+        self.q, self.cache, self.options, self.out, self.lse = q, cache, options, out, lse
+        self.tile = tile = tile_for(cache, q.shape[1], longest, options.batch_invariant)
+        self.keys = Reader(cache.k, cache.layout.k, cache.format, cache.k_scale, tile.keys)
+        self.values = Reader(cache.v, cache.layout.v, cache.format, cache.v_scale, tile.keys)
+        self.buffer = torch.empty(min(tile.span, longest), *q.shape[1:], dtype=torch.float32, device=q.device)
+
+    def __call__(self, rows: SequenceRows, table: torch.Tensor, new: tuple[torch.Tensor, torch.Tensor] | None) -> bool:
+        """Writes the output and LSE of a sequence. False: with a tree mask, a visible key lies in a page that does not exist."""
+        missing = []
+        for begin in range(0, rows.q_len, self.tile.span):
+            missing += self._attend_span(rows, begin, table, new)
+        return not missing or not bool(torch.stack(missing).any())
+
+    def _attend_span(
+        self, rows: SequenceRows, begin: int, table: torch.Tensor, new: tuple[torch.Tensor, torch.Tensor] | None
+    ) -> list[torch.Tensor]:
+        """The span of queries from the new token `begin` on. Returns, with a tree mask, flags of missing pages."""
+        options, tile, missing = self.options, self.tile, []
+        context = rows.kv_len - rows.q_len
+        k_new, v_new = (None, None) if new is None else new
+        # With a tree mask some page ids may be invalid: hidden keys are read from any page, then masked.
+        pages = table if options.mask is None else table.clamp(0, self.cache.pages - 1)
+        strips = self._strips(rows, begin)
+        # The rows of a prefill keep all threads busy; the keys of a decode are divided among threads.
+        on_host = self.q.device.type == "cpu"
+        divides = on_host and rows.q_len == 1 and options.mask is None and not options.batch_invariant
+        parts = torch.get_num_threads() if divides else 1
+        for low, high in _tiles([strip.keys for strip in strips], tile.keys):
+            k = self.keys.read(pages, low, high, k_new, context, parts, shared=len(strips) > 1)
+            v = self.values.read(pages, low, high, v_new, context, parts, shared=len(strips) > 1)
             for strip in strips:
-                strip.store(out, lse)
-        if bad and bool(torch.stack(bad).any()):
-            _make_nan(slice(token, stop), out, lse)
+                strip.attend_tile(k, v, low, high)
+            if options.mask is not None:
+                end = high if new is None else max(low, min(high, context))
+                missing.append(_needs_missing_page(table, self.cache, low, end, strips))
+        for strip in strips:
+            strip.store(self.out, self.lse)
+        return missing
+
+    def _strips(self, rows: SequenceRows, begin: int) -> list[Strip]:
+        """The strips of the span of queries that begins at the sequence's new token `begin`."""
+        strips, tile, options = [], self.tile, self.options
+        for first in range(begin, min(begin + tile.span, rows.q_len), tile.strip):
+            count = min(tile.strip, rows.q_len - first, begin + tile.span - first)
+            keys = VisibleKeys(options, rows.start, first, count, rows.q_len, rows.kv_len, rows.causal)
+            tokens = slice(rows.start + first, rows.start + first + count)
+            buffer = self.buffer[first - begin : first - begin + count]
+            strips.append(Strip(self.q, tokens, keys, self.cache.kv_heads, options, buffer))
+        return strips
 
 
-def _strips(q: torch.Tensor, cache: KVCache, options: Options, tile: Tile, room: torch.Tensor, row: Row, begin: int) -> list[Strip]:
-    """The strips of the span of queries that begins at the sequence's new token `begin`."""
-    strips = []
-    for first in range(begin, min(begin + tile.span, row.q_len), tile.strip):
-        count = min(tile.strip, row.q_len - first, begin + tile.span - first)
-        sight = Sight(options, row.token, first, count, row.q_len, row.kv_len, row.causal)
-        tokens = slice(row.token + first, row.token + first + count)
-        strips.append(Strip(q, tokens, sight, cache.kv_heads, options, room[first - begin : first - begin + count]))
-    return strips
-
-
-def _tiles(sights: list[Sight], keys: int) -> Iterator[tuple[int, int]]:
-    """The tiles of keys that one of them can see. Between the context that a tree's window shows and the new tokens there may be
-    any number of keys that nobody sees."""
-    lowest, highest = min(sight.low for sight in sights), max(sight.high for sight in sights)
-    seen, context = max(sight.context_seen for sight in sights), sights[0].context
+def _tiles(ranges: list[VisibleKeys], keys: int) -> Iterator[tuple[int, int]]:
+    """The tiles of keys that some query sees. With a tree mask and a window, there may be any number of hidden keys between the
+    visible context and the new tokens."""
+    lowest, highest = min(one.low for one in ranges), max(one.high for one in ranges)
+    seen, context = max(one.context_seen for one in ranges), ranges[0].context
     at = lowest // keys * keys
     while at < highest:
         if at >= seen and at + keys <= context:
@@ -165,9 +185,8 @@ def _make_nan(tokens: slice, out: torch.Tensor, lse: torch.Tensor | None) -> Non
             written[tokens].copy_(torch.full((), math.nan, device=written.device))
 
 
-def _needs_bad_page(pages: torch.Tensor, cache: KVCache, low: int, high: int, strips: list[Strip]) -> torch.Tensor:
-    """Whether a key of [low, high) that somebody sees lies in a page that does not exist. It was not dereferenced, and its
-    sequence becomes NaN."""
+def _needs_missing_page(pages: torch.Tensor, cache: KVCache, low: int, high: int, strips: list[Strip]) -> torch.Tensor:
+    """Whether a visible key of [low, high) lies in a page that does not exist. It was not dereferenced; the output becomes NaN."""
     column = torch.arange(low, high, device=pages.device) // cache.page_size
     bad = column >= pages.shape[0]
     if pages.shape[0]:
@@ -175,13 +194,13 @@ def _needs_bad_page(pages: torch.Tensor, cache: KVCache, low: int, high: int, st
         bad |= (page < 0) | (page >= cache.pages)
     seen = torch.zeros_like(bad)
     for strip in strips:
-        visible = strip.sight.visible(low, high, pages.device)
+        visible = strip.keys.visible(low, high, pages.device)
         seen |= True if visible is None else visible.any(0)
     return (bad & seen).any()
 
 
 def launcher(problem: Problem, platform: Platform) -> Callable[[Any], None]:
-    """What launches calls: nothing is prepared for a problem here."""
+    """The function that launches calls of a problem."""
 
     def launch_call(call: Any) -> None:
         launch(

@@ -1,7 +1,7 @@
 """Reads runs of a sequence's tokens out of their pages, as fp32 that a matrix product can take.
 
 One reader serves one of K and V for one call. It owns the two buffers that a tile passes through, so that memory use is bounded
-whatever the context, and the allocator is not asked for megabytes in every step of the loop.
+whatever the context, and no step of the loop allocates.
 
 A tile may be cut into parts, one for each thread. Gathering, converting and attending then divide the work alike: what a core has
 written is read by the same core. Without that, half of every tile crosses from one core's cache to another's in each step,
@@ -16,6 +16,7 @@ import torch
 
 from quire.cache.format import Format
 from quire.cache.layout import Order
+from quire.kernels.torch.codec import decode
 
 SLICE_FROM = 64
 """From this page size on, a page is large enough to be converted straight from the cache; smaller ones are gathered first,
@@ -49,7 +50,7 @@ class Reader:
         # Gathered pages, and room for the tile itself.
         self.raw = torch.empty((count, *self.storage.shape[1:]), dtype=self.storage.dtype, device=storage.device)
         size = self.heads * max(tile, count * self.page_size) * self.dim
-        self.room = torch.empty(size, dtype=torch.float32, device=storage.device)
+        self.buffer = torch.empty(size, dtype=torch.float32, device=storage.device)
         self.frames: dict[tuple[int, int], Frame] = {}
 
     def read(
@@ -83,7 +84,7 @@ class Reader:
         if self.format.name == "fp32" and not shared and self.order.names[1] == "slot":
             tile = frame.view.reshape(frame.tile.shape)
         else:
-            self._convert(frame.view, frame.tile_view)
+            decode(frame.view, self.format, frame.tile_view)
             tile = frame.tile
         if self.scale is not None:
             tile.mul_(self._scale_of(ids, tile.shape[0]))
@@ -95,13 +96,13 @@ class Reader:
         if (pages, parts) not in self.frames:
             raw = self.raw[:pages]
             view = self.order.view(raw).unflatten(0, (parts, -1)).transpose(1, 2)
-            tile_view = self.room[: view.numel()].view(view.shape)
+            tile_view = self.buffer[: view.numel()].view(view.shape)
             self.frames[pages, parts] = Frame(raw, view, tile_view, tile_view.view(parts, self.heads, -1, self.dim))
         return self.frames[pages, parts]
 
     def _slice(self, ids: list[int], start: int, stop: int) -> torch.Tensor:
         """A few large pages, each converted straight from the cache."""
-        out = self.room[: self.heads * (stop - start) * self.dim].view(self.heads, stop - start, self.dim)
+        out = self.buffer[: self.heads * (stop - start) * self.dim].view(self.heads, stop - start, self.dim)
         at = start
         for page in ids:
             offset = at % self.page_size
@@ -112,7 +113,7 @@ class Reader:
             else:
                 piece = self.view[page][:, slots // self.view.shape[3], slots % self.view.shape[3]]
             tile = out[:, at - start : end - start]
-            self._convert(piece, tile.unflatten(2, piece.shape[2:]))
+            decode(piece, self.format, tile.unflatten(2, piece.shape[2:]))
             if self.scale is not None:
                 tile.mul_(self.scale[page, slots].T.unsqueeze(2) if self.scale.dim() == 3 else self.scale.reshape(-1, 1, 1))
             at = end
@@ -124,18 +125,3 @@ class Reader:
         if self.scale.dim() < 3:
             return self.scale.expand(self.heads).view(1, -1, 1, 1)
         return self.scale.index_select(0, ids).view(parts, -1, self.heads).transpose(1, 2).unsqueeze(3)
-
-    def _convert(self, stored: torch.Tensor, out: torch.Tensor) -> None:
-        """Stored elements as fp32. torch converts e4m3 one element at a time, so those go through fp16 by shifting their bits:
-        sign and magnitude move to where fp16 keeps them, and what is missing is a power of two."""
-        if self.format.itemsize > 1:
-            out.copy_(stored)
-            return
-        power = {"e4m3fn": 256.0, "e4m3fnuz": 128.0}.get(self.format.name)
-        magnitude, nan = (0x7F, 0x7F) if self.format.name == "e4m3fn" else (0xFF, 0x80)
-        if power is None or bool((stored & magnitude == nan).any()):
-            out.copy_(stored.view(self.format.dtype))
-            return
-        bits = stored.view(torch.int8).to(torch.int16).bitwise_left_shift_(7).bitwise_and_(~0x4000)
-        out.copy_(bits.view(torch.float16))
-        out.mul_(power)

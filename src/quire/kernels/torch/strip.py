@@ -1,4 +1,4 @@
-"""A few queries of one sequence on their way through its keys: score, hide, weigh, fold, and in the end store."""
+"""A strip: a few consecutive queries of one sequence, which attend to one tile of keys after the other."""
 
 from __future__ import annotations
 
@@ -7,19 +7,18 @@ from typing import NamedTuple
 
 import torch
 
-from quire.kernels.torch.sight import Sight
+from quire.kernels.torch.features import VisibleKeys, add_sink, alibi_penalty, cap_scores, changes_scores, softmax_share
 from quire.options import Options
 from quire.problem import is_fp8
 
 FUSED = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-"""torch's own attention of one dense tile, with its LSE: one operator instead of eight. In fp32 it multiplies in fp32."""
-
+"""torch's fused attention of one dense tile, with its LSE: one operator instead of eight. In fp32 it multiplies in fp32."""
 
 HELD = 1 << 19
-"""How many numbers a strip holds before it folds them: a decode's small parts are folded many at a time."""
+"""The numbers that a strip keeps before it merges partial results: the small ones of a decode are merged many at a time."""
 
 
-class Part(NamedTuple):
+class PartialResult(NamedTuple):
     """Attention over some of the keys: `out [parts, kv_heads, rows, v_head_dim]` and `lse [parts, kv_heads, rows, 1]`, fp32. A row
     is one query token of one query head of the group. A tile gives one part or several."""
 
@@ -28,41 +27,41 @@ class Part(NamedTuple):
 
 
 class Strip:
-    """The queries of a few consecutive tokens, and what they have gathered so far."""
+    """The queries of a few consecutive tokens, and their partial results."""
 
-    def __init__(self, q: torch.Tensor, tokens: slice, sight: Sight, kv_heads: int, options: Options, room: torch.Tensor):
-        self.tokens, self.sight, self.options = tokens, sight, options
-        self.rows = _rows_of(q[tokens], kv_heads, options, room)
-        self.held: list[Part] = []
-        """What the tiles gave that are not folded yet."""
+    def __init__(self, q: torch.Tensor, tokens: slice, keys: VisibleKeys, kv_heads: int, options: Options, buffer: torch.Tensor):
+        self.tokens, self.keys, self.options = tokens, keys, options
+        self.rows = _rows_of(q[tokens], kv_heads, options, buffer)
+        self.held: list[PartialResult] = []
+        """Results of tiles that are not merged yet."""
 
-    def meet(self, k: torch.Tensor, v: torch.Tensor, low: int, high: int) -> None:
-        """Attends to those of keys [low, high) that the strip can see; k and v are `[parts, kv_heads, keys / parts, dim]`."""
-        first, last = max(low, self.sight.low), min(high, self.sight.high)
+    def attend_tile(self, k: torch.Tensor, v: torch.Tensor, low: int, high: int) -> None:
+        """Attends to the visible ones of keys [low, high); k and v are `[parts, kv_heads, keys / parts, dim]`."""
+        first, last = max(low, self.keys.low), min(high, self.keys.high)
         if first >= last:
             return
         if (first, last) != (low, high):
             k, v = k[:, :, first - low : last - low], v[:, :, first - low : last - low]
-        visible = self.sight.visible(first, last, k.device)
-        if self.sight.tree is not None and visible is not None:
-            # A tree may hide a key from every query; then it must not reach them as 0 * NaN either.
+        visible = self.keys.visible(first, last, k.device)
+        if self.keys.tree is not None and visible is not None:
+            # A tree mask may hide a key from every query: then 0 * NaN must not reach them.
             unseen = ~visible.any(0).view(1, 1, -1, 1)
             k, v = k.masked_fill(unseen, 0.0), v.masked_fill(unseen, 0.0)
         bias = self._bias(first, last, visible)
         if bias is not None:
             bias = bias.unflatten(2, (k.shape[0], -1)).permute(2, 0, 1, 3)
         rows = self.rows.expand(k.shape[0], -1, -1, -1)
-        fused = self.options.softcap is None and k.shape[3] == v.shape[3] and k.device.type == "cpu"
-        part = _fused(rows, k, v, bias) if fused else _plain(rows, k, v, bias, self.options.softcap)
+        fused = not changes_scores(self.options) and k.shape[3] == v.shape[3] and k.device.type == "cpu"
+        part = _fused(rows, k, v, bias) if fused else _plain(rows, k, v, bias, self.options)
         if visible is not None:
             # A query that sees none of these keys gets zeros, whatever the products gave.
             blind = ~visible.any(1)
             if bool(blind.any()):
-                blind = blind.repeat_interleave(part.out.shape[2] // self.sight.count).view(1, 1, -1, 1)
-                part = Part(part.out.masked_fill(blind, 0.0), part.lse.masked_fill(blind, -math.inf))
+                blind = blind.repeat_interleave(part.out.shape[2] // self.keys.count).view(1, 1, -1, 1)
+                part = PartialResult(part.out.masked_fill(blind, 0.0), part.lse.masked_fill(blind, -math.inf))
         self.held.append(part)
         if len(self.held) * part.out.numel() > HELD:
-            self.held = [_fold(self.held)]
+            self.held = [_merged(self.held)]
 
     def _bias(self, low: int, high: int, visible: torch.Tensor | None) -> torch.Tensor | None:
         """What is added to the logits, `[kv_heads or 1, rows, keys]`: -inf for keys a query does not see, ALiBi's penalty."""
@@ -70,24 +69,20 @@ class Strip:
         if visible is not None:
             bias = torch.zeros(visible.shape, dtype=torch.float32, device=visible.device).masked_fill_(~visible, -math.inf)
         kv_heads, rows = self.rows.shape[:2]
-        if self.options.alibi is not None:
-            slopes = self.options.alibi.float().view(kv_heads, 1, -1, 1)
-            penalty = slopes * self.sight.distance(low, high, slopes.device).abs().unsqueeze(1)
+        penalty = alibi_penalty(self.options, self.keys, low, high, kv_heads)
+        if penalty is not None:
             bias = -penalty if bias is None else bias.unsqueeze(1) - penalty
             return bias.view(kv_heads, rows, high - low)
         if bias is None:
             return None
-        return bias.unsqueeze(1).expand(-1, rows // self.sight.count, -1).reshape(1, rows, high - low)
+        return bias.unsqueeze(1).expand(-1, rows // self.keys.count, -1).reshape(1, rows, high - low)
 
     def store(self, out: torch.Tensor, lse: torch.Tensor | None) -> None:
         """Lets the sink take its weight, and stores rows as tokens and heads."""
         kv_heads = self.rows.shape[0]
         to = out[self.tokens].unflatten(1, (kv_heads, -1))  # [tokens, kv_heads, group, v_head_dim]
-        rows, rows_lse = (x[0].unflatten(1, (to.shape[0], -1)) for x in _fold(self.held)) if self.held else _nothing(to)
-        if self.options.sinks is not None:
-            with_sink = torch.logaddexp(rows_lse, self.options.sinks.float().view(kv_heads, 1, -1, 1))
-            rows = rows * _share(rows_lse, with_sink)
-            rows_lse = with_sink
+        rows, rows_lse = (x[0].unflatten(1, (to.shape[0], -1)) for x in _merged(self.held)) if self.held else _no_keys(to)
+        rows, rows_lse = add_sink(rows, rows_lse, self.options)
         if self.options.out_scale is not None:
             rows = rows / self.options.out_scale
         if is_fp8(out.dtype):
@@ -98,53 +93,47 @@ class Strip:
             lse[self.tokens].unflatten(1, (kv_heads, -1)).copy_(rows_lse.squeeze(3).transpose(0, 1))
 
 
-def _rows_of(q: torch.Tensor, kv_heads: int, options: Options, room: torch.Tensor) -> torch.Tensor:
-    """Queries `[tokens, q_heads, head_dim]` as scaled fp32 rows `[kv_heads, tokens * group, head_dim]`, in the room given."""
+def _rows_of(q: torch.Tensor, kv_heads: int, options: Options, buffer: torch.Tensor) -> torch.Tensor:
+    """Queries `[tokens, q_heads, head_dim]` as scaled fp32 rows `[kv_heads, tokens * group, head_dim]`, in `buffer`."""
     scale = q.shape[2] ** -0.5 if options.scale is None else options.scale
     if options.q_scale is not None:
         scale = scale * options.q_scale
     by_group = q.unflatten(1, (kv_heads, -1)).transpose(0, 1)
-    rows = room.view(by_group.shape).copy_(by_group).mul_(scale)
+    rows = buffer.view(by_group.shape).copy_(by_group).mul_(scale)
     return rows.view(kv_heads, -1, q.shape[2])
 
 
-def _fused(rows: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None) -> Part:
+def _fused(rows: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None) -> PartialResult:
     """Attention of rows over the parts of a tile, in one operator."""
     out, lse = FUSED(rows, k, v, 0.0, False, attn_mask=bias, scale=1.0)
-    return Part(out, lse.unsqueeze(-1))
+    return PartialResult(out, lse.unsqueeze(-1))
 
 
-def _plain(rows: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None, softcap: float | None) -> Part:
-    """The same, spelled out: what the fused one cannot (a softcap, values of another size, other devices)."""
-    scores = rows @ k.transpose(2, 3)
-    if softcap is not None:
-        scores.div_(softcap).tanh_().mul_(softcap)
+def _plain(rows: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None, options: Options) -> PartialResult:
+    """The same in several operators: what the fused one does not support (changed scores, values of another size, other
+    devices)."""
+    scores = cap_scores(rows @ k.transpose(2, 3), options)
     if bias is not None:
         scores += bias
     lse = torch.logsumexp(scores, -1, keepdim=True)
-    return Part(scores.sub_(lse).exp_() @ v, lse)
+    return PartialResult(scores.sub_(lse).exp_() @ v, lse)
 
 
-def _fold(parts: list[Part]) -> Part:
-    """All the parts as one: each counts by its share of the softmax."""
+def _merged(parts: list[PartialResult]) -> PartialResult:
+    """Merges partial results, each weighted by its share of the softmax."""
     if len(parts) == 1 and parts[0].lse.shape[0] == 1:
         return parts[0]
     if len(parts) == 2 and all(part.lse.shape[0] == 1 for part in parts):
         total, part = parts
         lse = torch.logaddexp(total.lse, part.lse)
-        return Part(total.out.mul_(_share(total.lse, lse)).addcmul_(part.out, _share(part.lse, lse)), lse)
+        return PartialResult(total.out.mul_(softmax_share(total.lse, lse)).addcmul_(part.out, softmax_share(part.lse, lse)), lse)
     outs, lses = (torch.cat(x) for x in zip(*parts))
     lse = torch.logsumexp(lses, 0, keepdim=True)
-    return Part((outs * _share(lses, lse)).sum(0, keepdim=True), lse)
+    return PartialResult((outs * softmax_share(lses, lse)).sum(0, keepdim=True), lse)
 
 
-def _share(part: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
-    """exp(part - whole), 0 where there is nothing to share."""
-    return torch.exp(part - whole.masked_fill(whole == -math.inf, 0.0))
-
-
-def _nothing(to: torch.Tensor) -> Part:
-    """What queries without a key give: zeros, and an LSE of -inf."""
+def _no_keys(to: torch.Tensor) -> PartialResult:
+    """The result of queries without visible keys: zeros, and an LSE of -inf."""
     shape = (to.shape[1], to.shape[0], to.shape[2])
     zeros = torch.zeros(*shape, to.shape[3], dtype=torch.float32, device=to.device)
-    return Part(zeros, torch.full((*shape, 1), -math.inf, dtype=torch.float32, device=to.device))
+    return PartialResult(zeros, torch.full((*shape, 1), -math.inf, dtype=torch.float32, device=to.device))

@@ -46,7 +46,7 @@ def token_scale(x: torch.Tensor, format: Format) -> torch.Tensor:
 
 
 def launcher(problem: Problem, platform: Platform) -> Callable[[Any], None]:
-    """What launches calls: nothing is prepared for a problem here."""
+    """The function that launches calls of a problem."""
 
     def launch_call(call: Any) -> None:
         launch(call.k, call.v, call.cache, call.batch, call.slots)

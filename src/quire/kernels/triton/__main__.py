@@ -1,7 +1,7 @@
 import sys
 from pathlib import Path
 
-from quire.kernels.triton.report import render
+from quire.kernels.triton.compiler.report import render
 
 if len(sys.argv) != 2:
     sys.exit("usage: python -m quire.kernels.triton VERSIONS.json (what `make versions` writes)")

@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from quire.kernels.triton.formats import decode, encode
+from quire.kernels.triton.device.formats import decode, encode
 from support.launched import platform_at
 from support.scenario import LARGEST, TYPES
 

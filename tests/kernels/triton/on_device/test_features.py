@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from quire.kernels.triton.tuning import SMALL
+from quire.kernels.triton.host.tuning import SMALL
 from support.launched import attend, check, run
 from support.scenario import build
 

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from quire import Batch, KVCache, Options, PagePool
-from quire.cache.ledger import Finding
+from quire.cache.ledger import LedgerFinding
 from quire.contract.call import Call
-from quire.kernels.triton.ledger import AuditLauncher
-from quire.kernels.triton.program import as_bytes
-from quire.kernels.triton.tuning import AUDIT, LEAST, Portion
+from quire.kernels.triton.host.audit import AuditLauncher
+from quire.kernels.triton.host.program import as_bytes
+from quire.kernels.triton.host.tuning import AUDIT, LEAST, Portion
 from quire.problem import ANY, Extent
 from support.launched import audit, audit_launcher
 
@@ -81,9 +81,9 @@ class Setting:
         launcher(call)
         return self.ledger.report()
 
-    def finding(self, row: int, position: int, reason: str) -> Finding:
+    def finding(self, row: int, position: int, reason: str) -> LedgerFinding:
         slot = self.slot(row, position)
-        return Finding(row, position, slot, *divmod(slot, self.page_size), reason)
+        return LedgerFinding(row, position, slot, *divmod(slot, self.page_size), reason)
 
 
 def cache_of(device: str, pages: int, page_size: int, pool: PagePool | None = None) -> KVCache:
@@ -165,7 +165,7 @@ def test_a_missing_token_is_named(how: dict[str, Any], device: str) -> None:
     assert report.missing == 3
     assert report.first == s.finding(0, 21, "never written")
     slot = s.slot(0, 21)
-    where = f"row 0, position 21: slot {slot} (page {slot // 4}, offset 1): never written"
+    where = f"sequence 0, position 21: slot {slot} (page {slot // 4}, offset 1): never written"
     assert str(report) == f"3 required tokens were not in the cache, first {where}"
 
 
@@ -232,7 +232,7 @@ def test_what_a_pool_hands_out_again_is_stale(device: str) -> None:
         batch = pool.step(requests)
         count = sum(requests.values())
         slots = batch.slots_of_tokens(count, PAGE_SIZE)
-        rows = batch.rows_of_tokens(count)
+        rows = batch.sequences_of_tokens(count)
         at = torch.arange(count, device=device) - batch.q_starts[rows + 1] + batch.kv_lens[rows]
         if write:
             assert cache.ledger is not None
@@ -251,8 +251,8 @@ def test_what_a_pool_hands_out_again_is_stale(device: str) -> None:
     slot = int(batch.page_table[0, 0]) * PAGE_SIZE
     report = cache.ledger.report()
     assert report is not None and report.missing == 2
-    assert (report.first.row, report.first.position, report.first.slot) == (0, 0, slot)
-    assert report.first.reason == "stale: written at step 1, the slot was handed out again for a token of step 3"
+    assert (report.first.seq, report.first.position, report.first.slot) == (0, 0, slot)
+    assert report.first.reason == "stale: written at step 1, the slot was allocated again in step 3"
 
 
 def test_counts_add_up_and_the_first_call_is_kept(device: str) -> None:

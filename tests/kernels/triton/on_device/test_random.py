@@ -7,7 +7,7 @@ import torch
 
 from gpu.random_calls import TYPES, draw, draw_write
 from quire.contract.call import Call
-from quire.kernels.triton.launcher import AttendLauncher
+from quire.kernels.triton.host.launcher import AttendLauncher
 from quire.options import PLAIN
 from quire.problem import Problem
 from support.launched import audit, platform_at, write

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from quire import Batch, KVCache
-from quire.kernels.triton.tuning import tuning_for
+from quire.kernels.triton.host.tuning import tuning_for
 from quire.problem import Extent
 from support.launched import attend, card, check, prepared, run
 from support.scenario import build

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from quire.kernels.triton.tuning import tuning_for
+from quire.kernels.triton.host.tuning import tuning_for
 from quire.problem import Extent
 from support.launched import card, check, prepared, run
 from support.scenario import Scenario, build
@@ -34,11 +34,11 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def packed(device: str, together: int = 4, multiprocessors: int = 1) -> dict[str, Any]:
+def packed(device: str, heads_per_tile: int = 4, multiprocessors: int = 1) -> dict[str, Any]:
     """Fewer programs than units, so that heads are put together."""
     platform = card(device, multiprocessors)
     row = tuning_for("decode", platform.arch, 64, 4, 4)
-    return {"platform": platform, "tuning": row._replace(per_multiprocessor=1.0, together=together)}
+    return {"platform": platform, "tuning": row._replace(per_multiprocessor=1.0, heads_per_tile=heads_per_tile)}
 
 
 def made(seed: int, device: str, **case: Any) -> Scenario:
@@ -58,7 +58,7 @@ def tile_of(s: Scenario, **how: Any) -> Any:
 @pytest.mark.parametrize("name, together", [("plain", 2), *((name, 4) for name in CASES)])
 def test_heads_together(name: str, together: int, device: str) -> None:
     s, how = made(1, device, **CASES[name]), packed(device, together)
-    assert tile_of(s, **how).TOGETHER > 1
+    assert tile_of(s, **how).HEADS_PER_TILE > 1
     check("decode", s, *run("decode", s, **how))
 
 
@@ -67,8 +67,8 @@ def test_how_many_are_together(device: str) -> None:
     plain calls: not with a tree, not with new tokens beside the pages."""
     for expected, case, how in (
         (4, {}, {}),
-        (2, {}, {"together": 2}),
-        (1, {}, {"together": 1}),
+        (2, {}, {"heads_per_tile": 2}),
+        (1, {}, {"heads_per_tile": 1}),
         (2, {"group": 8}, {}),
         (1, {"group": 16}, {}),
         (2, {"kv_heads": 6}, {}),
@@ -81,7 +81,7 @@ def test_how_many_are_together(device: str) -> None:
         (1, {"form": "context"}, {}),
     ):
         s = made(1, device, **case)
-        assert tile_of(s, **packed(device, **{"together": 4, **how})).TOGETHER == expected, (case, how)
+        assert tile_of(s, **packed(device, **{"heads_per_tile": 4, **how})).HEADS_PER_TILE == expected, (case, how)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
@@ -90,7 +90,7 @@ def test_a_value_is_its_own_heads(multiprocessors: int, bad: float, device: str)
     """One that is infinite or NaN spoils what sees it: a number of one head's output, and no bit of another's."""
     s = made(2, device)
     how = packed(device, multiprocessors=multiprocessors)
-    assert tile_of(s, **how).TOGETHER > 1
+    assert tile_of(s, **how).HEADS_PER_TILE > 1
     clean, clean_lse = run("decode", s, **how)
     row, key, head, dim = 4, 77, 2, 5
     page = s.batch.page_table[row, key // s.cache.page_size]

@@ -8,10 +8,11 @@ import triton
 import triton.language as tl
 
 from quire.kernels.gluon.units import FIELDS, HEADER, units_kernel
-from quire.kernels.triton.arguments import Cache, Features, New, Out, Rows
-from quire.kernels.triton.launcher import arguments_of
-from quire.kernels.triton.program import as_bytes
-from quire.kernels.triton.schedule import find_row, total_work
+from quire.kernels.triton.device.arguments import BatchTensors, Cache, New, Out
+from quire.kernels.triton.device.features import Features
+from quire.kernels.triton.device.schedule import find_sequence, total_work
+from quire.kernels.triton.host.launcher import arguments_of
+from quire.kernels.triton.host.program import as_bytes
 from quire.problem import ANY, Extent
 from support.launched import prepared
 from support.scenario import build
@@ -21,7 +22,7 @@ TOKENS = 8
 
 
 def named(arguments):  # type: ignore[no-untyped-def]
-    return tuple(record(*value) for record, value in zip((Out, Cache, Rows, New, Features), arguments))
+    return tuple(record(*value) for record, value in zip((Out, Cache, BatchTensors, New, Features), arguments))
 
 
 def units_of(s, **how) -> list[list[int]]:  # type: ignore[no-untyped-def]
@@ -83,7 +84,7 @@ def test_more_rows_than_are_scanned_at_once(device: str) -> None:
 @triton.jit
 def count_kernel(found, rows, at, T: tl.constexpr, C: tl.constexpr):
     tl.store(found, total_work(rows, False, T, C))
-    row, begin = find_row(rows, at, False, T, C)
+    row, begin = find_sequence(rows, at, False, T, C)
     tl.store(found + 1, row)
     tl.store(found + 2, begin)
 
@@ -102,7 +103,7 @@ def test_work_beyond_32_bits_is_counted(device: str) -> None:
     assert constants.WIDE
     _, _, rows, _, _ = named(arguments_of(call, as_bytes, extent, ANY))
     found = torch.zeros(3, dtype=torch.int64, device=device)
-    one = -(-(2**31 - 64) // tile.KEYS) + constants.OPENING
+    one = -(-(2**31 - 64) // tile.KEYS) + constants.UNIT_OVERHEAD
     at = 97 * one + 5
     assert at >= 2**31
     count_kernel[(1,)](found, rows, at, tile, constants)

@@ -10,7 +10,7 @@ import torch
 
 from quire import Batch, KVCache
 from quire.kernels.torch import write as plain
-from quire.kernels.triton.tuning import LEAST
+from quire.kernels.triton.host.tuning import LEAST
 from support.launched import bits, write
 from support.scenario import LARGEST, TYPES, place
 

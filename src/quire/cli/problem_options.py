@@ -1,0 +1,164 @@
+"""The options that describe a machine and a layer, and the problem that they mean: `explain` and `warm` have them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from quire.cache.format import FORMATS
+from quire.cache.layout import LAYOUTS
+from quire.cli.command import Args, ChoiceOf, Count, Number, Option, Whole, flag
+from quire.errors import ArgumentError
+from quire.options import FEATURES, NUMBERS, Options
+from quire.platform import NAMED, NICKNAMES, Platform
+from quire.problem import Problem
+
+Q_TYPES = tuple(name for name, format in FORMATS.items() if format.dtype.is_floating_point)
+"""The types that queries and outputs can have."""
+_WORDS = {"float": "fp32", "half": "fp16"}
+SPELLINGS = {
+    **{word: name for word, name in _WORDS.items() if name in FORMATS},
+    **{str(format.dtype).removeprefix("torch."): name for name, format in FORMATS.items()},
+    **{f"fp8_{name}": name for name in Q_TYPES if FORMATS[name].itemsize == 1},
+}
+"""Other spellings of a type. fp8 alone is not among them: it means the platform's own."""
+
+
+def problem_options() -> list[click.Parameter]:
+    """The options that describe a machine and a layer."""
+    machine, layer = "the machine", "the layer"
+    found: list[click.Parameter] = [
+        Option(
+            "--arch",
+            metavar="NAME",
+            group=machine,
+            help=f"another machine: {', '.join(NAMED)}; or a GPU's name, such as {', '.join(list(NICKNAMES)[:12])} (this machine)",
+        ),
+        Option("--q-heads", type=Count, default=32, group=layer, help="query heads (32)"),
+        Option("--kv-heads", type=Count, default=8, group=layer, help="key and value heads (8)"),
+        Option("--head-dim", type=Count, default=128, group=layer, help="size of a head (128)"),
+        Option("--v-head-dim", type=Count, group=layer, help="size of a value head, if it differs"),
+        Option("--page-size", type=Count, default=16, group=layer, help="tokens in a page (16)"),
+        Option(
+            "--kv-dtype",
+            default="auto",
+            metavar="TYPE",
+            group=layer,
+            help=f"how the cache stores an element: auto (as q), fp8 (the machine's own), {', '.join(FORMATS)}",
+        ),
+        Option("--q-dtype", default="bf16", metavar="TYPE", group=layer, help="the type of q (bf16)"),
+        Option(
+            "--out-dtype", default="auto", metavar="TYPE", group=layer, help="the type of the output (auto: as q; bf16 for fp8 q)"
+        ),
+        Option(
+            "--scales",
+            type=ChoiceOf(("tensor", "head", "token")),
+            default="tensor",
+            group=layer,
+            help="what one scale of a quantised cache covers (tensor)",
+        ),
+        Option("--layout", type=ChoiceOf(LAYOUTS), default="nhd", group=layer, help="the order of axes in a page (nhd)"),
+        Option(
+            "--form",
+            type=ChoiceOf(("full", "context")),
+            default="full",
+            group=layer,
+            help="context: new tokens are not cached yet (full)",
+        ),
+        Option(
+            "--window",
+            "--sliding-window",
+            type=Whole(),
+            default=0,
+            group=layer,
+            help="visible keys, the query's own included (0: all)",
+        ),
+    ]
+    return [*found, *_feature_options(layer)]
+
+
+def _feature_options(layer: str) -> list[click.Parameter]:
+    """An option for each feature of a layer."""
+    found: list[click.Parameter] = []
+    for name in FEATURES:
+        words = f"--{name.replace('_', '-')}"
+        if name in NUMBERS:
+            value = {"is_flag": False, "flag_value": "1", "type": Number(), "metavar": "[NUMBER]"}
+            found.append(Option(words, group=layer, help=f"the layer has Options({name}=NUMBER)", **value))
+        else:
+            found.append(flag(words, f"the layer has Options({name}=...)", layer))
+    found.append(flag("--lse", "the log-sum-exp is returned, too", layer))
+    found.append(flag("--non-causal", "queries also see later keys", layer))
+    return found
+
+
+def platform_of(args: Args) -> Platform:
+    """The machine that is asked about."""
+    try:
+        return Platform.named(args.arch) if args.arch else Platform.detect()
+    except ArgumentError as error:
+        raise ArgumentError("--arch", error.given, error.allowed) from None
+
+
+def problem_of(args: Args, platform: Platform) -> Problem:
+    """The problem that the options describe."""
+    if args.q_heads % args.kv_heads:
+        raise ArgumentError("--q-heads", args.q_heads, f"a multiple of --kv-heads {args.kv_heads}")
+    if args.window < 0:
+        raise ArgumentError("--window", args.window, "0 for no window, or the number of visible keys")
+    for name in NUMBERS:
+        try:
+            Options(**{name: getattr(args, name)})
+        except ArgumentError as error:
+            raise ArgumentError(f"--{name}", error.given, error.allowed) from None
+    q_dtype = type_of("--q-dtype", args.q_dtype, Q_TYPES, platform)
+    own = default_out_type(q_dtype)
+    out_dtype = type_of("--out-dtype", args.out_dtype, Q_TYPES, platform, auto=own)
+    format = type_of("--kv-dtype", args.kv_dtype, tuple(FORMATS), platform, auto=q_dtype)
+    if args.batch_invariant and args.form == "context" and FORMATS[format].quantised:
+        raise ArgumentError("--form", "context with --batch-invariant", f"full: over {format} the forms differ by a rounding")
+    side = args.window - 1 if args.window else None
+    features: dict[str, Any] = {name: getattr(args, name) not in (None, False) for name in FEATURES}
+    return Problem(
+        q_heads=args.q_heads,
+        kv_heads=args.kv_heads,
+        head_dim=args.head_dim,
+        page_size=args.page_size,
+        v_head_dim=args.v_head_dim or 0,
+        q_dtype=q_dtype,
+        out_dtype=out_dtype,
+        format=format,
+        layout=args.layout,
+        scales=args.scales if FORMATS[format].quantised else "none",
+        form=args.form,
+        causal="no" if args.non_causal else "yes",
+        window=(side, side),
+        lse=args.lse,
+        device="cpu" if platform.vendor == "cpu" else "cuda",
+        **features,
+    )
+
+
+def default_out_type(q_dtype: str) -> str:
+    """The type of an output that nobody named."""
+    return "bf16" if FORMATS[q_dtype].itemsize == 1 else q_dtype
+
+
+def own_fp8(platform: Platform) -> str:
+    """What fp8 means on a platform: the flavour that its hardware has; without one the most common."""
+    return platform.fp8 or next(name for name in Q_TYPES if FORMATS[name].itemsize == 1)
+
+
+def type_of(name: str, given: str, allowed: tuple[str, ...], platform: Platform, auto: str | None = None) -> str:
+    """A type by Quire's name for it, whatever spelling is given."""
+    own = own_fp8(platform)
+    known = {"auto": auto} if auto else {}
+    known |= {word: word for word in allowed}
+    # vLLM does not say how special values are encoded: that depends on the machine, too.
+    generic = {"fp8": own, f"fp8_{own[:4]}": own}
+    known |= {word: meant for word, meant in {**SPELLINGS, **generic}.items() if meant in allowed}
+    word = given.removeprefix("torch.").lower()
+    if word not in known:
+        raise ArgumentError(name, repr(given), ", ".join(known))
+    return known[word]

@@ -1,0 +1,496 @@
+"""From a case to a call: numbers, pages, table, and poison wherever nobody may look.
+
+Caches are filled here by index formulas of the kit's own. What a query can see is worked out here too, so that everything else can
+be poisoned: slots beyond a length, pages that nobody owns, cells of the table behind a window, rows of padding.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from quire.conformance.cases.call import KernelCall, checksum, guarded
+from quire.conformance.cases.case import Case
+from quire.conformance.cases.page_plan import PagePlan, generator, page_plan, page_table
+from quire.options import NUMBERS
+
+# The kit has its own table of formats: an error in the library's table must not hide here.
+TYPES = {
+    "fp32": torch.float32,
+    "fp16": torch.float16,
+    "bf16": torch.bfloat16,
+    "e4m3fn": torch.float8_e4m3fn,
+    "e4m3fnuz": torch.float8_e4m3fnuz,
+    "e5m2": torch.float8_e5m2,
+    "int8": torch.int8,
+}
+LARGEST = {"e4m3fn": 448.0, "e4m3fnuz": 240.0, "e5m2": 57344.0, "int8": 127.0}
+Q_SCALE = 0.25
+"""What an fp8 query is multiplied by."""
+MOST_GIVEN_BACK = 12.0
+
+Index = Callable[..., tuple[torch.Tensor, ...]]
+WHERE: dict[str, tuple[Index, Index]] = {
+    "nhd": (lambda p, s, h, d, x: (p, s, h, d),) * 2,
+    "hnd": (lambda p, s, h, d, x: (p, h, s, d),) * 2,
+    "vllm_joint": (lambda p, s, h, d, x: (p, h, s, d),) * 2,
+    "vllm_x": (lambda p, s, h, d, x: (p, h, d // x, s, d % x), lambda p, s, h, d, x: (p, h, d, s)),
+    "aiter": (lambda p, s, h, d, x: (p, h, d // x, s, d % x), lambda p, s, h, d, x: (p, h, s // x, d, s % x)),
+}
+"""Where layouts put (page, slot, head, dim) of K and of V."""
+
+
+def x_of(case: Case) -> int:
+    return case.x or 16 // TYPES[case.format].itemsize
+
+
+def build(case: Case, device: torch.device | str = "cpu") -> KernelCall:
+    """The call of a case, stamped and sealed."""
+    if case.only >= 0:
+        return _alone(build(case.replace(only=-1), device), case)
+    live, tokens, seqs = case.live, case.live + case.padding, case.seqs
+    starts = [sum(case.q_lens[:i]) for i in range(seqs + 1)]
+    options = _options(case, starts, tokens)
+    visible = [sight(options, starts[i], case.q_lens[i], case.kv_lens[i], i) for i in range(seqs)]
+    cached = _cached(case, visible)
+
+    made = TYPES[case.q_dtype] if case.q_dtype not in LARGEST else torch.bfloat16
+    plan = page_plan(case)
+    dense, pages, scales = {}, {}, {}
+    for part, dim in case.dims.items():
+        dense[part] = _dense(case, part, dim, made, plan)
+        pages[part], scales[part] = _store(case, part, dim, plan, cached, dense[part])
+    k_pages, v_pages = _wrap(case, pages, plan, device)
+
+    q = _queries(case, options, starts, visible, dense["k"], tokens)
+    q[live:] = _bad(case, "q", q[live:].shape)
+    kinds = [getattr(torch, name) for name in case.index]
+    max_q_len, max_kv_len = _hints(case)
+    moved: dict[str, Any] = {n: o.to(device) if isinstance(o, torch.Tensor) else o for n, o in options.items() if n != "scale"}
+    moved |= {f"{part}_scale": None if scale is None else scale.to(device) for part, scale in scales.items()}
+    if case.form == "context":
+        moved |= {f"new_{part}": _new_tokens(case, part, dense[part], starts, made, device) for part in dense}
+    call = KernelCall(
+        q=_strided(case, _cast(q, case.q_dtype), 1, device),
+        k_pages=k_pages,
+        v_pages=v_pages,
+        page_table=_strided(case, page_table(case, plan, cached).to(kinds[0]), 1, device),
+        kv_lens=torch.tensor(case.kv_lens, dtype=kinds[1], device=device),
+        q_starts=torch.tensor(starts, dtype=kinds[2], device=device),
+        out=guarded((tokens, case.q_heads, case.dims["v"]), TYPES[case.problem.out_dtype], device),
+        scale=options["scale"],
+        layout=case.layout,
+        format=case.format,
+        lse=guarded((tokens, case.q_heads), torch.float32, device) if case.lse else None,
+        q_scale=Q_SCALE if case.q_dtype in LARGEST else None,
+        batch_invariant=case.batch_invariant,
+        max_q_len=max_q_len,
+        max_kv_len=max_kv_len,
+        stamp=case.stamp,
+        case=case,
+        **moved,
+    )
+    if plan.sparse:
+        # Memory that nobody touched stays so: only pages with something in them are sealed.
+        for name, tensor in (("k_pages", call.k_pages), ("v_pages", call.v_pages)):
+            used = movable(tensor)[plan.touched[plan.touched >= 0].to(tensor.device)]
+            call.seals[name] = used, checksum(used)
+    return call.seal()
+
+
+def _cached(case: Case, visible: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Which tokens of every sequence must be in the cache: those that somebody sees, in context form without the new ones."""
+    cached = [see.any(0) for see in visible]
+    if case.form == "context":
+        for seen, q_len, kv_len in zip(cached, case.q_lens, case.kv_lens):
+            seen[kv_len - q_len :] = False
+    return cached
+
+
+def _hints(case: Case) -> tuple[int | None, int | None]:
+    q_len, kv_len = max(case.q_lens, default=0), max(case.kv_lens, default=0)
+    if case.hints == "none":
+        return None, None
+    return (q_len, kv_len) if case.hints == "exact" else (max(q_len // 2, 1), max(kv_len // 2, 1))
+
+
+def _new_tokens(
+    case: Case, part: str, dense: list[torch.Tensor], starts: Sequence[int], made: torch.dtype, device: torch.device | str
+) -> torch.Tensor:
+    """The new tokens' keys or values, [tokens, kv_heads, dim], and poison in the rows of padding."""
+    rows = _bad(case, f"new_{part}", (case.live + case.padding, case.kv_heads, case.dims[part]))
+    for i in range(case.seqs):
+        rows[starts[i] : starts[i + 1]] = dense[i][case.kv_lens[i] - case.q_lens[i] :]
+    return _strided(case, rows.to(made), 1, device)
+
+
+def _alone(call: KernelCall, case: Case) -> KernelCall:
+    """The call with one of its sequences. Pages, scales and options are those of the batch."""
+    i = case.only
+    first, last = (int(call.q_starts[n]) for n in (i, i + 1))
+    alone = case.replace(q_lens=case.q_lens[i : i + 1], kv_lens=case.kv_lens[i : i + 1], only=-1)
+    max_q_len, max_kv_len = _hints(alone)
+    per_token = {name: getattr(call, name) for name in ("q", "new_k", "new_v", "mask", "positions")}
+    of_sequence = {name: value[first:last] for name, value in per_token.items() if value is not None}
+    if isinstance(call.causal, torch.Tensor):
+        of_sequence["causal"] = call.causal[i : i + 1]
+    sparse = {name: seal for name, seal in call.seals.items() if name.endswith("_pages")}
+    cut = replace(
+        call,
+        page_table=call.page_table[i : i + 1],
+        kv_lens=call.kv_lens[i : i + 1],
+        q_starts=call.q_starts[i : i + 2] - first,
+        out=guarded((last - first, *call.out.shape[1:]), call.out.dtype, call.device),
+        lse=None if call.lse is None else guarded((last - first, call.lse.shape[1]), torch.float32, call.device),
+        max_q_len=max_q_len,
+        max_kv_len=max_kv_len,
+        case=case,
+        seals=sparse,
+        memo={},
+        **of_sequence,
+    )
+    return cut.seal()
+
+
+def _strided(case: Case, x: torch.Tensor, dim: int, device: torch.device | str) -> torch.Tensor:
+    """A tensor on a device; where a case asks for views, as the middle of one that is wider along `dim`."""
+    if case.strides == "dense":
+        return x.to(device)
+    beside = 2
+    shape = [*x.shape[:dim], beside, *x.shape[dim + 1 :]]
+    if x.dtype.is_floating_point:
+        left, right = (_cast(_bad(case, side, shape), case.q_dtype).to(x.dtype) for side in ("left", "right"))
+    else:
+        # Ids of pages that exist: who reads a table at other strides finds another sequence's keys, not the end of memory.
+        left, right = (x[:, :beside], x[:, :beside].flip(0))
+    wide = torch.cat((movable(left), movable(x), movable(right)), dim).view(x.dtype).to(device)
+    return wide.narrow(dim, left.shape[dim], x.shape[dim])
+
+
+def movable(tensor: torch.Tensor) -> torch.Tensor:
+    """One-byte floats as bytes: torch cannot index them everywhere."""
+    return tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
+
+
+# Who sees whom.
+
+
+def sight(options: dict[str, Any], start: int, q_len: int, kv_len: int, seq: int) -> torch.Tensor:
+    """Who sees whom in one sequence, bool [q_len, kv_len]."""
+    context = kv_len - q_len
+    positions, mask, causal = options.get("positions"), options.get("mask"), options.get("causal", True)
+    left, right = options.get("window", (None, None))
+    q_at, k_at = torch.arange(context, kv_len), torch.arange(kv_len)
+    if isinstance(positions, torch.Tensor):
+        q_at = positions[start : start + q_len].long()
+        k_at = torch.cat((k_at[:context], q_at))
+    far = q_at[:, None] - k_at[None, :]
+    see = torch.ones(q_len, kv_len, dtype=torch.bool)
+    if isinstance(mask, torch.Tensor):
+        see[:, context:] = mask[start : start + q_len, :q_len]
+    elif bool(causal[seq]) if isinstance(causal, torch.Tensor) else causal:
+        see &= far >= 0
+    if left is not None:
+        see &= far <= left
+    if right is not None:
+        see &= far >= -right
+    return see
+
+
+def alibi_slopes(heads: int) -> torch.Tensor:
+    """The usual slopes of a model with so many heads."""
+    return torch.tensor([2.0 ** (-8.0 * (i + 1) / heads) for i in range(heads)])
+
+
+def _options(case: Case, starts: Sequence[int], tokens: int) -> dict[str, Any]:
+    given: dict[str, Any] = {"scale": _plain_scale(case)}
+    given |= {"window": case.window} | {name: getattr(case, name) for name in NUMBERS}
+    given["causal"] = {"yes": True, "no": False, "mixed": None}[case.causal]
+    if case.causal == "mixed":
+        given["causal"] = torch.arange(case.seqs) % 2 == 0
+    if case.alibi:
+        # The middle heads of a model twice as wide: nobody can derive them from the number of heads here.
+        given["alibi"] = alibi_slopes(2 * case.q_heads)[case.q_heads // 2 :][: case.q_heads].clone()
+    if case.sinks:
+        given["sinks"] = torch.randn(case.q_heads, generator=generator(case, "sinks")) + 1.5
+    if case.mask:
+        given["mask"], positions = _tree(case, starts, tokens)
+        if case.window != (None, None) or case.alibi:
+            given["positions"] = positions
+    return given
+
+
+def _tree(case: Case, starts: Sequence[int], tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """A random tree of drafts for every sequence: a token sees itself, its parent and what that one sees."""
+    g = generator(case, "tree")
+    mask = torch.rand(tokens, max(case.q_lens, default=0) + 3, generator=g) > 0.5
+    positions = torch.full((tokens,), -(10**6))
+    for start, q_len, kv_len in zip(starts, case.q_lens, case.kv_lens):
+        tree = torch.zeros(q_len, q_len, dtype=torch.bool)
+        depth = torch.zeros(q_len, dtype=torch.long)
+        for t in range(q_len):
+            parent = int(torch.randint(-1, t, (1,), generator=g)) if t else -1
+            if parent >= 0:
+                tree[t] = tree[parent]
+                depth[t] = depth[parent] + 1
+            tree[t, t] = True
+        mask[start : start + q_len, :q_len] = tree
+        positions[start : start + q_len] = kv_len - q_len + depth
+    return mask, positions
+
+
+# Numbers.
+
+
+def _dense(case: Case, part: str, dim: int, made: torch.dtype, plan: PagePlan) -> list[torch.Tensor]:
+    """The keys or values of every sequence, float64 [kv_len, kv_heads, dim], as somebody would write them."""
+    rows = []
+    for i, n in enumerate(case.kv_lens):
+        g = generator(case, part, i)
+        if case.data == "weak":
+            x = (torch.rand(n, case.kv_heads, dim, generator=g) * 2 - 1) * 1e-3
+        elif case.data == "even" and part == "v":
+            x = torch.randint(1, 16, (n, case.kv_heads, dim), generator=g).float()
+        elif case.data == "needle" and part == "v":
+            # A fingerprint of the slot: signs nobody else has, so that an output tells which slots it is made of.
+            sign = torch.randint(0, 2, (n, case.kv_heads, dim), generator=g) * 2.0 - 1.0
+            x = sign * (0.75 + 0.5 * torch.rand(n, case.kv_heads, dim, generator=g))
+        else:
+            x = torch.randn(n, case.kv_heads, dim, generator=g)
+            if part == "k" and case.data == "extreme":
+                x = _leaning(x, case, n, i)
+            elif part == "v" and case.data == "wide":
+                x *= 2.0 ** torch.randint(-28, 9, x.shape, generator=g)
+            elif part == "v":
+                x += 0.5  # or long rows would average to nothing
+        rows.append(x.to(made).double())
+    for i, shared in enumerate(plan.shared):
+        rows[i][: shared * case.page_size] = rows[plan.leader][: shared * case.page_size]
+    return rows
+
+
+STEEP = 200.0
+"""The size of extreme logits: no exponential of them, or of minus them, is a number in fp32."""
+
+
+def _direction(case: Case) -> torch.Tensor:
+    """What keys of extreme data share, a unit vector for every kv head [kv_heads, head_dim]."""
+    return torch.nn.functional.normalize(torch.randn(case.kv_heads, case.head_dim, generator=generator(case, "direction")), dim=-1)
+
+
+def _leaning(x: torch.Tensor, case: Case, n: int, seq: int) -> torch.Tensor:
+    """Keys that share a direction, and differ only across it; in every other sequence it turns from the first key to the last."""
+    along = _direction(case)
+    turn = torch.linspace(-1.0, 1.0, n) if seq % 2 else torch.ones(n)
+    x = x - (x * along).sum(-1, keepdim=True) * along
+    return x + turn[:, None, None] * along * math.sqrt(STEEP / _plain_scale(case))
+
+
+def _plain_scale(case: Case) -> float:
+    return case.head_dim**-0.5 if case.scale is None else case.scale
+
+
+def _store(
+    case: Case, part: str, dim: int, plan: PagePlan, cached: list[torch.Tensor], dense: list[torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Touched pages as they are stored, [touched, page_size, kv_heads, dim], and the scales. `dense` becomes what a reader sees."""
+    size, heads = case.page_size, case.kv_heads
+    at_of = torch.full((plan.pages + 1,), 0) if plan.pages < 10**6 else None
+    place = {int(page): n for n, page in enumerate(plan.touched)} if at_of is None else None
+    if at_of is not None:
+        inside = plan.touched >= 0
+        at_of[plan.touched[inside]] = torch.arange(plan.touched.numel())[inside]
+    content = _bad(case, f"pages {part}", (plan.touched.numel(), size, heads, dim)).double()
+    scale = _scale(case, part, plan)
+    spots = []
+    for i, row in enumerate(plan.owned):
+        at = cached[i].nonzero().flatten()
+        ids = torch.tensor(row, dtype=torch.long)[at // size]
+        page = at_of[ids] if at_of is not None else torch.tensor([place[int(p)] for p in ids], dtype=torch.long)  # type: ignore[index]
+        content[page, at % size] = dense[i][at]
+        spots.append((at, page, at % size))
+        if case.scales == "token" and scale is not None:
+            largest = dense[i][at].float().abs().amax(-1)
+            scale[ids, at % size] = torch.where(largest == 0, 1.0, largest / LARGEST[case.format])
+    wide: torch.Tensor | None = None
+    if scale is not None:
+        wide = scale[plan.touched.clamp(min=0)].unsqueeze(-1) if scale.dim() == 3 else scale.reshape(-1, 1)
+    stored = encode(content, case.format, wide)
+    read = stored.double() if wide is None else stored.double() * wide.double()
+    for i, (at, page, slot) in enumerate(spots):
+        dense[i][at] = read[page, slot]
+    return stored, scale
+
+
+def encode(content: torch.Tensor, format: str, scale: torch.Tensor | None) -> torch.Tensor:
+    """Numbers as a format stores them: divided by their scale, saturating."""
+    if format not in LARGEST:
+        return content.to(TYPES[format])
+    x = content.float() / (1.0 if scale is None else scale)
+    x = x.clamp(-LARGEST[format], LARGEST[format])
+    if not TYPES[format].is_floating_point:
+        x = torch.where(x.isnan(), 101.0, x.round())
+    return x.to(TYPES[format])
+
+
+def _scale(case: Case, part: str, plan: PagePlan) -> torch.Tensor | None:
+    if case.format not in LARGEST:
+        return None
+    base = (4.0 if part == "k" else 6.0) / LARGEST[case.format]
+    if case.scales == "head":
+        return base * (0.6 + 0.8 * torch.rand(case.kv_heads, generator=generator(case, part, "scales")))
+    if case.scales == "token":
+        bad = {"nan": math.nan, "inf": math.inf, "zero": 0.0}.get(case.poison, base)
+        return torch.full((plan.pages, case.page_size, case.kv_heads), bad)
+    return torch.tensor(base)
+
+
+def _bad(case: Case, what: str, shape: Sequence[int]) -> torch.Tensor:
+    """What stands where nobody may look."""
+    if case.poison.startswith("decoy"):
+        return torch.randn(*shape, generator=generator(case, case.poison, what)) * (1.0 if case.poison == "decoy" else 1.5) + 0.25
+    return torch.full(tuple(shape), {"nan": math.nan, "inf": math.inf, "zero": 0.0}[case.poison])
+
+
+def _cast(x: torch.Tensor, format: str) -> torch.Tensor:
+    if format in LARGEST:
+        return (x / Q_SCALE).clamp(-LARGEST[format], LARGEST[format]).to(TYPES[format])
+    return x.to(TYPES[format])
+
+
+def _queries(
+    case: Case,
+    options: dict[str, Any],
+    starts: Sequence[int],
+    visible: list[torch.Tensor],
+    keys: list[torch.Tensor],
+    tokens: int,
+) -> torch.Tensor:
+    """Random queries, or queries each of which is aimed at one key: about as much weight falls on it as on all others together."""
+    g = generator(case, "q")
+    q = torch.randn(tokens, case.q_heads, case.head_dim, generator=g)
+    if case.data == "weak":
+        return (torch.rand(tokens, case.q_heads, case.head_dim, generator=g) * 2 - 1) * 1e-3
+    if case.data == "extreme":
+        # Heads of a group look one way and the other, so that logits are large and positive, or large and negative.
+        sign = 1.0 - 2.0 * (torch.arange(case.q_heads) % 2)
+        along = _direction(case).repeat_interleave(case.group, 0)
+        return q + (sign[:, None] * along) * math.sqrt(STEEP / options["scale"])
+    if case.data != "needle":
+        return q * 0.0 if case.data == "even" else q
+    for i, see in enumerate(visible):
+        aims = audited(case, i)
+        for t in range(case.q_lens[i]):
+            seen = see[t].nonzero().flatten()
+            if not seen.numel():
+                continue
+            first, last = int(seen[0]), int(seen[-1])
+            mine = [last, first, *(j for j in aims if bool(see[t, j]))]
+            for h in range(case.q_heads):
+                j = mine[(t + h) % len(mine)]
+                key = keys[i][j, h // case.group].float()
+                logit = math.log(seen.numel()) + 2.0
+                if case.alibi and options.get("positions") is None:
+                    # What the distance takes is given back, unless that would make other keys as large.
+                    taken = float(options["alibi"][h]) * abs(case.kv_lens[i] - case.q_lens[i] + t - j)
+                    logit += taken if taken <= MOST_GIVEN_BACK else 0.0
+                logit = min(logit, case.largest_logit)
+                size = float(key @ key) * options["scale"]
+                q[starts[i] + t, h] = key * (logit / max(abs(size), 1e-3))
+    return q
+
+
+def audited(case: Case, seq: int) -> list[int]:
+    """Positions worth aiming at: edges of pages, of tiles, of the context, of the sequence."""
+    n, context, size = case.kv_lens[seq], case.kv_lens[seq] - case.q_lens[seq], case.page_size
+    spots = [
+        context - 1,
+        context,
+        size - 1,
+        size,
+        n - size - 1,
+        n // size * size - 1,
+        n // size * size,
+        n // 2,
+        31,
+        32,
+        63,
+        64,
+        127,
+        128,
+        255,
+        256,
+    ]
+    return [j for j in dict.fromkeys(spots) if 0 <= j < n]
+
+
+def _wrap(
+    case: Case, pages: dict[str, torch.Tensor], plan: PagePlan, device: torch.device | str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The pages in their layout, written element by element where its formula says."""
+    x, size, heads = x_of(case), case.page_size, case.kv_heads
+    dtype = TYPES[case.format]
+    out: list[tuple[torch.Tensor, int, int]] = []
+    for n, (part, dim) in enumerate(case.dims.items()):
+        whole = dim if case.layout != "vllm_joint" else sum(case.dims.values())
+        shape = _shape(case.layout, part, plan.pages, size, heads, whole, x)
+        if case.layout == "vllm_joint" and n:
+            storage, skip = out[0][0], case.head_dim
+        else:
+            storage, skip = _memory(shape, dtype, plan.before, case.storage == "padded", device), 0
+        p = plan.touched.view(-1, 1, 1, 1)
+        s, h, d = torch.arange(size).view(1, -1, 1, 1), torch.arange(heads).view(1, 1, -1, 1), torch.arange(dim).view(1, 1, 1, -1)
+        index = WHERE[case.layout][n](p, s, h, d + skip, x)
+        offset = torch.zeros((), dtype=torch.int64)
+        for i, stride in zip(index, storage.stride()):
+            offset = offset + i * stride
+        flat = flat_of(storage)
+        flat[(offset + int(storage.storage_offset())).expand(pages[part].shape).reshape(-1).to(device)] = (
+            movable(pages[part]).reshape(-1).to(device)
+        )
+        out.append((storage, skip, dim))
+    parts = [s[..., skip : skip + dim] if case.layout == "vllm_joint" else s for s, skip, dim in out]
+    if case.storage == "bytes":
+        parts = [movable(part) for part in parts]
+    return parts[0], parts[1]
+
+
+def flat_of(tensor: torch.Tensor) -> torch.Tensor:
+    """All the memory that a tensor lies in, one element after the other."""
+    moved = movable(tensor)
+    size = tensor.untyped_storage().nbytes() // tensor.dtype.itemsize
+    return moved.as_strided((size,), (1,), 0)
+
+
+def _shape(layout: str, part: str, pages: int, size: int, heads: int, dim: int, x: int) -> tuple[int, ...]:
+    if layout == "nhd":
+        return pages, size, heads, dim
+    if layout in ("hnd", "vllm_joint"):
+        return pages, heads, size, dim
+    if part == "k":
+        return pages, heads, dim // x, size, x
+    return (pages, heads, dim, size) if layout == "vllm_x" else (pages, heads, size // x, dim, x)
+
+
+def _memory(shape: tuple[int, ...], dtype: torch.dtype, before: int, padded: bool, device: torch.device | str) -> torch.Tensor:
+    """Storage of this shape, `before` elements into its allocation; padded, with a gap of a slot after every page."""
+    count = math.prod(shape)
+    page = count // shape[0]
+    gap = page // shape[1] if padded else 0
+    size = before + shape[0] * (page + gap)
+    # Not filled by anybody: a cache of 2^32 elements costs only the pages that are touched.
+    storage = torch.UntypedStorage(size * dtype.itemsize, device=torch.device(device))
+    memory = torch.zeros(0, dtype=dtype, device=device).set_(storage, 0, (size,), (1,))
+    if padded:
+        movable(memory).fill_(
+            torch.tensor(math.nan).to(dtype).view(movable(memory).dtype).item() if dtype.is_floating_point else 101
+        )
+    strides = [1]
+    for n in reversed(shape[1:]):
+        strides.insert(0, strides[0] * n)
+    strides[0] += gap
+    return memory.as_strided(shape, strides, before)

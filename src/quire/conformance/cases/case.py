@@ -1,0 +1,215 @@
+"""A case: every fact from which one attention call is made, tensors and all. One line of text, both ways."""
+
+from __future__ import annotations
+
+import math
+import zlib
+from dataclasses import MISSING, dataclass, fields, replace
+from functools import cached_property
+from typing import Any
+
+from quire.cache.format import FORMATS, QUERY_NAMES
+from quire.errors import ArgumentError
+from quire.options import FEATURES, NUMBERS
+from quire.problem import Problem
+
+Side = int | None
+
+
+@dataclass(frozen=True)
+class Case:
+    """The facts of one call, and the seed of its numbers. Only what differs from the defaults is printed.
+
+    >>> case = Case("window", q_lens=(1, 9), kv_lens=(40, 50), window=(7, 0), seed=3)
+    >>> print(case)
+    window q_lens=1,9 kv_lens=40,50 window=7,0 seed=3
+    >>> Case.parse(str(case)) == case
+    True
+    """
+
+    name: str
+    q_lens: tuple[int, ...] = (1, 5, 20, 1)
+    kv_lens: tuple[int, ...] = (37, 40, 20, 64)
+    kv_heads: int = 2
+    group: int = 2
+    head_dim: int = 64
+    v_head_dim: int = 0
+    """0 means: as head_dim."""
+    page_size: int = 16
+    layout: str = "nhd"
+    x: int = 0
+    """The length of the split axis in layouts that split one; 0 means 16 bytes."""
+    format: str = "fp16"
+    scales: str = "none"
+    """none, tensor, head or token."""
+    storage: str = "native"
+    """native; bytes: quantised pages as uint8; padded: a gap after every page."""
+    q_dtype: str = "fp16"
+    index: tuple[str, ...] = ("int32", "int32", "int32")
+    """The types of page_table, kv_lens and q_starts."""
+    form: str = "full"
+    causal: str = "yes"
+    """yes, no, or mixed: every other sequence."""
+    window: tuple[Side, Side] = (None, None)
+    softcap: float | None = None
+    alibi: bool = False
+    sinks: bool = False
+    mask: bool = False
+    """A tree mask, with positions where window or ALiBi need them."""
+    scale: float | None = None
+    padding: int = 0
+    """Rows of q after the last sequence."""
+    data: str = "random"
+    """random; needle: each query is aimed at one key; weak: numbers of ±0.001; even: queries are zero, so that all keys weigh the
+    same, and values whole numbers; wide: values of many sizes; extreme: logits about 200 or -200 all over a sequence, or rising or
+    falling from one to the other."""
+    table: str = "shuffled"
+    """shuffled; shared: sequences begin with the same pages; identity; high: page ids above 2^16; far: offsets above 2^31 elements;
+    very-far: above 2^32."""
+    poison: str = "nan"
+    """What stands where nobody may read: nan, inf, zero, or numbers like the others: decoy, decoy2."""
+    stamp: int = 0xCB
+    """The byte that fills outputs and their guards before the call."""
+    tail: str = "page"
+    """What stands in table cells that nobody may read: page, an id of a page nobody owns; -1; or none: as page, but the table
+    has no column beyond the last that is read, and no column at all where nothing is."""
+    strides: str = "dense"
+    """dense; views: queries, table and new tokens are parts of wider tensors, as a projection of q, k and v makes them."""
+    hints: str = "exact"
+    """The host maxima: exact; none; or low, which must not cut anything off."""
+    lse: bool = False
+    batch_invariant: bool = False
+    """Each sequence must give the same bits alone as in the batch."""
+    only: int = -1
+    """The sequence of the batch that is in the call, alone; -1 means: all of them. Its numbers are as in the batch."""
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if len(self.q_lens) != len(self.kv_lens):
+            raise ArgumentError("q_lens", f"{len(self.q_lens)} of them", f"{len(self.kv_lens)}, as many as kv_lens")
+        if not -1 <= self.only < len(self.q_lens):
+            raise ArgumentError("only", self.only, f"-1, or a sequence: 0 to {len(self.q_lens) - 1}")
+        for spec in fields(self):
+            allowed = ALLOWED.get(spec.name)
+            value = getattr(self, spec.name)
+            if allowed and any(one not in allowed for one in (value if isinstance(value, tuple) else (value,))):
+                raise ArgumentError(spec.name, value, ", ".join(allowed))
+
+    @property
+    def seqs(self) -> int:
+        return len(self.q_lens)
+
+    @property
+    def live(self) -> int:
+        """Rows of q that belong to a sequence."""
+        return sum(self.q_lens)
+
+    @property
+    def q_heads(self) -> int:
+        return self.kv_heads * self.group
+
+    @property
+    def dims(self) -> dict[str, int]:
+        return {"k": self.head_dim, "v": self.v_head_dim or self.head_dim}
+
+    @property
+    def code(self) -> int:
+        """A number of the case's own, for whatever is random in it: the seed and the name, but neither poison nor stamp, so that
+        variants of a case share their data."""
+        return zlib.crc32(f"{self.name} {self.seed}".encode())
+
+    @property
+    def largest_logit(self) -> float:
+        """The largest logit that data may aim at: less than the cap, where tanh is flat."""
+        return math.inf if self.softcap is None else 0.8 * self.softcap
+
+    @cached_property
+    def problem(self) -> Problem:
+        """The case without its numbers."""
+        features: dict[str, Any] = {name: getattr(self, name) not in (None, False) for name in FEATURES}
+        return Problem(
+            q_heads=self.q_heads,
+            kv_heads=self.kv_heads,
+            head_dim=self.head_dim,
+            page_size=self.page_size,
+            v_head_dim=self.dims["v"],
+            q_dtype=self.q_dtype,
+            out_dtype="bf16" if FORMATS[self.q_dtype].quantised else self.q_dtype,
+            format=self.format,
+            layout=self.layout,
+            scales=self.scales,
+            index=self.index[0] if len(set(self.index)) == 1 else "+".join(self.index),
+            form=self.form,
+            causal={"yes": "yes", "no": "no", "mixed": "per-sequence"}[self.causal],
+            window=self.window,
+            lse=self.lse,
+            **features,
+        )
+
+    def replace(self, **changes: Any) -> Case:
+        return replace(self, **changes)
+
+    def __str__(self) -> str:
+        words = [self.name]
+        for spec in fields(self)[1:]:
+            value = getattr(self, spec.name)
+            if value != spec.default:
+                words.append(f"{spec.name}={_word(value)}")
+        return " ".join(words)
+
+    @classmethod
+    def parse(cls, line: str) -> Case:
+        """The inverse of `str`."""
+        name, *words = line.split()
+        known = {spec.name: spec.default for spec in fields(cls) if spec.default is not MISSING}
+        given: dict[str, Any] = {}
+        for word in words:
+            key, equals, text = word.partition("=")
+            if not equals or key not in known:
+                raise ArgumentError("case", word, "NAME and then FIELD=VALUE, FIELD one of " + ", ".join(known))
+            try:
+                given[key] = _value(key, text, known[key])
+            except ValueError:
+                raise ArgumentError(key, text, f"something like {_word(known[key])}") from None
+        return cls(name, **given)
+
+
+ALLOWED: dict[str, tuple[str, ...]] = {
+    "layout": ("nhd", "hnd", "vllm_x", "vllm_joint", "aiter"),
+    "format": tuple(FORMATS),
+    "scales": ("none", "tensor", "head", "token"),
+    "storage": ("native", "bytes", "padded"),
+    "q_dtype": QUERY_NAMES,
+    "index": ("int32", "int64"),
+    "form": ("full", "context"),
+    "causal": ("yes", "no", "mixed"),
+    "data": ("random", "needle", "weak", "even", "wide", "extreme"),
+    "table": ("shuffled", "shared", "identity", "high", "far", "very-far"),
+    "poison": ("nan", "inf", "zero", "decoy", "decoy2"),
+    "tail": ("page", "-1", "none"),
+    "strides": ("dense", "views"),
+    "hints": ("exact", "none", "low"),
+}
+
+_OPTIONAL = (*NUMBERS, "scale")
+
+
+def _word(value: Any) -> str:
+    if isinstance(value, tuple):
+        return ",".join(_word(one) for one in value)
+    return {True: "yes", False: "no", None: "none"}.get(value, str(value)) if not isinstance(value, (int, float)) or isinstance(
+        value, bool
+    ) else str(value)  # fmt: skip
+
+
+def _value(key: str, text: str, default: Any) -> Any:
+    if isinstance(default, tuple):
+        parts = text.split(",") if text else []
+        if key == "index":
+            return tuple(parts)
+        return tuple(None if part == "none" else int(part) for part in parts)
+    if isinstance(default, bool):
+        return {"yes": True, "no": False}[text] if text in ("yes", "no") else int("not a yes or no")
+    if key in _OPTIONAL:
+        return None if text == "none" else float(text)
+    return type(default)(text)

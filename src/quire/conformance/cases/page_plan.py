@@ -1,0 +1,116 @@
+"""Which pages a case has, which sequence owns which, and its page table."""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import dataclass
+
+import torch
+
+from quire.conformance.cases.case import Case
+
+FAR = {"far": 2**31, "very-far": 2**32}
+"""How many elements of a cache come before its pages that are used."""
+HIGH = 2**16
+"""Page ids from here on do not fit into 16 bits."""
+
+
+def generator(case: Case, *purpose: object) -> torch.Generator:
+    """Random numbers for one purpose: what a case changes elsewhere does not change them."""
+    return torch.Generator().manual_seed(zlib.crc32(f"{case.code} {purpose}".encode()))
+
+
+@dataclass
+class PagePlan:
+    """The pages of a case."""
+
+    pages: int
+    """How many there are."""
+    owned: list[list[int]]
+    """The pages of each sequence in order."""
+    leader: int
+    """The sequence whose first pages others share."""
+    shared: list[int]
+    """How many of the leader's pages each sequence begins with; 0 for the leader itself."""
+    touched: torch.Tensor
+    """Ids of the pages that hold anything. Where an id wraps around, ids below 0 are other pages of the same memory."""
+    spare: list[int]
+    """Pages that nobody owns: table cells that nobody may read name them."""
+    before: int = 0
+    """Elements before page 0 in the same memory."""
+    sparse: bool = False
+    """Whether most pages are not touched."""
+
+
+def page_plan(case: Case) -> PagePlan:
+    """Pages for every sequence."""
+    contexts = [(kv_len - q_len) // case.page_size for q_len, kv_len in zip(case.q_lens, case.kv_lens)]
+    columns = [-(-kv_len // case.page_size) for kv_len in case.kv_lens]
+    leader, shared = 0, [0] * case.seqs
+    if case.table == "shared":
+        leader = contexts.index(max(contexts))
+        shared = [0 if i == leader else max(min(pages, contexts[leader]), 0) for i, pages in enumerate(contexts)]
+    need = sum(columns) - sum(shared)
+    plan = _sparse(case, need) if case.table in FAR or case.table == "high" else _compact(case, need)
+    ids = iter(plan.owned.pop())
+    own = [[next(ids) for _ in range(n - skip)] for n, skip in zip(columns, shared)]
+    plan.leader, plan.shared = leader, shared
+    plan.owned = [own[leader][:skip] + rest for skip, rest in zip(shared, own)]
+    return plan
+
+
+def _compact(case: Case, need: int) -> PagePlan:
+    """As many pages as are needed, and four that nobody owns."""
+    pages = need + 4
+    ids = list(range(pages)) if case.table == "identity" else _shuffled(case, pages)
+    # The last page is never owned: an id of -1 that somebody reads as the last page finds poison.
+    ids.remove(pages - 1)
+    return PagePlan(pages, [ids[:need]], 0, [], torch.arange(pages), [pages - 1, *ids[need:]])
+
+
+def _sparse(case: Case, need: int) -> PagePlan:
+    """Pages at the end of a large cache. Only they, and those where a wrapped id or offset would end up, are touched."""
+    element = case.page_size * case.kv_heads * max(case.dims.values())
+    far = FAR.get(case.table)
+    first = HIGH if far is None else far // element
+    ids = [first + 2 + 3 * i for i in _shuffled(case, need)]
+    # A few low pages too: where an id wraps, somebody else's page must be.
+    ids[1::4] = [7 + 3 * i for i in range(len(ids[1::4]))]
+    if far is None:
+        # And a few that 15 bits do not hold, but 16 do.
+        ids[2::4] = [HIGH // 2 + 7 + 3 * i for i in range(len(ids[2::4]))]
+    pages = first + 3 * need + 8
+    around = {page + n for page in ids for n in (-2, -1, 0, 1, 2)}
+    around |= {page % HIGH for page in ids} | {page % (HIGH // 2) for page in ids} | set(range(4))
+    before = 0
+    if far is not None:
+        before = 2**31 if case.table == "far" else 0
+        around |= {page - 2**32 // element for page in around}
+    touched = torch.tensor(sorted(page for page in around if -(before // element) <= page < pages), dtype=torch.long)
+    return PagePlan(pages, [ids], 0, [], touched, [page for page in (0, 1) if page not in ids], before, sparse=True)
+
+
+def _shuffled(case: Case, count: int) -> list[int]:
+    order: list[int] = torch.randperm(count, generator=generator(case, "pages")).tolist()
+    return order
+
+
+def page_table(case: Case, plan: PagePlan, cached: list[torch.Tensor]) -> torch.Tensor:
+    """The table, [sequences, columns]. Cells of pages that nobody may read are as bad as those beyond the end."""
+    size = case.page_size
+    read = [
+        [bool(seen[column * size : (column + 1) * size].any()) for column in range(len(pages))]
+        for seen, pages in zip(cached, plan.owned)
+    ]
+    if case.tail == "none":
+        width = max((column + 1 for columns in read for column, needed in enumerate(columns) if needed), default=0)
+    else:
+        width = max(map(len, plan.owned), default=0) + 2
+    table = torch.full((case.seqs, width), -1 if case.tail == "-1" else plan.spare[0])
+    if case.tail != "-1" and len(plan.spare) > 1:
+        table[:, 1::2] = plan.spare[1]
+    for i, (columns, pages) in enumerate(zip(read, plan.owned)):
+        for column, needed in enumerate(columns):
+            if needed:
+                table[i, column] = pages[column]
+    return table

@@ -1,0 +1,45 @@
+"""The cases of each level. A case is a line of a text file in this folder; a level includes the levels before it.
+
+    smoke      smoke.txt                      hand-made: one edge case each, in seconds
+    standard   standard.txt and pairs.txt     more of these, and a covering array of all pairs of parameter values
+    full       full.txt and triples.txt       large sizes, and a covering array of all triples
+
+`parameters` generates pairs.txt and triples.txt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import lru_cache
+from pathlib import Path
+
+from quire.conformance.cases.case import Case
+from quire.errors import ArgumentError
+
+LEVELS = {"smoke": ("smoke",), "standard": ("standard", "pairs"), "full": ("full", "triples")}
+"""The files that each level adds."""
+
+
+def cases(level: str) -> list[Case]:
+    """The cases of a level."""
+    if level not in LEVELS:
+        raise ArgumentError("level", level, ", ".join(LEVELS))
+    levels = [*LEVELS]
+    return [case for each in levels[: levels.index(level) + 1] for name in LEVELS[each] for case in cases_of(name)]
+
+
+def case_named(name: str) -> Case | None:
+    """The case of this name, of any level; None if there is none."""
+    return next((case for case in cases("full") if case.name == name), None)
+
+
+@lru_cache
+def cases_of(name: str) -> tuple[Case, ...]:
+    """The cases of one file of this folder, such as `smoke`."""
+    return tuple(map(Case.parse, lines_of(Path(__file__).with_name(f"{name}.txt"))))
+
+
+def lines_of(path: Path) -> Iterator[str]:
+    """The lines of a file of cases, without comments and empty lines."""
+    lines = path.read_text(encoding="utf-8").splitlines()
+    return (line for line in lines if line and not line.startswith("#"))

@@ -1,0 +1,98 @@
+"""Confirms candidates with probes. A name needs a probe that fails as the fault predicts, and none that refutes it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from quire.conformance.cases.case import Case
+from quire.conformance.diagnosis.attempt import Attempt, try_case
+from quire.conformance.diagnosis.candidates import Match, carries, explains
+from quire.conformance.diagnosis.probes import Probe, probes
+from quire.conformance.runner.target import Target
+
+FEW = 0.02
+"""The share of elements that a prediction may miss in one probe."""
+
+
+@dataclass
+class Confirmation:
+    """Candidates while probes run."""
+
+    found: list[Match]
+    evidence: list[str] = field(default_factory=list)
+    held: set[str] = field(default_factory=set)
+    """Faults that some probe supports."""
+    right: list[str] = field(default_factory=list)
+    """Probes with a correct result."""
+    missed_once: bool = False
+
+    def take(self, probe: Probe, done: Attempt) -> None:
+        """What one probe says about every candidate."""
+        if done.error:
+            return
+        if done.is_right:
+            self.right.append(probe.what)
+            self._keep([m for m in self.found if not _shows(m, probe, done)], f"{probe.what}: correct, so not")
+            return
+        kept = self._supported(probe, done)
+        if kept or probe.required:
+            self._keep(kept, f"{probe.what}: not")
+        self.held |= {match.fault.name for match in kept}
+
+    def _supported(self, probe: Probe, done: Attempt) -> list[Match]:
+        """Candidates that explain a probe with a wrong result."""
+        kept = [match for match in self.found if explains(match, done)]
+        fixed = [match for match in self.found if match.fault.solve is None]
+        if probe.required and any(match not in kept for match in fixed):
+            # A fault without free parameters fitted the first result by chance. So may one whose parameters are solved each time.
+            kept = [match for match in kept if match.fault.solve is None or carries(match, done)]
+        if not kept and probe.required and not self.missed_once:
+            # Some faults make numbers that a rounding decides. Those without free parameters may miss a few of them, once.
+            self.missed_once, kept = True, [match for match in fixed if _nearly(match, done)]
+        return kept
+
+    def _keep(self, kept: list[Match], why: str) -> None:
+        left = {match.fault.name for match in kept}
+        gone = dict.fromkeys(match.fault.name for match in self.found if match.fault.name not in left)
+        if gone:
+            self.evidence.append(f"{why} {', '.join(gone)}")
+        self.found = kept
+
+    @property
+    def names(self) -> list[str]:
+        return list(dict.fromkeys(match.fault.name for match in self.found))
+
+
+def confirm(found: list[Match], case: Case, target: Target) -> tuple[list[Match], list[str]]:
+    """The candidates that probes support, and what the probes said. Where several explain all required probes, more are run until
+    one is left."""
+    state = Confirmation(found)
+    for probe in probes(case):
+        if not state.found or (len(state.names) < 2 and not probe.required):
+            break
+        done = try_case(probe.case, target)
+        if done is not None:
+            state.take(probe, done)
+    alone = [name for name in state.names if name not in state.held]
+    if alone:
+        state.evidence.append(f"no other case shows {', '.join(alone)}")
+    kept = [match for match in state.found if match.fault.name in state.held]
+    return kept, [*state.evidence, *([f"correct with {', with '.join(state.right)}"] if state.right else [])]
+
+
+def _shows(match: Match, probe: Probe, done: Attempt) -> bool:
+    """Whether a fault would show in a probe that is correct. Faults of kernels for some lengths do not show with other lengths; but
+    a number solved from one result must hold for all."""
+    if not match.fault.applies(done.call):
+        return False
+    if match.fault.solve is None:
+        return probe.same_lengths and not carries(match, done)
+    return match.fault.lasting and not carries(match, done)
+
+
+def _nearly(match: Match, done: Attempt) -> bool:
+    """Whether a fault explains almost every element of another wrong result."""
+    try:
+        return match.fault.applies(done.call) and done.share_missed(match.stages) <= FEW
+    except (RuntimeError, IndexError, ValueError):
+        return False

@@ -1,0 +1,116 @@
+"""Proof that cases can fail: every fault is planted in an honest kernel, and every case is asked whether it notices.
+
+A fault of the arithmetic shows in a case if the output that it predicts is beyond the budget there. Whether it does is a property
+of the case, and no error of the suite. A fault of behaviour must show wherever it can occur. And each fault must show somewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from quire.cache.format import FORMATS
+from quire.conformance.cases.build import build
+from quire.conformance.cases.case import Case
+from quire.conformance.diagnosis.attempt import Attempt
+from quire.conformance.faults import CATALOGUE, Fault
+from quire.conformance.faults.planted import BEHAVIOUR, compute, planted
+from quire.conformance.oracle.budget import honest_losses, truth
+from quire.conformance.runner.run import examine
+from quire.conformance.runner.threads import one_thread
+
+ALWAYS_SHOW = (
+    *("two-runs-differ", "state-leaks", "writes-outside-output", "writes-padding-rows", "changes-inputs"),
+    *("raises", "depends-on-batch"),
+)
+"""Faults of behaviour that no number of a case can hide."""
+
+
+@dataclass
+class Power:
+    """Which faults a case exposes, of those that can occur in it."""
+
+    case: Case
+    exposed: list[str] = field(default_factory=list)
+    passed: list[str] = field(default_factory=list)
+    named: dict[str, str] = field(default_factory=dict)
+    """For each exposed fault whose name was asked for: the first finding, or the fault's own name if it is in the class."""
+    alarm: bool = False
+    """Whether the honest kernel itself fails: then the case is wrong."""
+
+    @property
+    def missed(self) -> list[str]:
+        """Faults of behaviour that the kit did not notice in this case, although they do not depend on its numbers."""
+        return [name for name in self.passed if name in ALWAYS_SHOW]
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "case": str(self.case),
+            "name": self.case.name,
+            "exposed": self.exposed,
+            "passed": self.passed,
+            "named": self.named,
+            "alarm": self.alarm,
+        }
+
+
+def power_of(case: Case, *, names: int = 0, faults: Sequence[Fault] = CATALOGUE) -> Power:
+    """Plants every fault in a case, and has every `names`-th of those that show diagnosed."""
+    with one_thread():
+        found = Power(case)
+        call = build(case)
+        losses = honest_losses(call)
+        right = truth(call, losses=losses)
+        compute(call)
+        found.alarm = Attempt(call, right, losses).off > 1
+        for fault in faults:
+            if not fault.predicted or not fault.applies(call):
+                continue
+            assert fault.change is not None
+            call.seal()
+            compute(call, fault.change(**fault.planted(call)))
+            if Attempt(call, right, losses).off <= 1:
+                found.passed.append(fault.name)
+                continue
+            found.exposed.append(fault.name)
+    for name in BEHAVIOUR:
+        if name not in {fault.name for fault in faults} or not _can_show(name, case):
+            continue
+        said = examine(case, planted(name)).findings
+        (found.exposed if said else found.passed).append(name)
+    if names:
+        # Another start in every case, so that all faults get their turn.
+        for name in found.exposed[case.code % names :: names]:
+            first = next(iter(examine(case, planted(name)).findings))
+            found.named[name] = name if name in (first.fault, *first.alike) else first.fault
+    return found
+
+
+def _can_show(name: str, case: Case) -> bool:
+    if name == "writes-padding-rows":
+        return case.padding > 0
+    if name == "changes-inputs":
+        return not FORMATS[case.q_dtype].quantised  # the planted fault doubles a query, which torch cannot do in fp8
+    if name == "depends-on-batch":
+        return case.batch_invariant
+    if name.startswith("products-in-"):
+        return case.q_dtype == "fp32" and case.format == "fp32"
+    if name == "nan-leak":
+        return case.poison in ("nan", "inf") and case.form == "full" and not case.mask
+    return True
+
+
+def power(cases: Sequence[Case], *, names: int = 0, each: Callable[[Power], None] = lambda found: None) -> list[Power]:
+    """The matrix of faults and cases."""
+    found = []
+    for case in cases:
+        found.append(power_of(case, names=names))
+        each(found[-1])
+    return found
+
+
+def never_exposed(found: Sequence[Power]) -> list[str]:
+    """Faults that no case exposes."""
+    seen = {name for one in found for name in one.exposed}
+    return [fault.name for fault in CATALOGUE if fault.name not in seen]

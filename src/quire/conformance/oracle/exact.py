@@ -1,0 +1,369 @@
+"""The exact computation: one pipeline, in stages with names, any of which a fault can replace.
+
+    read      the three index tensors, as numbers
+    sequences which rows of q belong to which sequence, and how many keys it has
+    locate    page and slot of every key
+    address   where in memory each of its elements lies
+    decode    bytes to numbers, times their scale
+    gather    keys and values of a sequence: from the cache, and the new ones that are passed beside it
+    kv_head   which kv head a query head reads
+    score     logits: q·k, scale, softcap
+    see       who sees whom
+    bias      what is added to the logits
+    weigh     softmax with the sink, times the values; the LSE
+    store     rows of the output
+
+The plain pipeline is Quire's definition of paged attention (`quire.reference`) with the reading of the cache before it. It is run
+in float64 for what is right, and in the precision of a kernel for what an honest kernel may lose.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from quire.conformance.cases.build import TYPES, WHERE, flat_of
+from quire.conformance.cases.call import KernelCall
+from quire.conformance.oracle.rounding import Narrow
+
+LOG2E = 1.4426950408889634
+
+
+class Indices(NamedTuple):
+    starts: torch.Tensor
+    lens: torch.Tensor
+    table: torch.Tensor
+
+
+class BatchSequence(NamedTuple):
+    """A sequence as it was read."""
+
+    seq: int
+    first: int
+    q_len: int
+    kv_len: int
+
+    @property
+    def context(self) -> int:
+        return self.kv_len - self.q_len
+
+
+class Work:
+    """A call that is being computed: in which numbers, and with factors rounded to which type."""
+
+    def __init__(self, call: KernelCall, number: torch.dtype = torch.float64, factors: torch.dtype | Narrow | None = None):
+        self.call, self.number, self.factors = call, number, factors
+        self.flat = {"k": flat_of(call.k_pages), "v": flat_of(call.v_pages)}
+        self.pages = {"k": call.k_pages, "v": call.v_pages}
+        self.scales = {"k": call.k_scale, "v": call.v_scale}
+        self.new = {"k": call.new_k, "v": call.new_v}
+        self.x = call.k_pages.shape[-1] if call.layout in ("vllm_x", "aiter") else 1
+        self.v_x = call.v_pages.shape[-1] if call.layout == "aiter" else 1
+        self.dims = {"k": call.q.shape[2], "v": call.out.shape[2]}
+        self.top = 0.0
+        """The largest logit that was seen: what rounding errors of logits are relative to."""
+
+    def rounded(self, x: torch.Tensor) -> torch.Tensor:
+        if isinstance(self.factors, Narrow):
+            return self.factors(x)
+        return x if self.factors is None else x.to(self.factors).to(self.number)
+
+
+class Values(NamedTuple):
+    k: torch.Tensor
+    v: torch.Tensor
+
+
+class SequenceResult(NamedTuple):
+    """The result of one sequence."""
+
+    out: torch.Tensor
+    lse: torch.Tensor
+    weighted: torch.Tensor
+    """The output over the magnitudes of the values."""
+
+
+@dataclass
+class Outcome:
+    """What a pipeline gives: elements that are not `written` keep what they held."""
+
+    out: torch.Tensor
+    lse: torch.Tensor
+    weighted: torch.Tensor
+    written: torch.Tensor
+    top: float = 0.0
+
+
+# The stages.
+
+
+def read(w: Work) -> Indices:
+    return Indices(*(t.long().cpu() for t in (w.call.q_starts, w.call.kv_lens, w.call.page_table)))
+
+
+def sequences(w: Work, at: Indices) -> list[BatchSequence]:
+    starts, lens = at.starts.tolist(), at.lens.tolist()
+    return [BatchSequence(i, starts[i], starts[i + 1] - starts[i], lens[i]) for i in range(w.call.seqs)]
+
+
+def locate(w: Work, at: Indices, sequence: BatchSequence, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    size = w.call.page_size
+    if not at.table.shape[1]:
+        # No cell at all: legal where no query sees a key of the cache.
+        return torch.full_like(positions, -1), positions % size
+    column = (positions // size).clamp(max=at.table.shape[1] - 1)
+    return at.table[sequence.seq, column], positions % size
+
+
+def address(w: Work, part: str, page: torch.Tensor, slot: torch.Tensor) -> torch.Tensor:
+    """Offsets of elements from the first of the pages, [keys, kv_heads, dim]."""
+    tensor = w.pages[part]
+    h = torch.arange(w.call.kv_heads).view(1, -1, 1)
+    d = torch.arange(w.dims[part]).view(1, 1, -1)
+    index = WHERE[w.call.layout][part == "v"](page.view(-1, 1, 1), slot.view(-1, 1, 1), h, d, w.x if part == "k" else w.v_x)
+    total = torch.zeros((), dtype=torch.int64)
+    for i, stride in zip(index, tensor.stride()):
+        total = total + i * stride
+    return total.expand(page.numel(), w.call.kv_heads, w.dims[part])
+
+
+def load(w: Work, part: str, offset: torch.Tensor) -> torch.Tensor:
+    """What lies at these offsets, in the type of the storage; what is out of reach is the nearest that is not."""
+    flat = w.flat[part]
+    at = (offset + int(w.pages[part].storage_offset())).clamp(0, flat.numel() - 1)
+    return flat[at.to(flat.device)].cpu()
+
+
+def decode(w: Work, part: str, raw: torch.Tensor, page: torch.Tensor, slot: torch.Tensor) -> torch.Tensor:
+    return as_numbers(raw, w.call.format, w.number) * scale_at(w, part, page, slot)
+
+
+def as_numbers(raw: torch.Tensor, format: str, number: torch.dtype) -> torch.Tensor:
+    dtype = TYPES[format]
+    typed = raw.view(dtype) if raw.dtype.itemsize == dtype.itemsize else raw
+    return typed.to(number)
+
+
+def scale_at(w: Work, part: str, page: torch.Tensor, slot: torch.Tensor) -> torch.Tensor | float:
+    scale = w.scales[part]
+    if scale is None:
+        return 1.0
+    scale = scale.cpu().to(w.number)
+    if scale.dim() == 3:
+        return scale[page.clamp(0, scale.shape[0] - 1), slot].unsqueeze(-1)
+    return scale.reshape(1, -1, 1)
+
+
+def gather(w: Work, s: Stages, at: Indices, sequence: BatchSequence) -> Values:
+    """Keys and values of a sequence, [keys, kv_heads, dim]."""
+    from_cache = sequence.kv_len if w.call.new is None else max(sequence.context, 0)
+    positions = torch.arange(from_cache)
+    parts = []
+    for part in ("k", "v"):
+        page, slot = s.locate(w, at, sequence, positions)
+        page = page.clamp(min=-(w.pages[part].storage_offset() // max(w.pages[part].stride(0), 1)), max=w.call.pages - 1)
+        value = s.decode(w, part, load(w, part, s.address(w, part, page, slot)), page, slot)
+        fresh = w.new[part]
+        if fresh is not None:
+            value = torch.cat((value, fresh[sequence.first : sequence.first + sequence.q_len].cpu().to(w.number)))
+        parts.append(value)
+    return Values(*parts)
+
+
+def kv_head(w: Work) -> torch.Tensor:
+    return torch.arange(w.call.q_heads) // (w.call.q_heads // w.call.kv_heads)
+
+
+def score(w: Work, q: torch.Tensor, k: torch.Tensor, heads: torch.Tensor) -> torch.Tensor:
+    """Logits [q_heads, queries, keys]."""
+    return capped(w, products(factor(w, q, w.call.scale), w.rounded(k), heads))
+
+
+def factor(w: Work, q: torch.Tensor, scale: float) -> torch.Tensor:
+    """Queries times the scale. Kernels that round them have log2(e) in them too, for exp2: never a power of two."""
+    return q * scale if w.factors is None else w.rounded(q * (scale * LOG2E)) / LOG2E
+
+
+def products(q: torch.Tensor, k: torch.Tensor, heads: torch.Tensor) -> torch.Tensor:
+    logits = q.new_empty(q.shape[1], q.shape[0], k.shape[0])
+    for g in sorted(set(heads.tolist())):
+        mine = (heads == g).nonzero().flatten()
+        logits[mine] = (q[:, mine].transpose(0, 1).reshape(-1, q.shape[2]) @ k[:, g].T).view(mine.numel(), *logits.shape[1:])
+    return logits
+
+
+def capped(w: Work, logits: torch.Tensor) -> torch.Tensor:
+    cap = w.call.softcap
+    return logits if cap is None else cap * torch.tanh(logits / cap)
+
+
+def places(w: Work, sequence: BatchSequence, keys: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Positions of queries and of keys."""
+    q_at, k_at = torch.arange(sequence.context, sequence.context + sequence.q_len), torch.arange(keys)
+    if w.call.positions is not None:
+        q_at = w.call.positions[sequence.first : sequence.first + sequence.q_len].cpu().long()
+        k_at = torch.cat((k_at[: max(sequence.context, 0)], q_at))[:keys]
+    return q_at, k_at
+
+
+def is_causal(w: Work, sequence: BatchSequence) -> bool:
+    causal = w.call.causal
+    return bool(causal[sequence.seq]) if isinstance(causal, torch.Tensor) else causal
+
+
+def see(w: Work, sequence: BatchSequence, keys: int) -> torch.Tensor:
+    """Who sees whom, bool [queries, keys]."""
+    q_at, k_at = places(w, sequence, keys)
+    return within(w, sequence, q_at[:, None] - k_at[None, :], w.call.window)
+
+
+def within(
+    w: Work, sequence: BatchSequence, far: torch.Tensor, window: tuple[int | None, int | None], now: int = 0
+) -> torch.Tensor:
+    """Whom causality (or the tree) and the window let through, by distance. A causal query sees up to `now` keys ahead."""
+    left, right = window
+    visible = torch.ones(far.shape, dtype=torch.bool)
+    if w.call.mask is not None:
+        visible[:, sequence.context :] = w.call.mask[
+            sequence.first : sequence.first + sequence.q_len, : far.shape[1] - sequence.context
+        ].cpu()
+    elif is_causal(w, sequence):
+        visible &= far >= -now
+    if left is not None:
+        visible &= far <= left
+    if right is not None:
+        visible &= far >= -right - now
+    return visible
+
+
+def bias(w: Work, sequence: BatchSequence, keys: int) -> torch.Tensor | float:
+    """What is added to logits, [q_heads, queries, keys]."""
+    if w.call.alibi is None:
+        return 0.0
+    q_at, k_at = places(w, sequence, keys)
+    return -slopes(w) * (q_at[:, None] - k_at[None, :]).abs()
+
+
+def slopes(w: Work) -> torch.Tensor:
+    assert w.call.alibi is not None
+    return w.call.alibi.cpu().to(w.number)[:, None, None]
+
+
+def sink(w: Work) -> torch.Tensor | None:
+    return None if w.call.sinks is None else w.call.sinks.cpu().to(w.number)[:, None, None]
+
+
+def weigh(w: Work, logits: torch.Tensor, v: torch.Tensor, heads: torch.Tensor) -> SequenceResult:
+    """Softmax over the keys and the sink, times the values."""
+    extra = sink(w)
+    top = logits.amax(-1, keepdim=True) if logits.shape[-1] else logits.new_full((*logits.shape[:2], 1), -torch.inf)
+    if extra is not None:
+        top = torch.maximum(top, extra)
+    top = top.masked_fill(top == -torch.inf, 0.0)
+    e = torch.exp(logits - top)
+    total = e.sum(-1, keepdim=True)
+    if extra is not None:
+        total = total + torch.exp(extra - top)
+    share = torch.where(total > 0, 1.0 / total, 0.0)
+    mixed, weighted = mix(w.rounded(e), w.rounded(v), heads)
+    return SequenceResult(mixed * share.transpose(0, 1), (top + total.log()).squeeze(-1).T, weighted * share.transpose(0, 1))
+
+
+def mix(e: torch.Tensor, v: torch.Tensor, heads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weights [q_heads, queries, keys] times values and their magnitudes: [queries, q_heads, dim] twice."""
+    both = torch.cat((v, v.abs()), -1)
+    out = e.new_empty(e.shape[1], e.shape[0], both.shape[-1])
+    for g in sorted(set(heads.tolist())):
+        mine = (heads == g).nonzero().flatten()
+        out[:, mine] = (
+            (e[mine].reshape(mine.numel() * e.shape[1], e.shape[2]) @ both[:, g]).view(mine.numel(), e.shape[1], -1).transpose(0, 1)
+        )
+    return out[..., : v.shape[-1]], out[..., v.shape[-1] :]
+
+
+def store(w: Work, sequence: BatchSequence, part: SequenceResult, into: Outcome) -> None:
+    rows = slice(sequence.first, sequence.first + sequence.q_len)
+    into.out[rows], into.lse[rows], into.weighted[rows], into.written[rows] = part.out, part.lse, part.weighted, True
+
+
+def finish(w: Work, into: Outcome) -> Outcome:
+    return into
+
+
+@dataclass(frozen=True)
+class Stages:
+    read: Callable[..., Indices] = read
+    sequences: Callable[..., list[BatchSequence]] = sequences
+    locate: Callable[..., tuple[torch.Tensor, torch.Tensor]] = locate
+    address: Callable[..., torch.Tensor] = address
+    decode: Callable[..., torch.Tensor] = decode
+    gather: Callable[..., Values] = gather
+    kv_head: Callable[..., torch.Tensor] = kv_head
+    score: Callable[..., torch.Tensor] = score
+    see: Callable[..., torch.Tensor] = see
+    bias: Callable[..., torch.Tensor | float] = bias
+    weigh: Callable[..., SequenceResult] = weigh
+    store: Callable[..., None] = store
+    finish: Callable[..., Outcome] = finish
+    keep_unseen: bool = False
+    """Whether keys that no query sees stay as they are: their weight is 0, but 0 times NaN is not."""
+
+    def replace(self, **changes: Any) -> Stages:
+        return dataclasses.replace(self, **changes)
+
+
+PLAIN = Stages()
+
+
+def _values(w: Work, s: Stages, at: Indices, sequence: BatchSequence) -> Values:
+    """Keys and values of a sequence. Where nothing in the reading is at fault they are read once for all faults."""
+    if any(getattr(s, name) is not getattr(PLAIN, name) for name in ("read", "sequences", "locate", "address", "decode", "gather")):
+        return s.gather(w, s, at, sequence)
+    key = (sequence.seq, w.number)
+    if key not in w.call.memo:
+        w.call.memo[key] = s.gather(w, s, at, sequence)
+    return w.call.memo[key]
+
+
+def exact(
+    call: KernelCall,
+    stages: Stages = PLAIN,
+    number: torch.dtype = torch.float64,
+    factors: torch.dtype | Narrow | None = None,
+    only: int | None = None,
+) -> Outcome:
+    """Runs the pipeline, for all sequences or for one. Always on the host: the arithmetic of one machine judges all others."""
+    w, s = Work(call, number, factors), stages
+    shape = tuple(call.out.shape)
+    into = Outcome(
+        torch.zeros(shape, dtype=number),
+        torch.zeros(shape[:2], dtype=number),
+        torch.zeros(shape, dtype=number),
+        torch.zeros(shape, dtype=torch.bool),
+    )
+    at = s.read(w)
+    q = call.q.cpu().to(number) * (1.0 if call.q_scale is None else call.q_scale)
+    heads = s.kv_head(w)
+    for sequence in s.sequences(w, at):
+        if sequence.q_len < 1 or sequence.first < 0 or sequence.first + sequence.q_len > shape[0]:
+            continue
+        if only is not None and sequence.seq != only:
+            continue
+        sequence = sequence._replace(kv_len=max(sequence.kv_len, 0))
+        k, v = _values(w, s, at, sequence)
+        keys = k.shape[0]
+        visible = s.see(w, sequence, keys)
+        if not s.keep_unseen and not bool(visible.any(0).all()):
+            seen = visible.any(0)[:, None, None]
+            k, v = torch.where(seen, k, 0.0), torch.where(seen, v, 0.0)
+        logits = s.score(w, q[sequence.first : sequence.first + sequence.q_len], k, heads) + s.bias(w, sequence, keys)
+        logits = logits.masked_fill(~visible, -torch.inf)
+        if keys:
+            w.top = max(w.top, float(logits.masked_fill(~visible, 0.0).nan_to_num(0.0, 0.0, 0.0).abs().max()))
+        s.store(w, sequence, s.weigh(w, logits, v, heads), into)
+    into.top = w.top
+    return s.finish(w, into)

@@ -1,0 +1,1 @@
+"""Calls of a running program, saved to a file, replayed and checked."""

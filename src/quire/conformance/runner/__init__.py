@@ -1,0 +1,1 @@
+"""Runs a target through cases: in this process, in subprocesses, in parallel."""

@@ -1,0 +1,258 @@
+"""Runs a target through cases: asks, checks, and has every failure diagnosed."""
+
+from __future__ import annotations
+
+import math
+import platform
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+
+import torch
+
+import quire
+from quire.conformance.cases.build import build
+from quire.conformance.cases.call import KernelCall
+from quire.conformance.cases.case import Case
+from quire.conformance.diagnosis.attempt import Attempt, attempt, try_case
+from quire.conformance.diagnosis.consistency import without_minority_names
+from quire.conformance.diagnosis.contrast import Ask, contrast, contrast_of
+from quire.conformance.diagnosis.determinism import check_repetition
+from quire.conformance.diagnosis.diagnose import diagnose
+from quire.conformance.diagnosis.locate import cell
+from quire.conformance.faults import BY_NAME
+from quire.conformance.oracle.budget import ratios
+from quire.conformance.reporting.report import INTERRUPTED, Finding, Picture, Report, Result
+from quire.conformance.runner.target import Failure, Target, is_lost
+from quire.conformance.runner.threads import one_thread
+
+ROWS_DRAWN = 512
+NOT_DIAGNOSED = "wrong; not diagnosed, since failures before it were: ask for this case alone to have it diagnosed"
+
+
+def examine(case: Case, target: Target, trusted: frozenset[str] | None = frozenset()) -> Result:
+    """One case: right, wrong and why, refused, or unsupported. Faults in `trusted` were confirmed before; with None a failure is
+    not diagnosed."""
+    with one_thread():
+        return _examine(case, target, trusted)
+
+
+def _examine(case: Case, target: Target, trusted: frozenset[str] | None) -> Result:
+    start = time.perf_counter()
+    call = build(case, target.device)
+    lacks = target.missing(call)
+    if lacks is not None and case.lse:
+        # Who gives no LSE can still be asked for the output.
+        case = case.replace(lse=False)
+        call = build(case, target.device)
+        lacks = target.missing(call)
+    if lacks is not None:
+        return Result(case, "unsupported", lacks)
+    beyond = target.limits(call)
+    if beyond is not None and not target.refuses:
+        return Result(case, "unsupported", beyond)
+    first = attempt(case, target, call)
+    result = _judge(case, target, first, beyond, trusted)
+    return replace(result, seconds=round(time.perf_counter() - start, 4))
+
+
+def _judge(case: Case, target: Target, first: Attempt, beyond: str | None, trusted: frozenset[str] | None) -> Result:
+    if first.failure is not None:
+        if beyond is not None and first.failure.fault == "raises":
+            return Result(case, "refused", f"{beyond}: {first.error}")
+        return failed(case, first.failure)
+    findings = list(_broken(case, first.call))
+    error, wrong = _count(first)
+    shown, reason = first, "" if beyond is None else f"answered although {beyond} is beyond its limits"
+    if error > 1 and trusted is None:
+        reason = NOT_DIAGNOSED
+    elif error > 1 and trusted is not None:
+        diagnosis = diagnose(case, target, first, trusted=trusted)
+        findings[:0], shown = diagnosis.findings, diagnosis.attempt
+    elif beyond is None:
+        differs = check_repetition(case, target, first)
+        if differs is not None:
+            findings.append(Finding(differs[0], differs[:1], summary=differs[1], reproduce=str(case)))
+    status = "right" if error <= 1 and not findings else "wrong"
+    # The map is of the run that the first finding describes.
+    picture = _picture(shown, findings) if status == "wrong" else None
+    places = first.wrong_sequences if error > 1 else ()
+    return Result(case, status, reason, error, wrong, tuple(findings), picture=picture, wrong_sequences=places)
+
+
+def failed(case: Case, failure: Failure) -> Result:
+    """No answer where one was due."""
+    said = f"{failure} (at {failure.at})" if failure.at else str(failure)
+    return Result(case, "raised", said, findings=(Finding(failure.fault, (failure.fault,), summary=said, reproduce=str(case)),))
+
+
+def _count(done: Attempt) -> tuple[float, int]:
+    """The largest error in budgets, and how many elements of the output are beyond theirs."""
+    live = done.call.live
+    off = ratios(done.call.out.cpu(), done.call.unwritten().cpu(), done.right, live)
+    return done.off, int((off > 1).sum())
+
+
+def _broken(case: Case, call: KernelCall) -> Iterable[Finding]:
+    seals = call.broken_seals()
+    groups = {
+        "writes-padding-rows": [s for s in seals if s.startswith("padding")],
+        "writes-outside-output": [s for s in seals if s.startswith(("before", "behind"))],
+        "changes-inputs": [s for s in seals if " " not in s],
+    }
+    for name, parts in groups.items():
+        if parts:
+            yield Finding(name, (name,), summary=f"{BY_NAME[name].looks}: {', '.join(parts)}", reproduce=str(case))
+
+
+def _picture(done: Attempt, findings: Sequence[Finding]) -> Picture:
+    call = done.call
+    live = call.live
+    off = ratios(call.out.cpu(), call.unwritten().cpu(), done.right, live)[:ROWS_DRAWN].amax(-1).clamp(max=1e9)
+    bare = call.unwritten()[:live].cpu()[:ROWS_DRAWN].all(-1)
+    bad = next((found for finding in findings if (found := cell(finding, call)) is not None), None)
+    return Picture(
+        [[round(float(n), 3) for n in row] for row in torch.where(bare, -1.0, off)],
+        call.q_starts.tolist(),
+        call.kv_lens.tolist(),
+        call.page_table[:, :64].tolist(),
+        call.page_size,
+        bad,
+    )
+
+
+class Diagnoses:
+    """Which failures of a run are still diagnosed. A diagnosis takes seconds, and a kernel may fail in every case: after
+    `enough` failures of one kind without a correct result, or after so many seconds, the others are only counted."""
+
+    def __init__(self, enough: int = 3, seconds: float = 20.0):
+        self.enough, self.seconds = enough, seconds
+        self.counts: Counter[str] = Counter()
+        self.answered = False
+        """Whether the target was right once."""
+
+    @property
+    def trusted(self) -> frozenset[str] | None:
+        """Faults that were confirmed often enough; None if no failure is diagnosed any more."""
+        often = frozenset(name for name, count in self.counts.items() if count >= self.enough)
+        return None if self.seconds <= 0 or (often and not self.answered) else often & BY_NAME.keys()
+
+    def note(self, result: Result) -> None:
+        self.answered |= result.status == "right"
+        if result.status == "wrong" and result.reason != NOT_DIAGNOSED:
+            self.seconds -= result.seconds
+            self.counts.update(finding.fault for finding in result.findings[:1])
+
+
+def conform(
+    target: Target,
+    cases: Sequence[Case],
+    level: str = "",
+    *,
+    known: dict[str, str] | None = None,
+    each: Callable[[Result], None] = lambda result: None,
+    within: float = math.inf,
+) -> Report:
+    """Every case in turn; after so many seconds, or an interrupt, none is begun any more: what was found until then is not lost."""
+    start = time.perf_counter()
+    results: list[Result] = []
+    diagnoses = Diagnoses()
+    lost = ""
+    for case in cases:
+        if not lost and time.perf_counter() - start > within:
+            lost = over(within)
+        try:
+            result = Result(case, "unsupported", lost) if lost else survive(case, target, diagnoses.trusted)
+        except KeyboardInterrupt:
+            lost = INTERRUPTED
+            result = Result(case, "unsupported", lost)
+        if result.status == "raised" and is_lost(result.reason) and not target.runs_on:
+            lost = f"the device was lost in case {case.name}"
+        result = replace(result, known=(known or {}).get(case.name, ""))
+        diagnoses.note(result)
+        results.append(result)
+        each(result)
+    report = report_of(facts_of(target), results, level, time.perf_counter() - start)
+    return report if lost else with_contrast(report, asking_whether(target))
+
+
+def asking_whether(target: Target) -> Ask:
+    """Runs cases for `contrast`."""
+
+    def ask(case: Case) -> bool | None:
+        with one_thread():
+            done = try_case(case, target)
+        return None if done is None or done.error else done.is_right
+
+    return ask
+
+
+def with_contrast(report: Report, ask: Ask | None = None) -> Report:
+    """The report with what distinguishes its failing cases from the passing ones: of all, and of those with each finding."""
+    report = replace(report, results=without_minority_names(report.results))
+    passing = [result for result in report.results if result.status == "right"]
+    overall = contrast_of(report.results, ask)
+    kinds: dict[tuple[str, str], list[Result]] = {}
+    for result in report.results:
+        for finding in result.findings:
+            kinds.setdefault(finding.kind, []).append(result)
+    failing = sum(result.failed for result in report.results)
+    said = {kind: overall if len(mine) == failing else contrast(mine, passing, ask) for kind, mine in kinds.items()}
+    results = [
+        replace(result, findings=tuple(replace(f, contrast=said[f.kind]) for f in result.findings)) for result in report.results
+    ]
+    return replace(report, results=results, contrast=overall)
+
+
+def over(within: float) -> str:
+    return f"the {within:g} s were over"
+
+
+def facts_of(target: Target) -> dict[str, str]:
+    """What a report says about its target."""
+    return {"target": target.name, "device": target.runs_on or target.device, "version": target.version}
+
+
+def report_of(facts: dict[str, str], results: list[Result], level: str, seconds: float) -> Report:
+    versions = {"quire": quire.__version__, "torch": torch.__version__, "python": platform.python_version()}
+    if facts["version"]:
+        versions["target"] = facts["version"]
+    return Report(facts["target"], level, facts["device"], consistent(results), seconds, versions)
+
+
+def survive(case: Case, target: Target, trusted: frozenset[str] | None = frozenset()) -> Result:
+    """As `examine`; and a death between two calls, or an illegal access on a GPU, which shows wherever somebody waits next, ends
+    in a result too, and so does a device that has no room for the case: others may run on it."""
+    try:
+        return examine(case, target, trusted)
+    except torch.OutOfMemoryError as error:
+        return Result(case, "unsupported", f"no room for it on the device: {str(error).split('. ')[0]}")
+    except (Failure, RuntimeError) as error:
+        failure = Failure.of(error)
+        if failure is not error and not is_lost(str(failure)):
+            raise
+        return failed(case, failure)
+
+
+def _renamed(finding: Finding, fault: str) -> Finding:
+    """The same finding by another name that fits it as well: parameters were those of the first."""
+    kept = {name: value for name, value in finding.parameters.items() if name == "only"}
+    return replace(finding, fault=fault, summary=BY_NAME[fault].looks, parameters=kept)
+
+
+def consistent(results: list[Result]) -> list[Result]:
+    """Lets cases speak for each other: where one cannot tell faults apart and the others name one of them, that is the name."""
+    votes: dict[str, int] = {}
+    for result in results:
+        for finding in result.findings[:1]:
+            for name in finding.alike:
+                votes[name] = votes.get(name, 0) + 1
+    kept = []
+    for result in results:
+        findings = []
+        for finding in result.findings:
+            best = max(finding.alike, key=lambda name: (votes.get(name, 0), name == finding.fault), default=finding.fault)
+            findings.append(finding if votes.get(best, 0) <= votes.get(finding.fault, 0) else _renamed(finding, best))
+        kept.append(replace(result, findings=tuple(findings)))
+    return kept

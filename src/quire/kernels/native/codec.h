@@ -1,0 +1,182 @@
+// The codecs: stored elements as fp32 and back. A new format is a value of `Type` in call.h, a `Number`, its largest value, a line of
+// `with_type` and, if its elements are exact in bf16, its `Codes`.
+#pragma once
+#include "vector.h"
+
+namespace quire {
+namespace QUIRE_LEVEL {
+
+INLINE vf infinity() { return as_float(splat(0x7F800000)); }
+INLINE vf magnitude(vf x) { return as_float(as_int(x) & 0x7FFFFFFF); }
+INLINE vf not_below(vf x, float low) { return larger(splat(low), x); }  // NaN stays NaN
+INLINE vf not_above(vf x, float high) { return -larger(splat(-high), -x); }
+
+template <class Narrow>
+INLINE vi widened(const uint8_t* p) {
+    typedef Narrow vn __attribute__((vector_size(W * sizeof(Narrow))));
+    return __builtin_convertvector(load<vn>(p), vi);
+}
+
+// Floats of 8 or 16 bits: E bits of exponent with a bias, M of mantissa.
+enum Specials { IEEE, NAN_ONLY, ONE_NAN };  // infinities and NaNs; NaN in the largest code; NaN where -0 would be
+
+template <int E, int M, int BIAS, Specials KIND>
+struct Small {
+    static constexpr int SIGN = 1 << (E + M), INFINITE = ((1 << E) - 1) << M;
+
+    static INLINE vf decode(vi code) {
+        vi size = code & (SIGN - 1);
+        vi normal = (size << (23 - M)) + ((127 - BIAS) << 23);
+        vi tiny = as_int(__builtin_convertvector(size, vf) * as_float(splat((127 + 1 - BIAS - M) << 23)));
+        vi bits = select(size < (1 << M), tiny, normal);
+        if (KIND == IEEE) bits = select(size >= INFINITE, 0x7F800000 | (size << (23 - M)), bits);
+        if (KIND == NAN_ONLY) bits = select(size == SIGN - 1, splat(0x7FC00000), bits);
+        bits |= (code & SIGN) << (31 - E - M);
+        if (KIND == ONE_NAN) bits = select(code == SIGN, splat(0x7FC00000), bits);
+        return as_float(bits);
+    }
+
+    // To the nearest, ties to even. Formats without infinities are given what they can hold.
+    static INLINE vi encode(vf x) {
+        vi size = as_int(magnitude(x)), sign = (as_int(x) >> (31 - E - M)) & SIGN;
+        vi normal = ((size + ((1 << (22 - M)) - 1) + ((size >> (23 - M)) & 1)) >> (23 - M)) - ((127 - BIAS) << M);
+        vi unit = splat((127 + 24 - BIAS - M) << 23);  // where the last place is that of the smallest number
+        vi tiny = as_int(as_float(size) + as_float(unit)) - unit;
+        vi code = select(size < ((128 - BIAS) << 23), tiny, normal);
+        if (KIND == IEEE) code = select(code > INFINITE, splat(INFINITE), code);
+        vi nan = KIND == IEEE && E == 5 && M == 10 ? splat(0x7E00) : splat(SIGN - 1);
+        code = select(size > 0x7F800000, nan, code);
+        if (KIND == ONE_NAN) return select(size > 0x7F800000, splat(SIGN), select(code == 0, code, code | sign));
+        return code | sign;
+    }
+};
+
+template <int TYPE>
+struct Number;
+
+template <>
+struct Number<FP32> {
+    static INLINE vf decode(const uint8_t* p) { return load(p); }
+    static INLINE vi encode(vf x) { return as_int(x); }
+};
+
+template <>
+struct Number<BF16> {
+    static INLINE vf decode(const uint8_t* p) { return as_float(widened<uint16_t>(p) << 16); }
+    static INLINE vi encode(vf x) {
+        vi bits = as_int(x);
+        vi rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16) & 0xFFFF;
+        return select((bits & 0x7FFFFFFF) > 0x7F800000, splat(0x7FC0), rounded);
+    }
+};
+
+template <>
+struct Number<FP16> : Small<5, 10, 15, IEEE> {
+#if defined(__AVX512F__)
+    static INLINE vf decode(const uint8_t* p) { return (vf)_mm512_cvtph_ps(load<__m256i>(p)); }
+#elif defined(__AVX2__)
+    static INLINE vf decode(const uint8_t* p) { return (vf)_mm256_cvtph_ps(load<__m128i>(p)); }
+#else
+    static INLINE vf decode(const uint8_t* p) { return Small::decode(widened<uint16_t>(p)); }
+#endif
+};
+
+template <class S>
+struct Byte : S {
+    static INLINE vf decode(const uint8_t* p) { return S::decode(widened<uint8_t>(p)); }
+};
+template <>
+struct Number<E4M3FN> : Byte<Small<4, 3, 7, NAN_ONLY>> {};
+template <>
+struct Number<E4M3FNUZ> : Byte<Small<4, 3, 8, ONE_NAN>> {};
+template <>
+struct Number<E5M2> : Byte<Small<5, 2, 15, IEEE>> {};
+template <>
+struct Number<INT8> {
+    static INLINE vf decode(const uint8_t* p) { return __builtin_convertvector(widened<int8_t>(p), vf); }
+    static INLINE vi encode(vf x) { return __builtin_convertvector(select(x == x, nearest(x), vf{}), vi); }
+};
+
+constexpr float LARGEST[TYPES] = {0, 0, 0, 448, 240, 57344, 127};  // of the formats that saturate
+
+template <int TYPE>
+constexpr int SIZE = TYPE == FP32 ? 4 : TYPE < E4M3FN ? 2 : 1;
+
+#if defined(__AVX512BF16__)
+// The sizes of all codes of an 8-bit format as bf16, where each is exact: low bytes and high bytes, as lookups want them. In place of
+// zero there is what code 128 stands for. Made by the compiler: a library that is loaded on any CPU must not run this file's
+// instructions before it was asked to.
+template <int T>
+struct Codes {
+    static constexpr bool NEGATIVE_ZERO = T == E4M3FN || T == E5M2;  // is what code 128 stands for
+    static constexpr bool SIGNED = T == INT8;                        // two's complement
+    alignas(64) uint8_t low[128] = {}, high[128] = {};
+
+    constexpr Codes() {
+        for (int code = 0; code < 128; code++) {
+            uint32_t bits = __builtin_bit_cast(uint32_t, number(code ? code : 128)) >> 16;
+            low[code] = bits & 0xFF, high[code] = bits >> 8 & 0x7F;
+        }
+    }
+
+    static constexpr float number(int code) {
+        if (T == INT8) return code < 128 ? code : code - 256;
+        constexpr int M = T == E5M2 ? 2 : 3, BIAS = T == E5M2 ? 15 : T == E4M3FN ? 7 : 8;
+        int size = code & 127, exponent = size >> M, mantissa = size & ((1 << M) - 1);
+        float value = exponent ? mantissa + (1 << M) : mantissa;
+        for (int e = exponent ? exponent : 1; e < BIAS + M; e++) value /= 2;
+        for (int e = exponent; e > BIAS + M; e--) value *= 2;
+        if (T == E5M2 && exponent == 31) value = mantissa ? __builtin_nanf("") : __builtin_inff();
+        if (T == E4M3FN && size == 127) value = __builtin_nanf("");
+        if (T == E4M3FNUZ && code == 128) return __builtin_nanf("");
+        return code & 128 ? -value : value;
+    }
+};
+template <int T>
+static constexpr Codes<T> CODES;
+#endif
+
+// Calls f with the type as a constant.
+template <class F>
+INLINE auto with_type(int64_t type, F f) {
+    switch (type) {
+        case FP32: return f(std::integral_constant<int, FP32>());
+        case FP16: return f(std::integral_constant<int, FP16>());
+        case BF16: return f(std::integral_constant<int, BF16>());
+        case E4M3FN: return f(std::integral_constant<int, E4M3FN>());
+        case E4M3FNUZ: return f(std::integral_constant<int, E4M3FNUZ>());
+        case E5M2: return f(std::integral_constant<int, E5M2>());
+        default: return f(std::integral_constant<int, INT8>());
+    }
+}
+
+// W elements, or the first few of them and zeros.
+template <int TYPE>
+INLINE vf decode(const uint8_t* p, int64_t count = W) {
+    if (count >= W) return Number<TYPE>::decode(p);
+    uint8_t some[W * 4] = {};
+    memcpy(some, p, count * SIZE<TYPE>);
+    return Number<TYPE>::decode(some);
+}
+
+template <int TYPE>
+INLINE void encode(vf x, uint8_t* p, int64_t count = W) {
+    if (TYPE >= E4M3FN) x = not_above(not_below(x, -LARGEST[TYPE]), LARGEST[TYPE]);
+    vi code = Number<TYPE>::encode(x);
+    auto put = [&](auto numbers) {
+        if (count >= W) return store(p, numbers);
+        memcpy(p, &numbers, count * SIZE<TYPE>);
+    };
+    if constexpr (SIZE<TYPE> == 4) {
+        put(code);
+    } else if constexpr (SIZE<TYPE> == 2) {
+        typedef uint16_t vn __attribute__((vector_size(W * 2)));
+        put(__builtin_convertvector(code, vn));
+    } else {
+        typedef uint8_t vn __attribute__((vector_size(W)));
+        put(__builtin_convertvector(code, vn));
+    }
+}
+
+}  // namespace QUIRE_LEVEL
+}  // namespace quire

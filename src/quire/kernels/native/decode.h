@@ -1,0 +1,375 @@
+// Sequences with few new tokens: decodes. They are limited by reading the cache, so nothing is packed: a row of keys is multiplied
+// in place, for all query rows at once. The order of memory accesses matters. A core has about two dozen cache lines in flight, which
+// is not enough; the prefetcher of its second-level cache requests more if lines are read in order. So all heads of a key are read
+// before the next key, alternating between several streams of a tile, and software prefetches follow the same order.
+#pragma once
+#include "tile.h"
+
+namespace quire {
+namespace QUIRE_LEVEL {
+
+constexpr int64_t DECODE_ROWS = 16;        // of queries, at most
+constexpr int64_t DECODE_KEYS = 64;        // of a tile
+constexpr int64_t AT_ONCE = 4;          // rows in one go; 1 and 2 have a way of their own
+constexpr int64_t STREAMS = 4;          // places of a tile that are read in turns
+constexpr int64_t SIDE_BY_SIDE = 4096;  // bytes of a key's heads that are read together
+
+// Units of a row of stored elements, in steps that suit its type.
+template <class F, int T>
+struct Reader {
+    static constexpr int VECTORS = F::PER_UNIT == 2 && SIZE<T> == 1 ? 2 : 1;
+    static constexpr int64_t STEP = VECTORS * W * F::PER_UNIT;
+
+    static INLINE void read(const uint8_t* p, int64_t left, vi (&to)[VECTORS]) {
+#if QUIRE_BF16
+        if constexpr (VECTORS == 2) return halves_as_bf16<T>(quartered(p, left), to[0], to[1]);
+#endif
+        to[0] = F::template units<T>(p, left);
+    }
+
+    // With a lane for each element, of one row or of two at once, in the order that F::in_order undoes.
+    static INLINE void read(const uint8_t* p, const uint8_t* other, int64_t left, vi (&to)[STEP / W]) {
+#if QUIRE_BF16
+        if constexpr (VECTORS == 2) return F::template mingle_fours<T>(quartered(p, left), quartered(other, left), to);
+#endif
+        to[0] = F::template units<T>(p, left);
+        if constexpr (F::PER_UNIT == 2) {
+            to[1] = F::template units<T>(other, left);
+            F::mingle_fours(to[0], to[1]);
+        }
+    }
+};
+
+// Rows of K or V of a tile, from some head on; the next head's lie `head` bytes further. There are none if `at` is null.
+struct RowReads {
+    const uint8_t* const* at;
+    int64_t count, first, head, bytes, type;
+    int64_t dim_part, dim_high, dim_low;  // where the elements of a row lie, as in Pages
+    bool whole, beside;                   // elements side by side; heads closer together than keys
+
+    INLINE const uint8_t* row(int64_t j, int64_t h) const { return at[j] + first + h * head; }
+};
+
+// Asks for rows that will be read soon, in the order in which they will be: one in each of a tile's places each time.
+struct Prefetcher {
+    const RowReads of;
+    int64_t heads, apart, h = 0, j = 0;
+    bool more;
+
+    Prefetcher(const RowReads& of, int64_t heads)
+        : of(of), heads(heads), apart((of.count + STREAMS - 1) / STREAMS), more(of.at && of.whole) {}
+
+    INLINE void fetch() {
+        if (!more) return;
+        int64_t offset = of.first + h * of.head;
+        UNROLL for (int64_t i = 0; i < STREAMS; i++) {
+            const uint8_t* row = of.at[least(j + i * apart, of.count - 1)] + offset;
+            for (int64_t b = 0; b < of.bytes; b += 64) prefetch(row + b);
+        }
+        if (++h < heads) return;
+        h = 0;
+        more = ++j < apart;
+    }
+};
+
+// Scores of ROWS rows of queries over W / ROWS keys, a lane each: row by row.
+template <class F, int T, int ROWS>
+static INLINE vf scores_of(const int32_t* q, int64_t q_stride, const uint8_t* const* key, int64_t dim) {
+    using R = Reader<F, T>;
+    constexpr int AT_ONCE = W / ROWS;
+    vf sum[W] = {};
+    auto step = [&](int64_t d, int64_t left) __attribute__((always_inline)) {
+        vi units[AT_ONCE][R::VECTORS];
+        UNROLL for (int i = 0; i < AT_ONCE; i++) R::read(key[i] + d * SIZE<T>, left, units[i]);
+        UNROLL for (int n = 0; n < R::VECTORS; n++) UNROLL for (int r = 0; r < ROWS; r++) {
+            vi mine = load<vi>(q + r * q_stride + d / F::PER_UNIT + n * W);
+            UNROLL for (int i = 0; i < AT_ONCE; i++) sum[r * AT_ONCE + i] = F::dot(sum[r * AT_ONCE + i], mine, units[i][n]);
+        }
+    };
+    int64_t d = 0;
+    for (; d + R::STEP <= dim; d += R::STEP) step(d, R::STEP);
+    if (d < dim) step(d, dim - d);
+    return sums(sum);
+}
+
+// Scores of a strip, which were made W at a time, as row after row with keys in their order. Of the keys that are scored at once
+// each is APART behind the one before it: what was made is a matrix that needs turning over its diagonal.
+template <int64_t APART>
+static INLINE void to_key_order(float* scores) {
+    float made[W * APART];
+    if (APART != W) memcpy(made, scores, sizeof made);
+    if constexpr (APART % W == 0) {
+        for (int64_t j = 0; j < APART; j += W) {
+            vi some[W];
+            UNROLL for (int i = 0; i < W; i++) some[i] = load<vi>((APART == W ? scores : made) + (j + i) * W);
+            transpose(some);
+            UNROLL for (int i = 0; i < W; i++) store(scores + i * APART + j, some[i]);
+        }
+    } else {
+        for (int64_t i = 0; i < W; i++) UNROLL for (int64_t j = 0; j < APART; j++) scores[i * APART + j] = made[j * W + i];
+    }
+}
+
+// How many keys of each stream are added up in registers: the less, the more memory is read in its order.
+template <int T>
+constexpr int64_t SLOTS = 8 / SIZE<T>;
+
+// values[r] = values[r] * keep[r] + weights[r] V of one head, a few vectors of dims at a time. Of every `apart` keys those from
+// `slot` on are taken; the first slots do what there is to keep.
+template <class F, int T, int ROWS>
+static INLINE void values_of(const int32_t* weights, const RowReads& v, int64_t h, int64_t slot, int64_t apart, Prefetcher* ahead,
+                             int64_t dim, const float* keep, float* values, int64_t stride) {
+    constexpr int PER = F::PER_UNIT, VECTORS = VECTORS_AT_ONCE;
+    constexpr int64_t DIMS = VECTORS * W, EACH = SLOTS<T> / PER;
+    using R = Reader<F, T>;
+    const int64_t offset = v.first + h * v.head, pause = STREAMS * ((dim + DIMS - 1) / DIMS);
+    int64_t since = pause;  // keys since something was fetched ahead: it is done all the time, not all at once
+    auto some_dims = [&](int64_t d, auto full) __attribute__((always_inline)) {
+        vf sum[ROWS][VECTORS] = {};
+        for (int64_t stream = 0; stream < STREAMS; stream++) for (int64_t i = 0; i < EACH; i++) {
+            int64_t u = (stream * apart + slot) / PER + i;
+            if (u * PER >= v.count) break;
+            if (ahead && (since += PER) > pause) ahead->fetch(), since = PER;
+            const uint8_t* row = v.at[u * PER] + offset;
+            const uint8_t* other = u * PER + 1 < v.count ? v.at[u * PER + PER - 1] + offset : ZEROS;
+            vi unit[VECTORS] = {};
+            UNROLL for (int n = 0; n < VECTORS; n += R::STEP / W) {
+                // As many vectors of lanes as a step has elements: bf16 makes two of each, for two keys at once.
+                int64_t at = d + n * W, left = full ? R::STEP : dim - at;
+                if (!full && left <= 0) break;
+                vi some[R::STEP / W];
+                R::read(row + at * SIZE<T>, other + at * SIZE<T>, left, some);
+                UNROLL for (int i = 0; i < R::STEP / W; i++) unit[n + i] = some[i];
+            }
+            UNROLL for (int r = 0; r < ROWS; r++) {
+                vi weight = splat(weights[r * (DECODE_KEYS / PER) + u]);
+                UNROLL for (int n = 0; n < VECTORS; n++) sum[r][n] = F::dot(sum[r][n], weight, unit[n]);
+            }
+        }
+        UNROLL for (int r = 0; r < ROWS; r++) UNROLL for (int n = 0; n < VECTORS; n++) {
+            float* to = values + r * stride + d + n * W;
+            store(to, fma(load(to), splat(slot ? 1.0f : keep[r]), sum[r][n]));
+        }
+    };
+    int64_t d = 0;
+    for (; d + DIMS <= dim; d += DIMS) some_dims(d, std::true_type());
+    if (d < dim) some_dims(d, std::false_type());
+}
+
+template <class F>
+struct DecodeKernel {
+    static constexpr int64_t UNITS = DECODE_KEYS / F::PER_UNIT;  // of a row's weights
+    const Attend& call;
+    int64_t k_units, v_lanes;
+    int32_t *q, *weights, *copies;
+    float *values, *scores, *keep, *k_scale, *v_scale;
+    SoftmaxState* have;
+    VisibleRange* visibles;
+    Tile* tiles;
+    const uint8_t** places;
+    int64_t strip, padded_rows;
+
+    DecodeKernel(const Attend& call, Workspace& workspace) : call(call) {
+        int64_t count = call.cache.heads * DECODE_ROWS;
+        k_units = round_up((call.cache.k.dim + F::PER_UNIT - 1) / F::PER_UNIT, 2 * W);
+        v_lanes = round_up(call.cache.v.dim, VECTORS_AT_ONCE * W);
+        q = workspace.take<int32_t>(count * k_units);
+        values = workspace.take<float>(count * v_lanes);
+        scores = workspace.take<float>(count * DECODE_KEYS);
+        weights = F::PER_UNIT == 1 ? (int32_t*)scores : workspace.take<int32_t>(count * UNITS);
+        keep = workspace.take<float>(count + W);
+        k_scale = workspace.take<float>(KEYS);
+        v_scale = workspace.take<float>(KEYS);
+        have = workspace.take<SoftmaxState>(count);
+        visibles = workspace.take<VisibleRange>(count);
+        tiles = workspace.take<Tile>(2);
+        copies = workspace.take<int32_t>(DECODE_KEYS * 512);
+        places = workspace.take<const uint8_t*>(DECODE_KEYS);
+    }
+
+    void run(const Unit& unit) {
+        const Sequence s(call, unit.seq);
+        int64_t heads = unit.heads, group = call.group, k_dim = call.cache.k.dim, size = size_of(call.q.type);
+        strip = unit.rows < 3 ? unit.rows : AT_ONCE;
+        padded_rows = round_up(unit.rows, strip);
+        for (int64_t h = 0; h < heads; h++) {
+            for (int64_t i = 0; i < padded_rows; i++) {
+                int64_t at = h * padded_rows + i, token = (unit.row + i) / group;
+                int32_t* to = q + at * k_units;
+                if (i >= unit.rows) {
+                    memset(to, 0, k_units * 4);
+                    continue;
+                }
+                int64_t q_head = (unit.head + h) * group + (unit.row + i) % group;
+                const uint8_t* from = call.q.data + ((s.token + token) * call.q.token + q_head * call.q.head) * size;
+                if (call.q.dim != 1) {
+                    from = gathered(from, size, k_dim, (uint8_t*)copies, [&](int64_t d) { return d * call.q.dim; });
+                }
+                as_units<F>(from, call.q.type, k_dim, to, k_units);
+                visibles[at] = visible_range(call, s, token, q_head);
+                have[at] = SoftmaxState{-__builtin_inff(), 0.0f};
+            }
+        }
+        memset(values, 0, heads * padded_rows * v_lanes * 4);
+        const Logits logits(call);
+        bool bad = false;
+        // A tile ends where the cache does: its rows are of one type.
+        int64_t turn = s.fresh ? most(unit.low, least(unit.high, s.context)) : unit.high;
+        auto end_of = [&](int64_t low) { return least(low + DECODE_KEYS, low < turn ? turn : unit.high); };
+        int64_t low = unit.low, which = 0;
+        if (low < unit.high) locate_tile(s, low, end_of(low), tiles[0]);
+        while (low < unit.high) {
+            Tile &tile = tiles[which], &after = tiles[1 - which];
+            int64_t next = end_of(low);
+            if (next < unit.high) locate_tile(s, next, end_of(next), after);
+            if (tile.bad) bad = true;
+            else visit(unit, tile, next < unit.high && !after.bad ? &after : nullptr, logits);
+            low = next, which = 1 - which;
+        }
+        for (int64_t h = 0; h < heads; h++) {
+            for (int64_t i = 0; i < unit.rows; i++) {
+                int64_t at = h * padded_rows + i;
+                if (bad) have[at].total = __builtin_nanf("");
+                F::to_key_order(values + at * v_lanes, v_lanes);
+                store_partial(call, s, unit, unit.head + h, unit.row + i, have[at], values + at * v_lanes);
+            }
+        }
+    }
+
+    void locate_tile(const Sequence& s, int64_t low, int64_t high, Tile& tile) { locate_keys(call, s, low, low, high, nullptr, tile); }
+
+    // A tile, for as many heads at a time as are read together. What comes next is on its way meanwhile: values while keys are
+    // scored, the next keys while values are added up.
+    void visit(const Unit& unit, const Tile& tile, const Tile* after, const Logits& logits) {
+        int64_t some = heads_at_once(keys(tile, 0), values_in(tile, 0));
+        for (int64_t h = 0; h < unit.heads; h += some) {
+            int64_t heads = least(some, unit.heads - h), head = unit.head + h;
+            RowReads k = keys(tile, head), v = values_in(tile, head), next{};
+            if (h + some < unit.heads) next = keys(tile, head + some);
+            else if (after) next = keys(*after, unit.head);
+            score(ready(k, call.cache.k.dim), v, h, heads);
+            for (int64_t i = h; i < h + heads; i++) softmax_head(unit, tile, i, logits);
+            accumulate(ready(v, call.cache.v.dim), next, h, heads);
+        }
+    }
+
+    RowReads keys(const Tile& tile, int64_t head) const { return reads(call.cache.k, call.new_k, tile, tile.k, head); }
+    RowReads values_in(const Tile& tile, int64_t head) const { return reads(call.cache.v, call.new_v, tile, tile.v, head); }
+
+    static RowReads reads(const Pages& p, const Array& fresh, const Tile& tile, const uint8_t* const* at, int64_t head) {
+        if (tile.cut) {
+            int64_t size = size_of(p.type);
+            return {at, tile.count, head * p.head * size, p.head * size, p.dim * size, p.type, p.dim_part, p.dim_high, p.dim_low,
+                    p.whole_rows(), p.head < p.slot_low};
+        }
+        int64_t size = size_of(fresh.type);
+        return {at, tile.count, head * fresh.head * size, fresh.head * size, p.dim * size, fresh.type, p.dim, 0, fresh.dim,
+                fresh.dim == 1, fresh.head < fresh.token};
+    }
+
+    // Rows are multiplied where they lie, unless their elements are apart or would be decoded anew for every strip.
+    bool in_place(const RowReads& r) const { return r.whole && (padded_rows == strip || r.type == F::TYPE); }
+
+    int64_t heads_at_once(const RowReads& k, const RowReads& v) const {
+        if (!in_place(k) || !in_place(v) || !k.beside || !v.beside) return 1;
+        return most<int64_t>(1, SIDE_BY_SIDE / most(k.bytes, v.bytes));
+    }
+
+    // Rows as the products take them; those of one head where they have to be copied.
+    RowReads ready(const RowReads& from, int64_t dim) {
+        if (in_place(from)) return from;
+        int64_t units = round_up((dim + F::PER_UNIT - 1) / F::PER_UNIT, W);
+        uint8_t whole[512 * 4];
+        for (int64_t j = 0; j < from.count; j++) {
+            const uint8_t* row = from.row(j, 0);
+            if (!from.whole) {
+                row = gathered(row, size_of(from.type), dim, whole, [&](int64_t d) {
+                    return d / from.dim_part * from.dim_high + d % from.dim_part * from.dim_low;
+                });
+            }
+            int32_t* to = copies + j * 512;
+            as_units<F>(row, from.type, dim, to, units);
+            places[j] = (const uint8_t*)to;
+        }
+        return {places, from.count, 0, 0, dim * size_of(F::TYPE), F::TYPE, dim, 0, 1, true, false};
+    }
+
+    // Calls f with a type and the number of rows in a strip as constants.
+    template <class Do>
+    INLINE void with_strip(int64_t type, Do f) {
+        with_type(type, [&](auto t) {
+            if constexpr (FITS<F, t.value>) {
+                if (strip == 1) f(t, std::integral_constant<int, 1>());
+                else if (strip == 2) f(t, std::integral_constant<int, 2>());
+                else f(t, std::integral_constant<int, 4>());
+            }
+        });
+    }
+
+    void score(const RowReads& k, const RowReads& coming, int64_t first, int64_t heads) {
+        Prefetcher ahead(coming, heads);
+        with_strip(k.type, [&](auto t, auto rows) {
+            constexpr int MANY = W / rows.value;
+            constexpr int64_t APART = DECODE_KEYS / MANY;  // a constant: bf16 takes some percent longer otherwise
+            for (int64_t j = 0; j < least(APART, k.count); j++) {
+                for (int64_t h = 0; h < heads; h++) {
+                    const uint8_t* key[MANY];
+                    const int64_t offset = k.first + h * k.head;
+                    UNROLL for (int i = 0; i < MANY; i++) {
+                        key[i] = k.at[least(j + i * APART, k.count - 1)] + offset;
+                        if (i % STREAMS == 0) ahead.fetch();
+                    }
+                    for (int64_t r = 0; r < padded_rows; r += rows.value) {
+                        int64_t at = (first + h) * padded_rows + r;
+                        store(scores + at * DECODE_KEYS + j * W,
+                              scores_of<F, t.value, rows.value>(q + at * k_units, k_units, key, call.cache.k.dim));
+                    }
+                }
+            }
+            for (int64_t r = 0; r < heads * padded_rows; r += rows.value) {
+                to_key_order<APART>(scores + (first * padded_rows + r) * DECODE_KEYS);
+            }
+        });
+    }
+
+    void softmax_head(const Unit& unit, const Tile& tile, int64_t h, Logits logits) {
+        const Pages &k = call.cache.k, &v = call.cache.v;
+        bool one = k.scale && k.scale_page == 0 && k.scale_slot == 0 && tile.cut == tile.count;  // for all keys: it needs no array
+        if (one) logits.factor *= k.scale_of(0, 0, unit.head + h);
+        bool k_scaled = !one && scales_of(k, tile.k, tile, unit.head + h, k_scale, DECODE_KEYS);
+        bool v_scaled = scales_of(v, tile.v, tile, unit.head + h, v_scale, DECODE_KEYS);
+        int64_t base = h * padded_rows;
+        Scores seen{scores + base * DECODE_KEYS, DECODE_KEYS, round_up(tile.count, 2 * W), k_scaled ? k_scale : nullptr,
+                    v_scaled ? v_scale : nullptr, nullptr, call.alibi != nullptr, {}, {}, {}, {}};
+        for (int64_t i = 0; i < unit.rows; i++) {
+            const VisibleRange& visible = visibles[base + i];
+            seen.first[i] = most<int64_t>(0, visible.low - tile.first);
+            seen.last[i] = most<int64_t>(0, least(tile.count, visible.high - tile.first));
+            seen.slope[i] = visible.slope, seen.distance[i] = (float)(visible.at - tile.first);
+        }
+        softmax<F>(seen, unit.rows, weights + base * UNITS, UNITS, logits, have + base, keep + base);
+        for (int64_t i = base + unit.rows; i < base + padded_rows; i++) {
+            memset(weights + i * UNITS, 0, UNITS * 4);
+            keep[i] = 1.0f;
+        }
+    }
+
+    void accumulate(const RowReads& v, const RowReads& coming, int64_t first, int64_t heads) {
+        Prefetcher ahead(coming, heads);
+        with_strip(v.type, [&](auto t, auto rows) {
+            int64_t apart = round_up((v.count + STREAMS - 1) / STREAMS, SLOTS<t.value>);
+            for (int64_t slot = 0; slot < apart; slot += SLOTS<t.value>) {
+                for (int64_t h = 0; h < heads; h++) {
+                    for (int64_t r = 0; r < padded_rows; r += rows.value) {
+                        int64_t at = (first + h) * padded_rows + r;
+                        values_of<F, t.value, rows.value>(weights + at * UNITS, v, h, slot, apart, r ? nullptr : &ahead,
+                                                          call.cache.v.dim, keep + at, values + at * v_lanes, v_lanes);
+                    }
+                }
+            }
+        });
+    }
+};
+
+}  // namespace QUIRE_LEVEL
+}  // namespace quire

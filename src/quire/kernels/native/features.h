@@ -1,0 +1,97 @@
+// The attention features, each a hook that the kernels call: causality, window and tree mask (`visible_range`, `is_visible`), softcap
+// (`Logits`), ALiBi (`alibi_penalty`), sinks (`add_sink`).
+#pragma once
+#include "functions.h"
+
+namespace quire {
+namespace QUIRE_LEVEL {
+
+constexpr float LOG2E = 1.44269504088896341f;
+
+struct Sequence {
+    int64_t seq, token, q_len, kv_len, context;
+    bool fresh;  // takes its new tokens from beside the cache
+    bool causal, tree;
+
+    Sequence(const Attend& call, int64_t seq)
+        : seq(seq),
+          token(call.lengths[seq].begin),
+          q_len(call.lengths[seq].q_len),
+          kv_len(call.lengths[seq].kv_len),
+          context(kv_len - q_len),
+          fresh(call.takes_new(seq)),
+          causal(call.is_causal(seq)),
+          tree(call.mask) {}
+};
+
+// The keys that a query row sees: [low, high) without a tree mask.
+struct VisibleRange {
+    int64_t token, at, low, high;  // its token among the sequence's new ones, its position
+    float slope;                   // ALiBi's, for logits of base 2
+};
+
+static INLINE VisibleRange visible_range(const Attend& call, const Sequence& s, int64_t token, int64_t q_head) {
+    VisibleRange visible{token, s.context + token, 0, s.kv_len, call.alibi ? call.alibi[q_head] * LOG2E : 0.0f};
+    if (s.tree) {
+        if (call.positions.data) visible.at = call.positions.at(s.token + token);
+        return visible;
+    }
+    int64_t right = s.causal ? 0 : call.right;
+    if (call.left != UNBOUNDED) visible.low = most<int64_t>(0, visible.at - call.left);
+    if (right != UNBOUNDED) visible.high = most<int64_t>(0, least(s.kv_len, visible.at + right + 1));
+    return visible;
+}
+
+// The position of a key, and whether a query sees it under a tree mask.
+static INLINE int64_t key_position(const Attend& call, const Sequence& s, int64_t key) {
+    return key >= s.context && call.positions.data ? call.positions.at(s.token + key - s.context) : key;
+}
+static INLINE bool is_visible(const Attend& call, const Sequence& s, const VisibleRange& visible, int64_t key) {
+    if (key >= s.context &&
+        !call.mask[(s.token + visible.token) * call.mask_token + (key - s.context) * call.mask_column]) {
+        return false;
+    }
+    if (call.left == UNBOUNDED && call.right == UNBOUNDED) return true;
+    int64_t distance = visible.at - key_position(call, s, key);
+    return (call.left == UNBOUNDED || distance <= call.left) && (call.right == UNBOUNDED || -distance <= call.right);
+}
+
+// How scores become logits of base 2.
+struct Logits {
+    float factor, cap, capped;  // s * factor; with a softcap, capped * tanh(s * factor)
+
+    explicit Logits(const Attend& call) {
+        // The smallest cap that counts: below it all logits are alike in fp32 anyway.
+        double softcap = call.softcap ? most(call.softcap, 1e-30) : 0.0;
+        cap = softcap;
+        factor = cap ? call.scale / softcap : call.scale * (double)1.4426950408889634;
+        capped = softcap * 1.4426950408889634;
+    }
+
+    // Whether a logit is more than a score times `factor`.
+    INLINE bool transforms() const { return cap != 0; }
+    // A score times `factor` becomes a logit, before ALiBi.
+    INLINE vf transform(vf x) const { return cap ? tanh(x) * capped : x; }
+};
+
+// ALiBi's penalty of W keys from `j` on, for a row that is `distance` away from key 0.
+static INLINE vf alibi_penalty(float distance, float slope, int64_t j) {
+    return magnitude(distance - __builtin_convertvector(lanes() + (int32_t)j, vf)) * slope;
+}
+
+struct SoftmaxState {  // of a row: its largest logit so far, and the sum of the weights relative to it
+    float top, total;
+};
+
+// Adds the sink's term to the sum of a row. Returns the factor that rescales its accumulated values.
+static INLINE float add_sink(const Attend& call, int64_t q_head, SoftmaxState& have) {
+    if (!call.sinks || call.sinks[q_head] == -__builtin_inff()) return 1.0f;
+    float sink = call.sinks[q_head] * LOG2E, top = sink > have.top ? sink : have.top;
+    float share = have.top == top ? 1.0f : exp2(splat(have.top - top))[0];
+    have.total = have.total * share + (sink == top ? 1.0f : exp2(splat(sink - top))[0]);
+    have.top = top;
+    return share;
+}
+
+}  // namespace QUIRE_LEVEL
+}  // namespace quire

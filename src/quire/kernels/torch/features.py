@@ -1,0 +1,109 @@
+"""The attention features, each a hook that `Strip` calls: which query sees which key (causality, window, tree mask: `VisibleKeys`),
+softcap (`cap_scores`), ALiBi (`alibi_penalty`) and sinks (`add_sink`)."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from quire.options import Options
+
+
+class VisibleKeys:
+    """The keys that the new tokens [first, first + count) of a sequence see: a subset of [low, high).
+
+    Without a tree mask the queries have consecutive positions, so every key of [low, high) is visible to at least one of them.
+    """
+
+    def __init__(self, options: Options, token: int, first: int, count: int, q_len: int, kv_len: int, causal: bool):
+        self.context, self.count = kv_len - q_len, count
+        self.left, self.right = options.sides
+        self.low, self.high = 0, kv_len
+        self.first = self.context + first
+        self.context_seen = self.context
+        """One past the last key of the context that may be visible."""
+        self.tree: torch.Tensor | None = None
+        if options.mask is not None:
+            self.tree = options.mask[token + first : token + first + count, :q_len]
+            self.tree_at = None if options.positions is None else options.positions[token : token + q_len].long()
+            if self.tree_at is not None:
+                self.low, self.context_seen = self._context_range(self.tree_at[first : first + count].tolist())
+            self.tree_first = first
+            return
+        if causal:
+            self.right = 0
+        if self.left is not None:
+            self.low = max(0, self.first - self.left)
+        if self.right is not None:
+            self.high = max(0, min(kv_len, self.first + count + self.right))
+
+    def _context_range(self, positions: list[int]) -> tuple[int, int]:
+        """From the first to one past the last key of the context that a query at one of these positions sees."""
+        first, end = self.context, 0
+        for at in positions:
+            low = 0 if self.left is None else max(0, at - self.left)
+            high = self.context if self.right is None else min(self.context, at + self.right + 1)
+            if low < high:
+                first, end = min(first, low), max(end, high)
+        return max(0, first), end
+
+    def distance(self, low: int, high: int, device: torch.device) -> torch.Tensor:
+        """q_pos - k_pos over keys [low, high), `[count, high - low]`."""
+        k_at = torch.arange(low, high, device=device)
+        if self.tree is None or self.tree_at is None:
+            q_at = torch.arange(self.first, self.first + self.count, device=device)
+        else:
+            q_at = self.tree_at[self.tree_first : self.tree_first + self.count]
+            k_at = torch.where(k_at < self.context, k_at, self.tree_at[(k_at - self.context).clamp(min=0)])
+        return q_at[:, None] - k_at
+
+    def visible(self, low: int, high: int, device: torch.device) -> torch.Tensor | None:
+        """Which query sees which of keys [low, high), bool `[count, high - low]`; None where all see all."""
+        tree = self.tree
+        past_left = self.left is not None and (tree is not None or low < self.first + self.count - 1 - self.left)
+        past_right = self.right is not None and (tree is not None or high - 1 > self.first + self.right)
+        if tree is None and not past_left and not past_right:
+            return None
+        visible = torch.ones(self.count, high - low, dtype=torch.bool, device=device)
+        if tree is not None and high > self.context:
+            cut = max(low, self.context)
+            visible[:, cut - low :] = tree[:, cut - self.context : high - self.context]
+        if past_left or past_right:
+            distance = self.distance(low, high, device)
+            if self.left is not None:
+                visible &= distance <= self.left
+            if self.right is not None:
+                visible &= distance >= -self.right
+        return visible
+
+
+def changes_scores(options: Options) -> bool:
+    """Whether scores are changed by more than a scale and a bias, so that torch's fused attention cannot be used."""
+    return options.softcap is not None
+
+
+def cap_scores(scores: torch.Tensor, options: Options) -> torch.Tensor:
+    """Applies the softcap in place."""
+    return scores if options.softcap is None else scores.div_(options.softcap).tanh_().mul_(options.softcap)
+
+
+def alibi_penalty(options: Options, keys: VisibleKeys, low: int, high: int, kv_heads: int) -> torch.Tensor | None:
+    """What ALiBi subtracts from the logits of keys [low, high), `[kv_heads, count, group, keys]`; None without ALiBi."""
+    if options.alibi is None:
+        return None
+    slopes = options.alibi.float().view(kv_heads, 1, -1, 1)
+    return slopes * keys.distance(low, high, slopes.device).abs().unsqueeze(1)
+
+
+def add_sink(out: torch.Tensor, lse: torch.Tensor, options: Options) -> tuple[torch.Tensor, torch.Tensor]:
+    """The output `[kv_heads, tokens, group, v_head_dim]` and LSE with the sink's term in the denominator."""
+    if options.sinks is None:
+        return out, lse
+    with_sink = torch.logaddexp(lse, options.sinks.float().view(out.shape[0], 1, -1, 1))
+    return out * softmax_share(lse, with_sink), with_sink
+
+
+def softmax_share(part: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
+    """exp(part - whole) of two LSEs, 0 where both are -inf."""
+    return torch.exp(part - whole.masked_fill(whole == -math.inf, 0.0))

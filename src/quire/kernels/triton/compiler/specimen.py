@@ -1,0 +1,91 @@
+"""A call made from a problem, with tensors without memory: what is compiled for the problem is known before the first call."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from quire.cache.format import FORMATS
+from quire.options import NUMBERS, TENSORS
+from quire.problem import Extent, Problem
+
+
+def specimen(problem: Problem, extent: Extent) -> Any:
+    """The members of a call that launchers read, with tensors on torch's meta device. Only their types matter."""
+    tokens, seqs, dims = extent.tokens, extent.seqs, (problem.head_dim, problem.v_head_dim)
+    q_dtype = FORMATS[problem.q_dtype].dtype
+    new_dtype = FORMATS[problem.new_dtype].dtype if problem.new_dtype else torch.bfloat16
+    if q_dtype.itemsize > 1:
+        new_dtype = FORMATS[problem.new_dtype or problem.q_dtype].dtype
+    k, v = (_nothing(tokens, problem.kv_heads, dim, dtype=new_dtype) for dim in dims)
+    return SimpleNamespace(
+        q=_nothing(tokens, problem.q_heads, problem.head_dim, dtype=q_dtype),
+        k=k,
+        v=v,
+        new=(k, v) if problem.form == "context" else None,
+        out=_nothing(tokens, problem.q_heads, problem.v_head_dim, dtype=FORMATS[problem.out_dtype].dtype),
+        lse=_nothing(tokens, problem.q_heads) if problem.lse else None,
+        cache=_cache(problem),
+        batch=_batch(problem, extent),
+        options=_options(problem, tokens, seqs),
+        given_slots=None,
+        zero_padding=False,
+    )
+
+
+def _cache(problem: Problem) -> Any:
+    dtype = FORMATS[problem.format].dtype
+    k, v = (_nothing(2, problem.page_size, problem.kv_heads, dim, dtype=dtype) for dim in (problem.head_dim, problem.v_head_dim))
+    shape = {"tensor": (), "head": (problem.kv_heads,), "token": (2, problem.page_size, problem.kv_heads)}.get(problem.scales)
+    scale = None if shape is None else _nothing(*shape)
+    cells = _nothing(2 * problem.page_size, dtype=torch.int64)
+    ledger = SimpleNamespace(position=cells.int(), issue=cells, current=cells, violations=_nothing(9, dtype=torch.int64))
+    return SimpleNamespace(
+        k=k, v=v, k_scale=scale, v_scale=scale, pages=2, page_size=problem.page_size, v_head_dim=problem.v_head_dim, ledger=ledger
+    )
+
+
+def _batch(problem: Problem, extent: Extent) -> Any:
+    table, lens, starts = (getattr(torch, name) for name in problem.index_types)
+    width = -(-extent.max_kv_len // problem.page_size)
+    return SimpleNamespace(
+        page_table=_nothing(extent.seqs, width, dtype=table),
+        kv_lens=_nothing(extent.seqs, dtype=lens),
+        q_starts=_nothing(extent.seqs + 1, dtype=starts),
+        max_q_len=extent.max_q_len,
+        max_kv_len=extent.max_kv_len,
+    )
+
+
+def _options(problem: Problem, tokens: int, seqs: int) -> Any:
+    def maybe(there: bool, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor | None:
+        return _nothing(*shape, dtype=dtype) if there else None
+
+    scales = {"none": None, "number": 1.0, "tensor": _nothing()}
+    tensors = {
+        "alibi": maybe(problem.alibi, problem.q_heads, dtype=_dtype(problem.alibi_dtype)),
+        "sinks": maybe(problem.sinks, problem.q_heads, dtype=_dtype(problem.sinks_dtype)),
+        "mask": maybe(problem.mask, tokens, 128, dtype=torch.bool),
+        "positions": None if problem.positions == "none" else _nothing(tokens, dtype=_dtype(problem.positions)),
+    }
+    return SimpleNamespace(
+        scale=None,
+        causal=_nothing(seqs, dtype=torch.bool) if problem.causal == "per-sequence" else problem.causal == "yes",
+        numbers=tuple(1.0 if getattr(problem, name) else None for name in NUMBERS),
+        tensors=tuple((tensors[name], axes) for name, axes in TENSORS.items()),
+        positions=tensors["positions"],
+        q_scale=scales[problem.q_scale],
+        out_scale=scales[problem.out_scale],
+    )
+
+
+def _dtype(name: str) -> torch.dtype:
+    """A type by the name that `dtype_name` gives it."""
+    found: torch.dtype = FORMATS[name].dtype if name in FORMATS else getattr(torch, name)
+    return found
+
+
+def _nothing(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")

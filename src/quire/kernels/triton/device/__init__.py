@@ -1,0 +1,1 @@
+"""Device code: what runs on the GPU, and the records that it is given."""

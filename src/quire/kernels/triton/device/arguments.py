@@ -1,0 +1,240 @@
+"""The arguments of the attention kernels: records of pointers with their strides, and the constants that a kernel is compiled for.
+
+A member that is None is absent: the compiler removes it and the code that depends on it.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+
+class BatchTensors(NamedTuple):
+    """The index tensors of a batch, and its size."""
+
+    page_table: Any
+    table_row: Any
+    """Stride of the table's rows; a `_step` is the stride of the last axis."""
+    table_step: Any
+    table_width: Any
+    kv_lens: Any
+    kv_lens_step: Any
+    q_starts: Any
+    q_starts_step: Any
+    causal: Any
+    """One bool per sequence, or None."""
+    causal_step: Any
+    seqs: Any
+    tokens: Any
+    short: Any
+    """Sequences with at most so many new tokens are short: their keys are split over programs."""
+
+
+class Query(NamedTuple):
+    """Queries `[tokens, q_heads, head_dim]`, and the powers of two that balanced queries were divided by, `[tokens, q_heads]`."""
+
+    at: Any
+    token: Any
+    head: Any
+    dim: Any
+    exponents: Any
+
+
+class Cache(NamedTuple):
+    """K and V pages, and their scales if they are quantised; strides are constants."""
+
+    k: Any
+    v: Any
+    k_scale: Any
+    v_scale: Any
+    pages: Any
+
+
+class New(NamedTuple):
+    """New keys and values `[tokens, kv_heads, dim]`, None in full form."""
+
+    k: Any
+    k_token: Any
+    k_head: Any
+    k_dim: Any
+    v: Any
+    v_token: Any
+    v_head: Any
+    v_dim: Any
+
+
+class Out(NamedTuple):
+    """`[tokens, q_heads, v_head_dim]`, and the LSE `[tokens, q_heads]` or None."""
+
+    at: Any
+    token: Any
+    head: Any
+    dim: Any
+    lse: Any
+    lse_token: Any
+    lse_head: Any
+    zero_padding: Any
+    """1 if rows that belong to no sequence are set to zero."""
+
+
+class Workspace(NamedTuple):
+    """Partial results of units that are split: two places per split and row, `[rows, programs, 2]`. In this order the parts of one
+    row have strides that the compiler knows, although it does not know the number of rows.
+
+    One allocation: accumulators `[.., v width]`, row maxima `[..]` and row sums `[..]` in fp32; then a header per split, int32
+    `[programs, 5]`."""
+
+    at: Any
+    programs: Any
+    tail_programs: Any
+    """The last programs, which take one unit each if there are many units."""
+    main_programs: Any
+    """The other programs, per head; at least 1."""
+    tail_units: Any
+    """The number of units per program from which the tail is scheduled dynamically."""
+    overlapped: Any
+    """1 if the next kernel may run concurrently from the start."""
+
+
+class TileNumbers(NamedTuple):
+    """A tile of short sequences as run-time numbers, for `combine_kernel`, which is compiled once for all tiles. See
+    `TritonTile`."""
+
+    rows: Any
+    heads_per_tile: Any
+    tokens: Any
+    heads: Any
+
+
+class TritonTile(NamedTuple):
+    """How much one program computes at a time."""
+
+    ROWS: int
+    """Query rows: tokens times query heads per key head, times key heads."""
+    KEYS: int
+    """Keys, counted for each key head."""
+    STAGES: int
+    HEADS_PER_TILE: int
+    """Key heads in one tile. With few query rows a tile takes fewer keys of several heads, which are adjacent in memory, and there
+    are fewer and longer units. Keys of other heads are masked."""
+    STEP: int
+    """Keys per key head: the distance between tiles."""
+    TOKENS: int
+    """Query tokens per tile: a token has one row for each query head of its group."""
+    HEADS: int
+    """Units over the same tokens: key heads, fewer if a tile has several, more if a group is larger than a tile."""
+    FEW_ROWS: bool
+    """A tile of few rows is limited by loads: it loads page ids one tile ahead, and computes masked and unmasked tiles in one loop.
+    A tile of many rows is limited by products and registers."""
+
+    @classmethod
+    def of(cls, rows: int, keys: int, stages: int, few: bool, group: int, kv_heads: int, heads_per_tile: int = 1) -> TritonTile:
+        tokens = max(1, rows // (group * heads_per_tile))
+        heads = kv_heads // heads_per_tile * -(-group // rows)
+        return cls(rows, keys, stages, heads_per_tile, keys // heads_per_tile, tokens, heads, few)
+
+
+class AttendConstants(NamedTuple):
+    """What an attention kernel is compiled for."""
+
+    KV_HEADS: int
+    GROUP: int
+    HEAD_DIM: int
+    V_DIM: int
+    K_WIDTH: int
+    """The width of a tile of keys: head_dim rounded up to a power of two, at least 16."""
+    V_WIDTH: int
+    PAGE_SIZE: int
+    K_STEPS: tuple[int, ...]
+    """Strides of [page, head, slot/, slot%, dim/, dim%]."""
+    K_SLOTS: int
+    """The length of slot%."""
+    K_DIMS: int
+    """The length of dim%."""
+    V_STEPS: tuple[int, ...]
+    V_SLOTS: int
+    V_DIMS: int
+    FAR: bool
+    """Whether offsets into K or V need 64 bits."""
+    BYTES: bool
+    """Whether the cache has an 8-bit format."""
+    FORMAT: str
+    HARDWARE: bool
+    """Whether the target converts fp8 in hardware."""
+    K_SCALE_STEPS: tuple[int, ...] | None
+    """Strides by page, slot and head, 0 where one scale serves all; None without scales."""
+    V_SCALE_STEPS: tuple[int, ...] | None
+    PER_KEY: bool
+    """Whether scales are applied key by key: per-token scales, or scaled pages beside new keys without a scale."""
+    DOT: str
+    """The type in which the two products are computed: fp16, bf16 or fp32."""
+    BALANCE: str | None
+    """Where queries are divided by a power of two before they become fp16: 'here', 'before' (`balance_kernel`), or None."""
+    NEGATE: bool
+    """Whether the scale is negative: queries are negated, so that the largest product gives the largest logit."""
+    CAUSAL: bool | None
+    """None: `BatchTensors.causal` has it per sequence."""
+    NEW: bool
+    """Whether new tokens are given beside the cache."""
+    TREE: bool
+    LEFT: int | None
+    RIGHT: int | None
+    CONTEXT_FROM: int
+    """Sequences with at least that many new tokens take them from `New`."""
+    MIN_Q_LEN: int
+    """Only sequences with MIN_Q_LEN to MAX_Q_LEN new tokens are computed; others are left as they are."""
+    MAX_Q_LEN: int
+    SHORT: int
+    """The smallest value that `BatchTensors.short` can have."""
+    MIN_WORK: int
+    """The least work of a program, in key tiles."""
+    UNIT_OVERHEAD: int
+    """The cost of starting a unit, in key tiles."""
+    TAIL: bool
+    """Whether the last units may be scheduled dynamically, by `Workspace.tail_programs` more programs."""
+    INVARIANT: bool
+    """No unit is split, so that the bits of a sequence do not depend on the batch."""
+    Q_FORMAT: str
+    """The queries' format if they are fp8, else 'float'."""
+    OUT: str
+    """The output's format if it is fp8, else 'float'."""
+    OUT_NUMBER: bool
+    """Whether `Features.out_scale` is a number and not a pointer."""
+    SCAN: int
+    """Sequences, or columns of the table, that are read at a time."""
+    WIDE: bool
+    """Whether the work of a batch is counted in 64 bits."""
+    UNIFORM: bool
+    """Whether the compiler must be told which numbers are equal in all threads."""
+    PDL: bool
+    """Programmatic dependent launch: the next kernel may be launched before this one has ended, and waits for it on the GPU."""
+
+
+class CombineConstants(NamedTuple):
+    """What `combine_kernel` is compiled for: the constants that `finish` and `store` use."""
+
+    KV_HEADS: int
+    GROUP: int
+    V_DIM: int
+    V_WIDTH: int
+    V_SCALE_STEPS: tuple[int, ...] | None
+    PER_KEY: bool
+    OUT: str
+    OUT_NUMBER: bool
+    PDL: bool
+
+    @classmethod
+    def of(cls, constants: AttendConstants) -> CombineConstants:
+        return cls(*(getattr(constants, name) for name in cls._fields))
+
+
+class BalanceConstants(NamedTuple):
+    """What `balance_kernel` is compiled for."""
+
+    KV_HEADS: int
+    GROUP: int
+    HEAD_DIM: int
+    K_WIDTH: int
+
+    @classmethod
+    def of(cls, constants: AttendConstants) -> BalanceConstants:
+        return cls(*(getattr(constants, name) for name in cls._fields))

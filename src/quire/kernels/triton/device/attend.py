@@ -1,0 +1,268 @@
+"""Attention over pages, in one kernel with two kinds of programs, which run concurrently:
+
+    the first `workspace.programs`   compute one split each of the key tiles of all short sequences. The partial result of a unit
+                                     that several splits share is stored in the workspace, and `combine_kernel` combines them.
+    the others                       compute one unit of a long sequence each, over all of its keys, the longest first
+
+Without LONG every sequence is short, and there are no other programs.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from quire.kernels.triton.device.features import first_needed_key
+from quire.kernels.triton.device.schedule import (
+    find_sequence,
+    key_tiles,
+    lengths,
+    plan_splits,
+    short_totals,
+    short_work,
+    split_begin,
+    split_containing,
+    split_of_program,
+    total_work,
+    uniform,
+)
+from quire.kernels.triton.device.tiles import attend_tiles, clamp_page_ids, key_in_tile, load_page_ids
+from quire.kernels.triton.device.units import finish, initial_state, load_queries, locate_unit, store, workspace_views
+
+
+@triton.jit
+def attend_kernel(out, workspace, query, cache, batch, new, features, SHORT: tl.constexpr, LONG: tl.constexpr, C: tl.constexpr):
+    program = tl.program_id(0)
+    if C.PDL:
+        if workspace.overlapped != 0:
+            tl.extra.cuda.gdc_launch_dependents()
+    if program < workspace.programs:
+        zero_padding(out, batch, program, workspace.programs, C)
+        short_sequences(out, workspace, query, cache, batch, new, features, program, SHORT, C)
+        if C.PDL:
+            if workspace.overlapped == 0:
+                tl.extra.cuda.gdc_launch_dependents()
+            elif program == 0:
+                tl.extra.cuda.gdc_wait()
+    elif LONG is not None:
+        long_sequence(out, query, cache, batch, new, features, program - workspace.programs, LONG, C)
+
+
+@triton.jit
+def short_sequences(out, workspace, query, cache, batch, new, features, program, T: tl.constexpr, C: tl.constexpr):
+    """One split of the work of all short sequences."""
+    one_head, units = short_totals(batch, T, C)
+    total = one_head * T.HEADS
+    splits = plan_splits(batch, total, units, workspace, T, C)
+    split = split_of_program(program, splits, T, C)
+    at = split_begin(split, splits, T, C)
+    end = split_begin(split + 1, splits, T, C)
+    begin = at
+    head_begin = at // tl.maximum(one_head, 1) * one_head
+    seq, seq_begin = find_sequence(batch, at - head_begin, False, T, C)
+    seq_begin += head_begin
+    store_header(workspace, split, 0, 0, 0, 0, 0, T, C)
+    while at < end:
+        start, q_len, kv_len = lengths(batch, seq, True)
+        work = short_work(batch, q_len, kv_len, T, C)
+        if work > 0:
+            first, tiles = key_tiles(batch, q_len, kv_len, T, C)
+            pieces = tl.where(C.INVARIANT, 1, tiles + C.UNIT_OVERHEAD)
+            q_tile = ((at - seq_begin) // pieces).to(tl.int32)
+            piece = (at - seq_begin - q_tile * pieces).to(tl.int32)
+            count = tl.minimum(pieces - piece, end - at).to(tl.int32)
+            q_tiles = (q_len + T.TOKENS - 1) // T.TOKENS
+            head = (at // one_head).to(tl.int32)
+            unit = locate_unit(batch, features, seq, q_tile, head, T, C)
+            if C.INVARIANT:
+                lowest = unit.low // T.STEP * T.STEP
+                highest = unit.high
+            else:
+                lowest = tl.maximum((first + tl.maximum(piece - C.UNIT_OVERHEAD, 0)) * T.STEP, unit.low // T.STEP * T.STEP)
+                highest = tl.minimum((first + tl.maximum(piece + count - C.UNIT_OVERHEAD, 0)) * T.STEP, unit.high)
+            invalid = table_too_short(batch, cache, unit, C)
+            if q_tiles > 1:
+                invalid |= has_missing_page(batch, cache, unit, C)
+            if invalid:
+                highest = lowest
+            # Page ids are loaded before queries: keys depend on them, and queries are needed only by the first product.
+            page = load_page_ids(batch, unit, lowest + key_in_tile(T), highest, C)
+            q, scale = load_queries(query, cache, features, unit, T, C)
+            SOURCE: tl.constexpr = "both" if C.NEW else "pages"
+            state = initial_state(T, C)
+            state = attend_tiles(
+                state, q, scale, page, None, unit, batch, cache, new, features, lowest, highest, True, SOURCE, True, T, C
+            )
+            if T.HEADS_PER_TILE > 1:
+                state = recompute_per_head(state, q, scale, page, unit, batch, cache, new, features, lowest, highest, SOURCE, T, C)
+            acc, row_max, row_sum, missing = state
+            invalid |= tl.max(missing.to(tl.int32)) > 0
+            if count == pieces:
+                kv_head = unit.kv_head if T.HEADS_PER_TILE == 1 else unit.kv_head + unit.member
+                result, lse = finish(acc, row_max, row_sum, unit.head, unit.live, features, cache, kv_head, C)
+                store(out, unit.token, unit.head, unit.live, result, lse, invalid, tl.arange(0, C.V_WIDTH), C)
+            else:
+                store_partial(workspace, split, at != begin, acc, row_max, row_sum, invalid, T, C)
+                if piece == 0:
+                    last = split_containing(at + pieces - 1, splits, T, C)
+                    nth = q_tile * T.TOKENS
+                    store_header(
+                        workspace, split, last - split + 1, (at != begin).to(tl.int32), start + nth, q_len - nth, head, T, C
+                    )
+            at += count
+        if at == seq_begin + work:
+            seq_begin = at
+            seq = tl.where(seq + 1 == batch.seqs, 0, seq + 1)
+
+
+@triton.jit
+def recompute_per_head(
+    state, q, scale, page, unit, batch, cache, new, features, lowest, highest,
+    SOURCE: tl.constexpr, T: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    """Computes the unit again, one key head at a time, if the accumulator contains a NaN. An infinite or NaN value of one head
+    reaches the other heads of the tile, since 0 * NaN is NaN."""
+    acc, row_max, row_sum, missing = state
+    has_nan = uniform(tl.max(tl.max((acc != acc).to(tl.int32), 1), 0), C)
+    for only_head in range(has_nan * T.HEADS_PER_TILE):
+        recomputed = initial_state(T, C)
+        recomputed = attend_tiles(
+            recomputed, q, scale, page, only_head, unit, batch, cache, new, features, lowest, highest, True, SOURCE, True, T, C
+        )
+        acc = tl.where((unit.member == only_head)[:, None], recomputed[0], acc)
+    return acc, row_max, row_sum, missing
+
+
+@triton.jit
+def store_partial(workspace, split, second, acc, row_max, row_sum, invalid, T: tl.constexpr, C: tl.constexpr):
+    """Stores the partial result of a unit that several splits share. A split has at most two such units: its first and its last."""
+    index = tl.arange(0, T.ROWS)
+    dim = tl.arange(0, C.V_WIDTH)
+    place = index * (2 * workspace.programs) + (split * 2 + second.to(tl.int32))
+    row_maxima, row_sums, _ = workspace_views(workspace, T.ROWS, C)
+    tl.store(workspace.at + place[:, None] * C.V_WIDTH + dim[None, :], acc)
+    tl.store(row_maxima + place, row_max)
+    tl.store(row_sums + place, tl.where(invalid, float("nan"), row_sum))
+
+
+@triton.jit
+def store_header(workspace, split, parts, second, token, tokens, head, T: tl.constexpr, C: tl.constexpr):
+    """Stores the header of a split: of the unit whose first part this split has computed, the number of parts, which of the split's
+    two places has its own part, and where its queries are. 0 parts: there is no such unit."""
+    _, _, headers = workspace_views(workspace, T.ROWS, C)
+    tl.store(headers + split * 5, parts)
+    tl.store(headers + split * 5 + 1, second)
+    tl.store(headers + split * 5 + 2, token)
+    tl.store(headers + split * 5 + 3, tokens)
+    tl.store(headers + split * 5 + 4, head)
+
+
+@triton.jit
+def long_sequence(out, query, cache, batch, new, features, program, T: tl.constexpr, C: tl.constexpr):
+    """One unit of a long sequence."""
+    total = total_work(batch, True, T, C)
+    nth = program // T.HEADS
+    if nth < total:
+        # In reverse order: later queries see more keys, and the longest work should start first.
+        at = total - 1 - nth
+        seq, seq_begin = find_sequence(batch, at, True, T, C)
+        unit = locate_unit(batch, features, seq, (at - seq_begin).to(tl.int32), program % T.HEADS, T, C)
+        q, scale = load_queries(query, cache, features, unit, T, C)
+        begin = unit.low // T.KEYS * T.KEYS
+        end = unit.high
+        invalid = table_too_short(batch, cache, unit, C) or has_missing_page(batch, cache, unit, C)
+        if invalid:
+            end = begin
+        acc, row_max, row_sum, missing = attend_unit(
+            initial_state(T, C), q, scale, unit, batch, cache, new, features, begin, end, T, C
+        )
+        if C.TREE:
+            invalid |= tl.max(missing.to(tl.int32)) > 0
+        result, lse = finish(acc, row_max, row_sum, unit.head, unit.live, features, cache, unit.kv_head, C)
+        store(out, unit.token, unit.head, unit.live, result, lse, invalid, tl.arange(0, C.V_WIDTH), C)
+
+
+@triton.jit
+def attend_unit(state, q, scale, unit, batch, cache, new, features, begin, end, T: tl.constexpr, C: tl.constexpr):
+    """Attends to keys [begin, end) of a unit; begin is a multiple of a tile. Tiles that every query sees are computed without a
+    mask. Their pages were checked before, except with a tree mask."""
+    SOURCE: tl.constexpr = "both" if C.NEW else "pages"
+    if C.TREE:
+        state = attend_tiles(state, q, scale, None, None, unit, batch, cache, new, features, begin, end, True, SOURCE, True, T, C)
+    else:
+        if C.LEFT is not None:
+            middle = tl.minimum((unit.all_from + T.KEYS - 1) // T.KEYS * T.KEYS, (end + T.KEYS - 1) // T.KEYS * T.KEYS)
+            middle = tl.maximum(middle, begin)
+            stop = tl.minimum(middle, end)
+            state = attend_tiles(
+                state, q, scale, None, None, unit, batch, cache, new, features, begin, stop, True, SOURCE, False, T, C
+            )
+            begin = middle
+        middle = tl.minimum(tl.minimum(unit.all_to, unit.cached), end) // T.KEYS * T.KEYS
+        middle = tl.maximum(middle, begin)
+        state = attend_tiles(
+            state, q, scale, None, None, unit, batch, cache, new, features, begin, middle, False, "pages", False, T, C
+        )
+        if C.NEW:
+            # The tile in which the context ends, then tiles that have only new tokens.
+            begin = tl.maximum((unit.cached + T.KEYS - 1) // T.KEYS * T.KEYS, middle)
+            stop = tl.minimum(begin, end)
+            state = attend_tiles(
+                state, q, scale, None, None, unit, batch, cache, new, features, middle, stop, True, "both", False, T, C
+            )
+            middle = tl.maximum(tl.minimum(unit.all_to, end) // T.KEYS * T.KEYS, begin)
+            state = attend_tiles(
+                state, q, scale, None, None, unit, batch, cache, new, features, begin, middle, False, "new", False, T, C
+            )
+        # After the context all keys are new if every long sequence takes its new keys from `New`.
+        LAST: tl.constexpr = "new" if C.NEW and C.CONTEXT_FROM <= C.SHORT + 1 else SOURCE
+        state = attend_tiles(state, q, scale, None, None, unit, batch, cache, new, features, middle, end, True, LAST, False, T, C)
+    return state
+
+
+@triton.jit
+def table_too_short(batch, cache, unit, C: tl.constexpr):
+    """Whether the sequence needs a page, and the table is too short for it or the cache has no page."""
+    too_short = (unit.cached - 1) // C.PAGE_SIZE >= batch.table_width
+    needed = unit.cached > first_needed_key(unit.context, C)
+    if C.TREE and C.LEFT is not None:
+        needed &= tl.max((unit.live & (unit.position - C.LEFT < unit.cached)).to(tl.int32)) > 0
+    return (too_short | (cache.pages < 1)) & needed
+
+
+@triton.jit
+def has_missing_page(batch, cache, unit, C: tl.constexpr):
+    """Whether a page that the sequence needs does not exist: then all of its output is NaN. With a tree mask, pages are checked
+    when they are read, since only some of them may be needed."""
+    missing = tl.full([], 0, tl.int32)
+    if not C.TREE:
+        begin = first_needed_key(unit.context, C)
+        end = tl.where(begin < unit.cached, tl.minimum((unit.cached + C.PAGE_SIZE - 1) // C.PAGE_SIZE, batch.table_width), 0)
+        for first in range(begin // C.PAGE_SIZE, end, C.SCAN):
+            column = first + tl.arange(0, C.SCAN)
+            needed = column < end
+            page = tl.load(
+                batch.page_table + unit.seq.to(tl.int64) * batch.table_row + column * batch.table_step, mask=needed, other=0
+            )
+            _, exists = clamp_page_ids(page, cache.pages)
+            missing += tl.sum((needed & ~exists).to(tl.int32))
+    return uniform(missing, C) > 0
+
+
+@triton.jit
+def zero_padding(out, batch, program, programs, C: tl.constexpr):
+    """Writes zeros to rows of the LSE, and of a newly allocated output, that belong to no sequence."""
+    WIDTH: tl.constexpr = C.V_WIDTH
+    HEADS: tl.constexpr = C.KV_HEADS * C.GROUP
+    dim = tl.arange(0, WIDTH)
+    if (out.zero_padding != 0) | (out.lse is not None):
+        used = tl.load(batch.q_starts + batch.seqs * batch.q_starts_step).to(tl.int32)
+        # One loop over tokens and heads: the compiler would unroll a loop over heads.
+        for nth in range(program, tl.maximum(batch.tokens - used, 0).to(tl.int64) * HEADS, programs):
+            token = used + nth // HEADS
+            head = nth % HEADS
+            if out.zero_padding != 0:
+                at = token * out.token + head * out.head + dim * out.dim
+                tl.store(out.at + at, tl.zeros([WIDTH], out.at.dtype.element_ty), mask=dim < C.V_DIM)
+            if out.lse is not None:
+                tl.store(out.lse + token * out.lse_token + head * out.lse_head, 0.0)

@@ -1,0 +1,131 @@
+"""Checks a batch against the ledger. One program takes a chunk of the positions of one sequence, finds the slots of those that the
+sequence needs from the cache, and counts the slots that do not hold their token. A second launch, of one program and zero chunks,
+records the first of them for the report.
+
+The recorded one does not depend on the order of programs: packed into a number, the lowest sequence and position is the largest.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+LARGEST = tl.constexpr(2**63 - 1)
+
+
+class LedgerTensors(NamedTuple):
+    """The ledger: for each slot the position it holds, its issue number when it was written, and its issue number now."""
+
+    position: Any
+    issue: Any
+    now: Any
+    pages: Any
+
+
+class TreePositions(NamedTuple):
+    """Positions of new tokens under a tree mask with a window, or None."""
+
+    positions: Any
+    positions_step: Any
+
+
+class AuditConstants(NamedTuple):
+    """What the kernel is compiled for: which positions a sequence needs."""
+
+    POSITIONS: int
+    PAGE_SIZE: int
+    LEFT: int | None
+    """Visible keys to the left of a query; None is unbounded."""
+    CONTEXT_FROM: int
+    """Sequences with at least so many new tokens have only their context in the cache."""
+    MIN_Q_LEN: int
+    MAX_Q_LEN: int
+    """Sequences with other numbers of new tokens are not checked."""
+
+
+@triton.jit
+def audit_kernel(found, marks, batch, tree, chunks, N: tl.constexpr):
+    if chunks > 0:
+        count_wrong(found, marks, batch, tree, chunks, N)
+    else:
+        record_first(found, marks, batch, N)
+
+
+@triton.jit
+def count_wrong(found, marks, batch, tree, chunks, N: tl.constexpr):
+    """Counts the positions of one chunk whose slots do not hold their token."""
+    seq = (tl.program_id(0) // chunks).to(tl.int64)
+    position = (tl.program_id(0) % chunks).to(tl.int64) * N.POSITIONS + tl.arange(0, N.POSITIONS)
+    first, end = needed_of(batch, tree, seq, N)
+    needed = (position >= first) & (position < end)
+    slot, needed = slot_of(marks, batch, seq, position, needed, N)
+    _, _, _, wrong = marks_of(marks, slot, position, needed)
+    count = tl.sum(wrong.to(tl.int32))
+    if count > 0:
+        tl.atomic_add(found, count.to(tl.int64))
+        tl.atomic_max(found + 1, tl.max(tl.where(wrong, LARGEST - (seq << 32) - position, 0)))
+
+
+@triton.jit
+def needed_of(batch, tree, seq, N: tl.constexpr):
+    """The first position that a sequence needs from the cache, and the one after the last."""
+    start = tl.load(batch.q_starts + seq * batch.q_starts_step).to(tl.int64)
+    stop = tl.load(batch.q_starts + (seq + 1) * batch.q_starts_step).to(tl.int64)
+    kv_len = tl.load(batch.kv_lens + seq * batch.kv_lens_step).to(tl.int64)
+    q_len = stop - start
+    context = kv_len - q_len
+    first = context * 0
+    if N.LEFT is not None:
+        query = context
+        if tree.positions is not None:
+            query = context * 0 + LARGEST
+            for base in range(0, tl.minimum(q_len, batch.tokens).to(tl.int32), N.POSITIONS):
+                token = start + base + tl.arange(0, N.POSITIONS)
+                inside = (token >= 0) & (token < stop) & (token < batch.tokens)
+                at = tl.load(tree.positions + token * tree.positions_step, mask=inside, other=0).to(tl.int64)
+                query = tl.minimum(query, tl.min(tl.where(inside, at, LARGEST)))
+        first = tl.maximum(query - N.LEFT, 0)
+    end = tl.where(q_len >= N.CONTEXT_FROM, context, kv_len)
+    looked_at = (q_len > 0) & (q_len >= N.MIN_Q_LEN) & (q_len <= N.MAX_Q_LEN)
+    return first, tl.where(looked_at, end, 0)
+
+
+@triton.jit
+def slot_of(marks, batch, seq, position, needed, N: tl.constexpr):
+    """The slot of each position, and whether it has one. Missing pages are checked by another rule."""
+    column = position // N.PAGE_SIZE
+    needed &= column < batch.table_width
+    page = tl.load(batch.page_table + seq * batch.table_row + column * batch.table_step, mask=needed, other=-1).to(tl.int64)
+    needed &= (page >= 0) & (page < marks.pages)
+    return tl.where(needed, page * N.PAGE_SIZE + position % N.PAGE_SIZE, 0), needed
+
+
+@triton.jit
+def marks_of(marks, slot, position, needed):
+    """The entries of slots, and which needed slots do not hold the token of their position."""
+    held = tl.load(marks.position + slot, mask=needed, other=0).to(tl.int64)
+    issue = tl.load(marks.issue + slot, mask=needed, other=0)
+    now = tl.load(marks.now + slot, mask=needed, other=0)
+    # Issue numbers below 0 belong to slots that were free when they were written, or freed since. Position -2 is unknown.
+    return held, issue, now, needed & (((held != position) & (held != -2)) | (issue != now) | (issue < 0))
+
+
+@triton.jit
+def record_first(found, marks, batch, N: tl.constexpr):
+    """Records the token that `count_wrong` has packed, unless an earlier call has recorded one."""
+    packed = tl.load(found + 1)
+    kept = tl.load(found + 2)
+    seq = (LARGEST - packed) >> 32
+    position = (LARGEST - packed) & 0xFFFFFFFF
+    # A call on another stream may have packed it: then it may be right in this batch, or not exist.
+    slot, there = slot_of(marks, batch, seq, position, (packed > 0) & (kept == 0) & (seq < batch.seqs), N)
+    held, issue, now, wrong = marks_of(marks, slot, position, there)
+    tl.store(found + 2, 1, mask=wrong)
+    tl.store(found + 3, seq, mask=wrong)
+    tl.store(found + 4, position, mask=wrong)
+    tl.store(found + 5, slot, mask=wrong)
+    tl.store(found + 6, held, mask=wrong)
+    tl.store(found + 7, issue, mask=wrong)
+    tl.store(found + 8, now, mask=wrong)

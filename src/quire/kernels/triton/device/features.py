@@ -1,0 +1,177 @@
+"""The attention features. The kernels of Triton and Gluon call these hooks; which features there are is known here alone:
+
+    query_position     tree mask                       where a query lies in its sequence
+    visible_range      causality, window               the keys that the queries of a unit see, as ranges
+    is_visible         causality, window, tree mask    which query sees which key of a tile
+    load_slopes        ALiBi                           what a unit loads once
+    transform_scores   softcap, ALiBi                  products become logits
+    add_sink           sinks                           one more term of the denominator
+    first_needed_key   window                          which pages a sequence needs
+
+A feature that a call does not use costs nothing: its argument is None or a constant says so, and the compiler removes the code.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+LOG2E = tl.constexpr(1.4426950408889634)
+
+
+class Features(NamedTuple):
+    """The arguments of the features: the scale, then `Options.numbers`, `Options.tensors` and the scales of queries and output."""
+
+    scale: Any
+    """Multiplies q·k, in units of log 2, never negative."""
+    softcap: Any
+    alibi: Any
+    alibi_step: Any
+    sinks: Any
+    sinks_step: Any
+    mask: Any
+    mask_token: Any
+    mask_column: Any
+    positions: Any
+    positions_step: Any
+    q_scale: Any
+    out_scale: Any
+
+
+@triton.jit
+def query_position(features, token, position, live):
+    """The positions of queries: `position`, unless positions are given, as with a tree mask."""
+    if features.positions is not None:
+        position = tl.load(features.positions + token.to(tl.int64) * features.positions_step, mask=live, other=0).to(tl.int32)
+    return position
+
+
+@triton.jit
+def visible_range(batch, seq, context, first, last, position, q_len, kv_len, C: tl.constexpr):
+    """What the new tokens `first` to `last` of a sequence see. Six bounds: some query sees keys [low, high), every query sees
+    [all_from, all_to), and each query sees [visible_from, visible_to). With a tree mask, `is_visible` decides key by key."""
+    right = kv_len * 0
+    if C.CAUSAL is None:
+        one_way = tl.load(batch.causal + seq * batch.causal_step) != 0
+        right = tl.where(one_way, 0, kv_len + q_len if C.RIGHT is None else C.RIGHT)
+    elif not C.CAUSAL:
+        right = right + (kv_len + q_len if C.RIGHT is None else C.RIGHT)
+    low = kv_len * 0
+    high = kv_len
+    all_from = low
+    all_to = low
+    if not C.TREE:
+        if C.LEFT is not None:
+            low = tl.maximum(context + first - C.LEFT, 0)
+            all_from = tl.maximum(context + last - C.LEFT, 0)
+        high = tl.minimum(tl.maximum(context + last + 1 + right, 0), kv_len)
+        all_to = tl.minimum(tl.maximum(context + first + 1 + right, 0), kv_len)
+    visible_from = low
+    visible_to = high
+    if not C.TREE:
+        if C.LEFT is not None:
+            visible_from = tl.maximum(position - C.LEFT, 0)
+        visible_to = tl.minimum(position + right + 1, kv_len)
+    return low, high, all_from, all_to, visible_from, visible_to
+
+
+@triton.jit
+def is_visible(unit, features, key, inside, C: tl.constexpr):
+    """Which query row sees which key, `[ROWS, KEYS]`. The result is undefined for rows that hold no query."""
+    if C.TREE:
+        column = key - unit.context
+        visible = inside[None, :] & unit.live[:, None]
+        mask = tl.load(
+            features.mask + unit.token.to(tl.int64)[:, None] * features.mask_token + column[None, :] * features.mask_column,
+            mask=visible & (column >= 0)[None, :],
+            other=0,
+        )
+        visible &= (column < 0)[None, :] | (mask != 0)
+        if C.LEFT is not None:
+            visible &= distance_of(unit, features, key) <= C.LEFT
+        if C.RIGHT is not None:
+            visible &= distance_of(unit, features, key) >= -C.RIGHT
+        return visible
+    elif C.LEFT is not None:
+        return (key[None, :] < unit.visible_to[:, None]) & (key[None, :] >= unit.visible_from[:, None])
+    else:
+        return key[None, :] < unit.visible_to[:, None]
+
+
+@triton.jit
+def distance_of(unit, features, key):
+    """q_pos - k_pos, `[ROWS, KEYS]`."""
+    if features.positions is not None:
+        is_new = key >= unit.context
+        token = (unit.start + key - unit.context).to(tl.int64)
+        position = tl.load(features.positions + token * features.positions_step, mask=is_new & (key < unit.high), other=0)
+        return unit.position[:, None] - tl.where(is_new, position.to(tl.int32), key)[None, :]
+    else:
+        return unit.position[:, None] - key[None, :]
+
+
+@triton.jit
+def first_needed_key(context, C: tl.constexpr):
+    """The first key that some query of a sequence needs. With a tree mask that may be any key."""
+    if C.LEFT is not None and not C.TREE:
+        return tl.maximum(context - C.LEFT, 0)
+    else:
+        return context * 0
+
+
+@triton.jit
+def load_slopes(features, context, q_head, live):
+    """The ALiBi slope of each query row, in units of log 2; 0 without ALiBi."""
+    slope = context * 0.0
+    if features.alibi is not None:
+        slope = tl.load(features.alibi + q_head * features.alibi_step, mask=live, other=0.0).to(tl.float32) * LOG2E
+    return slope
+
+
+@triton.jit
+def transform_scores(score, scale, unit, features, key, C: tl.constexpr):
+    """Turns products into logits: scale, softcap, ALiBi. Returns the factor that remains to be applied, in units of log 2. It is
+    applied together with the subtraction of the maximum, as one fused multiply-add."""
+    if features.softcap is not None or features.alibi is not None:
+        score = score * per_row(scale)
+        if features.softcap is not None:
+            score = tanh(score / (features.softcap * LOG2E)) * (features.softcap * LOG2E)
+        if features.alibi is not None:
+            score -= unit.slope[:, None] * tl.abs(distance_of(unit, features, key)).to(tl.float32)
+        scale = scale * 0.0 + 1.0
+    return score, scale
+
+
+@triton.jit
+def per_row(scale):
+    """Broadcasts a scale against scores: there is one for all rows or, with balanced queries or several key heads, one a row."""
+    if scale.type.is_block():
+        return scale[:, None]
+    else:
+        return scale
+
+
+@triton.jit
+def tanh(x):
+    """Accurate to a few units in the last place of fp32 for any x: nothing overflows, and small x do not cancel."""
+    square = x * x
+    near = x * (1.0 - square * (0.3333333333 - square * (0.1333333333 - square * 0.0539682540)))
+    e = tl.exp2(tl.abs(x) * (-2.0 * LOG2E))
+    far = (1.0 - e) / (1.0 + e)
+    return tl.where(tl.abs(x) < 0.25, near, tl.where(x < 0, -far, far))
+
+
+@triton.jit
+def add_sink(acc, row_max, row_sum, head, live, features):
+    """Adds the sink's term to the denominator of each row."""
+    if features.sinks is not None:
+        sink = tl.load(features.sinks + head * features.sinks_step, mask=live, other=0.0).to(tl.float32) * LOG2E
+        new_max = tl.maximum(row_max, sink)
+        base = tl.where(new_max == float("-inf"), 0.0, new_max)
+        rescale = tl.exp2(row_max - base)
+        row_sum = row_sum * rescale + tl.exp2(sink - base)
+        acc = acc * rescale[:, None]
+        row_max = new_max
+    return acc, row_max, row_sum

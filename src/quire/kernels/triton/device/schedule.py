@@ -1,0 +1,226 @@
+"""The scheduler. It runs on the GPU, so the host never reads a length.
+
+A *work unit* is a tile of query rows of one sequence and one key head (or a part of a large group, or a few key heads). Short
+sequences are divided into units. The key tiles of all units form one list, which is divided into *splits* of equal length: each
+program takes one split, wherever units begin and end.
+
+The order of the list is by head, then by sequence. Programs that run at the same time then work on different heads of the same
+tokens, which are adjacent in most layouts.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def lengths(batch, seq, inside):
+    """The first new token of a sequence, the number of new tokens, and the number of all tokens; zeros outside."""
+    start = tl.load(batch.q_starts + seq * batch.q_starts_step, mask=inside, other=0).to(tl.int32)
+    stop = tl.load(batch.q_starts + (seq + 1) * batch.q_starts_step, mask=inside, other=0).to(tl.int32)
+    kv_len = tl.load(batch.kv_lens + seq * batch.kv_lens_step, mask=inside, other=0).to(tl.int32)
+    return start, stop - start, tl.maximum(kv_len, 0)
+
+
+@triton.jit
+def key_tiles(batch, q_len, kv_len, T: tl.constexpr, C: tl.constexpr):
+    """The first key tile that a sequence needs, and how many. A sequence without keys counts one tile, since its output is written.
+    A sequence with more keys than its table has columns for is invalid; it counts no more tiles than the table, so that it does
+    not delay others."""
+    capacity = (tl.full([], 0, tl.int64) + batch.table_width) * C.PAGE_SIZE
+    context = kv_len - q_len
+    kv_len = tl.minimum(kv_len, capacity + q_len + 1).to(tl.int32)
+    first = q_len * 0
+    if C.LEFT is not None and not C.TREE:
+        first = tl.maximum(kv_len - q_len - C.LEFT, 0) // T.STEP
+    keys = kv_len - first * T.STEP
+    if C.NEW and C.LEFT is not None:
+        # If the window hides the whole context, the table may be shorter than it: only new tokens are needed.
+        alone = (q_len >= C.CONTEXT_FROM) & (context > capacity)
+        first = tl.where(alone, context // T.STEP, first)
+        keys = tl.where(alone, context % T.STEP + q_len, keys)
+    return first, tl.maximum((keys + T.STEP - 1) // T.STEP, 1)
+
+
+@triton.jit
+def is_selected(q_len, C: tl.constexpr):
+    return (q_len >= C.MIN_Q_LEN) & (q_len <= C.MAX_Q_LEN)
+
+
+@triton.jit
+def as_count(x, C: tl.constexpr):
+    """Counts of work, wide enough for the batch."""
+    return x.to(tl.int64) if C.WIDE else x.to(tl.int32)
+
+
+@triton.jit
+def uniform(x, C: tl.constexpr):
+    """Marks a number as equal in all threads, so that values derived from it are kept in uniform registers. NVIDIA's compiler does
+    not derive this from a reduction of Triton's; one more reduction over the warp tells it."""
+    if C.UNIFORM and not C.WIDE:
+        return tl.inline_asm_elementwise(
+            "redux.sync.min.s32 $0, $1, 0xffffffff;", "=r,r", [x], dtype=tl.int32, is_pure=True, pack=1
+        )
+    else:
+        return x
+
+
+@triton.jit
+def short_work(batch, q_len, kv_len, T: tl.constexpr, C: tl.constexpr):
+    """The work of a short sequence and one head, 0 for others: the key tiles of its units, plus the overhead of each unit."""
+    _, tiles = key_tiles(batch, q_len, kv_len, T, C)
+    units = (q_len + T.TOKENS - 1) // T.TOKENS
+    tiles = tiles * 0 + 1 if C.INVARIANT else tiles + C.UNIT_OVERHEAD
+    wanted = is_selected(q_len, C) & (q_len > 0) & (q_len <= batch.short)
+    return tl.where(wanted, as_count(units, C) * tiles, 0)
+
+
+@triton.jit
+def long_work(batch, q_len, T: tl.constexpr, C: tl.constexpr):
+    """Query tiles of a long sequence, 0 for others."""
+    wanted = is_selected(q_len, C) & (q_len > batch.short)
+    return tl.where(wanted, as_count((q_len + T.TOKENS - 1) // T.TOKENS, C), 0)
+
+
+@triton.jit
+def work_of(batch, seq, LONG: tl.constexpr, T: tl.constexpr, C: tl.constexpr):
+    """The work of some sequences and one head; 0 beyond the last."""
+    _, q_len, kv_len = lengths(batch, seq, seq < batch.seqs)
+    return long_work(batch, q_len, T, C) if LONG else short_work(batch, q_len, kv_len, T, C)
+
+
+@triton.jit
+def total_work(batch, LONG: tl.constexpr, T: tl.constexpr, C: tl.constexpr):
+    """The work of all sequences and one head."""
+    total = as_count(batch.seqs * 0, C)
+    for base in range(0, batch.seqs, C.SCAN):
+        total += tl.sum(work_of(batch, base + tl.arange(0, C.SCAN), LONG, T, C))
+    return uniform(total, C)
+
+
+@triton.jit
+def short_totals(batch, T: tl.constexpr, C: tl.constexpr):
+    """The work of all short sequences and one head, and the number of their units of all heads."""
+    total = as_count(batch.seqs * 0, C)
+    units = as_count(batch.seqs * 0, C)
+    for base in range(0, batch.seqs, C.SCAN):
+        seq = base + tl.arange(0, C.SCAN)
+        _, q_len, kv_len = lengths(batch, seq, seq < batch.seqs)
+        total += tl.sum(short_work(batch, q_len, kv_len, T, C))
+        units += tl.sum(short_units(batch, q_len, T, C))
+    return uniform(total, C), uniform(units, C)
+
+
+@triton.jit
+def find_sequence(batch, at, LONG: tl.constexpr, T: tl.constexpr, C: tl.constexpr):
+    """The sequence whose work contains the piece `at`, and where its work begins."""
+    found = batch.seqs * 0
+    begin = as_count(found, C)
+    before = begin
+    for base in range(0, batch.seqs, C.SCAN):
+        seq = base + tl.arange(0, C.SCAN)
+        work = work_of(batch, seq, LONG, T, C)
+        passed = (before + tl.cumsum(work) <= at) & (seq < batch.seqs)
+        found += tl.sum(passed.to(tl.int32))
+        begin += tl.sum(tl.where(passed, work, 0))
+        before += tl.sum(work)
+    return uniform(found, C), uniform(begin, C)
+
+
+class Splits(NamedTuple):
+    """How `total` pieces of work are divided: into `parts` splits of equal size.
+
+    Or, with many units a program, head by head: a head's work is `parts` units of average size, `main_programs` take `each` of
+    them, and the tail is splits of one unit, which are scheduled dynamically: a program of the tail starts where another has
+    ended. Not all multiprocessors are equally fast, and this balances them. Which program computes a split changes no bit."""
+
+    total: Any
+    parts: Any
+    each: Any
+    """0: all splits are equal."""
+    main_programs: Any
+
+
+@triton.jit
+def plan_splits(batch, total, units, workspace, T: tl.constexpr, C: tl.constexpr):
+    """There are as many equal splits as programs; slightly fewer if all units have the same length and then are not split, or are
+    split evenly; and fewer if a split would have less work than C.MIN_WORK."""
+    _, q_len, kv_len = lengths(batch, 0, True)
+    same_length = short_work(batch, q_len, kv_len, T, C) * batch.seqs * T.HEADS == total
+    at_once = workspace.programs - workspace.tail_programs
+    in_parts = units * (at_once // tl.maximum(units, 1))
+    each = (units + at_once - 1) // at_once
+    uncut = (units + each - 1) // tl.maximum(each, 1)
+    even = tl.where(units <= at_once, in_parts, uncut)
+    count = tl.where(same_length & (even * 16 >= at_once * 15), even, at_once)
+    count = tl.minimum(count, tl.maximum(total // C.MIN_WORK, 1)).to(tl.int32)
+    if not C.TAIL:
+        return Splits(total, count, 0, 1)
+    else:
+        parts = (units // T.HEADS).to(tl.int32)
+        main_programs = workspace.main_programs
+        each = tl.maximum(
+            parts * 15 // 16 // main_programs, (parts - workspace.tail_programs // T.HEADS + main_programs - 1) // main_programs
+        )
+        many = (workspace.tail_programs > 0) & (each >= workspace.tail_units)
+        return Splits(total, tl.where(many, parts, count), tl.where(many, each, 0), main_programs)
+
+
+@triton.jit
+def split_of_program(program, splits, T: tl.constexpr, C: tl.constexpr):
+    """Which split a program takes. Splits are numbered in the order of the work, programs in the order in which they start."""
+    if not C.TAIL:
+        return program
+    else:
+        # No branches here and below: with them Triton 3.7 no longer pipelines the loop that follows.
+        main_programs = splits.main_programs
+        left = splits.parts - main_programs * splits.each
+        nth = program - main_programs * T.HEADS
+        main = program // main_programs * (main_programs + left) + program % main_programs
+        small = nth // tl.maximum(left, 1) * (main_programs + left) + main_programs + nth % tl.maximum(left, 1)
+        split = tl.where(nth < 0, main, small)
+        return tl.where((splits.each > 0) & (nth < left * T.HEADS), split, program)
+
+
+@triton.jit
+def short_units(batch, q_len, T: tl.constexpr, C: tl.constexpr):
+    """The units of a short sequence and all heads, 0 for others."""
+    wanted = is_selected(q_len, C) & (q_len > 0) & (q_len <= batch.short)
+    return tl.where(wanted, as_count((q_len + T.TOKENS - 1) // T.TOKENS * T.HEADS, C), 0)
+
+
+@triton.jit
+def split_begin(split, splits, T: tl.constexpr, C: tl.constexpr):
+    """Where the work of a split begins."""
+    part = split
+    parts = splits.parts
+    if C.TAIL:
+        main_programs = splits.main_programs
+        # At least 1: the value is computed even where it is not used.
+        width = tl.maximum(main_programs + parts - main_programs * splits.each, 1)
+        nth = split % width
+        in_head = tl.minimum(nth, main_programs) * splits.each + tl.maximum(nth - main_programs, 0)
+        part = tl.where(splits.each > 0, split // width * parts + in_head, split)
+        parts = tl.where(splits.each > 0, parts * T.HEADS, parts)
+    return (tl.minimum(part, parts).to(tl.int64) * splits.total // parts).to(splits.total.dtype)
+
+
+@triton.jit
+def split_containing(at, splits, T: tl.constexpr, C: tl.constexpr):
+    """The split that contains a piece: the last one that begins at the piece or before it."""
+    parts = splits.parts
+    if C.TAIL:
+        parts = tl.where(splits.each > 0, parts * T.HEADS, parts)
+    part = (((at.to(tl.int64) + 1) * parts - 1) // splits.total).to(tl.int32)
+    if not C.TAIL:
+        return part
+    else:
+        main_programs = splits.main_programs
+        nth = part % splits.parts
+        in_mains = main_programs * splits.each
+        place = tl.where(nth < in_mains, nth // tl.maximum(splits.each, 1), main_programs + nth - in_mains)
+        width = main_programs + splits.parts - in_mains
+        return tl.where(splits.each > 0, part // splits.parts * width + place, part)

@@ -1,0 +1,238 @@
+"""Attention of a tile of queries over tiles of keys: load keys, compute scores, mask, softmax, load values, accumulate."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from quire.kernels.triton.device.features import is_visible, per_row, transform_scores
+from quire.kernels.triton.device.formats import decode
+
+
+@triton.jit
+def load_page_ids(batch, unit, key, end, C: tl.constexpr):
+    """The page id of each key below `end`, unchecked; -1 where the table has no such column."""
+    column = unit.seq.to(tl.int64) * batch.table_row + key // C.PAGE_SIZE * batch.table_step
+    end = within_table(batch, tl.minimum(end, unit.cached), C)
+    return tl.load(batch.page_table + column, mask=key < end, other=-1)
+
+
+@triton.jit
+def within_table(batch, end, C: tl.constexpr):
+    """`end`, or the number of keys that the table has columns for if that is less. A tile may begin before the first visible key. A
+    table without columns for those keys is valid and must not be read there."""
+    return tl.where((end - 1) // C.PAGE_SIZE < batch.table_width, end, batch.table_width * C.PAGE_SIZE)
+
+
+@triton.jit
+def clamp_page_ids(page, pages):
+    """Page ids, the last page in place of those that do not exist, and which exist. As an unsigned number, a negative id is too
+    large."""
+    if page.dtype == tl.int64:
+        unsigned = page.to(tl.uint64, bitcast=True)
+        last = tl.full([], 0, tl.uint64) + (pages - 1)
+    else:
+        unsigned = page.to(tl.uint32, bitcast=True)
+        last = tl.full([], 0, tl.uint32) + (pages - 1)
+    return tl.minimum(unsigned, last), unsigned <= last
+
+
+@triton.jit
+def key_at(page, head, key, dim, C: tl.constexpr):
+    """The offset of an element of K, as wide as `page` is; `page` and `key` broadcast against `dim`."""
+    slot = key % C.PAGE_SIZE
+    base = page * C.K_STEPS[0] + head * C.K_STEPS[1]
+    in_slot = (slot // C.K_SLOTS) * C.K_STEPS[2] + (slot % C.K_SLOTS) * C.K_STEPS[3]
+    in_dim = (dim // C.K_DIMS) * C.K_STEPS[4] + (dim % C.K_DIMS) * C.K_STEPS[5]
+    return base + in_slot + in_dim
+
+
+@triton.jit
+def value_at(page, head, key, dim, C: tl.constexpr):
+    """The same of V."""
+    slot = key % C.PAGE_SIZE
+    base = page * C.V_STEPS[0] + head * C.V_STEPS[1]
+    in_slot = (slot // C.V_SLOTS) * C.V_STEPS[2] + (slot % C.V_SLOTS) * C.V_STEPS[3]
+    in_dim = (dim // C.V_DIMS) * C.V_STEPS[4] + (dim % C.V_DIMS) * C.V_STEPS[5]
+    return base + in_slot + in_dim
+
+
+@triton.jit
+def to_dot_type(x, C: tl.constexpr):
+    """Converts elements to the type of the products."""
+    if C.DOT == "bf16":
+        return x.to(tl.bfloat16)
+    elif C.DOT == "fp16":
+        return x.to(tl.float16)
+    else:
+        return x.to(tl.float32)
+
+
+@triton.jit
+def dot(a, b, acc, C: tl.constexpr):
+    """a b + acc in fp32; acc may be None. fp32 operands are multiplied as fp32, not as tf32."""
+    if C.DOT == "fp32":
+        return tl.dot(a, b, acc, input_precision="ieee")
+    else:
+        return tl.dot(a, b, acc)
+
+
+@triton.jit
+def key_in_tile(T: tl.constexpr):
+    """The key index within the tile, `[KEYS]`: entries of different key heads have the same index."""
+    return tl.arange(0, T.KEYS) // T.HEADS_PER_TILE
+
+
+@triton.jit
+def head_in_tile(T: tl.constexpr):
+    """Which of the tile's key heads each entry belongs to, `[KEYS]`."""
+    return tl.arange(0, T.KEYS) % T.HEADS_PER_TILE
+
+
+@triton.jit
+def attend_tiles(
+    state, q, scale, next_page, only_head, unit, batch, cache, new, features, begin, end,
+    MASKED: tl.constexpr, SOURCE: tl.constexpr, CHECK_PAGES: tl.constexpr, T: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    """Attends to keys [begin, end), tile by tile, and returns the new softmax state; begin is a multiple of a tile. `next_page` has
+    the page ids of the first tile if T.FEW_ROWS. `only_head` restricts the computation to one of the tile's key heads.
+
+    MASKED: some queries may not see some of these keys. SOURCE: 'pages', 'new' or 'both'. CHECK_PAGES: page ids were not checked
+    before. Keys of pages that do not exist are flagged in the state, and the last page is read in their place."""
+    acc, row_max, row_sum, missing = state
+    STEP: tl.constexpr = T.STEP
+    # New tokens need no page id: the pipeline has one stage less. Reading from both sources takes twice the shared memory. With
+    # 8-bit pages and new tokens in one loop there is no pipeline: Triton 3.6 made one that gave NaN on an H200, with a tree mask,
+    # where the same kernel without a pipeline is right.
+    STAGES: tl.constexpr = T.STAGES if SOURCE == "pages" else 1 if SOURCE == "both" and C.BYTES else max(T.STAGES - 1, 1)
+    head = unit.kv_head if T.HEADS_PER_TILE == 1 else (unit.kv_head + head_in_tile(T))[:, None]
+    EAGER: tl.constexpr = C.BYTES and not T.FEW_ROWS
+    k_dim = tl.arange(0, C.K_WIDTH)
+    for first in tl.range(begin, end, STEP, num_stages=STAGES if only_head is None else 1):
+        first = tl.multiple_of(first, STEP)
+        key = first + key_in_tile(T)
+        inside = (key >= unit.low) & (key < unit.high) if MASKED else key >= 0
+        visible = is_visible(unit, features, key, inside, C) if MASKED else inside[None, :]
+        if T.HEADS_PER_TILE > 1:
+            visible &= unit.member[:, None] == head_in_tile(T)[None, :]
+            if only_head is not None:
+                inside &= head_in_tile(T) == only_head
+        if C.TREE and MASKED:
+            # A tree mask may hide a key from every query: then its content must have no effect.
+            inside = tl.max(visible.to(tl.int32), 0) > 0
+        from_pages = inside & (key < unit.cached) if SOURCE == "both" else inside
+
+        # load keys
+        page, token, is_new = None, None, None
+        if SOURCE != "new":
+            if T.FEW_ROWS:
+                page = next_page
+                next_page = load_page_ids(batch, unit, key + STEP, end, C)
+            else:
+                page = load_page_ids(batch, unit, key, end, C)
+            if CHECK_PAGES:
+                page, exists = clamp_page_ids(page, cache.pages)
+                missing |= from_pages & ~exists
+            page = page.to(tl.int64) if C.FAR else page.to(tl.int32)
+            at = key_at(page[:, None], head, key[:, None], k_dim[None, :], C)
+            if MASKED:
+                k = tl.load(cache.k + at, mask=from_pages[:, None] & (k_dim < C.HEAD_DIM)[None, :], other=0)
+            elif C.K_WIDTH != C.HEAD_DIM:
+                k = tl.load(cache.k + at, mask=(k_dim < C.HEAD_DIM)[None, :], other=0)
+            else:
+                k = tl.load(cache.k + at)
+            k = to_dot_type(decode(k, tl.constexpr(C.FORMAT), C.HARDWARE), C)
+        if SOURCE != "pages":
+            token = (unit.start + key - unit.context).to(tl.int64)[:, None]
+            is_new = (inside & (key >= unit.cached))[:, None]
+            at = token * new.k_token + head * new.k_head + k_dim[None, :] * new.k_dim
+            if MASKED or C.K_WIDTH != C.HEAD_DIM:
+                k_new = to_dot_type(tl.load(new.k + at, mask=is_new & (k_dim < C.HEAD_DIM)[None, :], other=0.0), C)
+            else:
+                k_new = to_dot_type(tl.load(new.k + at), C)
+            if SOURCE == "both":
+                k = tl.where((key < unit.cached)[:, None], k, k_new)
+            else:
+                k = k_new
+
+        # scores
+        score = dot(q, tl.trans(k), None, C)
+        k_scale, v_scale = None, None
+        if C.PER_KEY and SOURCE != "new":
+            k_scale, v_scale = _scales(cache, page, unit.kv_head + head_in_tile(T), key, from_pages, C)
+            score *= k_scale[None, :]
+        if EAGER:
+            # Converting 8-bit values takes time: it overlaps with the product of the scores.
+            v = _values(cache, new, unit, head, page, token, key, from_pages, is_new, v_scale, MASKED, SOURCE, C)
+        score, factor = transform_scores(score, scale, unit, features, key, C)
+        if MASKED:
+            score = tl.where(visible, score, float("-inf"))
+
+        # softmax
+        new_max = tl.maximum(row_max, tl.max(score, 1) * factor)
+        base = tl.where(new_max == float("-inf"), 0.0, new_max) if MASKED else new_max
+        weight = tl.exp2(score * per_row(factor) - base[:, None])
+        rescale = tl.exp2(row_max - base)
+        row_sum = row_sum * rescale + tl.sum(weight, 1)
+        row_max = new_max
+
+        # load values
+        if not EAGER:
+            v = _values(cache, new, unit, head, page, token, key, from_pages, is_new, v_scale, MASKED, SOURCE, C)
+
+        # accumulate
+        acc = dot(to_dot_type(weight, C), v, acc * rescale[:, None], C)
+    return acc, row_max, row_sum, missing
+
+
+@triton.jit
+def _values(
+    cache,
+    new,
+    unit,
+    head,
+    page,
+    token,
+    key,
+    from_pages,
+    is_new,
+    v_scale,
+    MASKED: tl.constexpr,
+    SOURCE: tl.constexpr,
+    C: tl.constexpr,
+):
+    """The values of a tile `[KEYS, V_WIDTH]`, in the type of the product; zeros where no query looks, whatever is in memory."""
+    dim = tl.arange(0, C.V_WIDTH)
+    if SOURCE != "new":
+        at = value_at(page[:, None], head, key[:, None], dim[None, :], C)
+        if MASKED:
+            v = tl.load(cache.v + at, mask=from_pages[:, None] & (dim < C.V_DIM)[None, :], other=0)
+        elif C.V_WIDTH != C.V_DIM:
+            v = tl.load(cache.v + at, mask=(dim < C.V_DIM)[None, :], other=0)
+        else:
+            v = tl.load(cache.v + at)
+        v = decode(v, tl.constexpr(C.FORMAT), C.HARDWARE)
+        if C.PER_KEY:
+            v = v.to(tl.float32) * v_scale[:, None]
+        v = to_dot_type(v, C)
+    if SOURCE != "pages":
+        at = token * new.v_token + head * new.v_head + dim[None, :] * new.v_dim
+        if MASKED or C.V_WIDTH != C.V_DIM:
+            v_new = to_dot_type(tl.load(new.v + at, mask=is_new & (dim < C.V_DIM)[None, :], other=0.0), C)
+        else:
+            v_new = to_dot_type(tl.load(new.v + at), C)
+        if SOURCE == "both":
+            v = tl.where((key < unit.cached)[:, None], v, v_new)
+        else:
+            v = v_new
+    return v
+
+
+@triton.jit
+def _scales(cache, page, head, key, inside, C: tl.constexpr):
+    """The scales of each key and value; 1 for those that do not come from pages."""
+    slot = key % C.PAGE_SIZE
+    page = page.to(tl.int64)
+    k_at = page * C.K_SCALE_STEPS[0] + slot * C.K_SCALE_STEPS[1] + head * C.K_SCALE_STEPS[2]
+    v_at = page * C.V_SCALE_STEPS[0] + slot * C.V_SCALE_STEPS[1] + head * C.V_SCALE_STEPS[2]
+    return tl.load(cache.k_scale + k_at, mask=inside, other=1.0), tl.load(cache.v_scale + v_at, mask=inside, other=1.0)

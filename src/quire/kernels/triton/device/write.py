@@ -1,0 +1,158 @@
+"""Cache writes. One program takes a few pairs of token and head: finds their slots, quantises, stores."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from quire.kernels.triton.device.formats import encode
+
+
+class NewTokens(NamedTuple):
+    """New keys and values `[tokens, kv_heads, dim]`, and their slots: `slots`, or from page table and lengths."""
+
+    k: Any
+    k_token: Any
+    k_head: Any
+    k_dim: Any
+    v: Any
+    v_token: Any
+    v_head: Any
+    v_dim: Any
+    slots: Any
+    slots_step: Any
+    slot_words: Any
+    """32-bit words of a slot, 1 or 2; 0 if no slots are given."""
+    page_table: Any
+    table_row: Any
+    table_step: Any
+    table_width: Any
+    kv_lens: Any
+    kv_lens_step: Any
+    q_starts: Any
+    q_starts_step: Any
+    seqs: Any
+    tokens: Any
+    search: Any
+    """Steps of the binary search for a token's sequence."""
+
+
+class PageTensors(NamedTuple):
+    """The pages of the cache, and their scales."""
+
+    k: Any
+    v: Any
+    k_scale: Any
+    v_scale: Any
+    pages: Any
+
+
+class WriteConstants(NamedTuple):
+    """What the kernel is compiled for."""
+
+    ROWS: int
+    KV_HEADS: int
+    HEAD_DIM: int
+    V_DIM: int
+    K_WIDTH: int
+    V_WIDTH: int
+    PAGE_SIZE: int
+    K_STEPS: tuple[int, ...]
+    K_SLOTS: int
+    K_DIMS: int
+    V_STEPS: tuple[int, ...]
+    V_SLOTS: int
+    V_DIMS: int
+    FORMAT: str
+    HARDWARE: bool
+    LARGEST: float | None
+    K_SCALE_STEPS: tuple[int, ...] | None
+    V_SCALE_STEPS: tuple[int, ...] | None
+    PER_TOKEN: bool
+    """Whether scales are computed here, one per token and head."""
+
+
+@triton.jit
+def write_kernel(pages, tokens, S: tl.constexpr):
+    index = tl.program_id(0) * S.ROWS + tl.arange(0, S.ROWS)
+    token = index // S.KV_HEADS
+    head = index % S.KV_HEADS
+    page, slot, live = slot_of(pages, tokens, token, S)
+
+    dim = tl.arange(0, S.K_WIDTH)
+    mask = live[:, None] & (dim < S.HEAD_DIM)[None, :]
+    at = token.to(tl.int64)[:, None] * tokens.k_token + head[:, None] * tokens.k_head + dim[None, :] * tokens.k_dim
+    k = tl.load(tokens.k + at, mask=mask, other=0.0)
+    if S.LARGEST is not None:
+        scale = pages.k_scale + page * S.K_SCALE_STEPS[0] + slot * S.K_SCALE_STEPS[1] + head * S.K_SCALE_STEPS[2]
+        k = quantised(k, scale, live, S)
+    place = page * S.K_STEPS[0] + head * S.K_STEPS[1] + (slot // S.K_SLOTS) * S.K_STEPS[2] + (slot % S.K_SLOTS) * S.K_STEPS[3]
+    at = place[:, None] + ((dim // S.K_DIMS) * S.K_STEPS[4] + (dim % S.K_DIMS) * S.K_STEPS[5])[None, :]
+    tl.store(pages.k + at, k.to(pages.k.dtype.element_ty), mask=mask)
+
+    dim = tl.arange(0, S.V_WIDTH)
+    mask = live[:, None] & (dim < S.V_DIM)[None, :]
+    at = token.to(tl.int64)[:, None] * tokens.v_token + head[:, None] * tokens.v_head + dim[None, :] * tokens.v_dim
+    v = tl.load(tokens.v + at, mask=mask, other=0.0)
+    if S.LARGEST is not None:
+        scale = pages.v_scale + page * S.V_SCALE_STEPS[0] + slot * S.V_SCALE_STEPS[1] + head * S.V_SCALE_STEPS[2]
+        v = quantised(v, scale, live, S)
+    place = page * S.V_STEPS[0] + head * S.V_STEPS[1] + (slot // S.V_SLOTS) * S.V_STEPS[2] + (slot % S.V_SLOTS) * S.V_STEPS[3]
+    at = place[:, None] + ((dim // S.V_DIMS) * S.V_STEPS[4] + (dim % S.V_DIMS) * S.V_STEPS[5])[None, :]
+    tl.store(pages.v + at, v.to(pages.v.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def slot_of(pages, tokens, token, S: tl.constexpr):
+    """The page and the slot in it of each token, and whether it is written: not padding, not skipped, its page existing."""
+    end = tl.load(tokens.q_starts + tokens.seqs * tokens.q_starts_step)
+    live = (token < tokens.tokens) & (token < end)
+    page = tl.zeros(token.shape, tl.int64) - 1
+    slot = tl.zeros(token.shape, tl.int64)
+    if tokens.slot_words != 0:
+        # Slots of both integer types are read as 32-bit words, so that one kernel serves both.
+        at = token.to(tl.int64) * tokens.slots_step
+        found = tl.load(tokens.slots + at, mask=live, other=-1).to(tl.int64)
+        upper = tl.load(tokens.slots + at + 1, mask=live & (tokens.slot_words == 2), other=0).to(tl.int64)
+        found = tl.where(tokens.slot_words == 2, (upper << 32) | (found & 0xFFFFFFFF), found)
+        live &= found >= 0
+        page = found // S.PAGE_SIZE
+        slot = found % S.PAGE_SIZE
+    else:
+        # The sequence of the token, by binary search: the first `low` sequences end at this token or before.
+        low = token * 0
+        high = token * 0 + tokens.seqs
+        for _ in range(tokens.search):
+            middle = (low + high) // 2
+            stop = tl.load(tokens.q_starts + (middle + 1) * tokens.q_starts_step, mask=live & (low < high), other=0)
+            passed = (stop <= token) & (low < high)
+            low = tl.where(passed, middle + 1, low)
+            high = tl.where(passed, high, tl.minimum(middle, high))
+        seq = tl.minimum(low, tokens.seqs - 1)
+        stop = tl.load(tokens.q_starts + (seq + 1) * tokens.q_starts_step, mask=live, other=0).to(tl.int64)
+        position = token - stop + tl.load(tokens.kv_lens + seq * tokens.kv_lens_step, mask=live, other=0).to(tl.int64)
+        live &= (position >= 0) & (position // S.PAGE_SIZE < tokens.table_width)
+        column = position // S.PAGE_SIZE
+        slot = position % S.PAGE_SIZE
+        at = seq.to(tl.int64) * tokens.table_row + column * tokens.table_step
+        page = tl.load(tokens.page_table + at, mask=live, other=-1).to(tl.int64)
+    live &= (page >= 0) & (page < pages.pages)
+    return tl.where(live, page, 0), tl.where(live, slot, 0), live
+
+
+@triton.jit
+def quantised(x, scale, live, S: tl.constexpr):
+    """Divides rows by their scales and converts them to the cache's format. Per-token scales are computed and stored here."""
+    x = x.to(tl.float32)
+    if S.PER_TOKEN:
+        largest = tl.max(tl.abs(x), 1)
+        # A maximum ignores NaN; the scale of a row with a NaN must be NaN.
+        largest = tl.where(tl.max((x != x).to(tl.int32), 1) > 0, float("nan"), largest)
+        factor = tl.div_rn(largest, tl.full(largest.shape, S.LARGEST, tl.float32))
+        factor = tl.where(factor == 0.0, 1.0, factor)
+        tl.store(scale, factor, mask=live)
+    else:
+        factor = tl.load(scale, mask=live, other=1.0)
+    return encode(tl.div_rn(x, tl.broadcast_to(factor[:, None], x.shape)), tl.constexpr(S.FORMAT), S.HARDWARE)

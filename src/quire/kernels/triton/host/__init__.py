@@ -1,0 +1,1 @@
+"""Host code: chooses tiles, compiles programs once and launches them."""

@@ -1,0 +1,59 @@
+"""Launches the check of a ledger."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from quire.kernels.triton.device.arguments import BatchTensors
+from quire.kernels.triton.device.audit import AuditConstants, LedgerTensors, TreePositions, audit_kernel
+from quire.kernels.triton.host.launcher import At, Launch, Launcher, platform_of
+from quire.kernels.triton.host.program import Program
+from quire.kernels.triton.host.tuning import AUDIT, Portion
+from quire.platform import Platform
+from quire.problem import ANY, Extent, Problem
+
+
+class AuditLauncher(Launcher):
+    """Launches the check of a ledger."""
+
+    def __init__(self, problem: Problem, platform: Platform, portion: Portion = AUDIT):
+        super().__init__(problem, platform)
+        # Its tensors are read number by number: one kernel serves any memory.
+        self.units, self.portion = None, portion
+        left, _ = problem.window
+        # Which new tokens are seen in a tree, its mask alone knows: they are left out.
+        context_from = 0 if problem.mask else ANY if problem.form == "full" else problem.context_from
+        needs = AuditConstants(
+            POSITIONS=portion.size,
+            PAGE_SIZE=problem.page_size,
+            LEFT=None if left is None else min(left, ANY),
+            CONTEXT_FROM=context_from,
+            MIN_Q_LEN=problem.only[0],
+            MAX_Q_LEN=problem.only[1],
+        )
+        self.program = Program(
+            audit_kernel, (None, LedgerTensors, BatchTensors, TreePositions, None), (needs,), None, portion.warps
+        )
+
+    def launches(self, call: Any, extent: Extent, at: At) -> Iterator[Launch]:
+        cache, batch, ledger, positions = call.cache, call.batch, call.cache.ledger, call.options.positions
+        table, kv_lens, q_starts = batch.page_table, batch.kv_lens, batch.q_starts
+        chunks = -(-table.shape[1] * cache.page_size // self.portion.size)
+        programs = extent.seqs * chunks
+        if not extent.tokens or not programs:
+            return
+        marks = (at(ledger.position), at(ledger.issue), at(ledger.current), cache.pages)
+        rows = (
+            at(table), *table.stride(), table.shape[1], at(kv_lens), *kv_lens.stride(), at(q_starts), *q_starts.stride(),
+            None, None, extent.seqs, extent.tokens, ANY,
+        )  # fmt: skip
+        tree = (None, None) if positions is None else (at(positions), positions.stride(0))
+        found = at(ledger.violations)
+        yield self.program, (programs, 1, 1), (found, marks, rows, tree, chunks), False
+        yield self.program, (1, 1, 1), (found, marks, rows, tree, 0), False
+
+
+def launcher(problem: Problem, platform: Platform) -> AuditLauncher:
+    """Counts the tokens that an attend needs from the cache and that are not there into the ledger's `violations`."""
+    return AuditLauncher(problem, platform_of(problem, platform))

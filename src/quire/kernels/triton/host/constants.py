@@ -1,0 +1,99 @@
+"""The constants of the attention kernels. They follow from the problem, the platform and an entry of the tuning table."""
+
+from __future__ import annotations
+
+from quire.cache.format import FORMATS
+from quire.kernels.triton.device.arguments import AttendConstants, TritonTile
+from quire.kernels.triton.host.tuning import Tuning
+from quire.platform import Platform
+from quire.problem import Problem, power_of_two
+
+FAR = 2**30
+"""Larger than any distance of keys: windows are limited to it, so that they fit into 32 bits."""
+BYTES = {"fp16": 2, "bf16": 2, "fp32": 4}
+WGMMA_WIDTH = 64
+"""Elements of 16 bits that Hopper's matrix unit takes from one row of shared memory, in its widest arrangement."""
+
+
+def dot_type(problem: Problem) -> tuple[str, bool]:
+    """The type of the products, and whether queries are balanced for it.
+
+    Every 8-bit format fits into fp16, and hardware converts to fp16 faster than to bf16. Two different 16-bit types are multiplied
+    in fp32."""
+    floats = {name for name in (problem.q_dtype, problem.format, problem.new_dtype) if name in BYTES}
+    in_bytes = FORMATS[problem.format].itemsize == 1
+    if floats == {"bf16"} and in_bytes and problem.form == "full" and problem.scales != "token":
+        return "fp16", True
+    if len(floats) > 1 or "fp32" in floats:
+        return "fp32", False
+    return next(iter(floats), "fp16"), False
+
+
+def widths_of(problem: Problem, platform: Platform) -> tuple[int, int]:
+    """The widths of tiles of keys and values: head_dim and v_head_dim rounded up to powers of two, at least 16.
+
+    Hopper's matrix unit reads keys and values from shared memory in one of three arrangements, by the width of a row. Of the
+    random calls that an H200 computed wrong with Triton 3.6, all that used this unit had rows of values narrower than the
+    arrangement of their keys (widths 32/16, 64/16 and 128/16), and no call that was right is known to have had such widths. The
+    cause is not known: the PTX computes the right result. Values are as wide as that arrangement until it is."""
+    k_width, v_width = (max(16, power_of_two(dim)) for dim in (problem.head_dim, problem.v_head_dim))
+    if platform.arch == "sm90" and dot_type(problem)[0] != "fp32":
+        v_width = max(v_width, min(k_width, WGMMA_WIDTH))
+    return k_width, v_width
+
+
+def constants_of(problem: Problem, platform: Platform, row: Tuning, short: TritonTile, long: TritonTile | None) -> AttendConstants:
+    """What a kernel with these tiles is compiled for. In generic memory work is counted in 64 bits: batches with too much work for
+    32 bits are launched as generic ones."""
+    dot, balance = dot_type(problem)
+    generic = problem.memory == "generic"
+    k_width, v_width = widths_of(problem, platform)
+    k, v = problem.k_pages, problem.v_pages
+    assert k is not None and v is not None
+    left, right = problem.window
+    q_format, out_format = (name if FORMATS[name].itemsize == 1 else "float" for name in (problem.q_dtype, problem.out_dtype))
+    return AttendConstants(
+        KV_HEADS=problem.kv_heads,
+        GROUP=problem.group,
+        HEAD_DIM=problem.head_dim,
+        V_DIM=problem.v_head_dim,
+        K_WIDTH=k_width,
+        V_WIDTH=v_width,
+        PAGE_SIZE=problem.page_size,
+        K_STEPS=k.strides,
+        K_SLOTS=k.slot_part,
+        K_DIMS=k.dim_part,
+        V_STEPS=v.strides,
+        V_SLOTS=v.slot_part,
+        V_DIMS=v.dim_part,
+        FAR=problem.far,
+        BYTES=FORMATS[problem.format].itemsize == 1,
+        FORMAT=problem.format,
+        HARDWARE=platform.decodes_fp8,
+        K_SCALE_STEPS=problem.k_scale_strides or None,
+        V_SCALE_STEPS=problem.v_scale_strides or None,
+        PER_KEY=problem.scales == "token" or (problem.scales != "none" and problem.form == "context"),
+        DOT=dot,
+        BALANCE=None if not balance else "here" if long is None or generic else "before",
+        NEGATE=problem.negative_scale,
+        CAUSAL={"yes": True, "no": False}.get(problem.causal),
+        NEW=problem.form == "context",
+        TREE=problem.mask,
+        LEFT=None if left is None else min(left, FAR),
+        RIGHT=None if right is None else min(right, FAR),
+        CONTEXT_FROM=problem.context_from,
+        MIN_Q_LEN=problem.only[0],
+        MAX_Q_LEN=problem.only[1],
+        SHORT=short.TOKENS,
+        MIN_WORK=row.least,
+        UNIT_OVERHEAD=row.unit_overhead,
+        TAIL=row.many is not None and long is None,
+        INVARIANT=problem.batch_invariant,
+        Q_FORMAT=q_format,
+        OUT=out_format,
+        OUT_NUMBER=problem.out_scale != "tensor",
+        SCAN=row.scan,
+        WIDE=generic,
+        UNIFORM=platform.vendor == "nvidia",
+        PDL=platform.launches_dependents and not problem.batch_invariant,
+    )

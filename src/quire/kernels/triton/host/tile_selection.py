@@ -1,0 +1,47 @@
+"""The tiles of the attention kernels of a problem: a few, whatever the batch."""
+
+from __future__ import annotations
+
+from quire.cache.format import FORMATS
+from quire.kernels.triton.device.arguments import TritonTile
+from quire.kernels.triton.host.constants import BYTES, dot_type, widths_of
+from quire.kernels.triton.host.tuning import Tuning, tuning_for
+from quire.platform import Platform
+from quire.problem import Problem, power_of_two
+
+QUERIES = 64 * 1024
+"""The most bytes of the queries of a short tile: the shared memory of the smallest GPU."""
+IN_REGISTERS = 8 * 1024
+"""The same for products in fp32, which no matrix unit computes: each thread has whole rows of its queries in registers. With 64
+rows of 128 NVIDIA's assembler spilled 3 to 7 KB per thread."""
+MAX_DECODE_TOKENS = 16
+"""The most new tokens of a sequence that the tiles of short sequences are made for."""
+PROCESSORS = 100
+"""The multiprocessors of a platform of which only the name is known."""
+
+
+class Tiles:
+    """The tiles of a problem on a platform, from an entry of the tuning table."""
+
+    def __init__(self, kernel: str, problem: Problem, platform: Platform, tuning: Tuning | None = None):
+        self.all_decode = kernel == "decode"
+        dot, _ = dot_type(problem)
+        width, element = max(widths_of(problem, platform)), BYTES[dot]
+        self.row = row = tuning or tuning_for(kernel, platform.arch, width, element, FORMATS[problem.format].itemsize)
+        self.problem = problem
+        self.most = max(16, min(64, (IN_REGISTERS if dot == "fp32" else QUERIES) // (width * element)))
+        self.programs = max(1, int((platform.multiprocessors or PROCESSORS) * row.per_multiprocessor))
+        # Several key heads per tile were measured for plain decodes only.
+        alone = problem.batch_invariant or problem.mask or problem.form == "context" or problem.memory == "generic"
+        self.heads_per_tile = 1 if alone else row.heads_per_tile
+        self.long = None
+        if not self.all_decode:
+            self.long = TritonTile.of(row.long_rows, row.long_keys, row.long_stages, False, problem.group, problem.kv_heads)
+        self.short: dict[tuple[int, int], TritonTile] = {}
+        """All tiles of short sequences, by the most new tokens, a power of two, and by key heads per tile."""
+        for few in (1, 2, 4, 8, MAX_DECODE_TOKENS) if self.all_decode else (1,):
+            rows = self.most if problem.batch_invariant else max(row.rows, min(self.most, power_of_two(few * problem.group)))
+            heads = 1
+            while heads <= max(1, min(self.heads_per_tile, rows // (few * problem.group))) and problem.kv_heads % heads == 0:
+                self.short[few, heads] = TritonTile.of(rows, row.keys, row.stages, True, problem.group, problem.kv_heads, heads)
+                heads *= 2

@@ -1,0 +1,66 @@
+"""Keyword arguments that a function does not have: an error that points to the right one."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn
+
+from quire.errors import ArgumentError, describe
+
+BATCH_NAMES = {
+    "page_table": "block_table block_tables req_to_token kv_indices",
+    "kv_lens": "seq_lens seqlens_k cache_seqlens context_lens seqused_k",
+    "q_starts": "query_start_loc cu_seqlens_q qo_indptr",
+    "slots": "slot_mapping out_cache_loc",
+    "max_q_len": "max_query_len max_seqlen_q",
+    "max_kv_len": "max_seq_len max_seqlen_k",
+}
+"""Arguments of a Batch, and what vLLM, SGLang, FlashAttention and FlashInfer call them."""
+CALL_NAMES = {"lse": "return_lse return_softmax_lse", "out": "output", "q": "query", "k": "key", "v": "value", "cache": "kv_cache"}
+"""Arguments of the operators, and what others call them."""
+OPTION_NAMES = {
+    "scale": "sm_scale softmax_scale",
+    "window": "sliding_window window_size window_left",
+    "alibi": "alibi_slopes",
+    "sinks": "s_aux learnable_sink",
+    "causal": "is_causal",
+    "mask": "attn_mask custom_mask",
+    "q_scale": "q_descale",
+    "out_scale": "output_scale",
+}
+"""Arguments of Options, and what others call them."""
+
+
+def refuse_unknown(function: Callable[..., Any], unknown: Mapping[str, Any]) -> NoReturn:
+    """Raises about the first keyword argument that a function does not have."""
+    name, value = next(iter(unknown.items()))
+    raise ArgumentError(name, describe(value), _pointer(function, name))
+
+
+def _pointer(function: Callable[..., Any], name: str) -> str:
+    from quire.options import Options
+
+    own = [one for one in inspect.signature(function).parameters if one not in ("self", "unknown")]
+    title = "quire.Batch" if function.__qualname__.startswith("Batch") else f"quire.{function.__name__}"
+    options = list(Options.__dataclass_fields__)
+    for right, others in CALL_NAMES.items():
+        if right in own and name in others.split():
+            return _at(title, own, right, "")
+    for names, owner in ((BATCH_NAMES, "Batch"), (dict.fromkeys(options, "") | OPTION_NAMES, "Options")):
+        for right, others in names.items():
+            if name == right or name in others.split():
+                return _at(title, own, right, owner)
+    near = difflib.get_close_matches(name, [*own, *options, *BATCH_NAMES], 1)
+    if near:
+        return _at(title, own, near[0], "Options" if near[0] in options else "Batch")
+    return f"{title} has no such argument; it has {', '.join(own)}"
+
+
+def _at(title: str, own: list[str], right: str, owner: str) -> str:
+    if right in own:
+        return f"the argument is called {right}: {title}({right}=...)"
+    if owner == "Options":
+        return f"an option of the layer: options=quire.Options({right}=...)"
+    return f"a part of the batch: quire.Batch({right}=...)"

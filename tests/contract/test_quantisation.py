@@ -1,0 +1,73 @@
+"""`quire.checked(quantisation=True)` warns of what a write loses, and the stored numbers are what the warning says."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+
+import quire
+from quire.cache.format import FORMATS, QUANTISED_NAMES
+from quire.errors import ArgumentError, QuantisationWarning
+
+POOL = quire.PagePool(4, page_size=16)
+
+
+def written(format: str, k: torch.Tensor, **how: Any) -> tuple[quire.KVCache, list[str]]:
+    """A cache with these keys and values of ones, and the warnings of the write."""
+    scales = how or {"k_scale": 1.0, "v_scale": 1.0}
+    cache = quire.KVCache.allocate(
+        POOL, kv_heads=k.shape[1], head_dim=k.shape[2], format=format, dtype=FORMATS[format].dtype, **scales
+    )
+    slots = torch.arange(k.shape[0])
+    with warnings.catch_warnings(record=True) as said, quire.checked(quantisation=True):
+        warnings.simplefilter("always")
+        quire.write(k, torch.ones_like(k), cache, slots=slots)
+    return cache, [str(one.message) for one in said if one.category is QuantisationWarning]
+
+
+@pytest.mark.parametrize("format", QUANTISED_NAMES)
+def test_saturation_is_counted_and_stored_as_the_largest_number(format: str) -> None:
+    largest = FORMATS[format].largest
+    assert largest is not None
+    k = torch.ones(3, 2, 16)
+    k[1, 0, 3], k[2, 1, 5] = 3 * largest, -1.5 * largest
+    cache, said = written(format, k)
+    assert len(said) == 1 and said[0].startswith("saturation: 2 of 96 elements of k") and "3 times" in said[0]
+    stored = cache.k.float()
+    assert stored[0, 1, 0, 3] == largest and stored[0, 2, 1, 5] == -largest
+
+
+@pytest.mark.parametrize("format", QUANTISED_NAMES)
+def test_underflow_is_counted_by_token_and_head(format: str) -> None:
+    k = torch.ones(3, 2, 16)
+    k[1, 1] = 1e-9
+    k[2, 0] = 0.0  # zeros lose nothing
+    cache, said = written(format, k)
+    assert len(said) == 1 and said[0].startswith("underflow: 1 of 6 vectors of k")
+    assert not cache.k.float()[0, 1, 1].any()
+
+
+def test_a_scale_for_each_token_loses_nothing() -> None:
+    k = torch.ones(3, 2, 16)
+    k[1], k[2] = 1e6, 1e-9
+    assert written("int8", k, scales="token")[1] == []
+
+
+def test_largest_numbers_and_rows_that_are_not_written_give_no_warning() -> None:
+    k = torch.full((2, 2, 16), 448.0)
+    assert written("e4m3fn", k)[1] == []
+    cache = quire.KVCache.allocate(POOL, kv_heads=2, head_dim=16, dtype=torch.float8_e4m3fn)
+    with warnings.catch_warnings(), quire.checked(quantisation=True):
+        warnings.simplefilter("error")
+        quire.write(torch.full((1, 2, 16), 1e5), torch.ones(1, 2, 16), cache, slots=torch.tensor([-1]))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        quire.write(torch.full((1, 2, 16), 1e5), torch.ones(1, 2, 16), cache, slots=torch.tensor([0]))
+
+
+def test_a_value_that_is_no_bool_is_refused() -> None:
+    with pytest.raises(ArgumentError, match="quantisation"), quire.checked(quantisation=1):  # type: ignore[arg-type]
+        pass
