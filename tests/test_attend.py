@@ -237,8 +237,8 @@ def test_the_type_of_an_output_nobody_gave(q_dtype: str) -> None:
     scaled = quire.Options(**QUERIES[q_dtype], out_scale=0.5)
     assert quire.attend(s.q, s.cache, s.batch, scaled).dtype is (s.q.dtype if fp8 else torch.float8_e4m3fn)
     documented = [" ".join(str(function.__doc__).split()) for function in (quire.attend, default_out_dtype)]
-    assert "of q's type (bf16 for fp8 queries); under Options(out_scale=...) of q's fp8 type, e4m3fn for other" in documented[0]
-    assert "With an `out_scale`: fp8 queries' own type, e4m3fn for others. Without: the queries' type, bf16 for" in documented[1]
+    assert "of q's type (bf16 for fp8 queries); with `Options(out_scale=...)` of q's fp8 type, or OCP fp8" in documented[0]
+    assert "With an `out_scale`: fp8 queries' own type, `OCP_FP8` for others. Without: the queries' type, bf16 for" in documented[1]
 
 
 LIMITS: dict[str, dict[str, Any]] = {

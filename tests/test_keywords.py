@@ -59,7 +59,7 @@ def test_an_unknown_name_is_answered(given: dict[str, Any], call: Callable[..., 
 
 
 def test_a_batch_without_a_table_names_it(given: dict[str, Any]) -> None:
-    with pytest.raises(quire.ArgumentError, match="page_table: given None"):
+    with pytest.raises(quire.ArgumentError, match=r"page_table: given nothing \(None\)"):
         batch(given)
 
 

@@ -10,7 +10,7 @@ import torch
 
 import quire
 from quire.cache.format import Format
-from quire.kernels.torch import read, sight, strip
+from quire.kernels.torch import features, read, strip
 from quire.kernels.torch import write as writer
 from support.kernels import kernel
 from support.scenario import build
@@ -29,13 +29,13 @@ def wrap(owner: Any, name: str, change: Callable[..., Any]) -> Patch:
     return plant
 
 
-def _sight(**changes: Callable[[Any], Any]) -> Patch:
+def _visible_keys(**changes: Callable[[Any], Any]) -> Patch:
     def change(original: Any, self: Any, *args: Any) -> None:
         original(self, *args)
         for name, new in changes.items():
             setattr(self, name, new(self))
 
-    return wrap(sight.Sight, "__init__", change)
+    return wrap(features.VisibleKeys, "__init__", change)
 
 
 def _tile_lost(original: Any, parts: Any) -> Any:
@@ -44,12 +44,7 @@ def _tile_lost(original: Any, parts: Any) -> Any:
 
 def _averaged(original: Any, parts: Any) -> Any:
     outs = torch.cat([part.out for part in parts])
-    return strip.Part(outs.mean(0, keepdim=True), original(parts).lse)
-
-
-def _bias_without_alibi(original: Any, self: Any, *args: Any) -> Any:
-    self.options = quire.Options()
-    return original(self, *args)
+    return strip.PartialResult(outs.mean(0, keepdim=True), original(parts).lse)
 
 
 def _neighbour(original: Any, self: Any, pages: torch.Tensor, *args: Any, **kw: Any) -> Any:
@@ -61,18 +56,18 @@ def _cast_without_saturation(self: Format, x: torch.Tensor) -> torch.Tensor:
 
 
 FAULTS: dict[str, tuple[Patch, dict[str, Any]]] = {
-    "causal off by one": (_sight(high=lambda s: min(s.high, s.first + s.count - 1) if s.right == 0 else s.high), {}),
-    "window off by one": (_sight(left=lambda s: s.left and s.left - 1), {"window": 8}),
-    "window ignored": (_sight(left=lambda s: None, low=lambda s: 0), {"window": 8, "poison": 0.5, "bad_id": 0}),
-    "a tile lost": (wrap(strip, "_fold", _tile_lost), {"kv_lens": [50, 3000, 75]}),
-    "tiles averaged": (wrap(strip, "_fold", _averaged), {"kv_lens": [50, 3000, 75]}),
+    "causal off by one": (_visible_keys(high=lambda s: min(s.high, s.first + s.count - 1) if s.right == 0 else s.high), {}),
+    "window off by one": (_visible_keys(left=lambda s: s.left and s.left - 1), {"window": 8}),
+    "window ignored": (_visible_keys(left=lambda s: None, low=lambda s: 0), {"window": 8, "poison": 0.5, "bad_id": 0}),
+    "a tile lost": (wrap(strip, "_merged", _tile_lost), {"kv_lens": [50, 3000, 75]}),
+    "tiles averaged": (wrap(strip, "_merged", _averaged), {"kv_lens": [50, 3000, 75]}),
     "neighbour's page": (wrap(read.Reader, "read", _neighbour), {"poison": 0.5}),
     "scale of K not applied": (wrap(read.Reader, "_scale_of", lambda f, *a: f(*a) * 0 + 1), {"format": "e4m3fn"}),
     "softmax scale missing": (wrap(strip, "_rows_of", lambda f, q, *a: f(q, *a) * q.shape[2] ** 0.5), {}),
     "heads reversed": (wrap(strip, "_rows_of", lambda f, q, *a: f(q.flip(1), *a)), {}),
-    "sink missing": (wrap(strip, "_share", lambda f, part, whole: torch.ones_like(part)), {"sinks": True}),
-    "softcap missing": (wrap(strip, "_plain", lambda f, r, k, v, b, cap: f(r, k, v, b, None)), {"softcap": 0.5}),
-    "alibi missing": (wrap(strip.Strip, "_bias", _bias_without_alibi), {"alibi": True}),
+    "sink missing": (wrap(strip, "add_sink", lambda f, out, lse, options: (out, lse)), {"sinks": True}),
+    "softcap missing": (wrap(strip, "cap_scores", lambda f, scores, options: scores), {"softcap": 0.5}),
+    "alibi missing": (wrap(strip, "alibi_penalty", lambda f, *a: None), {"alibi": True}),
     "output row never written": (wrap(strip.Strip, "store", lambda f, self, out, lse: None), {}),
 }
 

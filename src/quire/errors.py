@@ -49,6 +49,10 @@ class ArgumentError(QuireError, ValueError):
         return _restored, (type(self), self.args, {**self.__dict__, "given": given})
 
 
+class UnknownArgumentError(ArgumentError, TypeError):
+    """A function has no argument of this name. The message points to the argument that was probably meant."""
+
+
 class ContractError(QuireError, ValueError):
     """A call violates the contract (docs/contract.md). Nothing was written.
 

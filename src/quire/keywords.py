@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
-from quire.errors import ArgumentError, describe
+from quire.errors import UnknownArgumentError, describe
 
 BATCH_NAMES = {
     "page_table": "block_table block_tables req_to_token kv_indices",
@@ -36,7 +36,7 @@ OPTION_NAMES = {
 def refuse_unknown(function: Callable[..., Any], unknown: Mapping[str, Any]) -> NoReturn:
     """Raises about the first keyword argument that a function does not have."""
     name, value = next(iter(unknown.items()))
-    raise ArgumentError(name, describe(value), _pointer(function, name))
+    raise UnknownArgumentError(name, describe(value), _pointer(function, name))
 
 
 def _pointer(function: Callable[..., Any], name: str) -> str:

@@ -427,7 +427,7 @@ class RollbackKeepsTheBatch(PagePool):
 
 
 class NeverStale(PagePool):
-    def _tick(self, transaction):
+    def _advance_state(self, transaction):
         self._changes += 1
         return self._state.now
 

@@ -194,10 +194,11 @@ def test_plain_text_without_rich() -> None:
     code = "import sys; sys.modules['rich'] = None\nfrom quire.cli.bench import _print\n"
     row = dict.fromkeys(("milliseconds", "spread", "gigabytes_per_second", "gigaflops", "of_limit", "ratio"), 1.5)
     row |= {"workload": "w", "implementation": "quire", "note": "", "error": 0.0, "budget": 1.0, "right": True}
+    row["q_format"] = "bf16"
     report = {"platform": {"name": "cpu"}, "limits": {"read_gigabytes_per_second": 1.0, "fp32_gigaflops": 2.0}, "rows": [row]}
     done = subprocess.run([sys.executable, "-c", f"{code}_print({report!r})"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[1].split()[:3] == ["workload", "who", "ms"]
+    assert done.stdout.splitlines()[1].split()[:3] == ["workload", "implementation", "ms"]
 
 
 def test_a_stream(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -104,17 +104,17 @@ def test_an_interrupted_doctor_shows_the_kernels_it_checked(
 
 
 def test_an_interrupted_demo_proves_what_it_did(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    from quire.demo.engine import Engine
+    from quire.demo.engine import DemoEngine
 
-    whole = Engine.run
+    whole = DemoEngine.run
 
-    def few(self: Engine) -> Any:
+    def few(self: DemoEngine) -> Any:
         for number, step in enumerate(whole(self)):
             yield step
             if number == 6:
                 raise KeyboardInterrupt
 
-    monkeypatch.setattr(Engine, "run", few)
+    monkeypatch.setattr(DemoEngine, "run", few)
     assert main(["demo", "--requests", "2", "--quiet"]) == 130
     text = capsys.readouterr().out
     assert text.startswith("interrupted in step 7: ") and "ok     outputs" in text and "WRONG" not in text

@@ -67,7 +67,8 @@ def _is_named(name: str, found: Finding) -> bool:
 
 @pytest.mark.parametrize("name", BEHAVIOUR)
 def test_behaviour_is_named(name: str) -> None:
-    result = examine(BY_NAME["fp32" if name.startswith("products") else "edges"], planted(name))
+    place = "fp32" if name.startswith("products") else "invariant" if name == "depends-on-batch" else "edges"
+    result = examine(BY_NAME[place], planted(name))
     assert result.failed
     assert result.findings[0].fault == name
 

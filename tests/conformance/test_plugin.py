@@ -141,7 +141,7 @@ def test_a_failure_is_told_whole() -> None:
     picture = Picture([[2.0]], [0, 1], [20], [[4, 9]], 16, (0, 1))
     text = tell(Result(Case("mixed"), "wrong", error=7.0, wrong=3, findings=(finding,), picture=picture), "my.py:kernel")
     for words in (
-        "stale-page: old tokens", "sequence 1, row 2", "page=3", "here alike neighbour-page", "wrong too with decoys", "[9]",
+        "stale-page: old tokens", "sequence 1, row 2", "page=3", "or         neighbour-page", "wrong too with decoys", "[9]",
         "row-zero (90)", "quire conform my.py:kernel --case 'mixed q_lens=1'", "3 elements are off, the worst by 7 budgets",
     ):  # fmt: skip
         assert words in text, words

@@ -34,7 +34,7 @@ def online(
     """A kernel that goes through keys tile by tile, as kernels do; the predictions of the kit do not."""
     w = x.Work(call, torch.float32)
     at, heads = x.read(w), x.kv_head(w)
-    for row in x.rows(w, at):
+    for row in x.sequences(w, at):
         k, v = x.gather(w, x.PLAIN, at, row)
         seen, rows = x.see(w, row, row.kv_len), slice(row.first, row.first + row.q_len)
         seen[:, missing : missing + 1] = False

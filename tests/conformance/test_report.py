@@ -129,7 +129,7 @@ def test_a_summary_tells_parameters_apart() -> None:
     assert finding.fault == "query-off-by-one" and cases == ["a", "b", "c"]
     assert report.ways(finding) == [("by=-1", ["a", "c"]), ("by=1", ["b"])]
     said = _summary(report)
-    assert "query-off-by-one, in 3 cases" in said and "by=-1: a, c" in said and "by=1: b" in said
+    assert "query-off-by-one, in all 3 cases that were run\n" in said and "by=-1: a, c" in said and "by=1: b" in said
     table = findings.table([json.loads(report.to_json())], "today")
     assert "by=-1 in 2; by=1 in 1" in table
     assert "; other cases show it with other parameters" in html_report(report)

@@ -65,7 +65,7 @@ def test_the_fused_operator_and_the_spelled_out_one_agree(feature: dict[str, Any
     s = build(92, [1, 40, 3], [30, 70, 600], **feature)
     fused = quire.attend(s.q, s.cache, s.batch, s.options, lse=True, kernel="torch")
     s.check(*fused)
-    monkeypatch.setattr(strip, "_fused", lambda rows, k, v, bias: strip._plain(rows, k, v, bias, None))
+    monkeypatch.setattr(strip, "_fused", lambda rows, k, v, bias: strip._plain(rows, k, v, bias, s.options))
     s.check(*quire.attend(s.q, s.cache, s.batch, s.options, lse=True, kernel="torch"))
 
 
@@ -128,8 +128,8 @@ def threads(request: pytest.FixtureRequest) -> Any:
 )
 def test_a_decode_cut_over_the_threads(feature: dict[str, Any], format: str, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
-    fold = strip._fold
-    monkeypatch.setattr(strip, "_fold", lambda parts: seen.append(max(p.lse.shape[0] for p in parts)) or fold(parts))
+    merged = strip._merged
+    monkeypatch.setattr(strip, "_merged", lambda parts: seen.append(max(p.lse.shape[0] for p in parts)) or merged(parts))
     s = build(93, [1, 1, 1], [576, 1201, 20], format=format, scales="token", **feature)
     s.check(*quire.attend(s.q, s.cache, s.batch, s.options, new=s.new, lse=True, kernel="torch"))
     if not feature.get("form"):  # whole pages that the threads divide: a window starts inside one

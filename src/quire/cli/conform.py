@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -32,7 +32,7 @@ from quire.errors import ArgumentError
 
 if TYPE_CHECKING:
     from quire.conformance.cases.case import Case
-    from quire.conformance.reporting.report import Report, Result
+    from quire.conformance.reporting.report import Finding, Report, Result
 
 SHOWN = 8
 """How much of a long list a summary shows."""
@@ -236,45 +236,52 @@ def _line(result: Result) -> str:
     return f"{mark}{result.case.name:28} {said}"
 
 
+STATUS_WORDS = {
+    "right": "right",
+    "wrong": "wrong",
+    "raised": "without a result",
+    "refused": "rightly refused",
+    "unsupported": "skipped",
+}
+
+
 def _summary(report: Report) -> str:
-    """What a person can act on."""
+    """What a person can act on: counts, what failing cases have in common, the findings, and the verdict."""
     counts = report.counts()
-    words = {
-        "right": "right",
-        "wrong": "wrong",
-        "raised": "without an answer",
-        "refused": "rightly refused",
-        "unsupported": "skipped",
-    }
-    lines = [
-        "",
-        ", ".join(f"{counts[status]} {word}" for status, word in words.items() if counts[status]) + f", {report.seconds:.1f} s",
-    ]
+    counted = ", ".join(f"{counts[status]} {word}" for status, word in STATUS_WORDS.items() if counts[status])
+    lines = ["", f"{counted}, {report.seconds:.1f} s"]
     if report.contrast:
         lines += ["", f"Fails {report.contrast}."]
     for finding, cases in report.findings:
-        ways = report.ways(finding)
-        given = f" ({ways[0][0]})" if len(ways) == 1 and ways[0][0] else ""
-        lines += ["", f"{finding.title}{given}, in {len(cases)} case{'s' if len(cases) > 1 else ''}"]
-        if finding.contrast and finding.contrast != report.contrast:
-            lines.append(f"  {finding.contrast}")
-        lines.append(f"  {finding.summary}")
-        if len(ways) == 1:
-            lines += [f"  in         {_few(cases)}"] if len(cases) > 1 else []
-        else:
-            lines += [f"  with       {way or 'no more to say'}: {_few(which)}" for way, which in ways[:SHOWN]]
-            lines += [f"             and {len(ways) - SHOWN} more ways"] if len(ways) > SHOWN else []
-        if str(finding.where):
-            lines.append(f"  at         {finding.where}{f': {finding.values}' if finding.values else ''}")
-        lines += [f"  keys       {line}" for line in finding.picture.splitlines()]
-        alike = [name for name in finding.alike if name != finding.fault]
-        if alike:
-            lines.append(f"  here alike {', '.join(alike)}")
-        lines += [f"  probe      {line}" for line in finding.evidence]
-        lines.append(f"  again      quire conform {report.target} --case '{finding.reproduce}'")
+        lines += ["", *_finding(report, finding, cases)]
     if report.unmatched:
         lines += ["", f"known failures that no case is named after: {', '.join(report.unmatched)}"]
     return "\n".join((*lines, "", f"verdict: {_verdict(report)}"))
+
+
+def _finding(report: Report, finding: Finding, cases: Sequence[str]) -> Iterator[str]:
+    """The lines of one finding."""
+    ways = report.ways(finding)
+    given = f" ({ways[0][0]})" if len(ways) == 1 and ways[0][0] else ""
+    which = f"in {len(cases)} case{'s' if len(cases) > 1 else ''}"
+    if finding.contrast:
+        which = finding.contrast if finding.contrast.startswith("in all") else f"{finding.contrast}, {which}"
+    yield f"{finding.title}{given}, {which}"
+    yield f"  {finding.summary}"
+    if len(ways) == 1 and len(cases) > 1:
+        yield f"  in         {_few(cases)}"
+    elif len(ways) > 1:
+        yield from (f"  with       {way or 'no parameters'}: {_few(which)}" for way, which in ways[:SHOWN])
+        if len(ways) > SHOWN:
+            yield f"             and {len(ways) - SHOWN} more ways"
+    if str(finding.where):
+        yield f"  at         {finding.where}{f': {finding.values}' if finding.values else ''}"
+    yield from (f"  keys       {line}" for line in finding.picture.splitlines())
+    others = [name for name in finding.alike if name != finding.fault]
+    if others:
+        yield f"  or         {', '.join(others)}, which give the same result here"
+    yield from (f"  probe      {line}" for line in finding.evidence)
+    yield f"  reproduce  quire conform {report.target} --case '{finding.reproduce}'"
 
 
 def _few(cases: Sequence[str]) -> str:

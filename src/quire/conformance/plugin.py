@@ -141,9 +141,9 @@ def tell(result: Result, target: str) -> str:
             lines.append(f"  at         {finding.where}")
         if finding.parameters:
             lines.append(f"  with       {brief(finding.parameters)}")
-        alike = [name for name in finding.alike if name != finding.fault]
-        if alike:
-            lines.append(f"  here alike {', '.join(alike)}")
+        others = [name for name in finding.alike if name != finding.fault]
+        if others:
+            lines.append(f"  or         {', '.join(others)}, which give the same result here")
         lines += [f"  probe      {line}" for line in finding.evidence]
         if len(finding.ranking) > 1:
             nearest = ", ".join(f"{name} ({off:.3g})" for name, off in finding.ranking[:3])
@@ -154,7 +154,7 @@ def tell(result: Result, target: str) -> str:
             if column < len(picture.page_table[seq]):
                 lines.append(row_picture(f"page_table[{seq}]", picture.page_table[seq], column, f"position {finding.where.key}"))
         if finding.reproduce:
-            lines.append(f"  again      quire conform {target} --case '{finding.reproduce}'")
+            lines.append(f"  reproduce  quire conform {target} --case '{finding.reproduce}'")
     if not lines:
         lines.append(result.reason)
     return "\n".join(

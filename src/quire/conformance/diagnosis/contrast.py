@@ -70,7 +70,7 @@ def contrast(failing: Sequence[Result], passing: Sequence[Result], ask: Ask | No
     if not failing:
         return ""
     if not passing:
-        return f"all {len(failing)} cases that were run fail" if len(failing) > 1 else ""
+        return f"in all {len(failing)} cases that were run" if len(failing) > 1 else ""
     wrong = {result.case: result.wrong_sequences for result in failing if result.wrong_sequences}
     evidence = Evidence([r.case for r in failing], [r.case for r in passing], wrong, ask)
     return next(_statements(evidence), "") or _necessary(evidence)

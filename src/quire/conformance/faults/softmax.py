@@ -137,6 +137,8 @@ def _other_base(splits: int | None = None, size: int | None = None) -> Stages:
         if not logits.shape[-1]:
             return right
         parts = _parts(logits, v, heads, splits, size)
+        if len(parts) == 1:
+            return right  # nothing is merged, so a wrong LSE has another cause
         top = torch.stack([p[0] for p in parts]).amax(0)
         shares = [torch.exp2(p[0] - top) for p in parts]
         total = sum((s * p[1] for s, p in zip(shares, parts)), torch.zeros(()))

@@ -1,6 +1,6 @@
 // Tiles of keys: the addresses of their rows, their scales, and the softmax of the scores of query rows.
 #pragma once
-#include "features.h"
+#include "attention_features.h"
 #include "product.h"
 
 namespace quire {
