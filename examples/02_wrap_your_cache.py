@@ -34,7 +34,7 @@ for cache in (packed, joint):
     quire.write(old_k, old_v, cache, context)
     outs.append(quire.step(q, k, v, cache, batch))
     print(cache)
-print(quire.Problem.of(q, packed, batch))
+print(quire.explain(q, packed, batch).problem)
 assert torch.equal(*outs)
 
 # It is the engine's memory that was written: token 32 of sequence 1 is in page 1, slot 0, head by head.

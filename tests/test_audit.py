@@ -15,7 +15,8 @@ from quire.dispatch.choose import choose
 from quire.platform import NAMED, Platform
 from quire.problem import Extent, Problem
 
-operator: Any = import_module("quire.attend")  # as an attribute of quire it is the function
+OPERATORS: list[Any] = [import_module(f"quire.{name}") for name in ("attend", "step")]
+"""The modules; as attributes of quire these names are the functions."""
 
 
 @pytest.fixture
@@ -27,7 +28,8 @@ def audits(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         assert call.cache.ledger is not None
         calls.append((call, (call.cache.ledger.position >= 0).sum().item()))
 
-    monkeypatch.setattr(operator, "audit_launcher", lambda call: audit)
+    for operator in OPERATORS:
+        monkeypatch.setattr(operator, "audit", audit)
     return calls
 
 

@@ -34,6 +34,10 @@ OTHERS: dict[str, Any] = {
 }
 
 
+def problem_of_call(operation: str, *call: Any, **more: Any) -> Problem:
+    return launch.described(operation, Call(*call, **more))[0]
+
+
 def small(**how: Any) -> Scenario:
     return build(1, [1, 2], [20, 30], **how)
 
@@ -157,11 +161,12 @@ def test_strided_and_misaligned_rows_take_the_generic_kernels(name: str, which: 
     strange = make(tokens, s.q.shape[1] if which in ("q", "out") else s.cache.kv_heads, dim)
     plain = torch.empty(tokens, s.cache.kv_heads, dim)
     if which in ("k", "v"):
-        found = Problem.of_write(*((strange, plain) if which == "k" else (plain, strange)), s.cache, s.batch)
+        k, v = (strange, plain) if which == "k" else (plain, strange)
+        found = problem_of_call("write", s.cache, s.batch, k=k, v=v)
     else:
         new = None if which in ("q", "out") else (strange, plain) if which == "new_k" else (plain, strange)
         out = strange if which == "out" else None
-        found = Problem.of(strange if which == "q" else s.q, s.cache, s.batch, new=new, out=out)
+        found = problem_of_call("attend", s.cache, s.batch, strange if which == "q" else s.q, new=new, out=out)
     assert found.memory == memory
 
 
@@ -187,19 +192,20 @@ def test_a_problem_in_words_is_one_with_an_allocated_cache() -> None:
         pool = quire.PagePool(8, 16)
         dtype = {"bf16": torch.bfloat16, "e4m3fn": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2, "fp16": torch.float16}[format]
         cache = quire.KVCache.allocate(pool, kv_heads=2, head_dim=64, dtype=dtype, layout=layout)
-        found = Problem.of(torch.empty(1, 4, 64, dtype=torch.bfloat16), cache, pool.step({pool.sequence(): 1}))
+        q = torch.empty(1, 4, 64, dtype=torch.bfloat16)
+        found = problem_of_call("attend", cache, pool.step({pool.sequence(): 1}), q)
         scales = "none" if cache.k_scale is None else "tensor"
         assert found == Problem(4, 2, 64, 16, format=format, layout=layout, scales=scales)
 
 
 def test_one_launcher_serves_all_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     kept: dict[Any, Any] = {}
-    monkeypatch.setattr(launch, "_launchers", kept)
+    monkeypatch.setattr(launch, "_known", kept)
     for seed in range(5):
         s = build(seed, [1, seed, 2 * seed], [20, 30, 40])
         s.check(quire.attend(s.q, s.cache, s.batch, s.options))
     assert len(kept) == 1
-    monkeypatch.setattr(launch, "MAX_LAUNCHERS", 1)
+    monkeypatch.setattr(launch, "MAX_PROBLEMS", 1)
     quire.attend(s.q, s.cache, s.batch, Options(window=3))
     assert len(kept) == 1, "at most so many are kept"
 
@@ -259,10 +265,11 @@ def test_heads_that_32_bits_do_not_reach_are_generic() -> None:
     q = torch.empty(16, 3 * 10**6, 64, device="meta").transpose(0, 1)
     cache = quire.KVCache.wrap(*(torch.empty(2, 16, 1, 64, device="meta") for _ in "kv"), layout="nhd")
     batch = quire.Batch(*(t.to("meta") for t in (s.batch.page_table, s.batch.kv_lens, s.batch.q_starts)))
-    assert Problem.of(q, cache, batch).memory == "generic"
-    assert Problem.of(q[:, :2], cache, batch).memory == "aligned"
+    assert problem_of_call("attend", cache, batch, q).memory == "generic"
+    assert problem_of_call("attend", cache, batch, q[:, :2]).memory == "aligned"
 
 
 def test_equal_facts_are_one_object() -> None:
     s = build(1, [3], [9])
-    assert Problem.of(s.q, s.cache, s.batch) is Problem.of(s.q, s.cache, s.batch, out=torch.empty_like(s.q))
+    given = problem_of_call("attend", s.cache, s.batch, s.q, out=torch.empty_like(s.q))
+    assert problem_of_call("attend", s.cache, s.batch, s.q) is given

@@ -10,12 +10,10 @@ from quire.batch import Batch
 from quire.cache.kv_cache import KVCache
 from quire.contract.call import Call
 from quire.contract.check import Level
-from quire.dispatch.kernel import KernelLauncher
 from quire.errors import ArgumentError
 from quire.keywords import refuse_unknown
-from quire.launch import audit_launcher, launcher_for
+from quire.launch import audit, launcher_for
 from quire.options import PLAIN, Options
-from quire.problem import default_out_dtype
 
 Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
@@ -48,27 +46,24 @@ def attend(
     """Computes attention of the new tokens of every sequence over the sequence's keys and values in a paged cache.
 
     Args:
-        q: Queries `[tokens, q_heads, head_dim]` of fp32, fp16, bf16, or fp8 with `Options(q_scale=...)`. Any strides are allowed.
-            Rows from `batch.q_starts[-1]` on are padding.
+        q: Queries `[tokens, q_heads, head_dim]`, fp32, fp16, bf16, or fp8 with `Options(q_scale=...)`. Any strides are allowed.
         cache: The keys and values of the layer.
-        batch: The sequences: pages, lengths, and where their new tokens are in q.
+        batch: The sequences: pages, lengths, and their rows of q. Rows from `batch.q_starts[-1]` on are padding.
         options: Window, softmax options, masks and scales of the layer. Default: causal attention with scale `head_dim ** -0.5`.
         new: The new keys and values `(k, v)`, `[tokens, kv_heads, dim]` each. If given, the cache holds only the tokens before the
             new ones (context form). Default: the cache holds all tokens (full form).
         out: The output buffer `[tokens, q_heads, v_head_dim]`; padding rows are not written. Default: a new tensor with zeros in
             padding rows, of q's type (bf16 for fp8 queries); with `Options(out_scale=...)` of q's fp8 type, or OCP fp8.
         lse: True, or an fp32 buffer `[tokens, q_heads]`, to also return the log-sum-exp of the logits (natural log).
-        kernel: The name of a kernel to use, for example "torch". Default: the first kernel of the catalogue that can run the call.
+        kernel: The name of a kernel to use. Default: the first kernel of the catalogue that can run the call.
         check: "auto" checks shapes and types, and values in host memory. "full" also checks values on a GPU.
 
     Returns:
         `out`, or `(out, lse)`. A query that sees no key gives zeros and an LSE of -inf (with a sink: the sink).
 
     Raises:
-        ContractError: The call violates the contract (docs/contract.md). Nothing was written.
-        KernelError: No kernel can run the call, or the one requested cannot.
-        ArgumentError: An argument has the wrong class.
-        StaleBatch: The batch's pool has changed since the batch was made.
+        ContractError, KernelError: The call violates the contract, or no kernel (or not the one requested) can run it.
+        ArgumentError, StaleBatch: An argument has the wrong class, or the pool has changed since the batch was made.
 
     Example:
         >>> import torch, quire
@@ -90,27 +85,11 @@ def attend(
         return ops.attend(q, cache, batch, options, new, out, lse, kernel, check)
     given = None if lse is True or lse is False else lse
     call = Call(cache, batch, q, PLAIN if options is None else options, new, out, lse=given, with_lse=lse is not False)
-    return run(launcher_for("attend", call, kernel, check, checked=False), call)
-
-
-def run(launcher: KernelLauncher, call: Call) -> Result:
-    """Launches a call. Results that were not given are allocated; the launcher fills their padding rows with zeros."""
-    q, cache = call.q, call.cache
-    assert q is not None
-    if call.out is None:
-        dtype = q.dtype
-        if dtype.itemsize == 1 or call.options.out_scale is not None:
-            dtype = default_out_dtype(dtype, call.options.out_scale is not None)
-        call.out = torch.empty((q.shape[0], q.shape[1], cache.v_head_dim), dtype=dtype, device=q.device)
-        call.zero_padding = True
-    if call.with_lse and call.lse is None:
-        call.lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+    launcher = launcher_for("attend", call, kernel, check, checked=False)
     if cache.ledger is not None:
-        audit = audit_launcher(call)
-        if audit is not None:
-            audit(call)
+        audit(call)
     launcher(call)
-    return call.out if call.lse is None else (call.out, call.lse)
+    return call.out if call.lse is None else (call.out, call.lse)  # type: ignore[return-value]
 
 
 def is_traced(rows: torch.Tensor) -> bool:

@@ -16,11 +16,13 @@ import torch
 
 from quire.batch import Batch
 from quire.cache.kv_cache import KVCache
+from quire.contract.call import Call
 from quire.contract.static import FLOATS
 from quire.dispatch.choose import kernels_for
 from quire.dispatch.kernel import CompilingLauncher, Kernel
 from quire.errors import ArgumentError, describe
-from quire.options import Options
+from quire.launch import described
+from quire.options import PLAIN, Options
 from quire.platform import Platform
 from quire.problem import Problem, is_fp8
 
@@ -186,7 +188,8 @@ def _of_cache(
     new = tuple(torch.empty((1, cache.kv_heads, dim), dtype=kv_dtype, device=device) for dim in (cache.head_dim, cache.v_head_dim))
     for form, logs, name in variants:
         batch = Batch(*(torch.zeros(shape, dtype=getattr(torch, name), device=device) for shape in ((1, 1), (1,), (2,))))
-        yield Problem.of(q, cache, batch, options, new=None if form == "full" else (new[0], new[1]), lse=logs)
+        call = Call(cache, batch, q, options or PLAIN, None if form == "full" else (new[0], new[1]), with_lse=logs)
+        yield described("attend", call)[0]
 
 
 Work = dict[str, tuple[tuple[str, str, Problem, int], Any]]

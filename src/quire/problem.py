@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass, fields, replace
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -16,14 +15,12 @@ import torch
 from quire.batch import Batch
 from quire.cache.format import FORMATS, FP8_TYPES, OCP_FP8
 from quire.cache.format import dtype_name as dtype_name
-from quire.cache.kv_cache import KVCache, PageStrides, Storage
+from quire.cache.kv_cache import KVCache, PageStrides
 from quire.cache.layout import LAYOUTS
-from quire.options import FEATURES, PLAIN, Options, Traits
+from quire.options import FEATURES, Traits
 
 ANY = 2**31 - 1
 """More new tokens than any sequence has."""
-ALIGNED = 16
-"""Bytes: where the kernels of aligned problems expect their tensors to begin."""
 
 
 class Extent(NamedTuple):
@@ -151,69 +148,6 @@ class Problem(Traits):
         per_token = (self.page_size * self.kv_heads, self.kv_heads, 1)
         return {"none": (), "tensor": (0, 0, 0), "head": (0, 0, 1), "token": per_token}[self.scales]
 
-    @classmethod
-    def of(
-        cls,
-        q: torch.Tensor,
-        cache: KVCache,
-        batch: Batch,
-        options: Options | None = None,
-        new: tuple[torch.Tensor, torch.Tensor] | None = None,
-        out: torch.Tensor | None = None,
-        lse: bool = False,
-        context_from: int = 1,
-        only: tuple[int, int] = (0, ANY),
-    ) -> Problem:
-        """The facts of a call of `attend`, from shapes, strides, types and options: no value is read. It runs in every call."""
-        options = PLAIN if options is None else options
-        storage, table, kv_lens, q_starts = cache.storage, batch.page_table, batch.kv_lens, batch.q_starts
-        aligned = storage.aligned and table.stride(1) == kv_lens.stride(0) == q_starts.stride(0) == 1
-        k_unit, v_unit = storage.stride_units
-        new_dtype = None
-        tensors = [(q, k_unit)] if out is None else [(q, k_unit), (out, v_unit)]
-        if new is not None:
-            tensors += [(new[0], k_unit), (new[1], v_unit)]
-            new_dtype = new[0].dtype
-        for tensor, unit in tensors:
-            # As `_is_aligned`, without a call. Units are powers of two: the bits of both strides are tested at once.
-            token, head, last = tensor.stride()
-            if last != 1 or (token | head) % unit or (token | head * tensor.shape[1]) >= 2**31:
-                aligned = False
-            elif (tensor.data_ptr() or tensor.storage_offset() * tensor.element_size()) % ALIGNED:
-                aligned = False
-        mask, q_scale, out_scale = options.mask, options.q_scale, options.out_scale
-        out_dtype = q.dtype if out is None else out.dtype
-        if out is None and (out_scale is not None or out_dtype.itemsize == 1):
-            out_dtype = default_out_dtype(q.dtype, out_scale is not None)
-        typed = options.typed_tensors
-        facts = _Facts(
-            q.shape[1],
-            q.dtype,
-            out_dtype,
-            new_dtype,
-            (table.dtype, kv_lens.dtype, q_starts.dtype),
-            _types_of(typed) if typed else (),
-            "none" if q_scale is None else _scale_kind(q_scale, q.device),
-            "none" if out_scale is None else _scale_kind(out_scale, q.device),
-            lse,
-            aligned and (mask is None or mask.stride(1) == 1),
-            q.device,
-            context_from,
-            only,
-        )
-        return _problem(storage, options.traits, facts)
-
-    @classmethod
-    def of_write(cls, k: torch.Tensor, v: torch.Tensor, cache: KVCache, batch: Batch, slots: torch.Tensor | None = None) -> Problem:
-        """The facts of a call of `write`: its keys and values stand where an attend has queries."""
-        storage, (k_unit, v_unit) = cache.storage, cache.storage.stride_units
-        table, kv_lens, q_starts = batch.page_table, batch.kv_lens, batch.q_starts
-        aligned = storage.aligned and table.stride(1) == 1 and kv_lens.stride(0) == 1 and q_starts.stride(0) == 1
-        aligned = aligned and _is_aligned(k, k_unit) and _is_aligned(v, v_unit)
-        types = (table.dtype, kv_lens.dtype, q_starts.dtype)
-        facts = _Facts(storage.kv_heads, k.dtype, k.dtype, None, types, (), "none", "none", False, aligned, k.device)
-        return _problem(storage, PLAIN.traits, facts)
-
     def of_writes(self) -> Problem:
         """The problem of the writes of the same layer, whose new keys and values are of the queries' type, bf16 beside fp8."""
         plain: dict[str, Any] = {field.name: field.default for field in fields(Problem) if field.name in _NOT_OF_WRITES}
@@ -278,70 +212,9 @@ class Problem(Traits):
 
 
 FIELDS = tuple(field.name for field in fields(Problem))
-_OF_CACHE = tuple(name for name in FIELDS if name in Storage._fields)
-"""The facts that a cache has."""
 _NOT_OF_WRITES = frozenset(
     (*(field.name for field in fields(Traits)), "form", "lse", "new_dtype", "q_scale", "out_scale", "context_from", "only")
 )
-
-
-class _Facts(NamedTuple):
-    """The facts of a call that neither its cache nor its options have."""
-
-    q_heads: int
-    q_dtype: torch.dtype
-    out_dtype: torch.dtype
-    new_dtype: torch.dtype | None
-    index_types: tuple[torch.dtype, torch.dtype, torch.dtype]
-    tensor_types: tuple[tuple[str, torch.dtype], ...]
-    """The traits that are types of the options' tensors."""
-    q_scale: str
-    out_scale: str
-    lse: bool
-    aligned: bool
-    device: torch.device
-    context_from: int = 1
-    only: tuple[int, int] = (0, ANY)
-
-
-@lru_cache(maxsize=4096)
-def _problem(storage: Storage, traits: Traits, facts: _Facts) -> Problem:
-    """Equal facts give one object: it is made once, and found by its identity from then on."""
-    types = [dtype_name(dtype) for dtype in facts.index_types]
-    return Problem(
-        **vars(traits) | {name: dtype_name(dtype) for name, dtype in facts.tensor_types},
-        **{name: getattr(storage, name) for name in _OF_CACHE},
-        q_heads=facts.q_heads,
-        q_dtype=dtype_name(facts.q_dtype),
-        out_dtype=dtype_name(facts.out_dtype),
-        index=types[0] if len(set(types)) == 1 else "+".join(types),
-        form="full" if facts.new_dtype is None else "context",
-        lse=facts.lse,
-        device=str(facts.device),
-        memory="aligned" if facts.aligned else "generic",
-        new_dtype="" if facts.new_dtype is None else dtype_name(facts.new_dtype),
-        q_scale=facts.q_scale,
-        out_scale=facts.out_scale,
-        context_from=facts.context_from,
-        only=facts.only,
-    )
-
-
-def _is_aligned(tensor: torch.Tensor, unit: int) -> bool:
-    """Whether a tensor [tokens, heads, dim] may be read sixteen bytes at a time, as the views of a fused projection may."""
-    token, head, last = tensor.stride()
-    # Heads are addressed in 32 bits, tokens in 64.
-    if last != 1 or token % unit or head % unit or token >= 2**31 or head * tensor.shape[1] >= 2**31:
-        return False
-    return (tensor.data_ptr() or tensor.storage_offset() * tensor.element_size()) % ALIGNED == 0
-
-
-def _types_of(tensors: tuple[tuple[str, torch.Tensor], ...]) -> tuple[tuple[str, torch.dtype], ...]:
-    return tuple((name, tensor.dtype) for name, tensor in tensors)
-
-
-def _scale_kind(scale: float | torch.Tensor, device: torch.device) -> str:
-    return "tensor" if isinstance(scale, torch.Tensor) and scale.device == device else "number"
 
 
 def is_fp8(dtype: torch.dtype) -> bool:

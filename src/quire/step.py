@@ -6,14 +6,14 @@ from typing import Literal, NoReturn, overload
 
 import torch
 
-from quire.attend import Result, is_traced, run
+from quire.attend import Result, is_traced
 from quire.batch import Batch
 from quire.cache.kv_cache import KVCache
 from quire.contract.call import Call
 from quire.contract.check import Level, enforce
 from quire.errors import ArgumentError
 from quire.keywords import refuse_unknown
-from quire.launch import launcher_for
+from quire.launch import audit, launcher_for
 from quire.options import PLAIN, Options
 from quire.write import store
 
@@ -83,4 +83,7 @@ def step(
     writer = launcher_for("write", call)
     launcher = launcher_for("attend", call, kernel)
     store(writer, call)
-    return run(launcher, call)
+    if cache.ledger is not None:
+        audit(call)
+    launcher(call)
+    return call.out if call.lse is None else (call.out, call.lse)  # type: ignore[return-value]

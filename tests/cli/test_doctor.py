@@ -80,7 +80,7 @@ def spoil(monkeypatch: pytest.MonkeyPatch, kernel: Kernel, fault: Callable[..., 
         return faulty
 
     monkeypatch.setitem(kernel.__dict__, "_factory", factory)
-    monkeypatch.setattr(launch, "_launchers", {})
+    monkeypatch.setattr(launch, "_known", {})
 
 
 def a_row_is_not_written(call: Call) -> None:

@@ -259,7 +259,7 @@ def test_different_problems_are_told_apart() -> None:
 def test_what_is_kept_is_used_with_care(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A launcher is found again: an output over an input is refused in every call, and what a recording wraps is not kept."""
     kept: dict[Any, Any] = {}
-    monkeypatch.setattr(launch, "_launchers", kept)
+    monkeypatch.setattr(launch, "_known", kept)
 
     def store() -> None:
         key = torch.randn(5, 2, 24)
@@ -269,9 +269,10 @@ def test_what_is_kept_is_used_with_care(monkeypatch: pytest.MonkeyPatch, tmp_pat
     with quire.record(tmp_path / "calls"):
         unified(in_cache("cpu", **MIXED))
         store()
+    launchers = {kernel.operation: launcher for known in kept.values() for kernel, launcher in known.launchers.items()}
+    assert sorted(launchers) == ["attend", "write"]
+    assert not any(getattr(launcher, "__closure__", None) for launcher in launchers.values())
     first = dict(kept)
-    assert sorted(kernel.operation for _, kernel in first) == ["attend", "write"]
-    assert not any(getattr(launcher, "__closure__", None) for launcher in first.values())
     for _ in range(2):
         case = in_cache("cpu", **MIXED)
         unified(case)

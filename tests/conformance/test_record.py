@@ -193,7 +193,8 @@ def test_no_launcher_of_a_recording_is_kept(file: Path) -> None:
         quire.attend(program.q[:4], program.cache, program.batch)
     quire.attend(program.q[:4], program.cache, program.batch)
     assert len(load(file)) == 1
-    assert not any(hasattr(launcher, "__closure__") and launcher.__closure__ for launcher in launch._launchers.values())
+    launchers = [launcher for known in launch._known.values() for launcher in known.launchers.values()]
+    assert launchers and not any(getattr(launcher, "__closure__", None) for launcher in launchers)
 
 
 def test_checked_calls_are_recorded_and_recorded_calls_checked(file: Path) -> None:

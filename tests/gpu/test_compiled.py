@@ -72,7 +72,7 @@ def compilations(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Compilation
     from quire.kernels.triton.host import program
 
     monkeypatch.setattr(program, "_loaded", {})
-    launch._launchers.clear()
+    launch._known.clear()
     return Compilations(monkeypatch, tmp_path)
 
 

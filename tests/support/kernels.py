@@ -38,6 +38,7 @@ def kernel(name: str) -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(quire.launch, "able_kernels", wanted_for)
+        patch.setattr(quire.launch, "_known", {})
         if level:
             with library.forced(level):
                 yield

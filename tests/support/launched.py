@@ -14,6 +14,7 @@ from quire.kernels.triton.host.constants import dot_type
 from quire.kernels.triton.host.launcher import AttendLauncher
 from quire.kernels.triton.host.tuning import AUDIT, WRITE, Portion, Tuning
 from quire.kernels.triton.host.write import WriteLauncher
+from quire.launch import described
 from quire.platform import INTERPRETER, Platform
 from quire.problem import ANY, Problem
 from support.scenario import TYPES, Scenario, build
@@ -68,7 +69,7 @@ def write(
 ) -> None:
     """One launch of the writer."""
     call = Call(cache, batch, k=k, v=v, slots=slots)
-    WriteLauncher(Problem.of_write(k, v, cache, batch), platform_at(k.device), portion)(call)
+    WriteLauncher(described("write", call)[0], platform_at(k.device), portion)(call)
 
 
 def audit(call: Call, portion: Portion = AUDIT) -> None:
@@ -78,13 +79,11 @@ def audit(call: Call, portion: Portion = AUDIT) -> None:
 
 def audit_launcher(call: Call, portion: Portion = AUDIT) -> AuditLauncher:
     assert call.q is not None
-    what = {"context_from": call.context_from, "only": call.only}
-    problem = Problem.of(call.q, call.cache, call.batch, call.options, new=call.new, **what)  # type: ignore[arg-type]
-    return AuditLauncher(problem, platform_at(call.q.device), portion)
+    return AuditLauncher(described("audit", call)[0], platform_at(call.q.device), portion)
 
 
 def problem_of(s: Scenario, out: torch.Tensor | None = None, lse: bool = False, **how: Any) -> Problem:
-    return Problem.of(s.q, s.cache, s.batch, s.options, new=s.new, out=out, lse=lse, **how)
+    return described("attend", Call(s.cache, s.batch, s.q, s.options, s.new, out, with_lse=lse, **how))[0]
 
 
 def platform_at(device: torch.device | str) -> Platform:

@@ -30,6 +30,7 @@ from quire.contract.check import recorded_by, violations
 from quire.contract.rule import Violation
 from quire.dispatch.decision import Decision
 from quire.errors import ArgumentError, QuireError
+from quire.launch import described
 from quire.options import PLAIN, Options
 from quire.platform import Platform
 from quire.problem import ANY, Extent, Problem
@@ -183,7 +184,8 @@ class Recorded:
 
     @property
     def problem(self) -> Problem:
-        return Problem.of(self.q, self.cache, self.batch, self.options, new=self.new, lse=bool(self.notes["lse"]))
+        call = Call(self.cache, self.batch, self.q, self.options, self.new, with_lse=bool(self.notes["lse"]))
+        return described("attend", call)[0]
 
     @property
     def extent(self) -> Extent:

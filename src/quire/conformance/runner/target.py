@@ -35,8 +35,10 @@ import torch
 
 import quire
 from quire.conformance.cases.call import FEATURES, KernelCall
+from quire.contract.call import Call
 from quire.dispatch.catalogue import CATALOGUE
 from quire.errors import ArgumentError
+from quire.launch import described
 from quire.problem import FIELDS, Extent, Problem
 
 NEEDED = ("q", "k_pages", "v_pages", "page_table", "kv_lens", "q_starts", "out", "scale")
@@ -236,7 +238,8 @@ def _copy_result(part: torch.Tensor, buffer: torch.Tensor, live: int) -> None:
 
 def facts(call: KernelCall) -> Problem:
     """What a kernel could be compiled for."""
-    return Problem.of(call.q, call.cache(), call.batch(), call.options(), new=call.new, out=call.out, lse=call.lse is not None)
+    lse = call.lse is not None
+    return described("attend", Call(call.cache(), call.batch(), call.q, call.options(), call.new, call.out, with_lse=lse))[0]
 
 
 def extent_of(call: KernelCall) -> Extent:

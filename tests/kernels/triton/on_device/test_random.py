@@ -8,8 +8,8 @@ import torch
 from gpu.random_calls import TYPES, draw, draw_write
 from quire.contract.call import Call
 from quire.kernels.triton.host.launcher import AttendLauncher
+from quire.launch import described
 from quire.options import PLAIN
-from quire.problem import Problem
 from support.launched import audit, platform_at, write
 
 SEEDS = (1, 5, 9)
@@ -25,7 +25,7 @@ def test_attend(seed: int, kernel: str, device: str) -> None:
         out = torch.zeros(shape, dtype=TYPES[call.out_format], device=device)
     lse = torch.full(shape[:2], torch.nan, device=device) if call.lse else None
     options = call.options or PLAIN
-    problem = Problem.of(call.q, call.cache, call.batch, options, new=call.new, out=out, lse=call.lse)
+    problem, _ = described("attend", Call(call.cache, call.batch, call.q, options, call.new, out, with_lse=call.lse))
     launched = Call(call.cache, call.batch, call.q, options, call.new, out, lse=lse, zero_padding=call.out is None)
     AttendLauncher(kernel, problem, platform_at(device))(launched)
     assert call.wrong(out, lse) is None, f"{call.wrong(out, lse)} in {call.told}"
