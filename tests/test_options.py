@@ -117,13 +117,13 @@ REFUSED = {
     "causal-axes": ({"causal": MASK}, f"causal: given bool[3, 4] on cpu; allowed: {CAUSAL}"),
     "causal-beside-mask": (
         {"causal": MASK[0], "mask": MASK},
-        "causal: given a tensor beside mask; allowed: a bool: the mask replaces causality",
+        "causal: given a tensor, together with a mask; allowed: a bool: the mask replaces causality",
     ),
     "mask-float": ({"mask": MASK.float()}, "mask: given float32[3, 4] on cpu; allowed: a bool tensor [tokens, M] or None"),
     "mask-axes": ({"mask": MASK[0]}, "mask: given bool[4] on cpu; allowed: a bool tensor [tokens, M] or None"),
     "positions-alone": (
         {"positions": torch.arange(3)},
-        "positions: given a tensor without mask; allowed: None: positions serve a tree mask alone",
+        "positions: given a tensor, without a mask; allowed: None: only a tree mask needs positions",
     ),
     "positions-type": (
         {"mask": MASK, "positions": torch.ones(3)},
@@ -135,11 +135,11 @@ REFUSED = {
     ),
     "mask-window": (
         {"mask": MASK, "window": 4},
-        "positions: given None beside mask and window; allowed: positions [tokens]: a tree shares positions",
+        "positions: given nothing, with mask and window; allowed: integers [tokens]: the branches of a tree share positions",
     ),
     "mask-alibi": (
         {"mask": MASK, "alibi": ONES},
-        "positions: given None beside mask and alibi; allowed: positions [tokens]: a tree shares positions",
+        "positions: given nothing, with mask and alibi; allowed: integers [tokens]: the branches of a tree share positions",
     ),
     "q-scale-0": ({"q_scale": 0}, f"q_scale: given 0; allowed: {SCALE}"),
     "q-scale-bool": ({"q_scale": True}, f"q_scale: given True; allowed: {SCALE}"),

@@ -76,14 +76,14 @@ def explain(
 
 
 def decide(operation: str, call: Call, platform: Platform) -> Decision:
-    """The decision for an operation, with those for the other kernels that it launches in `beside`."""
+    """The decision for an operation, with those for the other kernels that it launches in `related`."""
     enforce_static("write" if operation == "write" else "explain", call)
     needed = {"step": ("write", "attend")}.get(operation, (operation,))
     if call.cache.ledger is not None and "attend" in needed:
         needed = (*needed, "audit")
     decisions = {one: choose(*described(one, call), platform, operation=one) for one in needed}
     first = decisions["attend" if operation == "step" else operation]
-    return replace(first, operation=operation, beside=tuple(d for one, d in decisions.items() if d is not first))
+    return replace(first, operation=operation, related=tuple(d for one, d in decisions.items() if d is not first))
 
 
 def _check_arguments(operation: str, cache: KVCache, lse: bool | torch.Tensor, platform: Platform | None) -> None:

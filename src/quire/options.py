@@ -1,4 +1,4 @@
-"""What a layer asks of attention beyond softmax(q k) v: a frozen value, validated once, reused for every call."""
+"""The attention options of a layer: an immutable value that is validated once and used in every call."""
 
 from __future__ import annotations
 
@@ -28,8 +28,12 @@ RANGE = "from 2^-100 to 2^100 (7.9e-31 to 1.3e+30)"
 
 NUMBERS = ("softcap",)
 """The optional numbers that kernels take as arguments."""
-TENSORS = {"alibi": 1, "sinks": 1, "mask": 2, "positions": 1}
+TENSOR_AXES = {"alibi": ("q_heads",), "sinks": ("q_heads",), "mask": ("tokens", "M"), "positions": ("tokens",)}
 """The optional tensors that kernels take as arguments, and their axes."""
+TENSORS = {name: len(axes) for name, axes in TENSOR_AXES.items()}
+"""The same, with the number of axes."""
+PER_HEAD = {"alibi": (STEEPEST, False), "sinks": (LARGEST, True)}
+"""The tensors `[q_heads]` of numbers: the largest magnitude, and whether infinities are allowed."""
 TYPE_TRAITS = {"alibi": "alibi_dtype", "sinks": "sinks_dtype", "positions": "positions"}
 """Tensors whose type kernels are compiled for, and the trait with its name. A type may change: `module.to(torch.bfloat16)` changes
 parameters in place."""
@@ -71,7 +75,7 @@ class Options:
 
     window: Window = None
     """Visible keys around a query: an int W counts them with the query's own, `(W-1, W-1)`; `(left, right)` counts to each
-    side, None is unbounded. A causal row never looks right, whatever `right` says."""
+    side, None is unbounded. A causal query sees no key to its right, whatever `right` is."""
     softcap: float | None = None
     """Logits become `softcap * tanh(logit / softcap)`; from 2^-100 to 2^100, what kernels can compute with in fp32."""
     alibi: torch.Tensor | None = None
@@ -94,17 +98,17 @@ class Options:
     """Divides the output, which is then stored as fp8, saturating; from 2^-100 to 2^100. The type is that of `out`; without `out`,
     fp8 queries keep their own type and all others give `OCP_FP8`."""
     batch_invariant: bool = False
-    """A row's bits then do not depend on its neighbours, the batch size, the hints or how its prompt was cut."""
+    """The bits of a result then do not depend on other sequences, the batch size, the hints or how the prompt was chunked."""
 
     def __post_init__(self) -> None:
         self._check_window()
-        for name in ("alibi", "sinks", "q_scale", "out_scale"):
+        for name in (*PER_HEAD, "q_scale", "out_scale"):
             value = getattr(self, name)
             if isinstance(value, torch.Tensor) and value.is_neg():
-                # torch negates when it reads; a kernel reads what lies there.
-                raise ArgumentError(name, "a view that torch negates when it reads it", "numbers as they lie: tensor.resolve_neg()")
+                # torch applies the sign when it reads such a view; a kernel would not.
+                raise ArgumentError(name, "a tensor with the negative bit set", "a tensor without it: call tensor.resolve_neg()")
         self._check_numbers()
-        for name in ("alibi", "sinks"):
+        for name in PER_HEAD:
             value = getattr(self, name)
             if value is not None and not (
                 isinstance(value, torch.Tensor) and value.dim() == 1 and value.dtype in FLOATS and value.layout is torch.strided
@@ -114,7 +118,7 @@ class Options:
             if self.causal.dtype is not torch.bool or self.causal.dim() != 1 or self.causal.layout is not torch.strided:
                 raise ArgumentError("causal", describe(self.causal), "True, False or a bool tensor [seqs]")
             if self.mask is not None:
-                raise ArgumentError("causal", "a tensor beside mask", "a bool: the mask replaces causality")
+                raise ArgumentError("causal", "a tensor, together with a mask", "a bool: the mask replaces causality")
         elif not isinstance(self.causal, bool):
             raise ArgumentError("causal", describe(self.causal), "True, False or a bool tensor [seqs]")
         self._check_mask()
@@ -169,13 +173,14 @@ class Options:
             raise ArgumentError("mask", describe(mask), "a bool tensor [tokens, M] or None")
         if positions is not None:
             if mask is None:
-                raise ArgumentError("positions", "a tensor without mask", "None: positions serve a tree mask alone")
+                raise ArgumentError("positions", "a tensor, without a mask", "None: only a tree mask needs positions")
             right_type = isinstance(positions, torch.Tensor) and positions.dtype in (torch.int32, torch.int64)
             if not right_type or positions.dim() != 1 or positions.layout is not torch.strided:
                 raise ArgumentError("positions", describe(positions), "an int32 or int64 tensor [tokens]")
         if mask is not None and positions is None and (self.window is not None or self.alibi is not None):
             other = "window" if self.window is not None else "alibi"
-            raise ArgumentError("positions", f"None beside mask and {other}", "positions [tokens]: a tree shares positions")
+            allowed = "integers [tokens]: the branches of a tree share positions"
+            raise ArgumentError("positions", f"nothing, with mask and {other}", allowed)
 
     @property
     def sides(self) -> tuple[int | None, int | None]:
@@ -205,6 +210,12 @@ class Options:
         """The values of `NUMBERS`."""
         values = (getattr(self, name) for name in NUMBERS)
         return tuple(None if value is None else float(value) for value in values)
+
+    @cached_property
+    def first_axes(self) -> tuple[tuple[torch.Tensor, str], ...]:
+        """The given ones of `TENSOR_AXES`, each with the name of its first axis."""
+        values = ((getattr(self, name), axes[0]) for name, axes in TENSOR_AXES.items())
+        return tuple((value, axis) for value, axis in values if value is not None)
 
     @cached_property
     def tensors(self) -> tuple[tuple[torch.Tensor | None, int], ...]:

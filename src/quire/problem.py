@@ -43,12 +43,12 @@ class Extent(NamedTuple):
         """The extent of a call whose queries (or new keys) are `rows`. Lengths come from the hints or, without them, from shapes:
         never from a device."""
         tokens, (seqs, columns) = rows.shape[0], batch.page_table.shape
-        room, max_q_len, max_kv_len = columns * cache.page_size, batch.max_q_len, batch.max_kv_len
+        capacity, max_q_len, max_kv_len = columns * cache.page_size, batch.max_q_len, batch.max_kv_len
         return cls(
             seqs,
             tokens,
             tokens if max_q_len is None or max_q_len > tokens else max_q_len,
-            room if max_kv_len is None or max_kv_len > room else max_kv_len,
+            capacity if max_kv_len is None or max_kv_len > capacity else max_kv_len,
         )
 
     @property

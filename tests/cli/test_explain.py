@@ -133,8 +133,8 @@ def test_fp8_is_the_flavour_of_the_platform(asked, arch: str, spelling: str, for
 def test_json_of_a_decision(asked) -> None:
     found = asked("--arch sm90 --operation write")
     assert set(found) == {
-        *("operation", "problem", "extent", "platform", "asked", "capturing", "chosen", "because", "candidates", "next_better"),
-        *("compiled", "not_compiled", "schema", "command", "beside"),
+        *("operation", "problem", "extent", "platform", "requested", "capturing", "chosen", "because", "candidates", "next_better"),
+        *("compiled", "not_compiled", "schema", "command", "related"),
     }
     assert found["operation"] == "write"
     assert set(found["candidates"][-1]) == {"kernel", "summary", "refusals"}
@@ -151,9 +151,9 @@ def test_no_kernel_is_status_1(asked, explain) -> None:
 
 
 def test_a_kernel_by_name(asked) -> None:
-    assert asked("--kernel torch")["asked"] == "torch"
+    assert asked("--kernel torch")["requested"] == "torch"
     found = asked("--kernel torch --capturing", code=1)
-    assert (found["asked"], found["chosen"]) == ("torch", None)
+    assert (found["requested"], found["chosen"]) == ("torch", None)
 
 
 @pytest.mark.parametrize(
@@ -212,7 +212,7 @@ def test_all_has_every_limit(explain) -> None:
 def test_a_step_is_a_write_and_an_attend(asked, explain) -> None:
     found = asked("--operation step --arch sm90")
     assert (found["operation"], found["chosen"]) == ("step", "triton-decode")
-    assert [(other["operation"], other["chosen"]) for other in found["beside"]] == [("write", "triton")]
+    assert [(other["operation"], other["chosen"]) for other in found["related"]] == [("write", "triton")]
     assert "with       triton, which does the write" in explain("--operation step --arch sm90")[1]
 
 

@@ -223,7 +223,7 @@ CONSTRUCTIONS: dict[str, tuple[Callable[[], Any], list[str]]] = {
     "scale infinite": (lambda: Options(scale=float("inf")), ["scale", "inf", "finite"]),
     "tree with a window and no positions": (
         lambda: Options(mask=torch.ones(2, 2).bool(), window=4),
-        ["positions", "None beside mask and window", "[tokens]"],
+        ["positions", "nothing, with mask and window", "[tokens]"],
     ),
     "out_scale 0": (lambda: Options(out_scale=0), ["out_scale", "0", "above 0"]),
     "page_table of lists": (lambda: Batch([[0]], [1], [0, 1]), ["page_table", "[[0]]", "a tensor of int32 or int64"]),  # type: ignore[arg-type]

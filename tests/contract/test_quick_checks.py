@@ -229,5 +229,5 @@ def test_calls_of_which_some_sequences_are_not_part(context_from: int, only: tup
 def test_every_rule_is_answered_for_or_asked() -> None:
     from quire.contract import check
 
-    assert fast.COVERED | set(check._ASKED) == set(STATIC)
-    assert validated.COVERED | set(check._ASKED_VALUES) == set(VALUES)
+    assert fast.COVERED | set(check._UNCOVERED) == set(STATIC)
+    assert validated.COVERED | set(check._UNCOVERED_VALUES) == set(VALUES)

@@ -74,7 +74,7 @@ def test_the_changes_are_true() -> None:
 
 def test_json() -> None:
     found = json.loads(json.dumps(choose(PROBLEM, DECODE, CPU, catalogue=KERNELS).to_dict()))
-    assert (found["chosen"], found["operation"], found["asked"], found["capturing"]) == ("always", "attend", None, False)
+    assert (found["chosen"], found["operation"], found["requested"], found["capturing"]) == ("always", "attend", None, False)
     assert Problem.from_json(json.dumps(found["problem"])) == PROBLEM and Extent(**found["extent"]) == DECODE
     assert found["platform"]["arch"] == "x86-64"
     assert [row["kernel"] for row in found["candidates"]] == ["hopper", "gpu", "native", "always"]

@@ -100,13 +100,13 @@ def _decide(args: Args, problem: Problem, extent: Extent, platform: Platform) ->
 
     if args.operation != "step":
         return one(args.operation, args.kernel)
-    return replace(one("attend", args.kernel), operation="step", beside=(one("write", None),))
+    return replace(one("attend", args.kernel), operation="step", related=(one("write", None),))
 
 
 def _show(args: Args, decision: Decision) -> None:
     if args.all:
         print(decision)
-        for other in decision.beside:
+        for other in decision.related:
             print(f"\n{other}")
     else:
         show(summary(decision), COLORS)
@@ -115,9 +115,9 @@ def _show(args: Args, decision: Decision) -> None:
 def _as_quire(args: Args, platform: Platform) -> int:
     problem = problem_of(args, platform)
     decision = _decide(args, problem, extent_of(args), platform)
-    found = decision.to_dict() | {"beside": [other.to_dict() for other in decision.beside]}
+    found = decision.to_dict() | {"related": [other.to_dict() for other in decision.related]}
     answer(args, found, lambda: _show(args, decision))
-    return 0 if all(one.chosen for one in (decision, *decision.beside)) else 1
+    return 0 if all(one.chosen for one in (decision, *decision.related)) else 1
 
 
 def extent_of(args: Args) -> Extent:

@@ -11,7 +11,7 @@ import torch
 from quire.batch import Batch
 from quire.cache.kv_cache import KVCache
 from quire.errors import ArgumentError, describe
-from quire.options import PLAIN, Options
+from quire.options import PLAIN, TENSORS, Options
 from quire.problem import ANY
 
 
@@ -98,7 +98,7 @@ class Call:
         named |= self.index_tensors
         if self.new is not None:
             named |= {"new[0]": self.new[0], "new[1]": self.new[1]}
-        for name in ("alibi", "sinks", "causal", "mask", "q_scale", "out_scale"):
+        for name in (*TENSORS, "causal", "q_scale", "out_scale"):
             value = getattr(self.options, name)
             if self.q is not None and isinstance(value, torch.Tensor):
                 named[name] = value
@@ -186,13 +186,18 @@ class Call:
     def needed(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Every token that an attend reads from the cache and that the page table has a column for: sequence and position, `[n]`
         each, in order."""
-        room = self.page_table.shape[1] * self.cache.page_size
+        capacity = self.page_table.shape[1] * self.cache.page_size
         if self.options.mask is not None:
-            parts = [(seq, low, min(high, room)) for seq, ranges in self.tree_needed.items() for low, high in ranges if low < room]
+            parts = [
+                (seq, low, min(high, capacity))
+                for seq, ranges in self.tree_needed.items()
+                for low, high in ranges
+                if low < capacity
+            ]
             empty = torch.zeros(0, dtype=torch.int64, device="cpu")
             seqs = torch.cat([empty, *(torch.full((high - low,), seq, device="cpu") for seq, low, high in parts)])
             return seqs, torch.cat([empty, *(torch.arange(low, high, device="cpu") for _, low, high in parts)])
-        end = self.end_needed.clamp(max=room)
+        end = self.end_needed.clamp(max=capacity)
         first = torch.minimum(self.first_needed, end)
         counts = end - first
         begin = counts.cumsum(0) - counts

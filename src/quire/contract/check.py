@@ -22,8 +22,8 @@ Level = Literal["auto", "full"]
 """auto: static rules always; values in host memory, once per unchanged batch. full: values on any device, in every call."""
 
 _STATIC: tuple[Check, ...] = tuple(find for rule in CONTRACT for find in rule.static)
-_ASKED = tuple(find for find in _STATIC if find not in fast.COVERED)
-_ASKED_VALUES = tuple(find for rule in CONTRACT for find in rule.values if find not in validated.COVERED)
+_UNCOVERED = tuple(find for find in _STATIC if find not in fast.COVERED)
+_UNCOVERED_VALUES = tuple(find for rule in CONTRACT for find in rule.values if find not in validated.COVERED)
 """Checks that neither the fast static check nor the native validation covers: they run in every call."""
 
 _READ = ("page_table", "kv_lens", "q_starts", "slots", "positions", "mask", "causal", "k", "v", "new[0]", "new[1]", "copies")
@@ -155,7 +155,7 @@ def enforce(operation: str, call: Call, level: Level) -> None:
     The fast checks accept a legal call. The rules run only if the fast checks cannot decide, and produce the messages."""
     watch = watching.get()
     values_were_read = False
-    if watch is None and type(level) is str and level == "auto" and not _ASKED and fast.is_certainly_legal(call):
+    if watch is None and type(level) is str and level == "auto" and not _UNCOVERED and fast.is_certainly_legal(call):
         if (call.q is not None or operation == "write") and (call.k is not None or operation == "attend"):
             if not call.cache.k_view.is_cpu or _values_are_certainly_legal(call, level):
                 return
@@ -181,7 +181,7 @@ def _enforce_rules(operation: str, call: Call, level: Level, watch: Watch | None
 
 def _is_certainly_legal(call: Call, level: Level) -> bool:
     """Whether the fast checks find the call legal; False if only the rules can decide."""
-    for find in _ASKED if fast.is_certainly_legal(call) else _STATIC:
+    for find in _UNCOVERED if fast.is_certainly_legal(call) else _STATIC:
         for _ in find(call):
             return False
     if not call.cache.k_view.is_cpu:
@@ -192,7 +192,7 @@ def _is_certainly_legal(call: Call, level: Level) -> bool:
 def _values_are_certainly_legal(call: Call, level: Level) -> bool:
     if not validated.are_certainly_legal(call, trust=level == "auto"):
         return False
-    for find in _ASKED_VALUES:
+    for find in _UNCOVERED_VALUES:
         for violation in find(call):
             if not violation.harmless:
                 return False

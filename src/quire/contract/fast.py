@@ -76,19 +76,11 @@ def is_certainly_legal(call: Call) -> bool:
 
 
 def _options_are_legal(q: torch.Tensor, options: Options, seqs: int, device: torch.device) -> bool:
-    tokens, heads, _ = q.shape
-    alibi, sinks, causal, mask, positions = options.alibi, options.sinks, options.causal, options.mask, options.positions
-    if alibi is not None and (alibi.size(0) != heads or alibi.device != device):
-        return False
-    if sinks is not None and (sinks.size(0) != heads or sinks.device != device):
-        return False
-    if causal is not True and causal is not False and (causal.size(0) != seqs or causal.device != device):
-        return False
-    if mask is None:
-        return True
-    if mask.size(0) != tokens or mask.device != device:
-        return False
-    return positions is None or (positions.size(0) == tokens and positions.device == device)
+    sizes, causal = {"tokens": q.size(0), "q_heads": q.size(1)}, options.causal
+    for tensor, axis in options.first_axes:
+        if tensor.size(0) != sizes[axis] or tensor.device != device:
+            return False
+    return causal is True or causal is False or (causal.size(0) == seqs and causal.device == device)
 
 
 def _new_is_legal(call: Call, device: torch.device) -> bool:
@@ -164,7 +156,7 @@ def _read(call: Call) -> list[torch.Tensor]:
     """Every tensor that an attend or a step reads."""
     options, cache, batch = call.options, call.cache, call.batch
     indices = (batch.page_table, batch.kv_lens, batch.q_starts, batch.given_slots, call.slots)
-    features = (options.alibi, options.sinks, options.causal, options.mask, options.positions, options.q_scale, options.out_scale)
+    features = (*(tensor for tensor, _ in options.first_axes), options.causal, options.q_scale, options.out_scale)
     data = (call.q, call.k, call.v, *(call.new or ()), cache.k, cache.v, cache.k_scale, cache.v_scale)
     return [x for x in (*data, *indices, *features) if isinstance(x, _Tensor)]
 

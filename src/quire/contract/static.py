@@ -11,6 +11,7 @@ from quire.cache.memory import overlaps_itself, share_memory
 from quire.contract.call import Call
 from quire.contract.rule import Violation
 from quire.errors import describe
+from quire.options import PER_HEAD
 from quire.problem import dtype_name, is_fp8
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
@@ -53,7 +54,7 @@ def query_shapes(call: Call) -> Iterator[Violation]:
         yield Violation("shapes", "q", f"{q.shape[1]} q_heads", f"a multiple of kv_heads = {cache.kv_heads}")
     if q.requires_grad and torch.is_grad_enabled():
         yield Violation("shapes", "q", "a tensor that requires grad", "inference only: call under torch.no_grad() or detach it")
-    for name in ("alibi", "sinks"):
+    for name in PER_HEAD:
         value = getattr(call.options, name)
         if value is not None and value.shape[0] != q.shape[1]:
             yield Violation("shapes", name, f"{value.shape[0]} entries", f"[q_heads] = {q.shape[1]}: one for each query head")

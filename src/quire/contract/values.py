@@ -12,7 +12,7 @@ from quire.cache.ledger import LedgerFinding
 from quire.contract.call import Call
 from quire.contract.picture import row_picture
 from quire.contract.rule import Violation
-from quire.options import LARGEST, RANGE, STEEPEST, is_in_range
+from quire.options import PER_HEAD, RANGE, is_in_range
 
 
 def starts(call: Call) -> Iterator[Violation]:
@@ -120,18 +120,18 @@ def slots(call: Call) -> Iterator[Violation]:
     """The slots that a write stores to: inside the cache, each slot once, no shared page."""
     if not call.writes or not call.lengths_hold:
         return
-    given, room = call.given_slots, call.cache.pages * call.cache.page_size
+    given, capacity = call.given_slots, call.cache.pages * call.cache.page_size
     if given is not None:
         values = given.cpu().long()[: int(call.q_starts[-1])]
-        outside = ((values < -1) | (values >= room)).nonzero().flatten().tolist()
+        outside = ((values < -1) | (values >= capacity)).nonzero().flatten().tolist()
         for i in outside:
             picture = row_picture("slots", values, i)
-            allowed = f"a slot in [0, {room}), or -1 to skip the token"
+            allowed = f"a slot in [0, {capacity}), or -1 to skip the token"
             yield Violation("ownership", f"slots[{i}]", str(int(values[i])), allowed, token=i, slot=int(values[i]), picture=picture)
     elif not _holds(call):
         return
     row, slot, _ = call.stored
-    row, slot = row[slot < room], slot[slot < room]
+    row, slot = row[slot < capacity], slot[slot < capacity]
     order = torch.argsort(slot, stable=True)
     again = (slot[order].diff() == 0).nonzero().flatten()
     for first, second in zip(order[again].tolist(), order[again + 1].tolist()):
@@ -262,7 +262,7 @@ def numbers(call: Call) -> Iterator[Violation]:
     if call.q is None:
         return
     options = call.options
-    for name, most, infinite in (("alibi", STEEPEST, False), ("sinks", LARGEST, True)):
+    for name, (most, infinite) in PER_HEAD.items():
         tensor = getattr(options, name)
         if tensor is None:
             continue

@@ -56,10 +56,10 @@ class Decision:
     chosen: Kernel | None
     candidates: tuple[Candidate, ...]
     """Every kernel of the operation, the most preferred first."""
-    asked: str | None = None
+    requested: str | None = None
     """The name of the kernel, if one was requested."""
     capturing: bool = False
-    beside: tuple[Decision, ...] = ()
+    related: tuple[Decision, ...] = ()
     """The decisions for the other kernels of the operation: the write of a step, the audit of a cache with a ledger."""
 
     @cached_property
@@ -67,13 +67,13 @@ class Decision:
         """A key for each compiled kernel that the call needs: a hash of the inputs of `triton.compile`. Empty for kernels that are
         not compiled at run time. No device is needed."""
         keys = () if self.chosen is None else self.chosen.keys_for(self.problem, self.extent, self.platform)
-        return tuple(dict.fromkeys((*keys, *(key for one in self.beside for key in one.compiled))))
+        return tuple(dict.fromkeys((*keys, *(key for one in self.related for key in one.compiled))))
 
     @property
     def not_compiled(self) -> tuple[str, ...]:
         """The names of the kernels that a call would have to compile: neither this process nor the compile cache has them."""
         names = () if self.chosen is None else self.chosen.not_compiled(self.problem, self.extent, self.platform)
-        return (*names, *(name for one in self.beside for name in one.not_compiled))
+        return (*names, *(name for one in self.related for name in one.not_compiled))
 
     @property
     def next_better(self) -> Candidate | None:
@@ -93,7 +93,7 @@ class Decision:
             "problem": self.problem.to_dict(),
             "extent": self.extent._asdict(),
             "platform": self.platform.to_dict(),
-            "asked": self.asked,
+            "requested": self.requested,
             "capturing": self.capturing,
             "chosen": self.chosen and self.chosen.name,
             "because": self.because,
@@ -106,8 +106,8 @@ class Decision:
     @property
     def because(self) -> str:
         """Why the kernel was chosen, or why there is none."""
-        if self.asked is not None:
-            return f"{self.asked} was requested by name, and its limits {'all hold' if self.chosen else 'do not all hold'}"
+        if self.requested is not None:
+            return f"{self.requested} was requested by name, and its limits {'all hold' if self.chosen else 'do not all hold'}"
         return "it is the first whose limits all hold" if self.chosen else "there is none whose limits all hold"
 
     @property
@@ -143,6 +143,6 @@ class Decision:
                 lines.append(f"could also run: {candidate.kernel.name} ({candidate.kernel.summary})")
         better = self.next_better
         if better:
-            changes = better.changes or (f"do not request {self.asked}",)
+            changes = better.changes or (f"do not request {self.requested}",)
             lines.append(f"to get {better.kernel.name}: {'; '.join(changes)}")
         return "\n".join(lines)

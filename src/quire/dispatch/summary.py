@@ -37,7 +37,7 @@ def summary(decision: Decision) -> list[Line]:
         Line("chosen", f"{chosen.name} ({chosen.summary})" if chosen else "none"),
         Line("because", decision.because),
     ]
-    for other in decision.beside:
+    for other in decision.related:
         name = "no kernel" if other.chosen is None else other.chosen.name
         lines.append(Line("with", f"{name}, which does the {other.operation}"))
     return [*lines, *_compilation(decision), *_other_kernels(decision)]
@@ -45,7 +45,7 @@ def summary(decision: Decision) -> list[Line]:
 
 def _compilation(decision: Decision) -> Iterator[Line]:
     """What has to be installed or compiled first."""
-    used = (decision.chosen, *(other.chosen for other in decision.beside))
+    used = (decision.chosen, *(other.chosen for other in decision.related))
     missing = sorted({name for kernel in used if kernel for name in kernel.not_installed})
     if missing:
         yield Line("note", f"{', '.join(missing)} is not installed on this machine; the answer is for one that has it")
@@ -57,12 +57,12 @@ def _other_kernels(decision: Decision) -> Iterator[Line]:
     """The kernels that were not chosen: those that would be faster, those that could run too, and those that were refused."""
     faster = _faster(decision)
     for candidate in faster:
-        changes = candidate.changes or (f"do not request {decision.asked}",)
+        changes = candidate.changes or (f"do not request {decision.requested}",)
         yield Line("faster" if decision.chosen else "possible", f"{candidate.kernel.name}, if you {'; '.join(changes)}")
     others = [c for c in decision.candidates if c.kernel is not decision.chosen and c not in faster]
     able = [candidate.kernel.name for candidate in others if not candidate.refusals]
     if able:
-        yield Line("also able", ", ".join(able))
+        yield Line("could run", ", ".join(able))
     for number, (reason, names) in enumerate(grouped(others).items()):
         yield Line(" " if number else "refused", f"{', '.join(names)}: {reason}")
 
