@@ -16,12 +16,16 @@ pytest.importorskip("triton")
 
 import quire
 from quire import launch
+from quire.dispatch import choose
 from quire.kernels.triton.host import launcher, program
 from quire.platform import Platform
 
 PACKAGE = str(Path(quire.__file__).parent)
 MOST_FUNCTIONS, MOST_FILES = 8, 4
 """Of a warm attend; Hopper's own kernel has a file more. DESIGN.md shows them."""
+MOST_COLD, SHORT = 20, 8
+"""Functions of more than eight lines that the first attend of a layer calls."""
+GETTERS = {("cache/kv_cache.py", name) for name in ("k", "v", "k_scale", "v_scale", "storage")}
 
 
 @pytest.fixture
@@ -53,14 +57,18 @@ def call(tokens: int, seqs: int, columns: int = 8, longest: int | None = None) -
     return {"q": nothing(tokens, 32, 128), "cache": cache, "batch": quire.Batch(*lists, max_q_len=longest)}
 
 
-def walked(run: Callable[[], Any]) -> list[tuple[str, str]]:
-    """Quire's functions that are called, (file, name) each; but for the getters of a cache."""
+def walked(run: Callable[[], Any], longer_than: int = 0) -> list[tuple[str, str]]:
+    """Quire's functions that are called, (file, name) each, with more than so many lines of code; except the getters of a cache and
+    comprehensions."""
     found: dict[tuple[str, str], None] = {}
 
     def note(frame: Any, event: str, _: Any) -> None:
         code = frame.f_code
-        if event == "call" and code.co_filename.startswith(PACKAGE) and not code.co_filename.endswith("kv_cache.py"):
-            found[code.co_filename[len(PACKAGE) + 1 :], code.co_name] = None
+        if event != "call" or not code.co_filename.startswith(PACKAGE) or code.co_name.startswith("<"):
+            return
+        file, lines = code.co_filename[len(PACKAGE) + 1 :], {line for _, _, line in code.co_lines() if line}
+        if len(lines) > longer_than and (file, code.co_name) not in GETTERS:
+            found[file, code.co_name] = None
 
     sys.setprofile(note)
     try:
@@ -80,6 +88,18 @@ def test_few_functions_lead_to_the_driver(tokens: int, seqs: int, longest: int, 
     assert len(functions) <= MOST_FUNCTIONS, functions
     files = {file for file, _ in functions} - {"kernels/gluon/launcher.py"}
     assert len(files) <= MOST_FILES, functions
+
+
+@pytest.mark.parametrize("tokens, seqs, longest", [(7, 7, 1), (600, 3, 500)], ids=["decode", "mixed"])
+def test_the_first_call_of_a_layer(tokens: int, seqs: int, longest: int, launched: list[str]) -> None:
+    quire.attend(**call(1, 1))
+    for kept in (launch._known, launch._problem, choose.able_kernels):
+        (kept.clear if isinstance(kept, dict) else kept.cache_clear)()
+    first = call(tokens, seqs, longest=longest)
+    functions = walked(lambda: quire.attend(**first), SHORT)
+    assert ("launch.py", "_problem") in functions and ("dispatch/kernel.py", "longest_q") not in functions
+    # `Program.load` is replaced by the fixture.
+    assert len(functions) + 1 <= MOST_COLD, functions
 
 
 def launched_kernels() -> list[str]:
