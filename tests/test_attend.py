@@ -184,7 +184,7 @@ def test_q_and_out_may_be_strided() -> None:
         ("e5m2", {"q_scale": 0.1, "out_scale": 0.1}, torch.float8_e5m2),
     ],
 )
-def test_type_of_an_output_nobody_gave(q_dtype: str, options: dict[str, float], wanted: torch.dtype) -> None:
+def test_type_of_the_default_output(q_dtype: str, options: dict[str, float], wanted: torch.dtype) -> None:
     s = build(19, [3], [9], q_dtype=q_dtype, **options)
     assert quire.attend(s.q, s.cache, s.batch, s.options).dtype is wanted
 
@@ -230,7 +230,7 @@ QUERIES = {"fp32": {}, "bf16": {}, "e4m3fn": {"q_scale": 0.05}, "e4m3fnuz": {"q_
 
 
 @pytest.mark.parametrize("q_dtype", QUERIES)
-def test_the_type_of_an_output_nobody_gave(q_dtype: str) -> None:
+def test_the_documented_type_of_the_default_output(q_dtype: str) -> None:
     s = build(28, [2, 1], [9, 30], q_dtype=q_dtype, **QUERIES[q_dtype])
     fp8 = s.q.dtype.itemsize == 1
     assert quire.attend(s.q, s.cache, s.batch, s.options).dtype is (torch.bfloat16 if fp8 else s.q.dtype)

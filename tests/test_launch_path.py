@@ -124,7 +124,7 @@ def test_a_strided_query_is_another_problem(launched: list[str]) -> None:
     assert launched_kernels() == ["gluon-mixed", "triton-mixed"]
 
 
-def test_profilers_are_told_of_launches(launched: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_launch_hooks_of_profilers_are_called(launched: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     from triton import knobs
 
     told: list[Any] = []

@@ -10,7 +10,7 @@ from quire import ArgumentError, Batch, Options
 from support.scenario import build
 
 
-def test_context_and_new_tokens_apart_are_the_whole() -> None:
+def test_context_and_new_tokens_merge_to_the_full_result() -> None:
     """The flow of a shared prefix: non-causal attention over the context, causal over the new tokens; the sink in one part."""
     s = build(80, [6, 1, 9], [50, 1, 40], sinks=True)
     q_lens = s.batch.q_starts.diff()

@@ -12,7 +12,7 @@ from quire.options import PLAIN, Options
 MASK, ONES = torch.ones(3, 4, dtype=torch.bool), torch.ones(8)
 
 
-def test_nothing_asked_for():
+def test_default_options():
     assert repr(PLAIN) == repr(Options()) == "Options()"
     assert (PLAIN.sides, PLAIN.causal, PLAIN.batch_invariant) == ((None, None), True, False)
 

@@ -252,7 +252,7 @@ def test_numbers_that_torch_negates_when_it_reads() -> None:
     assert torch.equal(quire.attend(negated.resolve_neg(), s.cache, s.batch), quire.attend(-s.q, s.cache, s.batch))
 
 
-def test_calls_of_the_same_layer_are_described_alike() -> None:
+def test_calls_of_the_same_layer_have_one_problem() -> None:
     """By whichever operation: vLLM's and those of graphs come this way too."""
     s = small()
     call = Call(s.cache, s.batch, s.q, s.options)

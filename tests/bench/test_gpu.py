@@ -150,7 +150,7 @@ class Graph:
         return self.out.copy_(self.run()) if self.replays else self.out
 
 
-def test_graphs_are_measured_beside(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_graphs_are_measured_too(monkeypatch: pytest.MonkeyPatch) -> None:
     def slower_than_graphs(run: Callable[[], Any]) -> list[float]:
         return [1e-3 if isinstance(run, Graph) else 2e-3]
 

@@ -38,7 +38,7 @@ def peer() -> Callable[[HostCall], Callable[[], object]]:
     return host_gpu.attend
 
 
-def test_no_two_shapes_are_alike() -> None:
+def test_no_shape_is_repeated() -> None:
     drawn = shapes(300)
     assert len({(len(s.q_lens), sum(s.q_lens)) for s in drawn}) == len(drawn) == 300
     assert drawn == shapes(300) != shapes(300, seed=1)

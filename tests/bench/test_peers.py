@@ -228,7 +228,7 @@ def test_without_names_all_that_can_be_imported(stand_ins: Callable[..., None], 
     assert "flashinfer" in missing["flashinfer"]
 
 
-def test_a_peer_asked_for_by_name_must_be_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_peer_requested_by_name_must_be_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "flashinfer", None)
     with pytest.raises(ArgumentError, match=r"--peers: given flashinfer, which cannot be imported \(.*flashinfer"):
         peers.load(["flashinfer"])

@@ -115,7 +115,7 @@ def test_cells() -> None:
     )
 
 
-def test_the_html_report_is_whole_and_needs_nothing_else() -> None:
+def test_the_html_report_is_self_contained() -> None:
     text = html_report(made())
     parsed = ParsedHtml(text)
     assert parsed.open == []

@@ -248,7 +248,7 @@ def test_a_schedule_of_another_step_is_noticed(monkeypatch: pytest.MonkeyPatch) 
         replay(setup, EagerRunner(setup, layers))
 
 
-def test_what_is_missing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_peers_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "vllm.v1.attention.ops.triton_reshape_and_cache_flash", None)
     found, missing = peers.load_streams()
     assert not found and set(missing) == set(peers.STREAM_PEERS)

@@ -152,7 +152,7 @@ def test_copy_pages_of_nothing(pool):
     KVCache.allocate(pool, kv_heads=1, head_dim=1).copy_pages([])
 
 
-def test_a_ledger_is_kept_when_asked_for(pool):
+def test_a_ledger_is_optional(pool):
     assert KVCache.allocate(pool, kv_heads=1, head_dim=1).ledger is None
     ledger = KVCache.allocate(pool, kv_heads=1, head_dim=1, ledger=True).ledger
     assert (ledger.pages, ledger.page_size, ledger.pool) == (PAGES, PAGE_SIZE, pool)

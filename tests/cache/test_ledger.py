@@ -56,7 +56,7 @@ def reasons(findings):
     return [(f.seq, f.position, f.reason) for f in findings]
 
 
-def test_honest_use_has_no_findings(engine):
+def test_correct_use_has_no_findings(engine):
     a, b = engine.pool.sequence(), engine.pool.sequence()
     for requests in ({a: 6, b: 1}, {b: 3, a: 1}, {a: 5}):
         batch = engine.pool.step(requests)

@@ -223,7 +223,7 @@ def test_a_copied_pool_goes_on_alone(copied):
         other.step({a: 1})
 
 
-def test_issue_numbers_begin_when_somebody_asks():
+def test_issue_numbers_are_allocated_on_first_use():
     pool = PagePool(pages=8, page_size=4)
     a, b = pool.sequence(), pool.sequence()
     pool.step({a: 6, b: 1})
@@ -510,7 +510,7 @@ def test_numbers_that_are_refused_change_nothing(act, message):
     assert books(pool) == before
 
 
-def test_one_bad_request_spoils_the_whole_step():
+def test_one_bad_request_refuses_the_step():
     pool = PagePool(pages=4, page_size=4)
     a, b = pool.sequence(), pool.sequence()
     before = books(pool)

@@ -287,7 +287,7 @@ def test_any_sequence_of_operations():
     run_state_machine_as_test(Honest, settings=QUICK)
 
 
-def test_the_ledger_tells_exactly_what_a_careless_engine_broke():
+def test_the_ledger_finds_exactly_what_an_engine_broke():
     run_state_machine_as_test(Careless, settings=QUICK)
 
 

@@ -96,7 +96,7 @@ def test_bad_arguments(arguments: list[str], words: str, capsys: pytest.CaptureF
     assert words in error_of(arguments, capsys)
 
 
-def test_no_gpu_is_said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_gpu_is_reported(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert "torch sees no CUDA or ROCm device here" in error_of(["--device", "cuda"], capsys)
 

@@ -29,7 +29,7 @@ def test_bad_arguments(arguments: list[str], words: str, capsys: pytest.CaptureF
     assert words in capsys.readouterr().err
 
 
-def test_no_gpu_is_said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_gpu_is_reported(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(SystemExit) as stop:
         main(["conform", "cpu", "--device", "cuda"])

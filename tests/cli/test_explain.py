@@ -310,7 +310,7 @@ def test_a_wrong_command_is_status_2(argv: list[str], capsys: pytest.CaptureFixt
     assert caught.value.code == 2 and "usage: see `quire help`" in capsys.readouterr().err
 
 
-def test_only_the_command_asked_for_is_imported(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_only_the_requested_command_is_imported(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     imported: list[str] = []
     monkeypatch.setattr("quire.cli.import_module", lambda name: imported.append(name) or importlib.import_module(name))
     assert main(["explain"]) == 0 and imported == ["quire.cli.explain"]

@@ -207,7 +207,7 @@ def test_the_rocm_kernel_without_starts(device: str) -> None:
     case.check()
 
 
-def test_different_problems_are_told_apart() -> None:
+def test_different_calls_are_different_problems() -> None:
     """What was made for one problem must not run another: every fact that a kernel is compiled for makes a problem."""
     case = build("cpu", **MIXED)
     a = case.arguments
@@ -310,7 +310,7 @@ def test_streams_share_no_constants(monkeypatch: pytest.MonkeyPatch) -> None:
         assert first is third and first is not second and captured is not first
 
 
-def test_gradients_are_nobodys_business(device: str) -> None:
+def test_inputs_that_require_grad(device: str) -> None:
     case = build(device, **MIXED)
     case.arguments["query"].requires_grad_()
     case.run(vllm.chunked_prefill_paged_decode)

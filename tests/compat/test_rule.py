@@ -71,7 +71,7 @@ def test_on_this_machine() -> None:
     assert answer == (torch.version.hip is not None and answer)
 
 
-def test_it_keeps_nothing_that_it_was_asked_about() -> None:
+def test_the_rule_keeps_no_reference_to_its_arguments() -> None:
     """Upstream caches its answers by the tensors themselves."""
     slopes = torch.ones(8)
     ask("gfx942", alibi_slopes=slopes)

@@ -244,7 +244,7 @@ def test_what_then_happens(arch: str, changes: dict[str, Any], selected: str, ou
     assert (decision.then is None) == (why is None)
 
 
-def test_every_consequence_is_told() -> None:
+def test_every_consequence_is_reported() -> None:
     """Each row of the data above is the reason for some answer: none is dead."""
     asked = [
         explain_vllm(call(arch, kv_cache_dtype=kv, output_scale=arch == "gfx90a"))

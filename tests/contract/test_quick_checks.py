@@ -226,7 +226,7 @@ def test_calls_of_which_some_sequences_are_not_part(context_from: int, only: tup
             assert validated.are_certainly_legal(call, False) is legal(VALUES, call), f"seed {seed}"
 
 
-def test_every_rule_is_answered_for_or_asked() -> None:
+def test_every_rule_is_covered_by_a_fast_check_or_runs_in_every_call() -> None:
     from quire.contract import check
 
     assert fast.COVERED | set(check._UNCOVERED) == set(STATIC)

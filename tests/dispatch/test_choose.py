@@ -143,7 +143,7 @@ def test_the_quick_choice_is_the_explained_one(tokens: int) -> None:
         kernel_for(PROBLEM, Extent(1, 17, 17, 4096), H100, "attend", "triton-decode", False)
 
 
-def test_what_depends_on_the_layer_is_asked_once_for_all_batches() -> None:
+def test_limits_of_the_layer_are_evaluated_once() -> None:
     asked = []
     counting = Kernel("counting", "attend", "", "nowhere:launch", without=("lse",), max_q_len=64)
     of_batch, of_layer = counting.limits

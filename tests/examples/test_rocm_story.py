@@ -113,14 +113,14 @@ def test_the_token_belongs_in_the_cache(found: Investigation) -> None:
     assert token["prefill_same_bits_with_new_tokens_in_cache"]
 
 
-def test_three_faults_with_one_symptom_are_told_apart(found: Investigation) -> None:
+def test_three_faults_with_one_symptom_are_distinguished(found: Investigation) -> None:
     assert [one.mismatched for one in found.similar_faults] == [REPORTED["mismatched"]] * 3
     assert [one.at[0] for one in found.similar_faults] == [REPORTED["at"][0]] * 3
     assert [one.identified for one in found.similar_faults] == [one.fault for one in found.similar_faults]
     assert len({one.identified for one in found.similar_faults}) == 3
 
 
-def test_the_kit_tells_them_apart(found: Investigation) -> None:
+def test_the_kit_distinguishes_them(found: Investigation) -> None:
     assert [one.identified for one in found.kit] == [one.expected for one in found.kit]
     assert len({one.identified for one in found.kit}) == 3
 

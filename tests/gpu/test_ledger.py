@@ -46,7 +46,7 @@ class Engine:
         return LedgerFinding(row, position, page * PAGE_SIZE + offset, page, offset, "never written")
 
 
-def test_honest_steps_have_no_report() -> None:
+def test_correct_steps_have_no_report() -> None:
     engine = Engine()
     for counts in ((40, 1, 0), (1, 300, 17), (1, 1, 1), (1, 1, 1), (0, 2, 30)):
         engine.step(*counts)

@@ -215,7 +215,7 @@ def test_fp8_queries_and_outputs(q_dtype: str, kernel: str) -> None:
 
 
 @every
-def test_an_output_nobody_gave(kernel: str) -> None:
+def test_a_default_output(kernel: str) -> None:
     """Zeros in padding rows, of the output and of the LSE."""
     s = build(7, **MIXED, format="bf16", q_dtype="bf16", head_dim=64, device=DEVICE)
     s.batch.max_q_len = 16

@@ -27,7 +27,7 @@ HANDED = """========= Error: Race reported between Read access at prefill_kernel
     ],
     ids=["the-compilers", "one-access-is-ours", "both", "not-a-race", "without-a-place", "none"],
 )
-def test_hazards_are_told_apart(said: str, found: tuple[int, int]) -> None:
+def test_hazards_are_classified(said: str, found: tuple[int, int]) -> None:
     assert hazards(said.splitlines()) == found
 
 

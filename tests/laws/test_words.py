@@ -143,7 +143,7 @@ def test_the_law_sees_a_block(source: str) -> None:
     "source",
     ["attend(block_table=page_table)", "tl.make_block_ptr(x)", "class Batch:\n    def from_vllm(cls, block_table): ..."],
 )
-def test_the_law_lets_others_speak(source: str) -> None:
+def test_quotations_are_allowed(source: str) -> None:
     assert not blocks(source)
 
 

@@ -31,7 +31,7 @@ def test_the_installed_version_needs_no_folder() -> None:
     assert installed() in VERSIONS
 
 
-def test_a_version_that_does_not_exist_is_told(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_version_that_does_not_exist_is_reported(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(versions, "ROOT", tmp_path)
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     with pytest.raises(RuntimeError, match=r"Triton 3\.6\.99 cannot be installed"):
