@@ -1,4 +1,4 @@
-"""`quire doctor`: it tells a right kernel from a wrong one, and survives one that dies."""
+"""`quire doctor`: it distinguishes correct from wrong kernels, and survives one that crashes."""
 
 from __future__ import annotations
 
@@ -47,11 +47,11 @@ def without_children(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Lets the doctor check kernels in this process; returns the commands it would have run."""
     commands: list[Any] = []
 
-    def ask(command: Any) -> tuple[Any, None]:
+    def run_check(command: Any) -> tuple[Any, None]:
         commands.append(command)
         return json.loads(json.dumps(doctor.self_check(*command[-2:]))), None
 
-    monkeypatch.setattr(doctor, "ask", ask)
+    monkeypatch.setattr(doctor, "run_check", run_check)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     return commands
 
@@ -59,7 +59,7 @@ def without_children(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 def test_one_child_a_kernel(without_children: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--all"]) == 0
     text = capsys.readouterr().out
-    assert "attend torch on cpu: right in fp32" in text and "verdict: every kernel that can run here is right" in text
+    assert "attend torch on cpu: correct in fp32" in text and "verdict: every kernel that can run here is correct" in text
     names = [command[-2] for command in without_children]
     assert (
         len(set(names)) == len(names) and (sys.executable, "-m", "quire", "doctor", "--check", "torch", "cpu") in without_children
@@ -108,11 +108,11 @@ def test_a_wrong_attend_is_seen(
     assert main(["doctor"]) == 1
     short = capsys.readouterr().out
     assert (
-        "WRONG      torch (attend, cpu): WRONG in fp32" in short and "verdict    a kernel that says it runs here is wrong" in short
+        "WRONG      torch (attend, cpu): WRONG in fp32" in short and "verdict    at least one kernel gives wrong results" in short
     )
     assert main(["doctor", "--all"]) == 1
     text = capsys.readouterr().out
-    assert "attend torch on cpu: WRONG in fp32" in text and "verdict: a kernel that says it runs here is wrong" in text
+    assert "attend torch on cpu: WRONG in fp32" in text and "verdict: at least one kernel gives wrong results" in text
 
 
 def a_slot_is_lost(call: Call) -> None:
@@ -147,7 +147,7 @@ def test_a_kernel_that_cannot_run_here_is_not_ill(
     assert main(["doctor", "--all"]) == 0
     text = capsys.readouterr().out
     assert "attend gpu on cpu: cannot run here (vendor: given cpu, allowed nvidia)" in text
-    assert "attend plain on cpu: right in fp32" in text and "no fp8" in text
+    assert "attend plain on cpu: correct in fp32" in text and "no fp8" in text
     assert "gpu" not in [command[-2] for command in without_children]
 
 
@@ -157,17 +157,17 @@ def test_a_kernel_that_cannot_run_here_is_not_ill(
         ("import os, signal; os.kill(os.getpid(), signal.SIGILL)", "died with SIGILL"),
         ("raise RuntimeError('no such device')", "RuntimeError: no such device"),
         ("raise SystemExit(3)", "ended with status 3"),
-        ("import time; time.sleep(60)", "gave no answer in 0.3 s"),
+        ("import time; time.sleep(60)", "gave no result in 0.3 s"),
         ("print('{}')", None),
     ],
     ids=["dies", "raises", "ends", "hangs", "answers"],
 )
 def test_a_child_may_fail_in_any_way(code: str, fault: str | None) -> None:
-    assert doctor.ask((sys.executable, "-S", "-c", code), patience=0.3 if "sleep" in code else 60) == ({}, fault)
+    assert doctor.run_check((sys.executable, "-S", "-c", code), timeout=0.3 if "sleep" in code else 60) == ({}, fault)
 
 
 def test_a_dead_child_is_a_wrong_kernel(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(doctor, "ask", lambda command: ({}, "died with SIGILL"))
+    monkeypatch.setattr(doctor, "run_check", lambda command: ({}, "died with SIGILL"))
     assert main(["doctor"]) == 1
     assert "WRONG      torch (attend, cpu): died with SIGILL" in capsys.readouterr().out
 
@@ -176,8 +176,8 @@ def test_one_screen(without_children: list[Any], capsys: pytest.CaptureFixture[s
     assert main(["doctor"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) <= 24 and max(map(len, lines)) <= 100
-    assert lines[-1] == "verdict    every kernel that can run here is right"
-    assert any(line.startswith("right      ") for line in lines) and any(line.startswith("not here   ") for line in lines)
+    assert lines[-1] == "verdict    every kernel that can run here is correct"
+    assert any(line.startswith("correct    ") for line in lines) and any(line.startswith("cannot run ") for line in lines)
 
 
 @pytest.mark.parametrize(

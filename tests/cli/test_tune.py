@@ -314,7 +314,7 @@ def test_bad_arguments(arguments: list[str], words: str, capsys: pytest.CaptureF
 def test_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["tune", "--help"]) == 0
     said = capsys.readouterr().out
-    for words in ("--only", "--quick", "--json", "--output", "--list", "--jobs", "What to do with it", "tuning.py", "exit status"):
+    for words in ("--only", "--quick", "--json", "--output", "--list", "--jobs", "To use the result", "tuning.py", "exit status"):
         assert words in said
 
 
@@ -349,7 +349,7 @@ def test_what_it_prints(
     assert main(["tune", "--only", "decode, 16.*128", "--output", str(file)]) == 0
     said = capsys.readouterr().out
     best = CURRENT._replace(warps=1)
-    assert f"{literal(best)},  # 1." in said and "2 not fit: wrong result, such as keys=128" in said and "spills" in said
+    assert f"{literal(best)},  # 1." in said and "2 rejected: wrong result, such as keys=128" in said and "spills" in said
     (row,) = json.loads(file.read_text())["rows"]
     assert row["best"]["row"] == literal(best) and len(row["trials"]) == 6
     assert [trial["mean"] for trial in row["trials"] if trial["fault"]] == [None, None]
@@ -359,4 +359,4 @@ def test_no_winner_is_a_failure(card: dict[str, Any], capsys: pytest.CaptureFixt
     card["raises"] = lambda row: True
     assert main(["tune", "--only", "decode, 16.*128"]) == 1
     said = capsys.readouterr().out
-    assert "no candidate is fit" in said and "Tuning(" not in said and "6 not fit: RuntimeError" in said
+    assert "no valid candidate" in said and "Tuning(" not in said and "6 rejected: RuntimeError" in said

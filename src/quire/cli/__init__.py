@@ -1,4 +1,4 @@
-"""The command line: one file for each command. Only the command that was asked for is imported, so `quire --help` and shell
+"""The command line: one file for each command. Only the command that is used is imported, so `quire --help` and shell
 completion import neither torch nor a kernel."""
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from quire.errors import ArgumentError
 
 COMMANDS = {
     "doctor": "show the machine and its kernels, and check each kernel against the reference",
-    "demo": "run a small decoder on a paged cache, then prove that it was right",
+    "demo": "run a small decoder on a paged cache, and verify its results",
     "example": "list the examples, or run one",
-    "explain": "say which kernel would run a call, why, and what would be faster",
-    "warm": "compile every kernel of a layer beforehand, so that no call compiles",
-    "check": "say which rules of the contract a recorded call breaks, and where",
-    "conform": "test any paged-attention function, and name what is wrong with it",
-    "diagnose": "run a recorded call again and say what is wrong with it",
-    "bench": "measure the kernels beside their peers, each result checked before it is timed",
-    "tune": "search this GPU for the best tile sizes, as rows for the table of the Triton kernels",
+    "explain": "show which kernel would run a call, why, and what would be faster",
+    "warm": "compile every kernel of a layer in advance, so that no call compiles",
+    "check": "show which rules of the contract a recorded call violates, and where",
+    "conform": "test any paged-attention function, and name its faults",
+    "diagnose": "run a recorded call again, and name what is wrong with it",
+    "bench": "measure the kernels against other libraries; each result is checked before it is timed",
+    "tune": "search for the best tile sizes of the Triton kernels on this GPU",
     "completion": "print the script that completes commands and options in a shell",
     "help": "show the help of a command",
 }
@@ -36,22 +36,22 @@ WIDTH = 110
 """The most columns of a line of help."""
 EPILOG = """\
 examples:
-  quire doctor                      is this machine fine?
+  quire doctor                      check the kernels of this machine
   quire demo                        watch a small decoder use a paged cache
   quire explain --arch mi300x       which kernel would an MI300X run, and why?
   quire example                     the examples that come with the package
   eval "$(quire completion bash)"   complete commands and options in this shell
 
-output: text for people. --json prints one JSON object to standard output and nothing else; --output FILE writes the same object
-to a file beside the text. It has the keys "schema" (1, the version of its format) and "command". Progress goes to standard error.
-Colors need a terminal; NO_COLOR turns them off.
+output: text for people. --json prints one JSON object to standard output and nothing else; --output FILE writes the same object to
+a file, in addition to the text. It has the keys "schema" (1, the version of its format) and "command". Progress goes to standard
+error. Colors need a terminal; NO_COLOR turns them off.
 
 exit status, of every command:
-  0    the answer is yes: right, able, compiled, within the contract
-  1    the answer is no
+  0    success: results are correct, a kernel can run, the contract holds
+  1    a result is wrong, no kernel can run, or the contract is violated
   2    an argument is wrong, or the machine lacks what the command needs; nothing was run
   3    conform: nothing was computed, because every case was refused or skipped
-  130  interrupted (Ctrl-C): what was found until then is reported
+  130  interrupted (Ctrl-C): results until then are reported
   141  the reader of standard output closed it (`| head`)
 """
 
@@ -101,7 +101,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command and returns its exit status (`quire help` lists them). A wrong argument raises SystemExit(2)."""
     line, root = list(sys.argv[1:] if argv is None else argv), commands()
     if argv is None:
-        root._main_shell_completion({}, "quire", "_QUIRE_COMPLETE")  # ends the process if it was the shell that asked
+        root._main_shell_completion({}, "quire", "_QUIRE_COMPLETE")  # ends the process if the shell requested completions
     try:
         with root.make_context("quire", line) as context:
             if not line:

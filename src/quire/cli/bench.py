@@ -1,4 +1,4 @@
-"""`quire bench`: the kernels of this machine beside their peers, as ratios in one run."""
+"""`quire bench`: measures the kernels of this machine against other libraries, as ratios in one run."""
 
 from __future__ import annotations
 
@@ -18,37 +18,38 @@ from quire.cli.command import INTERRUPTED, Args, ChoiceOf, Command, Count, Optio
 from quire.cli.progress import progress
 from quire.errors import ArgumentError
 
-HELP = """Measures the kernels beside their peers in one run. Each result is checked before it is timed: a wrong result has no
-speed."""
+HELP = """Measures the kernels against other libraries in one run. Each result is checked before it is timed; no time is reported
+for a wrong result."""
 EXAMPLES = """\
 examples:
   quire bench                                       every workload of the CPU
   quire bench --device cuda --html out.html         every workload of the GPU, and a report with figures
   quire bench --only 'decode.*bf16'                 some of them
-  quire bench --vllm venv/bin/python                beside vLLM's CPU kernel, installed in an environment of its own
+  quire bench --vllm venv/bin/python                vLLM's CPU kernel, too, from its own environment
   quire bench --device cuda --batch 2q2k_32q1s1k    a batch of your own: 2 sequences of 2048 new tokens, 32 decodes at 1024
   quire bench --device cuda --peers fa3 --graph     one peer, and the same as captured graphs
   quire bench --stream chat                         the steps of a serving engine, the same for all implementations
   quire bench --stream agents --device cuda --html out.html      the same on a GPU, with a timeline
-  quire bench --host                                how long a call keeps the host
-  quire bench --pool                                how long the page pool takes for a step
-  quire bench --output bench.json                   for programs, written anew after every workload; --json prints it
+  quire bench --host                                host time of a call
+  quire bench --pool                                time of the page pool for a step
+  quire bench --output bench.json                   for programs, updated after every workload; --json prints it
   quire bench --from bench.json --html out.html     the report of an earlier run, on any machine
 
-A peer of the CPU kernels is what a user of torch would write: gather the pages with index_select, pack the group as query rows,
-call SDPA for each sequence. It runs in a process with ONEDNN_MAX_CPU_ISA=AVX512_CORE_FP16, without which it can die. Others are
-vLLM's own kernel, with --vllm (vec: the same without AMX), and FlexAttention, with --flex. The peers of the GPU kernels are other
-libraries, if they can be imported: vllm_chunked, vllm_unified, fa3, flashinfer. docs/benchmarks.md says what is measured and how.
+The baseline of the CPU kernels is what a user of torch would write: gather the pages with index_select, pack the group as query
+rows, call SDPA for each sequence. It runs in a subprocess with ONEDNN_MAX_CPU_ISA=AVX512_CORE_FP16, without which torch may crash
+on CPUs that advertise AMX. Others are vLLM's own kernel, with --vllm (vec: the same without AMX), and FlexAttention, with --flex.
+The peers of the GPU kernels are other libraries, if they can be imported: vllm_chunked, vllm_unified, fa3, flashinfer.
+docs/benchmarks.md describes what is measured and how.
 
-exit status: 0 if every result of Quire's was right, 1 otherwise, 2 an argument is wrong, 130 interrupted: what was measured until
-then is shown; times change nothing
+exit status: 0 if every result of Quire was correct, 1 otherwise, 2 an argument is wrong, 130 interrupted: the results until then
+are shown. Times do not affect it.
 """
 
 
-_MODE, _STREAM, _WHERE, _HOW = "what is measured", "with --stream", "where, and beside whom", "how"
+_MODE, _STREAM, _WHERE, _HOW = "what is measured", "with --stream", "device and baselines", "how"
 PARAMETERS: list[click.Parameter] = [
     Option("--stream", type=ChoiceOf(("chat", "documents", "agents")), group=_MODE, help="the steps of a serving engine"),
-    flag("--host", "how long a call keeps the host", _MODE),
+    flag("--host", "host time of a call", _MODE),
     flag("--pool", "the page pool", _MODE),
     Option("--only", metavar="REGEX", group=_MODE, help="workloads whose name matches"),
     Option(
@@ -61,7 +62,7 @@ PARAMETERS: list[click.Parameter] = [
     Option("--seed", type=Whole(0), group=_STREAM, help="the seed of the trace (0)"),
     Option("--layers", type=Count, group=_STREAM, help="layers of each step (4 on a CPU, 32 on a GPU)"),
     Option("--steps", type=Count, group=_STREAM, help="steps of the trace (96 on a CPU, 512 on a GPU)"),
-    Option("--device", type=ChoiceOf(("cpu", "cuda")), group=_WHERE, help="where to measure (cpu; of --host: what is here)"),
+    Option("--device", type=ChoiceOf(("cpu", "cuda")), group=_WHERE, help="the device (cpu; with --host: every available device)"),
     Option("--peers", metavar="NAMES", group=_WHERE, help="GPU: the peers, joined by commas (all that can be imported)"),
     Option("--vllm", metavar="PYTHON", group=_WHERE, help="CPU: an interpreter with vLLM for CPUs, which is measured, too"),
     flag("--flex", "CPU: FlexAttention, too, which is compiled for each workload: some seconds each", _WHERE),
@@ -69,7 +70,7 @@ PARAMETERS: list[click.Parameter] = [
     flag("--dirty", "GPU: fill the L2 cache by writing before each run, as do_bench does, not by reading", _HOW),
     flag("--graph", "GPU: measure captured graphs, too", _HOW),
     Option("--html", metavar="FILE", type=Writable(), group="output", help="write a report with figures"),
-    Option("--from", "source", metavar="FILE", group="output", help="measure nothing: take the figures that --output wrote"),
+    Option("--from", "source", metavar="FILE", group="output", help="measure nothing: read the results that --output wrote"),
 ]
 
 
@@ -79,7 +80,7 @@ MODES = {
     "--pool": (),
     "": ("--device", "--only", "--batch", "--peers", "--vllm", "--flex", "--repetitions", "--dirty", "--graph", "--html"),
 }
-"""What may stand beside the option that says what is measured; `--json` and `--output` may stand beside all."""
+"""The options that can be combined with each mode; `--json` and `--output` can be combined with all."""
 
 
 def run(args: Args) -> int:
@@ -91,31 +92,31 @@ def run(args: Args) -> int:
 
 
 def _given(args: Args) -> dict[str, Any]:
-    """The options that were given, apart from those that say where figures come from and go."""
-    apart = ("json", "output", "html", "source", "command")
-    values = {name: value for name, value in vars(args).items() if name not in apart}
+    """The options that were given, except those for input and output of results."""
+    excluded = ("json", "output", "html", "source", "command")
+    values = {name: value for name, value in vars(args).items() if name not in excluded}
     return {f"--{name}": value for name, value in values.items() if value not in (None, False, ())}
 
 
 def _mode(args: Args) -> str:
-    """The option that says what is measured. What does not belong beside it is refused."""
+    """The mode: what is measured. Options that do not belong to it are refused."""
     given = _given(args)
     modes = [mode for mode in MODES if mode in given]
     if len(modes) > 1:
-        raise ArgumentError(modes[1], given[modes[1]], f"one of {', '.join(filter(None, MODES))}, not beside {modes[0]}")
+        raise ArgumentError(modes[1], given[modes[1]], f"one of {', '.join(filter(None, MODES))}; {modes[0]} is given too")
     mode = modes[0] if modes else ""
     html = {} if args.html is None else {"--html": args.html}
     for name, value in (given | html).items():
         if name != mode and name not in MODES[mode]:
             belongs = [other for other, names in MODES.items() if other and name in names]
-            allowed = f"only beside {' or '.join(belongs)}" if not mode and belongs else f"nothing beside {mode}"
+            allowed = f"only with {' or '.join(belongs)}" if not mode and belongs else f"none: it cannot be combined with {mode}"
             raise ArgumentError(name, value, allowed)
     return mode
 
 
 def _read(args: Args) -> dict[str, Any]:
     for name, value in _given(args).items():
-        raise ArgumentError(name, value, "nothing beside --from, which measures nothing")
+        raise ArgumentError(name, value, "none: --from measures nothing")
     try:
         with open(args.source, encoding="utf-8") as file:
             figures = json.load(file)
@@ -124,7 +125,7 @@ def _read(args: Args) -> dict[str, Any]:
         if not (isinstance(figures, dict) and needed <= figures.keys()):
             raise ValueError(f"no {', '.join(sorted(needed))} in it")
         if kind == "figures" and args.html is not None:
-            raise ArgumentError("--html", args.html, "nothing beside figures of --host or --pool, which have no report")
+            raise ArgumentError("--html", args.html, "none: results of --host and --pool have no HTML report")
     except (OSError, ValueError) as error:
         raise ArgumentError("--from", repr(args.source), f"a file that `quire bench --output` wrote ({error})") from None
     return figures
@@ -134,10 +135,10 @@ def _measure(args: Args) -> dict[str, Any]:
     mode, given, on_gpu = _mode(args), _given(args), args.device == "cuda"
     for name in ("--peers", "--dirty", "--graph"):
         if name in given and not on_gpu:
-            raise ArgumentError(name, given[name], "only beside --device cuda")
+            raise ArgumentError(name, given[name], "only with --device cuda")
     for name in ("--vllm", "--flex", *(("--repetitions",) if mode == "--stream" else ())):
         if name in given and on_gpu:
-            raise ArgumentError(name, given[name], "only beside --device cpu")
+            raise ArgumentError(name, given[name], "only with --device cpu")
     if mode == "--stream":
         return _measure_stream(args)
     if mode == "--host":

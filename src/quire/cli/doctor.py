@@ -1,4 +1,4 @@
-"""`quire doctor`: the machine, the versions, which kernels can run here, and whether they are right."""
+"""`quire doctor`: the machine, the versions, which kernels can run here, and whether their results are correct."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ examples:
   quire doctor --json                for programs
   quire doctor --output doctor.json  for a bug report
 
-exit status: 0 if every kernel that can run here is right, 1 otherwise, 130 interrupted: the kernels that were checked are shown
+exit status: 0 if every kernel that can run here is correct, 1 otherwise, 130 interrupted: the kernels that were checked are shown
 """
 
 PACKAGES = ("torch", "triton", "numpy")
@@ -45,7 +45,7 @@ AMX_NOTE = (
     "this CPU advertises AMX under a hypervisor: where the hypervisor hides AMX's palette, torch's own bf16 matmul dies with "
     "SIGILL. Quire's kernels do not call it; for other torch code set ONEDNN_MAX_CPU_ISA=AVX512_CORE_FP16 before Python starts."
 )
-COLORS = {"right": "bold green", "WRONG": "bold red", "verdict": "bold", "note": "yellow"}
+COLORS = {"correct": "bold green", "WRONG": "bold red", "verdict": "bold", "note": "yellow"}
 PARAMETERS: list[click.Parameter] = [
     flag("--all", "every kernel with its errors, and every limit that does not hold", default=False),
     Option("--check", nargs=2, hidden=True),
@@ -110,23 +110,23 @@ def _kernels(device: str) -> Iterator[dict[str, Any]]:
     platform = Platform.detect(device)
     problem = Problem(q_heads=8, kv_heads=2, head_dim=64, page_size=16, device=device)
     extent = Extent(seqs=4, tokens=19, max_q_len=16, max_kv_len=64)
-    answers: dict[str, tuple[dict[str, list[dict[str, Any]]], str | None]] = {}
+    results: dict[str, tuple[dict[str, list[dict[str, Any]]], str | None]] = {}
     for operation in OPERATIONS:
         for kernel, findings in choose(problem, extent, platform, operation=operation).candidates:
             refusals = [str(finding) for finding in findings if not finding.holds]
-            if not refusals and kernel.name not in answers:
-                answers[kernel.name] = ask((sys.executable, "-m", "quire", "doctor", "--check", kernel.name, device))
-            checks, fault = ({}, None) if refusals else answers[kernel.name]
+            if not refusals and kernel.name not in results:
+                results[kernel.name] = run_check((sys.executable, "-m", "quire", "doctor", "--check", kernel.name, device))
+            checks, fault = ({}, None) if refusals else results[kernel.name]
             row = {"operation": operation, "kernel": kernel.name, "device": device, "summary": kernel.summary}
             yield {**row, "refusals": refusals, "checks": checks.get(operation, []), "fault": fault}
 
 
-def ask(command: Sequence[str], patience: float = 600) -> tuple[dict[str, list[dict[str, Any]]], str | None]:
+def run_check(command: Sequence[str], timeout: float = 600) -> tuple[dict[str, list[dict[str, Any]]], str | None]:
     """The checks that a subprocess prints, and what went wrong with it. A wrong kernel may end its process."""
     try:
-        child = subprocess.run(command, capture_output=True, text=True, timeout=patience)
+        child = subprocess.run(command, capture_output=True, text=True, timeout=timeout)
     except subprocess.TimeoutExpired:
-        return {}, f"gave no answer in {patience:g} s"
+        return {}, f"gave no result in {timeout:g} s"
     if child.returncode < 0:
         return {}, f"died with {signal.Signals(-child.returncode).name}"
     if child.returncode:
@@ -140,16 +140,16 @@ def _is_wrong(row: dict[str, Any]) -> bool:
 
 def _outcome(report: dict[str, Any]) -> str:
     if any(map(_is_wrong, report["kernels"])):
-        return "a kernel that says it runs here is wrong"
-    return "interrupted" if report["interrupted"] else "every kernel that can run here is right"
+        return "at least one kernel gives wrong results"
+    return "interrupted" if report["interrupted"] else "every kernel that can run here is correct"
 
 
 def _short(report: dict[str, Any]) -> list[Line]:
-    """One screen: kernels that are right in a line, those that cannot run here in a line for each first reason."""
+    """One screen: the correct kernels by the types that were checked, and those that cannot run here by their first reason."""
     lines = [Line("versions", ", ".join(f"{name} {number}" for name, number in report["versions"].items()))]
     lines += [Line("machine", str(Platform.detect(device))) for device in report["machine"]]
     lines += [Line("note", note) for note in report["notes"]]
-    right: dict[str, list[str]] = {}
+    correct: dict[str, list[str]] = {}
     refused: dict[str, list[str]] = {}
     for row in report["kernels"]:
         name = f"{row['kernel']} ({row['operation']}, {row['device']})"
@@ -159,9 +159,9 @@ def _short(report: dict[str, Any]) -> list[Line]:
             lines.append(Line("WRONG", f"{name}: {_verdict(row).removeprefix('WRONG: ')}"))
         else:
             types = ", ".join(check["type"] for check in row["checks"] if check["ok"])
-            right.setdefault(types or "nothing to check", []).append(name)
-    lines += [Line("right", f"{', '.join(names)}: {types}") for types, names in right.items()]
-    lines += [Line("not here", f"{', '.join(names)}: {reason}") for reason, names in refused.items()]
+            correct.setdefault(types or "nothing to check", []).append(name)
+    lines += [Line("correct", f"{', '.join(names)}: {types}") for types, names in correct.items()]
+    lines += [Line("cannot run", f"{', '.join(names)}: {reason}") for reason, names in refused.items()]
     return [*lines, Line("verdict", _outcome(report))]
 
 
@@ -182,7 +182,7 @@ def _verdict(row: dict[str, Any]) -> str:
     if row["fault"]:
         return f"WRONG: {row['fault']}"
     words = {
-        True: "right in {type} (error {error:.2g})",
+        True: "correct in {type} (error {error:.2g})",
         False: "WRONG in {type} (error {error:.2g}, allowed {allowed:g})",
         None: "no {type}",
     }

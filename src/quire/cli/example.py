@@ -53,7 +53,7 @@ def run(args: Args) -> int:
         answer(args, {"examples": listed, "folder": str(next(iter(found.values())).parent) if found else None}, "\n".join(lines))
         return 0
     if args.json or args.output:
-        raise ArgumentError("--json" if args.json else "--output", "before a name", "behind the name, if the example has it")
+        raise ArgumentError("--json" if args.json else "--output", "before the name", "after the name, if the example has it")
     matching = [name for name in found if args.name in (name, *name.split("_", 1)) or args.name == found[name].name]
     if len(matching) != 1:
         raise ArgumentError("NAME", repr(args.name), ", ".join(found) or "none: this installation has no examples")
@@ -80,6 +80,6 @@ PARAMETERS: list[click.Parameter] = [
     Argument("name", "an example; none for the list", required=False, metavar="[NAME]"),
     Argument("arguments", "given to the example", nargs=-1, type=click.UNPROCESSED, metavar="[ARGUMENTS...]"),
 ]
-# Options behind the name belong to the example.
+# Options after the name belong to the example.
 SETTINGS = {"ignore_unknown_options": True, "allow_interspersed_args": False}
 COMMAND = Command("example", run, HELP, PARAMETERS, EXAMPLES, context_settings=SETTINGS)

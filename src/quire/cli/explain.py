@@ -1,4 +1,4 @@
-"""`quire explain`: which kernel would run a call, why, what would be faster; and the same question about vLLM's kernels."""
+"""`quire explain`: which kernel would run a call, why, what would be faster; and the same for vLLM's kernels."""
 
 from __future__ import annotations
 
@@ -19,29 +19,29 @@ from quire.options import FEATURES
 from quire.platform import Platform
 from quire.problem import Extent, Problem
 
-HELP = """Says which kernel would run a call, why, and what would be faster: a preferred kernel that was refused for something that
-you can change. Nothing is computed, and any machine can be asked about any other."""
+HELP = """Shows which kernel would run a call, why, and what would be faster: a preferred kernel that was refused for something that
+you can change. Nothing is computed; the choice can be explained for any machine."""
 EXAMPLES = """\
 examples:
   quire explain                                              a plain decode on this machine
   quire explain --arch h100 --max-q-len 512 --kv-dtype fp8   a prefill over an fp8 cache on an H100
   quire explain --arch mi300x --operation step --all         the write and the attention, every limit of every kernel
   quire explain --kernel torch --json                        one kernel by name, for programs
-  quire explain call.safetensors --arch gfx942               a call that quire.record saved: what it got there, and elsewhere
+  quire explain call.safetensors --arch gfx942               a recorded call: which kernel ran, which would run on gfx942
   quire explain --as vllm --arch gfx942 --q-heads 64 --kv-heads 64 --head-dim 128 --page-size 32 --kv-dtype fp8
-                                                             which of vLLM's kernels, and what then happens
+                                                             which of vLLM's kernels would run, and why
 
-exit status: 0 a kernel runs, 1 none does, 2 an argument is wrong; about vLLM 0, whatever the answer
+exit status: 0 a kernel runs, 1 none does, 2 an argument is wrong; always 0 with --as vllm
 """
 COLORS = {"chosen": "bold green", "faster": "bold yellow", "possible": "bold yellow", "refused": "red", "note": "yellow"}
 
-_BATCH, _QUESTION, _VLLM = "the batch", "the question", "vLLM's kernels (with --as vllm)"
+_BATCH, _REQUEST, _VLLM = "the batch", "request", "vLLM's kernels (with --as vllm)"
 PARAMETERS: list[click.Parameter] = [
     Argument("file", "calls that quire.record saved, instead of a layer by options", required=False, metavar="[FILE]"),
-    Option("--operation", type=ChoiceOf((*OPERATIONS, "step")), default="attend", group=_QUESTION, help="what is done (attend)"),
-    Option("--kernel", metavar="NAME", group=_QUESTION, help="ask for one kernel by name"),
-    flag("--capturing", "the call is recorded into a CUDA graph", _QUESTION),
-    flag("--all", "every limit of every kernel", _QUESTION, default=False),
+    Option("--operation", type=ChoiceOf((*OPERATIONS, "step")), default="attend", group=_REQUEST, help="the operation (attend)"),
+    Option("--kernel", metavar="NAME", group=_REQUEST, help="request a kernel by name"),
+    flag("--capturing", "the call is captured into a CUDA graph", _REQUEST),
+    flag("--all", "show every limit of every kernel", _REQUEST, default=False),
     Option("--seqs", type=Count, default=1, group=_BATCH, help="sequences in the batch (1)"),
     Option("--max-q-len", type=Count, default=1, group=_BATCH, help="most new tokens of a sequence (1)"),
     Option("--max-kv-len", "--max-seq-len", type=Count, default=4096, group=_BATCH, help="most tokens of a sequence (4096)"),
@@ -54,7 +54,7 @@ PARAMETERS: list[click.Parameter] = [
         group=_VLLM,
         help="how vLLM chooses: today (August 2026), as it did in November 2025, or both (both)",
     ),
-    flag("--padded-pages", "pages lie apart in memory", _VLLM),
+    flag("--padded-pages", "pages are padded, not contiguous", _VLLM),
     flag("--no-custom-paged-attn", "vLLM of November 2025 ran with VLLM_ROCM_CUSTOM_PAGED_ATTN=0", _VLLM),
     flag("--aiter-paged-attn", "vLLM of November 2025 ran with AITER's paged attention", _VLLM),
 ]
@@ -150,7 +150,7 @@ def _failing(text: str) -> str:
 
 
 def _vllm_call(args: Args, platform: Platform) -> VllmCall:
-    """The options in vLLM's words. What its rule has no argument for is refused."""
+    """The options in vLLM's terms. Options that its rule has no argument for are refused."""
     known = {"alibi", "sinks"}
     for name in ("v_head_dim", *(feature for feature in FEATURES if feature not in known), "lse", "kernel", "capturing"):
         if getattr(args, name):

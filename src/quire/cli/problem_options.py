@@ -94,7 +94,7 @@ def _feature_options(layer: str) -> list[click.Parameter]:
 
 
 def platform_of(args: Args) -> Platform:
-    """The machine that is asked about."""
+    """The machine of `--arch`; this machine by default."""
     try:
         return Platform.named(args.arch) if args.arch else Platform.detect()
     except ArgumentError as error:
@@ -141,17 +141,17 @@ def problem_of(args: Args, platform: Platform) -> Problem:
 
 
 def default_out_type(q_dtype: str) -> str:
-    """The type of an output that nobody named."""
+    """The default type of the output."""
     return "bf16" if FORMATS[q_dtype].itemsize == 1 else q_dtype
 
 
 def own_fp8(platform: Platform) -> str:
-    """What fp8 means on a platform: the flavour that its hardware has; without one the most common."""
+    """What fp8 means on a platform: the format that its hardware supports; otherwise the most common one."""
     return platform.fp8 or next(name for name in Q_TYPES if FORMATS[name].itemsize == 1)
 
 
 def type_of(name: str, given: str, allowed: tuple[str, ...], platform: Platform, auto: str | None = None) -> str:
-    """A type by Quire's name for it, whatever spelling is given."""
+    """Quire's name of a type, from any of its spellings."""
     own = own_fp8(platform)
     known = {"auto": auto} if auto else {}
     known |= {word: word for word in allowed}

@@ -54,14 +54,14 @@ class CheckBatch:
     def __init__(self, q_dtype: torch.dtype, format: Format, device: str):
         self.format, self.device, self.scale = format, device, 0.5 if format.quantised else None
         self.lens = [context + q_len for context, q_len in zip(self.contexts, self.q_lens)]
-        chance = torch.Generator().manual_seed(0)
+        generator = torch.Generator().manual_seed(0)
 
         def normal(*shape: int) -> torch.Tensor:
-            return torch.randn(*shape, generator=chance, device="cpu").to(device)
+            return torch.randn(*shape, generator=generator, device="cpu").to(device)
 
         self.q = normal(sum(self.q_lens), self.q_heads, self.head_dim).to(q_dtype)
         self.k, self.v = ([normal(n, self.kv_heads, self.head_dim).to(q_dtype) for n in self.lens] for _ in "kv")
-        self.table = torch.randperm(self.pages, generator=chance, device="cpu").view(len(self.lens), -1).to(device)
+        self.table = torch.randperm(self.pages, generator=generator, device="cpu").view(len(self.lens), -1).to(device)
         starts = torch.tensor((0, *self.q_lens), device=device).cumsum(0)
         self.batch = quire.Batch(self.table, torch.tensor(self.lens, device=device), starts)
 
@@ -74,10 +74,10 @@ class CheckBatch:
         shape = (self.pages, self.page_size, self.kv_heads, self.head_dim)
         k, v = (torch.full(shape, torch.nan, device=self.device).to(self.format.dtype) for _ in "kv")
         cache = quire.KVCache.wrap(k, v, layout="nhd", format=self.format.name, k_scale=self.scale, v_scale=self.scale)
-        for row, (start, end) in enumerate(zip(first, self.lens)):
+        for seq, (start, end) in enumerate(zip(first, self.lens)):
             at = torch.arange(start, end, device=self.device)
-            slots = self.table[row, at // self.page_size] * self.page_size + at % self.page_size
-            for pages, x in ((cache.k_bytes, self.k[row]), (cache.v_bytes, self.v[row])):
+            slots = self.table[seq, at // self.page_size] * self.page_size + at % self.page_size
+            for pages, x in ((cache.k_bytes, self.k[seq]), (cache.v_bytes, self.v[seq])):
                 pages.view(-1, self.kv_heads, self.head_dim)[slots] = self.stored(x[start:]).view(pages.dtype)
         return cache
 
@@ -101,12 +101,12 @@ def _write_error(kernel: str, sample: CheckBatch) -> int:
 
 
 def _audit_error(kernel: str, sample: CheckBatch) -> int:
-    """How far the check of the ledger is from counting the one token that it was not told of."""
+    """The difference between the missing tokens that the audit counts and the one that the ledger does not have."""
     cache = sample.cache([0] * len(sample.lens))
     cache.ledger = Ledger(cache.pages, cache.page_size, cache.device)
-    for row, length in enumerate(sample.lens):
-        at = torch.arange(1 if row == 2 else 0, length, device=sample.device)
-        cache.ledger.record(sample.table[row, at // cache.page_size] * cache.page_size + at % cache.page_size, at)
+    for seq, length in enumerate(sample.lens):
+        at = torch.arange(1 if seq == 2 else 0, length, device=sample.device)
+        cache.ledger.record(sample.table[seq, at // cache.page_size] * cache.page_size + at % cache.page_size, at)
     call = Call(cache, sample.batch, sample.q)
     launcher_for("audit", call, kernel)(call)
     report = cache.ledger.report()

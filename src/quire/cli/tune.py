@@ -1,4 +1,4 @@
-"""`quire tune`: the rows of the tuning table that suit this card best."""
+"""`quire tune`: the entries of the tuning table that are fastest on this GPU."""
 
 from __future__ import annotations
 
@@ -19,37 +19,37 @@ from quire.errors import ArgumentError
 if TYPE_CHECKING:
     from quire.bench.tune import SearchResult, Trial, TuningTarget
 
-HELP = "Searches this GPU for the best tile sizes, as rows for the table of the Triton kernels."
+HELP = "Searches for the best tile sizes of the Triton kernels on this GPU, and prints them as entries of the tuning table."
 EXAMPLES = """\
 examples:
   quire tune --list                       the table as it is, and what would be tried; needs no GPU
-  quire tune --quick                      fewer candidates, two workloads each: is the table far off?
+  quire tune --quick                      fewer candidates, two workloads each
   quire tune --only 'decode.*head_dim 128'
-  quire tune --output tune.json           every candidate with its times, written anew after every row of the table
+  quire tune --output tune.json           every candidate with its times, updated after every entry of the table
 
 How much a program computes at a time (keys a tile, stages, warps, programs a multiprocessor) is a table in
-quire/kernels/triton/host/tuning.py: nothing is tuned while the library is used. For a card that the table does not know, or after a
-new Triton, this command makes the rows. For each kernel, width of the cache's elements and head_dim it compiles the candidates (in
---jobs processes, seconds each), checks every result, times what is right on two to five workloads of `quire bench`, and ends with
-the best by the geometric mean of the times, timed once more in turns with the row of the table. Candidates that do not compile,
-need more memory than there is, spill registers, are wrong or are the same launches as another are named and never chosen. A row
-takes hundreds of compilations: minutes, fewer with more CPUs or with --quick. The GPU should have nothing else to do. The rows of
-gluon, which are for Hopper alone, are not searched.
+quire/kernels/triton/host/tuning.py: nothing is tuned while the library is used. This command makes entries for a GPU without one,
+or for a new version of Triton. For each kernel, element size of the cache and head_dim it compiles the candidates (in --jobs
+processes, seconds each), checks every result, times the correct ones on two to five workloads of `quire bench`, and selects the
+best by the geometric mean of the times, timed once more in turns with the entry of the table. Candidates that do not compile,
+need too much memory, spill registers, give wrong results or launch the same as another are listed and never chosen. An entry
+takes hundreds of compilations: minutes, fewer with more CPUs or with --quick. The GPU should be idle. The entries of the Gluon
+kernel, which is for Hopper only, are not searched.
 
-What to do with it: paste the printed rows into TABLE, above the first row that fits the card now and in the order in which they are
-printed (the table is read top down, the first row that fits is taken); then run the tests, and `quire bench --device cuda`.
+To use the result, paste the printed entries into TABLE, above the first entry that matches this GPU now and in the order in which
+they are printed (the first entry that matches is used); then run the tests and `quire bench --device cuda`.
 
-exit status: 0 if every row has a winner, 1 otherwise, 2 an argument is wrong or there is no GPU, 130 interrupted: the rows that
-were found until then are printed
+exit status: 0 if a valid candidate was found for every entry, 1 otherwise, 2 an argument is wrong or there is no GPU, 130
+interrupted: the entries that were found until then are printed
 """
 
 SHOWN = 8
-"""The fastest candidates of a row that are printed; --json has all."""
+"""The fastest candidates of an entry that are printed; --json has all."""
 
 
 PARAMETERS: list[click.Parameter] = [
     flag("--list", "measure nothing: print the table and the candidates"),
-    Option("--only", metavar="REGEX", help="rows whose name matches, such as 'mixed.*8-bit'"),
+    Option("--only", metavar="REGEX", help="entries whose name matches, such as 'mixed.*8-bit'"),
     flag("--quick", "fewer candidates and workloads"),
     Option("--jobs", type=Count, help="processes that compile (one for each CPU)"),
 ]
@@ -58,25 +58,25 @@ PARAMETERS: list[click.Parameter] = [
 def run(args: Args) -> int:
     from quire.bench.tune import rounds_of
 
-    kinds = _chosen(args)
+    targets = _chosen(args)
     if args.list:
-        answer(args, _listed(kinds, args.quick), lambda: _list(kinds, args.quick))
+        answer(args, _listed(targets, args.quick), lambda: _list(targets, args.quick))
         return 0
     missing = _missing()
     if missing:
         raise click.UsageError(
-            f"{missing}. Tuning measures on the card itself: it needs an NVIDIA or AMD GPU, a build of torch that sees it, and "
+            f"{missing}. Tuning measures on the GPU: it needs an NVIDIA or AMD GPU, a build of torch that sees it, and "
             "Triton. `quire tune --list` works anywhere",
             click.get_current_context(silent=True),
         )
     found: list[SearchResult] = []
     interrupted = False
     jobs = args.jobs or os.cpu_count() or 1
-    rounds = sum(len(rounds_of(kind.kernel, args.quick)) for kind in kinds)
+    rounds = sum(len(rounds_of(target.kernel, args.quick)) for target in targets)
     try:
         with progress(rounds, quiet=is_quiet(args)) as tell:
-            for kind in kinds:
-                found.append(tune(kind, quick=args.quick, jobs=jobs, tell=tell))
+            for target in targets:
+                found.append(tune(target, quick=args.quick, jobs=jobs, tell=tell))
                 save(args, lambda: _report(found, args.quick))
     except KeyboardInterrupt:
         interrupted = True
@@ -86,20 +86,20 @@ def run(args: Args) -> int:
     return 0 if all(one.best is not None for one in found) else 1
 
 
-def tune(kind: TuningTarget, *, quick: bool, jobs: int, tell: Any) -> SearchResult:
-    """Searches on this card."""
+def tune(target: TuningTarget, *, quick: bool, jobs: int, tell: Any) -> SearchResult:
+    """Searches on this GPU."""
     from quire.bench.gpu import release_memory
     from quire.bench.timing import by_events
     from quire.bench.tune import CompilePool, GpuWorkload, duplicates, rounds_of, search
     from quire.platform import Platform
 
     platform = Platform.detect("cuda")
-    workloads = kind.workloads(quick)
-    grounds = [GpuWorkload(kind.kernel, workload) for workload in workloads]
-    what = (kind.kernel, workloads, platform)
+    workloads = target.workloads(quick)
+    gpu_workloads = [GpuWorkload(target.kernel, workload) for workload in workloads]
+    what = (target.kernel, workloads, platform)
     how = {"same": partial(duplicates, *what), "prepare": partial(CompilePool(jobs), *what), "progress": tell}
-    found = search(kind, kind.current(platform), rounds_of(kind.kernel, quick), grounds, by_events, **how)
-    del grounds
+    found = search(target, target.current(platform), rounds_of(target.kernel, quick), gpu_workloads, by_events, **how)
+    del gpu_workloads
     release_memory()
     return found
 
@@ -118,32 +118,32 @@ def _chosen(args: Args) -> list[TuningTarget]:
     from quire.bench.tune import TUNING_TARGETS
 
     try:
-        chosen = [kind for kind in TUNING_TARGETS if re.search(args.only or "", kind.label)]
+        chosen = [target for target in TUNING_TARGETS if re.search(args.only or "", target.label)]
     except re.error as error:
         raise ArgumentError("--only", repr(args.only), f"a regular expression ({error})") from None
     if not chosen:
-        raise ArgumentError("--only", repr(args.only), "a match for one of: " + "; ".join(kind.label for kind in TUNING_TARGETS))
+        raise ArgumentError("--only", repr(args.only), "a match for one of: " + "; ".join(one.label for one in TUNING_TARGETS))
     return chosen
 
 
-def _listed(kinds: Sequence[TuningTarget], quick: bool) -> dict[str, Any]:
+def _listed(targets: Sequence[TuningTarget], quick: bool) -> dict[str, Any]:
     from quire.bench.tune import literal, rounds_of
     from quire.kernels.triton.host.tuning import TABLE
 
-    tried = {kind.label: [dict(grid) for grid in rounds_of(kind.kernel, quick)] for kind in kinds}
+    tried = {target.label: [dict(grid) for grid in rounds_of(target.kernel, quick)] for target in targets}
     return {"table": [literal(row) for row in TABLE], "rounds": tried}
 
 
-def _list(kinds: Sequence[TuningTarget], quick: bool) -> None:
+def _list(targets: Sequence[TuningTarget], quick: bool) -> None:
     from quire.bench.tune import literal, rounds_of
     from quire.kernels.triton.host.tuning import TABLE
 
-    print("the table, read top down:")
+    print("the table; the first entry that matches is used:")
     for row in TABLE:
         print(f"  {literal(row)}")
-    for kind in kinds:
-        print(f"\n{kind.label}, timed on: " + "; ".join(workload.name for workload in kind.workloads(quick)))
-        for number, grid in enumerate(rounds_of(kind.kernel, quick), start=1):
+    for target in targets:
+        print(f"\n{target.label}, timed on: " + "; ".join(workload.name for workload in target.workloads(quick)))
+        for number, grid in enumerate(rounds_of(target.kernel, quick), start=1):
             values = ", ".join(f"{name} {'/'.join(map(_short, tried))}" for name, tried in grid.items())
             print(f"  round {number}, {math.prod(map(len, grid.values()))} candidates: {values}")
 
@@ -170,21 +170,21 @@ def _print(found: Sequence[SearchResult]) -> None:
         head = ("candidate", "fault", "spills", "mean us", *(w.name.partition(":")[0] for w in one.kind.workloads()[:width]))
         _print_table(one.kind.label, head, [_cells(one, trial) for trial in shown], marks)
         for words, count, spills, example in _faults(one):
-            print(f"{count} not fit: {words}{f' (up to {spills})' if spills else ''}, such as {example}")
+            print(f"{count} rejected: {words}{f' (up to {spills})' if spills else ''}, such as {example}")
         print()
-    print("rows to paste into TABLE of kernels/triton/host/tuning.py, above the first that fits this card now, in this order:")
+    print("entries to paste into TABLE of kernels/triton/host/tuning.py, above the first that matches this GPU now, in this order:")
     for one in found:
         if one.best is None:
-            print(f"    # {one.kind.label}: no candidate is fit")
+            print(f"    # {one.kind.label}: no valid candidate")
         else:
             print(f"    {literal(one.best.row)},  # {_gain(one)}")
 
 
 def _gain(one: SearchResult) -> str:
     if one.best is not None and one.best.row == one.current.row:
-        return "as the table has it: nothing is faster"
+        return "unchanged: no candidate is faster"
     return (
-        f"the table's row has no speed: {one.current.fault}" if one.gain is None else f"{one.gain:.3f} times as fast as the table"
+        f"the table's entry was rejected: {one.current.fault}" if one.gain is None else f"{one.gain:.3f} times as fast as the table"
     )
 
 
@@ -194,7 +194,7 @@ def _cells(one: SearchResult, trial: Trial) -> tuple[str, ...]:
 
 
 def _words(one: SearchResult, trial: Trial) -> str:
-    """What sets a candidate apart from the others, and whether it is the table's."""
+    """The parameters in which candidates differ, and whether it is the entry of the table."""
     names = [name for name in trial.row._fields if len({getattr(other.row, name) for other in one.trials}) > 1]
     words = " ".join(f"{name}={getattr(trial.row, name)}" for name in names)
     return words + " (the table's)" if trial.row == one.current.row else words
