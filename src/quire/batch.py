@@ -126,7 +126,7 @@ class Batch:
         """(source, target) pages to copy before this batch is written (copy-on-write). `write` applies them, once for each
         cache."""
         self.sequences: tuple[AnySequence, ...] | None = None if sequences is None else tuple(sequences)
-        """The pool's sequences in the order of the batch, or None. A ledger uses them to tell the tokens of sequences apart."""
+        """The pool's sequences in the order of the batch, or None. A ledger uses them to distinguish the tokens of sequences."""
         self.validated: Any = None
         """The calls for which the values of this batch were validated: `quire.contract.validated`."""
         self.page_size = page_size

@@ -20,7 +20,7 @@ def merge(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Merges partial attention results of the same queries over disjoint sets of keys into the result over all keys.
 
-    A partial result without keys (LSE of -inf) has no influence, whatever its output holds. A sink must be in exactly one of them.
+    A partial result without keys (LSE of -inf) has no influence; its output may hold any value. A sink must be in exactly one.
 
     Args:
         outs: Outputs `[tokens, q_heads, v_head_dim]`, all of one floating-point type.

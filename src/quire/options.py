@@ -75,7 +75,7 @@ class Options:
 
     window: Window = None
     """Visible keys around a query: an int W counts them with the query's own, `(W-1, W-1)`; `(left, right)` counts to each
-    side, None is unbounded. A causal query sees no key to its right, whatever `right` is."""
+    side, None is unbounded. A causal query sees no key to its right, regardless of `right`."""
     softcap: float | None = None
     """Logits become `softcap * tanh(logit / softcap)`; from 2^-100 to 2^100, what kernels can compute with in fp32."""
     alibi: torch.Tensor | None = None

@@ -107,14 +107,14 @@ class Problem(Traits):
     """Strides of K's scales by page, slot and head; None in the constructor means: contiguous."""
     v_scale_strides: tuple[int, ...] | None = None
     far: bool = False
-    """Whether an element of the cache lies 2^31 elements or more behind the first."""
+    """Whether offsets of elements in the cache reach 2^31, so that they need 64 bits."""
 
     def __post_init__(self) -> None:
         fill = object.__setattr__
         fill(self, "v_head_dim", self.v_head_dim or self.head_dim)
         fill(self, "out_dtype", self.out_dtype or self.q_dtype)
-        beside = self.new_dtype or ("bf16" if FORMATS[self.q_dtype].fp8 else self.q_dtype)
-        fill(self, "new_dtype", beside if self.form == "context" else "")
+        new_dtype = self.new_dtype or ("bf16" if FORMATS[self.q_dtype].fp8 else self.q_dtype)
+        fill(self, "new_dtype", new_dtype if self.form == "context" else "")
         for name in ("window", "only"):
             fill(self, name, tuple(getattr(self, name)))
         for name in ("k_pages", "v_pages"):
@@ -130,7 +130,7 @@ class Problem(Traits):
         return self._hash  # type: ignore[attr-defined]
 
     def _allocated_pages(self, name: str) -> PageStrides:
-        """How a page of `KVCache.allocate` lies in memory."""
+        """The strides of the pages that `KVCache.allocate` makes."""
         layout = LAYOUTS[self.layout]
         order = layout.k if name == "k_pages" else layout.v
         dim = self.head_dim if name == "k_pages" else self.v_head_dim
@@ -149,7 +149,7 @@ class Problem(Traits):
         return {"none": (), "tensor": (0, 0, 0), "head": (0, 0, 1), "token": per_token}[self.scales]
 
     def of_writes(self) -> Problem:
-        """The problem of the writes of the same layer, whose new keys and values are of the queries' type, bf16 beside fp8."""
+        """The problem of the writes of the same layer: new keys and values have the type of the queries, bf16 for fp8 queries."""
         plain: dict[str, Any] = {field.name: field.default for field in fields(Problem) if field.name in _NOT_OF_WRITES}
         dtype = "bf16" if FORMATS[self.q_dtype].itemsize == 1 else self.q_dtype
         return replace(self, **plain, q_heads=self.kv_heads, q_dtype=dtype, out_dtype=dtype)

@@ -78,7 +78,7 @@ def store(launcher: KernelLauncher, call: Call) -> None:
     if batch.copies:
         cache.copy_pages(batch.copies)
     if warns_of_quantisation():
-        # Loaded only when it is asked for.
+        # Imported only if requested.
         from quire.contract.quantisation import warn_of_losses
 
         warn_of_losses(call)

@@ -30,7 +30,7 @@ def test_no_speed_for_a_wrong_result(monkeypatch: pytest.MonkeyPatch) -> None:
     answers: dict[str, dict[str, Any]] = {"quire": {"error": 1.0, "budget": 0.1}, "gather + SDPA": {"died": "exit status -4"}}
     monkeypatch.setattr(worker.Worker, "__init__", lambda self, name, *how: setattr(self, "name", name))
     monkeypatch.setattr(
-        worker.Worker, "ask", lambda self, command: answers[self.name] if "build" in command else {"seconds": [1.0]}
+        worker.Worker, "request", lambda self, command: answers[self.name] if "build" in command else {"seconds": [1.0]}
     )
     monkeypatch.setattr(worker.Worker, "close", lambda self: None)
     rows = run.measure([SMALL], Limits(1e10, 1e11), tuple(answers), progress=lambda name: None)
@@ -43,12 +43,12 @@ def test_no_speed_for_a_wrong_result(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_repetitions_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[str, ...]] = []
 
-    def ask(self: Any, command: dict[str, Any]) -> dict[str, Any]:
+    def request(self: Any, command: dict[str, Any]) -> dict[str, Any]:
         asked.append((self.name, *command))
         return {"error": 0.0, "budget": 0.1, "seconds": [1e-3]}
 
     monkeypatch.setattr(worker.Worker, "__init__", lambda self, name, *how: setattr(self, "name", name))
-    monkeypatch.setattr(worker.Worker, "ask", ask)
+    monkeypatch.setattr(worker.Worker, "request", request)
     monkeypatch.setattr(worker.Worker, "close", lambda self: None)
     list(run.measure([SMALL], Limits(1e10, 1e11), ("quire", "gather + SDPA"), repetitions=3, progress=lambda name: None))
     assert [name for name, *command in asked if command == ["time"]] == ["quire", "gather + SDPA"] * 3
@@ -57,7 +57,7 @@ def test_repetitions_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_worker_that_dies_is_reported() -> None:
     dead = worker.Worker("no such implementation", {})
     try:
-        assert "died" in dead.ask({"build": SMALL.to_json(), "folder": None})
+        assert "died" in dead.request({"build": SMALL.to_json(), "folder": None})
     finally:
         dead.close()
 
@@ -82,7 +82,7 @@ def test_a_worker_that_takes_too_long_is_ended(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(worker, "LIMIT", 0.0)
     slow = worker.Worker("quire", {})
     try:
-        assert slow.ask({"build": SMALL.to_json(), "folder": "."}) == {"died": "no answer in 0 s"}
+        assert slow.request({"build": SMALL.to_json(), "folder": "."}) == {"died": "no answer in 0 s"}
     finally:
         slow.close()
 
@@ -107,7 +107,7 @@ def test_an_interrupt_keeps_what_was_measured_and_ends_the_workers(monkeypatch: 
             super().__init__(*args)
             workers.append(self)
 
-        def ask(self, command: dict[str, Any]) -> dict[str, Any]:
+        def request(self, command: dict[str, Any]) -> dict[str, Any]:
             if len(workers) > 1:
                 raise KeyboardInterrupt
             return {"error": 0.0, "budget": 1.0, "seconds": [1.0]}

@@ -1,1 +1,1 @@
-"""Measures the operator beside its peers: workloads as data, every result checked before it is timed, ratios in one run."""
+"""Measures the operator against other libraries: workloads as data, every result checked before it is timed, ratios in one run."""

@@ -129,14 +129,14 @@ def _measure(seqs: int, kv_len: int, repetitions: int) -> list[HostTiming]:
 def _bare(name: str, launch: Callable[[], None]) -> Callable[[], Any]:
     """The library call of a launch, with its arguments already packed."""
     native = library()
-    asked: list[bytes] = []
-    setattr(native, name, asked.append)
+    packed: list[bytes] = []
+    setattr(native, name, packed.append)
     try:
         launch()
     finally:
         delattr(native, name)
     function = getattr(native.calls, f"quire_{name}")
-    return lambda: function(asked[0])
+    return lambda: function(packed[0])
 
 
 def _fastest(what: dict[str, Callable[[], Any]], repetitions: int) -> dict[str, float]:

@@ -99,7 +99,7 @@ def step(call: HostCall) -> Callable[[], object]:
 
 
 def flash_attention() -> Function:
-    """FlashAttention-3's Python function, without a schedule: what a new shape costs a caller who has none."""
+    """FlashAttention-3's Python function, without a precomputed schedule, as for a shape that was not seen before."""
     from vllm.vllm_flash_attn import flash_attn_interface as flash_attn
 
     from quire.bench.peers.fa3 import VERSION
@@ -175,7 +175,7 @@ def _peer_figures(
         function = peer()
         seconds_of([function(first)], synchronize)
         seconds = seconds_of([function(call) for call in new], synchronize)
-    # A package that is there but broken raises whatever it likes.
+    # An installed but broken package may raise any exception.
     except Exception as error:
         return None, [Figure(name, None, note=f"{type(error).__name__}: {error}")]
     return statistics.median(seconds), _spread(name, seconds, None)

@@ -34,7 +34,7 @@ class Measurement:
     bytes: int = 0
     flops: int = 0
     graph_milliseconds: float | None = None
-    """The same as a captured graph, where it was asked for and could be captured."""
+    """The same as a captured graph, if requested and if it could be captured."""
 
     @classmethod
     def of(

@@ -65,13 +65,13 @@ def _memory(bytes: int) -> str | None:
 
 
 def _measure(workload: Workload, workers: dict[str, Worker], limits: Limits, folder: str, repetitions: int) -> list[Measurement]:
-    answers = {name: worker.ask({"build": workload.to_json(), "folder": folder}) for name, worker in workers.items()}
-    built = {name: answer for name, answer in answers.items() if not answer.get("absent")}
+    replies = {name: worker.request({"build": workload.to_json(), "folder": folder}) for name, worker in workers.items()}
+    built = {name: answer for name, answer in replies.items() if not answer.get("absent")}
     right = [name for name, answer in built.items() if answer.get("error", float("nan")) <= answer.get("budget", 0.0)]
     seconds: dict[str, list[list[float]]] = {name: [] for name in workers}
     for _ in range(repetitions):
         for name in right:
-            seconds[name].append(workers[name].ask({"time": SECONDS}).get("seconds", []))
+            seconds[name].append(workers[name].request({"time": SECONDS}).get("seconds", []))
     results = []
     for name, answer in built.items():
         error, budget = answer.get("error", float("nan")), answer.get("budget", 0.0)

@@ -321,9 +321,9 @@ class GpuWorkload:
 
 
 def _spills(kernels: Iterable[Any]) -> int | None:
-    """The most that one of the compiled kernels spills; a backend that cannot tell says -1."""
-    told = [kernel.n_spills for kernel in kernels if kernel.n_spills is not None and kernel.n_spills >= 0]
-    return max(told, default=None)
+    """The most that one of the compiled kernels spills; -1 or None if the backend does not report it."""
+    spills = [kernel.n_spills for kernel in kernels if kernel.n_spills is not None and kernel.n_spills >= 0]
+    return max(spills, default=None)
 
 
 def compile_ahead(kernel: str, workload: Workload, row: Tuning, platform: Platform) -> int:
@@ -369,7 +369,7 @@ def without_memory(workload: Workload) -> tuple[torch.Tensor, KVCache, Batch, Op
 
 
 class CompilePool:
-    """Processes that compile. One whose compiler dies takes the others with it: they are started anew, and each candidate that was
+    """Processes that compile. One whose compiler dies takes the others with it: they are started again, and each candidate that was
     not done is then tried alone, so that only the guilty one is ruled out."""
 
     def __init__(self, jobs: int, compile: Callable[..., int] = compile_ahead):

@@ -35,7 +35,7 @@ class Worker:
             start_new_session=True,  # Ctrl-C reaches the parent alone, which ends its workers
         )
 
-    def ask(self, command: dict[str, Any]) -> dict[str, Any]:
+    def request(self, command: dict[str, Any]) -> dict[str, Any]:
         """Sends a command and waits for its answer; {"died": reason} if the worker ended, or was ended for taking too long."""
         assert self.process.stdin and self.process.stdout
         late = threading.Timer(LIMIT, self.process.kill)

@@ -34,13 +34,13 @@ class Workload:
     window: int | None = None
     """Keys that a query sees, its own included."""
     form: str = "full"
-    """full: all keys come from the cache. context: the new tokens come beside it. The keys are the same."""
+    """full: all keys come from the cache. context: the new tokens are arguments. The keys are the same."""
     operation: str = "attend"
     """attend, or write: the new tokens are stored."""
 
     @property
     def label(self) -> str:
-        """The name and whatever is not as usual."""
+        """The name, and parameters that are not the default."""
         unusual = {
             f"{self.q_heads}/{self.kv_heads} heads": (self.q_heads, self.kv_heads) != (32, 8),
             f"head_dim {self.head_dim}": self.head_dim != 128,
@@ -61,7 +61,7 @@ class Workload:
 
     @property
     def bytes(self) -> int:
-        """What must be read and written once: keys and values that somebody sees, queries, outputs; for a write, what it is
+        """What must be read and written once: keys and values that a query sees, queries, outputs; for a write, what it is
         given and what it stores."""
         of_query, of_key = FORMATS[self.dtype].itemsize, FORMATS[self.cache_format].itemsize
         if self.operation == "write":

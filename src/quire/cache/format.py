@@ -41,7 +41,7 @@ class Format:
         return self.itemsize == 1 and not self.integer
 
     def encode(self, x: torch.Tensor) -> torch.Tensor:
-        """Converts fp32 values, already divided by their scale, to this format. Values saturate, whatever torch's cast does."""
+        """Converts fp32 values, already divided by their scale, to this format. Values saturate, also if the cast does not."""
         if self.largest is None:
             return x.to(self.dtype)
         x = x.clamp(-self.largest, self.largest)

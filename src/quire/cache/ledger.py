@@ -144,7 +144,7 @@ class Ledger:
         self, slots: torch.Tensor, positions: torch.Tensor, seqs: torch.Tensor, sequences: Sequence[AnySequence] | None = None
     ) -> list[LedgerFinding]:
         """Every token `(sequence, position)` that its slot does not hold, in order. All three are integers `[n]`; slots outside the
-        cache are reported by another rule. `sequences` are the pool's, in the order of the batch: their runs tell which sequence
+        cache are reported by another rule. `sequences` are the pool's, in the order of the batch: their runs show which sequence
         wrote which position."""
         return self._misplaced(self._facts(slots, positions, seqs, sequences))
 

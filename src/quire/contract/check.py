@@ -121,7 +121,7 @@ def recording() -> Any:
 
 
 def enforce_static(operation: str, call: Call) -> None:
-    """Raises if shapes, types, devices or options violate the contract, whatever the cache contains. Reads no value."""
+    """Raises if shapes, types, devices or options violate the contract, independent of what the cache contains. Reads no value."""
     call.check_arguments()
     _enforce_given(operation, call)
     broken = [v for rule in CONTRACT if rule.id != "residency" for find in rule.static for v in find(call)]

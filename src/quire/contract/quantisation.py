@@ -18,8 +18,8 @@ def warn_of_losses(call: Call) -> None:
         return
     slots = call.batch.slots_of_tokens(call.k.shape[0], cache.page_size, call.slots)
     for name, x, scale in (("k", call.k, cache.k_scale), ("v", call.v, cache.v_scale)):
-        for said in losses(name, x[slots >= 0], scale, cache):
-            warnings.warn(said, QuantisationWarning, stacklevel=4)
+        for message in losses(name, x[slots >= 0], scale, cache):
+            warnings.warn(message, QuantisationWarning, stacklevel=4)
 
 
 def losses(name: str, x: torch.Tensor, scale: torch.Tensor | None, cache: KVCache) -> list[str]:

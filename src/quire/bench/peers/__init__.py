@@ -36,7 +36,7 @@ def _found(names: Sequence[str] | None, known: Sequence[str], make: Callable[[An
     for name in known if names is None else dict.fromkeys(names):
         try:
             found[name] = make(import_module(f"quire.bench.peers.{name}"))
-        # A package that is there but broken raises whatever it likes.
+        # An installed but broken package may raise any exception.
         except Exception as error:
             missing[name] = f"{type(error).__name__}: {error}"
             if names is not None:

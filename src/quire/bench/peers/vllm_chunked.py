@@ -1,4 +1,4 @@
-"""vLLM's `chunked_prefill_paged_decode` in Triton: a prefill kernel that takes new tokens beside the cache, and a decode kernel."""
+"""vLLM's `chunked_prefill_paged_decode` in Triton: a prefill kernel that takes new tokens as arguments, and a decode kernel."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from quire.cache.pool import PagePool
 LONGEST_SPIN = 0.05
 """Seconds for which the device may be kept busy while the host enqueues the layers of a step."""
 CYCLES_PER_SECOND = 2e9
-"""At least what the clock of a GPU makes: a spin may last longer than asked for, never much less."""
+"""At least what the clock of a GPU makes: a spin may last longer than requested, never much less."""
 
 
 class Timed(NamedTuple):

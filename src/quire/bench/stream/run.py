@@ -56,7 +56,7 @@ def measure_cpu(
 
 
 def _better(before: StreamResult | None, now: StreamResult) -> StreamResult:
-    """The faster of two results; a wrong one is kept whatever the other says."""
+    """The faster of two results; a wrong one is always kept."""
     if before is None:
         return now
     if before.total is None or now.total is None:

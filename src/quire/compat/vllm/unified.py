@@ -193,7 +193,7 @@ def _per_head(name: str, descale: Scale) -> Scale:
 
 
 def _q_scale(q: torch.Tensor, q_descale: Scale) -> Scale:
-    """The scale of fp8 queries; None for other queries, whatever is passed."""
+    """The scale of fp8 queries; None for other queries, even if one is passed."""
     if not is_fp8(q.dtype):
         return None
     return 1.0 if q_descale is None else number("q_scale", q_descale)
