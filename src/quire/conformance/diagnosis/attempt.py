@@ -65,6 +65,17 @@ class Attempt:
         near = self._to(stages, (losses[0], losses[1]))
         return near if near > 1 or self._to(PLAIN, (losses[0], losses[1])) > 4 else torch.inf
 
+    def differs(self, stages: Stages) -> bool:
+        """Whether these stages predict another result than the correct one."""
+        want, live = truth(self.call, stages, self.losses), self.call.live
+        if not live:
+            return False
+        nothing = torch.zeros_like(self.bare)
+        off = float(ratios(want.outcome.out, nothing, self.right, live).max())
+        if self.lse is not None:
+            off = max(off, float(lse_ratios(want.outcome.lse, self.right, live).max()))
+        return not off <= 1
+
     def share_missed(self, stages: Stages) -> float:
         """The share of elements that are not what these stages predict."""
         want = truth(self.call, stages, self.losses)

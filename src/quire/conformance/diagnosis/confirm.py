@@ -32,7 +32,7 @@ class Confirmation:
             return
         if done.is_right:
             self.right.append(probe.what)
-            self._keep([m for m in self.found if not _shows(m, probe, done)], f"{probe.what}: correct, so not")
+            self._keep([m for m in self.found if not _shows(m, done)], f"{probe.what}: correct, so not")
             return
         kept = self._supported(probe, done)
         if kept or probe.required:
@@ -80,14 +80,12 @@ def confirm(found: list[Match], case: Case, target: Target) -> tuple[list[Match]
     return kept, [*state.evidence, *([f"correct with {', with '.join(state.right)}"] if state.right else [])]
 
 
-def _shows(match: Match, probe: Probe, done: Attempt) -> bool:
-    """Whether a fault would show in a probe that is correct. Faults of kernels for some lengths do not show with other lengths; but
-    a number solved from one result must hold for all."""
-    if not match.fault.applies(done.call):
+def _shows(match: Match, done: Attempt) -> bool:
+    """Whether a fault would show in a probe that is correct, which refutes it. A solved parameter that names a place of one call
+    (a row, a page) says nothing about another call."""
+    if not match.fault.applies(done.call) or (match.fault.solve is not None and not match.fault.lasting):
         return False
-    if match.fault.solve is None:
-        return probe.same_lengths and not carries(match, done)
-    return match.fault.lasting and not carries(match, done)
+    return not carries(match, done)
 
 
 def _nearly(match: Match, done: Attempt) -> bool:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+from typing import Any
 
 from quire.conformance.cases.case import Case
 from quire.conformance.diagnosis.attempt import Attempt, try_case
-from quire.conformance.diagnosis.candidates import NAMED, Match
+from quire.conformance.diagnosis.candidates import NAMED, Match, carries
 from quire.conformance.diagnosis.confirm import confirm
 from quire.conformance.faults import Fault
 from quire.conformance.oracle.exact import PLAIN, Stages
@@ -22,13 +23,29 @@ OPTIONS = {
 """Fields of a case that turn something on, and their defaults."""
 
 
+SIMPLER: tuple[dict[str, Any], ...] = (
+    {"kv_heads": 1},
+    {"kv_heads": 1, "group": 1},
+    {"group": 1},
+    {"lse": False},
+    {"index": ("int32",) * 3},
+    {"window": (None, None)},
+    {"strides": "dense"},
+    {"form": "full"},
+    {"table": "shuffled"},
+    {"causal": "yes", "mask": False},
+    *({name: default} for name, default in OPTIONS.items() if name in FEATURES),
+)
+"""Changes of a case that may remove a fault."""
+
+
 @dataclass
 class Pair:
     """Two faults that explain a result together."""
 
     matches: tuple[Match, Match]
-    reproduced: tuple[Case, Case | None]
-    """The case that shows each of them alone, where there is one."""
+    reproduced: tuple[Case, Case]
+    """The case that shows each of them alone."""
     distance: float
     evidence: tuple[str, ...]
 
@@ -55,9 +72,26 @@ def pair_of_faults(case: Case, target: Target, done: Attempt, named_alone: Calla
         found = [beside for fault in NAMED if (beside := _beside(first, fault, done)) is not None]
         for both, second in found:
             kept, said = confirm([both], case, target)
-            if kept:
+            alone_too = _without_first(first, second, case, target) if kept else None
+            if alone_too is not None:
                 evidence = (f"{first.fault.name} alone explains {bare.name} without options", *said)
-                return Pair((first, second), (bare, None), both.distance, evidence)
+                evidence = (*evidence, f"{second.fault.name} alone explains a case that {first.fault.name} does not affect")
+                return Pair((first, second), (bare, alone_too), both.distance, evidence)
+    return None
+
+
+def _without_first(first: Match, second: Match, case: Case, target: Target) -> Case | None:
+    """A case like the failing one that the first fault does not affect and in which the target fails as the second predicts; None
+    if none is found. Without it the second name could be a coincidence."""
+    plain = case.replace(poison="decoy", tail="page")
+    for change in SIMPLER:
+        simpler = plain.replace(**change)
+        done = try_case(simpler, target) if simpler != case else None
+        if done is None or done.error or done.is_right or not second.fault.applies(done.call):
+            continue
+        affected = first.fault.applies(done.call) and done.differs(first.stages)
+        if not affected and carries(second, done):
+            return simpler
     return None
 
 
