@@ -1,4 +1,5 @@
-"""Two faults at once: the first is named on a case without options, the second beside it on the case that fails."""
+"""Two faults at once. The first is named on a case without options. The second explains what it leaves unexplained: it is about one
+of these options, or it is reproduced in a case that the first does not affect."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from typing import Any
 
 from quire.conformance.cases.case import Case
 from quire.conformance.diagnosis.attempt import Attempt, try_case
-from quire.conformance.diagnosis.candidates import NAMED, Match, carries
+from quire.conformance.diagnosis.candidates import NAMED, Match, carries, explains
 from quire.conformance.diagnosis.confirm import confirm
 from quire.conformance.faults import Fault
 from quire.conformance.oracle.exact import PLAIN, Stages
@@ -45,7 +46,7 @@ class Pair:
 
     matches: tuple[Match, Match]
     reproduced: tuple[Case, Case]
-    """The case that shows each of them alone."""
+    """For each of them, the case that shows it; alone, where there is one."""
     distance: float
     evidence: tuple[str, ...]
 
@@ -69,20 +70,24 @@ def pair_of_faults(case: Case, target: Target, done: Attempt, named_alone: Calla
     if alone is None or alone.is_right or alone.error:
         return None
     for first in named_alone(bare, alone)[:1]:
-        found = [beside for fault in NAMED if (beside := _beside(first, fault, done)) is not None]
+        if explains(first, done):
+            return None  # the second would have no effect
+        found = [pair for fault in NAMED if (pair := _with_second(first, fault, done)) is not None]
         for both, second in found:
             kept, said = confirm([both], case, target)
-            alone_too = _without_first(first, second, case, target) if kept else None
-            if alone_too is not None:
-                evidence = (f"{first.fault.name} alone explains {bare.name} without options", *said)
-                evidence = (*evidence, f"{second.fault.name} alone explains a case that {first.fault.name} does not affect")
-                return Pair((first, second), (bare, alone_too), both.distance, evidence)
+            shown = _second_alone(first, second, case, target) if kept else None
+            if shown is None and (not kept or second.fault.applies(alone.call)):
+                continue
+            evidence = [f"{first.fault.name} alone explains {bare.name} without options", *said]
+            if shown is not None:
+                evidence.append(f"{second.fault.name} alone explains a case that {first.fault.name} does not affect")
+            return Pair((first, second), (bare, shown or case), both.distance, tuple(evidence))
     return None
 
 
-def _without_first(first: Match, second: Match, case: Case, target: Target) -> Case | None:
+def _second_alone(first: Match, second: Match, case: Case, target: Target) -> Case | None:
     """A case like the failing one that the first fault does not affect and in which the target fails as the second predicts; None
-    if none is found. Without it the second name could be a coincidence."""
+    if none is found."""
     plain = case.replace(poison="decoy", tail="page")
     for change in SIMPLER:
         simpler = plain.replace(**change)
@@ -95,8 +100,8 @@ def _without_first(first: Match, second: Match, case: Case, target: Target) -> C
     return None
 
 
-def _beside(first: Match, fault: Fault, done: Attempt) -> tuple[Match, Match] | None:
-    """A second fault whose stages, beside those of the first, predict the result."""
+def _with_second(first: Match, fault: Fault, done: Attempt) -> tuple[Match, Match] | None:
+    """A second fault whose stages, together with those of the first, predict the result."""
     if fault.solve is not None or fault.name == first.fault.name or not fault.applies(done.call):
         return None
     for parameters in fault.tries:

@@ -27,7 +27,7 @@ def probes(case: Case) -> Iterator[Probe]:
     plain = case.replace(poison="decoy", tail="page")
     lens = list(zip(case.q_lens, case.kv_lens))
     # Every length changes, also where a prefill has no shorter one.
-    short = tuple(n if (n := min(n, 150 + 7 * i) + 3 + i) >= q else q + 3 + i for i, (q, n) in enumerate(lens))
+    short = tuple(max(min(n, 150 + 7 * i), q) + 3 + i for i, (q, n) in enumerate(lens))
     if "int64" in case.index:
         yield Probe("indices in int32", plain.replace(index=("int32",) * 3, seed=case.seed + 2), True, True)
     other = plain.replace(seed=case.seed + 1, poison="decoy2", kv_lens=short, data="random")
