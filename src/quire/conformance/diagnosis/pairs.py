@@ -75,8 +75,10 @@ def pair_of_faults(case: Case, target: Target, done: Attempt, named_alone: Calla
         found = [pair for fault in NAMED if (pair := _with_second(first, fault, done)) is not None]
         for both, second in found:
             kept, said = confirm([both], case, target)
-            shown = _second_alone(first, second, case, target) if kept else None
-            if shown is None and (not kept or second.fault.applies(alone.call)):
+            if not kept:
+                continue
+            shown, refuted = _second_alone(first, second, case, target)
+            if refuted or (shown is None and second.fault.applies(alone.call)):
                 continue
             evidence = [f"{first.fault.name} alone explains {bare.name} without options", *said]
             if shown is not None:
@@ -85,19 +87,21 @@ def pair_of_faults(case: Case, target: Target, done: Attempt, named_alone: Calla
     return None
 
 
-def _second_alone(first: Match, second: Match, case: Case, target: Target) -> Case | None:
-    """A case like the failing one that the first fault does not affect and in which the target fails as the second predicts; None
-    if none is found."""
+def _second_alone(first: Match, second: Match, case: Case, target: Target) -> tuple[Case | None, bool]:
+    """A case like the failing one that the first fault does not affect and in which the target fails as the second predicts, if
+    there is one; and whether a case refutes the second: the target is correct although the fault would show."""
     plain = case.replace(poison="decoy", tail="page")
     for change in SIMPLER:
         simpler = plain.replace(**change)
         done = try_case(simpler, target) if simpler != case else None
-        if done is None or done.error or done.is_right or not second.fault.applies(done.call):
+        if done is None or done.error or not second.fault.applies(done.call):
             continue
-        affected = first.fault.applies(done.call) and done.differs(first.stages)
-        if not affected and carries(second, done):
-            return simpler
-    return None
+        if done.is_right:
+            if done.differs(second.stages):
+                return None, True
+        elif not (first.fault.applies(done.call) and done.differs(first.stages)) and carries(second, done):
+            return simpler, False
+    return None, False
 
 
 def _with_second(first: Match, fault: Fault, done: Attempt) -> tuple[Match, Match] | None:
