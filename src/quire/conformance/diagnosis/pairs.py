@@ -74,6 +74,8 @@ def pair_of_faults(case: Case, target: Target, done: Attempt, named_alone: Calla
             return None  # the second would have no effect
         found = [pair for fault in NAMED if (pair := _with_second(first, fault, done)) is not None]
         for both, second in found:
+            if not done.differs(second.stages):
+                continue  # by itself it would not show here
             kept, said = confirm([both], case, target)
             if not kept:
                 continue
