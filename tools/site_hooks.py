@@ -17,6 +17,10 @@ from mkdocs.structure.files import File, Files
 ROOT = Path(__file__).parents[1]
 PAGES = {"DESIGN.md": "design.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md", "README.md": "index.md"}
 """Files of the repository, and the page that shows each of them. The front page covers what the README says."""
+SHOWN = {**PAGES, "src/quire/__init__.py": "api.md"}
+"""The targets of links: the file that lists the public names leads to their reference."""
+FIGURE = re.compile(r'<img ([^>]*?)src="figures/(\w+)\.svg"([^>]*?)/?>')
+"""A figure in a page. Each has a narrow variant, which phones show."""
 LINK = re.compile(r"(\]\()([^)\s#]+)([^)\s]*\))")
 """A Markdown link: its target is the second group, an anchor may be in the third."""
 
@@ -35,6 +39,12 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     return markdown if generated else relink(markdown, f"docs/{page.file.src_uri}")
 
 
+def on_page_content(html: str, **_: Any) -> str:
+    """Figures with their narrow variants."""
+    source = r'<source media="(max-width: 44.9em)" srcset="figures/\2_narrow.svg">'
+    return FIGURE.sub(rf'<picture>{source}<img \1src="figures/\2.svg"\3></picture>', html)
+
+
 def relink(markdown: str, source: str) -> str:
     """Links of a file of the repository, as links between pages of the site."""
 
@@ -43,8 +53,8 @@ def relink(markdown: str, source: str) -> str:
         if "://" in link:
             return found[0]
         path = posixpath.normpath(posixpath.join(posixpath.dirname(source), link))
-        if path in PAGES:
-            return f"{found[1]}{PAGES[path]}{found[3]}"
+        if path in SHOWN:
+            return f"{found[1]}{SHOWN[path]}{found[3]}"
         if path.split("/")[0] == "examples":
             return f"{found[1]}examples.md#{anchor(path)})"
         return f"{found[1]}{posixpath.relpath(path, 'docs')}{found[3]}"
