@@ -31,6 +31,7 @@ class Sequence:
 
     def __init__(self, pool: PagePool, id: int, slot: int):
         self.id = id
+        """The number of the sequence, unique in its pool."""
         self._pool, self._slot = pool, slot
         self._runs: Runs = []
 

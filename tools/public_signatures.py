@@ -1,0 +1,16 @@
+"""A griffe extension: signatures as a caller may use them, without parameters that serve error messages alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import griffe
+
+
+class PublicSignatures(griffe.Extension):
+    def on_function(self, *, func: griffe.Function, **_: Any) -> None:
+        """Removes `**unknown`, which takes misspelt arguments, and the default of arguments that must be given."""
+        func.parameters = griffe.Parameters(*(p for p in func.parameters if p.name != "unknown"))
+        for parameter in func.parameters:
+            if str(parameter.default) == "NOT_GIVEN":
+                parameter.default = None
