@@ -34,7 +34,17 @@ def on_files(files: Files, config: Any) -> Files:
     return files
 
 
+BOOSTED = {"explain.md": 3}
+"""Pages that a search lists first: "which kernel ran" occurs in many."""
+ALONE = ("index.md", "rocm_story.md")
+"""Pages that are a tab by themselves: a list of the pages of their section would have one entry."""
+
+
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    if page.file.src_uri in ALONE:
+        page.meta["hide"] = ["navigation"]
+    if page.file.src_uri in BOOSTED:
+        page.meta["search"] = {"boost": BOOSTED[page.file.src_uri]}
     generated = page.file.generated_by is not None
     return markdown if generated else relink(markdown, f"docs/{page.file.src_uri}")
 
@@ -127,10 +137,10 @@ class Entry(NamedTuple):
     @property
     def summary(self) -> str:
         """The first sentence of the docstring."""
-        for node in ast.parse(source_of(self.home)).body:
+        for node in reversed(ast.parse(source_of(self.home)).body):  # after its overloads
             if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and node.name == self.name:
                 text = " ".join((ast.get_docstring(node) or "").split("\n\n")[0].split())
-                return re.split(r"(?<=[.:]) ", text)[0].rstrip(":.").replace("|", "\\|")
+                return re.split(r"(?<=\.) ", text)[0].rstrip(":.").replace("|", "\\|")
         raise ValueError(f"{self.home} does not define {self.name}")
 
     def section(self) -> str:

@@ -132,7 +132,7 @@ class Decision:
         return f"{count}not compiled yet (about {max(1, round(seconds))} s)"
 
     def summary(self, width: int = 100) -> str:
-        """A short text: the choice, its reason, what would be faster, and the refusals by reason. `str(decision)` has every limit."""
+        """In short: the choice, its reason, what would be faster, and the refusals by reason. `str(decision)` has every limit."""
         from quire.dispatch.summary import summary
 
         return "\n".join(part for line in summary(self) for part in line.wrapped(width))
