@@ -14,3 +14,8 @@ class PublicSignatures(griffe.Extension):
         for parameter in func.parameters:
             if str(parameter.default) == "NOT_GIVEN":
                 parameter.default = None
+
+    def on_attribute(self, *, attr: griffe.Attribute, **_: Any) -> None:
+        """Removes what the constructor assigns to an attribute: it is not a default."""
+        if "class-attribute" not in attr.labels:
+            attr.value = None

@@ -140,7 +140,9 @@ class Entry(NamedTuple):
         for node in reversed(ast.parse(source_of(self.home)).body):  # after its overloads
             if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and node.name == self.name:
                 text = " ".join((ast.get_docstring(node) or "").split("\n\n")[0].split())
-                return re.split(r"(?<=\.) ", text)[0].rstrip(":.").replace("|", "\\|")
+                sentences = re.split(r"(?<=\.) ", text)
+                # vLLM's operators name their output in the first sentence, and say in the second what they compute.
+                return " ".join(sentences[: 2 if len(sentences[0]) < 25 else 1]).rstrip(":.").replace("|", "\\|")
         raise ValueError(f"{self.home} does not define {self.name}")
 
     def section(self) -> str:

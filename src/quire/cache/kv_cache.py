@@ -91,26 +91,26 @@ class KVCache:
         ledger: bool,
     ):
         self._k, self._v, self._k_scale, self._v_scale = k, v, k_scale, v_scale
-        self.layout = layout
+        self.layout: Layout = layout
         """The order of the axes of a page; `layout.name` is nhd, hnd, vllm_x, vllm_joint or aiter."""
-        self.format = format
+        self.format: Format = format
         """How an element is stored; `format.name` is fp32, fp16, bf16, e4m3fn, e4m3fnuz, e5m2 or int8."""
-        self.pool = pool
+        self.pool: PagePool | None = pool
         """The pool that allocates the pages, or None."""
         self.k_view, self.v_view = layout.k.view(k), layout.v.view(v)
         """Views of K and V, `[pages, kv_heads, slot/, slot%, dim/, dim%]` (see `quire.cache.layout`)."""
         pages, kv_heads, slot_hi, slot_lo, _, _ = self.k_view.shape
-        self.pages = pages
+        self.pages: int = pages
         """Number of pages."""
-        self.kv_heads = kv_heads
+        self.kv_heads: int = kv_heads
         """Number of heads."""
-        self.page_size = slot_hi * slot_lo
+        self.page_size: int = slot_hi * slot_lo
         """Slots of a page."""
-        self.head_dim = self.k_view.shape[4] * self.k_view.shape[5]
+        self.head_dim: int = self.k_view.shape[4] * self.k_view.shape[5]
         """Size of a head of K."""
-        self.v_head_dim = self.v_view.shape[4] * self.v_view.shape[5]
+        self.v_head_dim: int = self.v_view.shape[4] * self.v_view.shape[5]
         """Size of a head of V."""
-        self.ledger = Ledger(pages, self.page_size, k.device, pool) if ledger else None
+        self.ledger: Ledger | None = Ledger(pages, self.page_size, k.device, pool) if ledger else None
         """A `Ledger` that records every write, or None."""
         self.packed: Any = None
         """Data that the native kernels cache."""

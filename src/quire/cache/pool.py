@@ -84,13 +84,13 @@ class PagePool:
         for name, value in (("pages", pages), ("page_size", page_size)):
             if not _is_count(value) or value < 1:
                 raise ArgumentError(name, describe(value), "an int of 1 or more")
-        self.pages = pages
+        self.pages: int = pages
         """Number of pages."""
-        self.page_size = page_size
+        self.page_size: int = page_size
         """Slots of a page."""
-        self.device = torch.device(device)
+        self.device: torch.device = torch.device(device)
         """The device of the batches' index tensors."""
-        self.steps = 0
+        self.steps: int = 0
         """The number of the latest step. Numbers of steps that failed or were rolled back are not used again."""
         self._free = FreeList(capacity=pages)
         self._holders = numpy.zeros(pages, dtype=numpy.int32)
