@@ -10,13 +10,17 @@ import ast
 import posixpath
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parents[1]
 PAGES = {"DESIGN.md": "design.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md", "README.md": "index.md"}
 """Files of the repository, and the page that shows each of them. The front page covers what the README says."""
+SHOWN = {**PAGES, "src/quire/__init__.py": "api.md"}
+"""The targets of links: the file that lists the public names leads to their reference."""
+FIGURE = re.compile(r'<img ([^>]*?)src="figures/(\w+)\.svg"([^>]*?)/?>')
+"""A figure in a page. Each has a narrow variant, which phones show."""
 LINK = re.compile(r"(\]\()([^)\s#]+)([^)\s]*\))")
 """A Markdown link: its target is the second group, an anchor may be in the third."""
 
@@ -30,9 +34,25 @@ def on_files(files: Files, config: Any) -> Files:
     return files
 
 
+BOOSTED = {"explain.md": 3}
+"""Pages that a search lists first: "which kernel ran" occurs in many."""
+ALONE = ("index.md", "rocm_story.md")
+"""Pages that are a tab by themselves: a list of the pages of their section would have one entry."""
+
+
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    if page.file.src_uri in ALONE:
+        page.meta["hide"] = ["navigation"]
+    if page.file.src_uri in BOOSTED:
+        page.meta["search"] = {"boost": BOOSTED[page.file.src_uri]}
     generated = page.file.generated_by is not None
     return markdown if generated else relink(markdown, f"docs/{page.file.src_uri}")
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """Figures with their narrow variants."""
+    source = r'<source media="(max-width: 44.9em)" srcset="figures/\2_narrow.svg">'
+    return FIGURE.sub(rf'<picture>{source}<img \1src="figures/\2.svg"\3></picture>', html)
 
 
 def relink(markdown: str, source: str) -> str:
@@ -43,8 +63,8 @@ def relink(markdown: str, source: str) -> str:
         if "://" in link:
             return found[0]
         path = posixpath.normpath(posixpath.join(posixpath.dirname(source), link))
-        if path in PAGES:
-            return f"{found[1]}{PAGES[path]}{found[3]}"
+        if path in SHOWN:
+            return f"{found[1]}{SHOWN[path]}{found[3]}"
         if path.split("/")[0] == "examples":
             return f"{found[1]}examples.md#{anchor(path)})"
         return f"{found[1]}{posixpath.relpath(path, 'docs')}{found[3]}"
@@ -68,15 +88,77 @@ def anchor(path: str) -> str:
     return Path(name[0]).stem.replace("_", "-") if name else "examples"
 
 
+OTHERS = {
+    "Sequence": "quire.cache.sequence",
+    "Usage": "quire.cache.pool",
+    "Ledger": "quire.cache.ledger",
+    "Kernel": "quire.dispatch.kernel",
+    "Candidate": "quire.dispatch.decision",
+    "QuantisationWarning": "quire.errors",
+}
+"""Classes that the public functions return or give, and where they are defined. A user does not import them."""
+
+
 def api_page() -> str:
     """Every public name of the package, under the heading that a user imports it by; mkdocstrings adds the docstrings."""
-    homes, public = public_names(ast.parse((ROOT / "src" / "quire" / "__init__.py").read_text()))
-    parts = ["# API reference\n\nEverything that `import quire` provides. The text comes from the docstrings.\n"]
-    for name in public:
-        if name in homes:
-            parts.append(f"::: {homes[name]}.{name}\n    options:\n      heading: quire.{name}\n")
-    parts.append("::: quire.reference\n    options:\n      heading: quire.reference\n      members: [attention]\n")
-    return "\n".join(parts)
+    homes, public = public_names(ast.parse(source_of("quire")))
+    entries = [Entry(f"quire.{name}", homes[name], name) for name in public if name in homes]
+    entries.append(Entry("quire.reference.attention", "quire.reference", "attention"))
+    others = [Entry(name, home, name) for name, home in OTHERS.items()]
+    vllm_homes, vllm = public_names(ast.parse(source_of("quire.compat.vllm")))
+    operators = [Entry(f"quire.compat.vllm.{name}", vllm_homes[name], name) for name in vllm]
+    return "\n".join(
+        [
+            "# API reference\n",
+            "Everything that `import quire` provides. The text comes from the docstrings.\n",
+            *overview(entries),
+            "Classes of results and handles:\n",
+            *overview(others),
+            "vLLM's operators, in `quire.compat.vllm` ([migrating](migrating.md#from-vllm)):\n",
+            *overview(operators),
+            *(entry.section() for entry in [*entries, *others, *operators]),
+        ]
+    )
+
+
+class Entry(NamedTuple):
+    """A name of the reference: as a user knows it, and the module that defines it."""
+
+    title: str
+    home: str
+    name: str
+
+    @property
+    def path(self) -> str:
+        """What mkdocstrings documents, whose path is the anchor: the public name, unless a module has it too."""
+        module = (ROOT / "src").joinpath(*self.title.split(".")).with_suffix(".py")
+        return self.title if self.title.startswith("quire.") and not module.exists() else f"{self.home}.{self.name}"
+
+    @property
+    def summary(self) -> str:
+        """The first sentence of the docstring."""
+        for node in reversed(ast.parse(source_of(self.home)).body):  # after its overloads
+            if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and node.name == self.name:
+                text = " ".join((ast.get_docstring(node) or "").split("\n\n")[0].split())
+                sentences = re.split(r"(?<=\.) ", text)
+                # vLLM's operators name their output in the first sentence, and say in the second what they compute.
+                return " ".join(sentences[: 2 if len(sentences[0]) < 25 else 1]).rstrip(":.").replace("|", "\\|")
+        raise ValueError(f"{self.home} does not define {self.name}")
+
+    def section(self) -> str:
+        # Short anchors also for functions, whose modules have their names.
+        short = "" if self.path == self.title else f'<a id="{self.title}"></a>\n\n'
+        inherited = "      inherited_members: true\n" if self.name == "Problem" else ""
+        return f"{short}::: {self.path}\n    options:\n      heading: {self.title}\n{inherited}"
+
+
+def overview(entries: list[Entry]) -> list[str]:
+    return ["| name | |", "|---|---|", *(f"| [`{entry.title}`](#{entry.path}) | {entry.summary} |" for entry in entries), ""]
+
+
+def source_of(module: str) -> str:
+    path = (ROOT / "src").joinpath(*module.split("."))
+    return (path / "__init__.py" if path.is_dir() else path.with_suffix(".py")).read_text()
 
 
 def public_names(tree: ast.Module) -> tuple[dict[str, str], list[str]]:

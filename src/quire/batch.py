@@ -112,7 +112,12 @@ class Batch:
     ):
         if unknown:
             refuse_unknown(Batch.__init__, unknown)
-        self.page_table, self.kv_lens, self.q_starts = page_table, kv_lens, q_starts
+        self.page_table: torch.Tensor = page_table
+        """The pages of each sequence, `[seqs, pages_per_seq]`."""
+        self.kv_lens: torch.Tensor = kv_lens
+        """The length of each sequence with its new tokens, `[seqs]`."""
+        self.q_starts: torch.Tensor = q_starts
+        """Where the new tokens of each sequence start in q, `[seqs + 1]`."""
         self.given_slots = slots
         """The slots given by the caller; None if they are computed from the page table."""
         self.check_tensors()
@@ -121,7 +126,10 @@ class Batch:
                 raise ArgumentError(name, describe(hint), "an int of 0 or more, known on the host, or None")
         if page_size is not None and (not isinstance(page_size, int) or isinstance(page_size, bool) or page_size < 1):
             raise ArgumentError("page_size", describe(page_size), "an int of 1 or more, or None")
-        self.max_q_len, self.max_kv_len = max_q_len, max_kv_len
+        self.max_q_len: int | None = max_q_len
+        """An upper bound of the new tokens of a sequence, or None: a hint."""
+        self.max_kv_len: int | None = max_kv_len
+        """An upper bound of the lengths, or None: a hint."""
         self.copies: tuple[tuple[int, int], ...] = copies if isinstance(copies, Copies) else tuple(copies)
         """(source, target) pages to copy before this batch is written (copy-on-write). `write` applies them, once for each
         cache."""
@@ -129,7 +137,7 @@ class Batch:
         """The pool's sequences in the order of the batch, or None. A ledger uses them to distinguish the tokens of sequences."""
         self.validated: Any = None
         """The calls for which the values of this batch were validated: `quire.contract.validated`."""
-        self.page_size = page_size
+        self.page_size: int | None = page_size
         """Slots of a page, or None."""
         self.step_id: tuple[str, int] | None = None
         """The pool and the step that made this batch; None for other batches."""

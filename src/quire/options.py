@@ -49,16 +49,25 @@ class Traits:
     causal: str = "yes"
     """yes, no or per-sequence."""
     window: tuple[int | None, int | None] = (None, None)
+    """(left, right) keys visible besides the query's own; None is unbounded."""
     softcap: bool = False
+    """Whether there is a softcap."""
     alibi: bool = False
+    """Whether there are ALiBi slopes."""
     sinks: bool = False
+    """Whether there are sinks."""
     mask: bool = False
+    """Whether there is a tree mask."""
     batch_invariant: bool = False
+    """Whether results are batch-invariant."""
     alibi_dtype: str = "fp32"
+    """The type of the slopes."""
     sinks_dtype: str = "fp32"
+    """The type of the sinks."""
     positions: str = "none"
     """The type of a tree's positions: none, int32 or int64."""
     negative_scale: bool = False
+    """Whether the scale is negative."""
 
 
 Window = int | tuple[int | None, int | None] | None
@@ -67,10 +76,13 @@ Scalar = float | torch.Tensor | None
 
 @dataclass(frozen=True, eq=False)
 class Options:
-    """The features of one attention layer. Logits are made in this order: scale, softcap, mask, ALiBi; then the sink.
+    """The features of one attention layer: a frozen value, validated once and reused in every call. Logits are made in this order:
+    scale, softcap, mask, ALiBi; then the sink.
 
-    >>> Options(window=4096, softcap=50.0)
-    Options(window=4096, softcap=50.0)
+    Example:
+        >>> import quire
+        >>> quire.Options(window=4096, softcap=50.0)
+        Options(window=4096, softcap=50.0)
     """
 
     window: Window = None

@@ -16,14 +16,17 @@ from quire.errors import ArgumentError
 
 @dataclass(frozen=True)
 class Platform:
-    """One device and what it can do. Hashable and without tensors, so that every decision for every machine can be tested on
-    any machine.
+    """A device and what it can do. It is hashable and has no tensors, so that the choice of a kernel can be explained for any
+    machine on any machine.
 
-    >>> print(Platform.named("gfx90a"))
-    amd gfx90a: 64 KiB shared memory, warps of 64
+    Example:
+        >>> import quire
+        >>> print(quire.Platform.named("gfx90a"))
+        amd gfx90a: 64 KiB shared memory, warps of 64
     """
 
     name: str
+    """The name of the device, or the name that was asked for."""
     vendor: str
     """nvidia, amd or cpu; 'other' for any other torch device."""
     arch: str
@@ -37,8 +40,9 @@ class Platform:
     fp8: str | None = None
     """The fp8 format that the hardware supports, None if it supports none."""
     cpu_features: tuple[str, ...] = ()
+    """Instruction sets of a CPU, such as avx2 or amx_bf16."""
     multiprocessors: int | None = None
-    """None where only the name is known."""
+    """Number of multiprocessors (AMD: compute units); None where only the name is known."""
 
     @property
     def program_memory(self) -> int:

@@ -41,6 +41,7 @@ class Prepared(NamedTuple):
     kernels: tuple[str, ...]
     """A key for each compiled kernel, as in `Decision.compiled`."""
     seconds: float
+    """The time that it took."""
     workspace_bytes: int
     """The maximum workspace (partial results) that one call allocates, for any batch."""
 

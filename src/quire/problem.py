@@ -24,15 +24,19 @@ ANY = 2**31 - 1
 
 
 class Extent(NamedTuple):
-    """How large one batch is: counts, and upper bounds of its lengths. They choose a kernel and size its launch, and nothing is
-    compiled for them.
+    """The size of one batch: counts, and upper bounds of its lengths. They choose a kernel and size its launch; nothing is compiled
+    for them.
 
-    >>> print(Extent(seqs=64, tokens=64, max_q_len=1, max_kv_len=4096))
-    decode, q <= 1, kv <= 4096
+    Example:
+        >>> import quire
+        >>> print(quire.Extent(seqs=64, tokens=64, max_q_len=1, max_kv_len=4096))
+        decode, q <= 1, kv <= 4096
     """
 
     seqs: int = 1
+    """Number of sequences."""
     tokens: int = 1
+    """Rows of q, padding included."""
     max_q_len: int = 1
     """Upper bound of the new tokens of one sequence."""
     max_kv_len: int = 1
@@ -62,32 +66,43 @@ class Extent(NamedTuple):
 
 @dataclass(frozen=True)
 class Problem(Traits):
-    """The host facts of one layer's calls. Hashable, no tensors, no device reads, one line of text, JSON both ways.
+    """What a kernel is compiled for: sizes, types and features of the calls of one layer, without tensors. It is hashable, and
+    can be written as JSON.
 
-    >>> print(Problem(q_heads=32, kv_heads=8, head_dim=128, page_size=16))
-    32/8 heads x 128, pages of 16 nhd bf16, q bf16
+    Example:
+        >>> import quire
+        >>> print(quire.Problem(q_heads=32, kv_heads=8, head_dim=128, page_size=16))
+        32/8 heads x 128, pages of 16 nhd bf16, q bf16
     """
 
     q_heads: int
+    """Heads of the queries."""
     kv_heads: int
+    """Heads of the cache."""
     head_dim: int
+    """Size of a head of q and K."""
     page_size: int
+    """Slots of a page."""
     v_head_dim: int = 0
-    """0 in the constructor means: as head_dim."""
+    """Size of a head of V and of the output. 0 in the constructor means: as head_dim."""
     q_dtype: str = "bf16"
+    """The type of the queries."""
     out_dtype: str = ""
-    """Empty in the constructor means: as q_dtype."""
+    """The type of the output. Empty in the constructor means: as q_dtype."""
     format: str = "bf16"
     """How the cache stores an element."""
     layout: str = "nhd"
+    """nhd, hnd, vllm_x, vllm_joint or aiter."""
     scales: str = "none"
-    """none, tensor, head or token."""
+    """The granularity of the scales: none, tensor, head or token."""
     index: str = "int32"
     """The type of page_table, kv_lens and q_starts; the three types joined by '+' if they differ."""
     form: str = "full"
     """full: the cache holds every token. context: the new tokens come as k and v."""
     lse: bool = False
+    """Whether the call also returns the LSE."""
     device: str = "cpu"
+    """The torch device of the tensors."""
     memory: str = "aligned"
     """aligned: every tensor begins at a multiple of 16 bytes, its last axis and the index tensors have stride 1, and its other
     strides are what a projection's views have. generic: anything else."""
@@ -96,6 +111,7 @@ class Problem(Traits):
     q_scale: str = "none"
     """none, number (also a tensor of another device, which is read on the host) or tensor."""
     out_scale: str = "none"
+    """As `q_scale`, for the output."""
     context_from: int = 1
     """Sequences with at least that many new tokens take them from `new`. Other than 1 in vLLM's operators alone."""
     only: tuple[int, int] = (0, ANY)
@@ -103,9 +119,11 @@ class Problem(Traits):
     k_pages: PageStrides | None = None
     """How K's pages lie in memory; None in the constructor means: as `KVCache.allocate` makes them."""
     v_pages: PageStrides | None = None
+    """The same for V."""
     k_scale_strides: tuple[int, ...] | None = None
     """Strides of K's scales by page, slot and head; None in the constructor means: contiguous."""
     v_scale_strides: tuple[int, ...] | None = None
+    """The same for V."""
     far: bool = False
     """Whether offsets of elements in the cache reach 2^31, so that they need 64 bits."""
 

@@ -169,3 +169,16 @@ def test_points_lie_inside_and_under_the_roof() -> None:
 def test_an_html_report_of_little(rows: list[Measurement], rooflines: int, bars: int) -> None:
     parsed = ParsedHtml(html_report(made(rows)))
     assert parsed.open == [] and (parsed.count("svg"), parsed.count("div", "fill")) == (rooflines, bars)
+
+
+def test_bars_that_are_cut_off_are_marked() -> None:
+    rows = [row(DECODE, "quire", 100), row(DECODE, "fa3", 500), row(PREFILL, "quire", 900), row(PREFILL, "fa3", 910)]
+    parsed, text = ParsedHtml(html_report(made(rows))), html_report(made(rows))
+    assert (parsed.count("div", "clipped"), parsed.count("div", "fill")) == (1, 2)
+    assert "cut off at 3" in text and "5.00" in text
+    assert "cut off" not in html_report(made())
+
+
+def test_points_above_the_product_are_explained() -> None:
+    rows = [row(PREFILL, "quire", 500)]
+    assert "was measured in bf16" in html_report(made(rows)) and "was measured in bf16" not in html_report(made())

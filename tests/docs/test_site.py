@@ -47,6 +47,32 @@ def test_every_public_name_is_documented(site: Path) -> None:
     assert [name for name in names if not re.search(rf"<h2 id=[^>]*>.{{0,200}}?quire\.{name}\b", page, re.DOTALL)] == []
 
 
+def test_the_reference_shows_fields_and_no_internals(site: Path) -> None:
+    page = (site / "api.html").read_text()
+    for anchor in ("Decision.chosen", "Violation.given", "Batch.page_table", "Extent.seqs", "Prepared.seconds", "Problem.softcap"):
+        assert re.search(rf'id="?quire\.{anchor}\b', page), anchor
+    for internal in ("NOT_GIVEN", "NoReturn", "KVCache.packed", "Batch.validated", "Options.too_large", "KVCache.__copy__"):
+        assert internal not in page, internal
+
+
+def test_figures_have_narrow_variants(site: Path) -> None:
+    sources = re.findall(r'srcset="?(figures/\w+_narrow\.svg)', (site / "performance.html").read_text())
+    assert len(sources) == 3 and all((site / source).exists() for source in sources)
+
+
+def luminance(color: str) -> float:
+    channels = [int(color[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    red, green, blue = (c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels)
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+
+def test_white_text_on_colored_cells_can_be_read() -> None:
+    text = (ROOT / "tools" / "figures" / "style.py").read_text()
+    colors = re.findall(r"#[0-9a-f]{6}", text[text.index("COLORS = ") :].splitlines()[0])
+    assert len(colors) == 6
+    assert [color for color in colors if 1.05 / (luminance(color) + 0.05) < 4.5] == []
+
+
 @pytest.fixture(scope="module")
 def drawn(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if not find_spec("matplotlib"):

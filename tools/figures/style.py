@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import re
+import textwrap
 from typing import Any
 
 import matplotlib
@@ -11,12 +12,16 @@ import matplotlib
 matplotlib.use("svg")
 
 from matplotlib import pyplot
+from matplotlib.axes import Axes
 from matplotlib.patches import Rectangle
 
 LIGHT = {"ink": "#1f2328", "paper": "#fffffe", "faint": "#d0d7de", "soft": "#eef1f4"}
 DARK = {"ink": "#e6edf3", "paper": "#1e2129", "faint": "#464c57", "soft": "#2b303a"}
-COLORS = ("#3b82c4", "#e07b39", "#3f9d63", "#b65fa8", "#c9a227", "#7a6ff0")
-"""Of sequences and series: readable on white and on dark gray."""
+COLORS = ("#3678b4", "#b5591c", "#358353", "#af50a0", "#8d721b", "#6a5dee")
+"""Of sequences and series. White text on them has a contrast of at least 4.5; they have at least 3 on white and on dark gray."""
+
+NARROW = 3.9
+"""Width of a figure for a phone, in inches: it is shown without being scaled down much."""
 
 matplotlib.rcParams.update(
     {
@@ -39,8 +44,25 @@ matplotlib.rcParams.update(
 )
 
 
-def cell(x: float, y: float, width: float, height: float, color: str, edge: str = LIGHT["paper"]) -> Rectangle:
-    return Rectangle((x, y), width, height, facecolor=color, edgecolor=edge, linewidth=0.7)
+def size(narrow: bool, width: float, height: float, narrow_height: float) -> tuple[float, float]:
+    """The size of a figure in inches: for a page, or for a phone."""
+    return (NARROW, narrow_height) if narrow else (width, height)
+
+
+def cell(
+    x: float, y: float, width: float, height: float, color: str, edge: str = LIGHT["paper"], linewidth: float = 0.7
+) -> Rectangle:
+    return Rectangle((x, y), width, height, facecolor=color, edgecolor=edge, linewidth=linewidth)
+
+
+def wrapped(text: str, narrow: bool, width: int = 48) -> str:
+    """Text in lines that fit a narrow figure; in one line otherwise."""
+    return "\n".join(textwrap.wrap(text, width)) if narrow else text
+
+
+def titled(axes: Axes, text: str, narrow: bool) -> None:
+    """Sets the title of a panel."""
+    axes.set_title(wrapped(text, narrow), loc="left", fontsize=10, weight="bold")
 
 
 def as_svg(figure: Any) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,8 +11,12 @@ from quire.html import render
 
 WIDTH, HEIGHT = 1000, 470
 """Of the roofline, in pixels."""
+READS_WIDTH = 120
+"""Room for the label of the read bandwidth."""
 LARGEST_RATIO = 3.0
-"""Bars of ratios end here."""
+"""Bars of ratios end here. A longer one is cut off, and has a pointed end."""
+ABOVE = "The matrix product was measured in {}. Workloads in other types can exceed it where the machine has instructions for them."
+"""The note of a roofline with points above the roof."""
 
 
 def html_report(report: Mapping[str, Any]) -> str:
@@ -47,10 +50,11 @@ def _roofline(report: Mapping[str, Any], rows: Sequence[ResultRow], colors: Mapp
     # The sloped part begins where it enters the chart, from the left or from below.
     enters = max(10.0**x.low, 10.0**y.low * 1e9 / bytes_per_second)
     roof = [(enters, enters * bytes_per_second), (knee, flops_per_second), (10.0**x.high, flops_per_second)]
-    middle = math.sqrt(enters * knee)
     reads = f"reads {rate(limits['read_gigabytes_per_second'])} {rate.name}"
     product = f"{PRECISION[device]} product {work(flops_per_second / 1e9)} {work.name}"
+    exceeded = any(row["gigaflops"] * 1e9 > flops_per_second for row in shown)
     return {
+        "note": ABOVE.format(PRECISION[device]) if exceeded else "",
         "x": x,
         "y": y,
         "width": WIDTH,
@@ -59,7 +63,8 @@ def _roofline(report: Mapping[str, Any], rows: Sequence[ResultRow], colors: Mapp
         "unit": work.name,
         "roof": " ".join(f"{x(at)},{y(flops / 1e9)}" for at, flops in roof),
         "labels": [
-            {"x": x(middle) - 10, "y": y(middle * bytes_per_second / 1e9) - 8, "text": reads},
+            # Left of the knee, above the slope.
+            {"x": max(x(knee) - 8, x.start + READS_WIDTH), "y": y(flops_per_second / 1e9) - 8, "text": reads},
             {"x": x.end - 4, "y": y(flops_per_second / 1e9) - 8, "text": product},
         ],
         # Quire's points last, above the others.
@@ -87,7 +92,12 @@ def _ratios(rows: Sequence[ResultRow], colors: Mapping[str, str]) -> dict[str, A
     def percent(ratio: float) -> float:
         return round(100 * min(ratio, largest) / largest, 2)
 
-    return {"one": percent(1.0), "bars": [_bar(row, _peers(row, rows), colors, percent) for row in bars]}
+    return {
+        "one": percent(1.0),
+        "largest": f"{largest:g}",
+        "clipped": any(row["ratio"] > largest for row in bars),
+        "bars": [_bar(row, _peers(row, rows), colors, percent) | {"clipped": row["ratio"] > largest} for row in bars],
+    }
 
 
 def _peers(row: ResultRow, rows: Sequence[ResultRow]) -> list[ResultRow]:

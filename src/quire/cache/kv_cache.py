@@ -72,13 +72,6 @@ class KVCache:
     new cache of zeros, in contiguous memory and without a pool; scales per token are 1 again. A deep copy has the contents too, and
     a copy of the pool.
 
-    Attributes:
-        k, v: The storage, in the shape of the layout; quantised formats may be stored as torch.uint8.
-        k_view, v_view: Views of the same memory, `[pages, kv_heads, slot/, slot%, dim/, dim%]` (see `quire.cache.layout`).
-        k_scale, v_scale: fp32 `[]`, `[kv_heads]` or `[pages, page_size, kv_heads]`; None if the format is not quantised.
-        pages, page_size, kv_heads, head_dim, v_head_dim: Sizes.
-        ledger: A `Ledger` that records every write, or None.
-
     Example:
         >>> import torch, quire
         >>> pool = quire.PagePool(pages=8, page_size=16)
@@ -97,14 +90,28 @@ class KVCache:
         pool: PagePool | None,
         ledger: bool,
     ):
-        self._k, self._v, self.layout, self.format = k, v, layout, format
+        self._k, self._v, self._k_scale, self._v_scale = k, v, k_scale, v_scale
+        self.layout: Layout = layout
+        """The order of the axes of a page; `layout.name` is nhd, hnd, vllm_x, vllm_joint or aiter."""
+        self.format: Format = format
+        """How an element is stored; `format.name` is fp32, fp16, bf16, e4m3fn, e4m3fnuz, e5m2 or int8."""
+        self.pool: PagePool | None = pool
+        """The pool that allocates the pages, or None."""
         self.k_view, self.v_view = layout.k.view(k), layout.v.view(v)
-        self._k_scale, self._v_scale, self.pool = k_scale, v_scale, pool
+        """Views of K and V, `[pages, kv_heads, slot/, slot%, dim/, dim%]` (see `quire.cache.layout`)."""
         pages, kv_heads, slot_hi, slot_lo, _, _ = self.k_view.shape
-        self.pages, self.kv_heads, self.page_size = pages, kv_heads, slot_hi * slot_lo
-        self.head_dim = self.k_view.shape[4] * self.k_view.shape[5]
-        self.v_head_dim = self.v_view.shape[4] * self.v_view.shape[5]
-        self.ledger = Ledger(pages, self.page_size, k.device, pool) if ledger else None
+        self.pages: int = pages
+        """Number of pages."""
+        self.kv_heads: int = kv_heads
+        """Number of heads."""
+        self.page_size: int = slot_hi * slot_lo
+        """Slots of a page."""
+        self.head_dim: int = self.k_view.shape[4] * self.k_view.shape[5]
+        """Size of a head of K."""
+        self.v_head_dim: int = self.v_view.shape[4] * self.v_view.shape[5]
+        """Size of a head of V."""
+        self.ledger: Ledger | None = Ledger(pages, self.page_size, k.device, pool) if ledger else None
+        """A `Ledger` that records every write, or None."""
         self.packed: Any = None
         """Data that the native kernels cache."""
         self.applied = AppliedCopies()
@@ -116,17 +123,18 @@ class KVCache:
     # cannot trace operator.attrgetter.
     @property
     def k(self) -> torch.Tensor:
-        """The storage of K."""
+        """The storage of K, in the shape of the layout; quantised formats may be stored as torch.uint8."""
         return self._k
 
     @property
     def v(self) -> torch.Tensor:
-        """The storage of V."""
+        """The storage of V, likewise."""
         return self._v
 
     @property
     def k_scale(self) -> torch.Tensor | None:
-        """The scales of K, or None. May be replaced by a tensor of the same shape."""
+        """The scales of K: fp32 `[]`, `[kv_heads]` or `[pages, page_size, kv_heads]`; None if the format is not quantised. May be
+        replaced by a tensor of the same shape."""
         return self._k_scale
 
     @k_scale.setter
@@ -136,7 +144,7 @@ class KVCache:
 
     @property
     def v_scale(self) -> torch.Tensor | None:
-        """The scales of V, or None. May be replaced by a tensor of the same shape."""
+        """The scales of V, likewise."""
         return self._v_scale
 
     @v_scale.setter

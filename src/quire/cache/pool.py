@@ -33,10 +33,13 @@ class Usage(NamedTuple):
     """The state of a pool in numbers."""
 
     pages: int
+    """Pages of the pool."""
     free: int
+    """Free pages."""
     shared: int
     """Pages with more than one holder."""
     sequences: int
+    """Live sequences."""
     tokens: int
     """The sum of the lengths of all sequences; a shared token counts once for each sequence."""
 
@@ -81,8 +84,13 @@ class PagePool:
         for name, value in (("pages", pages), ("page_size", page_size)):
             if not _is_count(value) or value < 1:
                 raise ArgumentError(name, describe(value), "an int of 1 or more")
-        self.pages, self.page_size, self.device = pages, page_size, torch.device(device)
-        self.steps = 0
+        self.pages: int = pages
+        """Number of pages."""
+        self.page_size: int = page_size
+        """Slots of a page."""
+        self.device: torch.device = torch.device(device)
+        """The device of the batches' index tensors."""
+        self.steps: int = 0
         """The number of the latest step. Numbers of steps that failed or were rolled back are not used again."""
         self._free = FreeList(capacity=pages)
         self._holders = numpy.zeros(pages, dtype=numpy.int32)
@@ -172,11 +180,12 @@ class PagePool:
         """Allocates slots for new tokens of one sequence, without making a batch.
 
         Returns:
-            The (source, target) pages that copy-on-write must copy before the tokens are written: pass them to `copy_pages` of
+            The (source, target) pages that copy-on-write must copy before the tokens are written. Pass them to `copy_pages` of
             every layer's cache.
 
         Raises:
-            OutOfPages, ArgumentError: as `step`.
+            OutOfPages: There are too few free pages. The pool is unchanged.
+            ArgumentError: The sequence was freed or belongs to another pool, or the count is not an int of 0 or more.
         """
         self._undo_pending()
         transaction = Transaction()

@@ -30,7 +30,8 @@ class Sequence:
     __slots__ = ("_pool", "_runs", "_slot", "id")
 
     def __init__(self, pool: PagePool, id: int, slot: int):
-        self.id = id
+        self.id: int = id
+        """The number of the sequence, unique in its pool."""
         self._pool, self._slot = pool, slot
         self._runs: Runs = []
 

@@ -39,14 +39,19 @@ class Violation:
     argument: str
     """The argument, with the index of the offending entry if there is one."""
     given: str
+    """What was given, in words."""
     allowed: str
+    """What is allowed, in words."""
     seq: int | None = None
     """The index of the sequence in the batch, if the violation concerns one."""
     token: int | None = None
     """The position of the token in that sequence, or its index in q, k or slots."""
     page: int | None = None
+    """The page, if the violation concerns one."""
     slot: int | None = None
+    """The slot, if the violation concerns one."""
     picture: str = ""
+    """The invalid entry in its row of the page table, as lines of text; may be empty."""
     harmless: bool = False
     """True if the call runs anyway: a hint that is too low only costs speed, and a token with a NaN only affects queries that see
     it."""

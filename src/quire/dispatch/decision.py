@@ -18,10 +18,13 @@ class Candidate(NamedTuple):
     """A kernel and the results of its limits."""
 
     kernel: Kernel
+    """The kernel."""
     findings: tuple[LimitResult, ...]
+    """Each of its limits: `rule`, `given`, `allowed`, `holds`, and `change`, what the user can change to satisfy it."""
 
     @property
     def refusals(self) -> tuple[LimitResult, ...]:
+        """The limits that do not hold."""
         return tuple(finding for finding in self.findings if not finding.holds)
 
     @property
@@ -31,6 +34,7 @@ class Candidate(NamedTuple):
         return None if None in changes else tuple(change for change in changes if change)
 
     def to_dict(self) -> dict[str, Any]:
+        """The candidate as JSON-compatible values."""
         refusals = [refusal.to_dict() for refusal in self.refusals]
         return {"kernel": self.kernel.name, "summary": self.kernel.summary, "refusals": refusals}
 
@@ -41,24 +45,31 @@ class Decision:
     programs.
 
     Example:
-        >>> import quire
-        >>> from quire.dispatch.choose import choose
-        >>> problem = quire.Problem(q_heads=32, kv_heads=8, head_dim=128, page_size=16)
-        >>> decision = choose(problem, quire.Extent(), quire.Platform.named("cpu"), kernel="torch")
+        >>> import torch, quire
+        >>> pool = quire.PagePool(pages=8, page_size=16)
+        >>> cache = quire.KVCache.allocate(pool, kv_heads=8, head_dim=128)
+        >>> q, batch = torch.zeros(40, 32, 128, dtype=torch.bfloat16), pool.step({pool.sequence(): 40})
+        >>> decision = quire.explain(q, cache, batch, platform=quire.Platform.named("h100"))
         >>> decision.chosen.name, decision.because
-        ('torch', 'torch was requested by name, and its limits all hold')
+        ('gluon-mixed', 'it is the first whose limits all hold')
     """
 
     problem: Problem
+    """What a kernel is compiled for."""
     extent: Extent
+    """The size of the batch."""
     platform: Platform
+    """The machine that the choice is for."""
     operation: str
+    """attend, write, step or audit."""
     chosen: Kernel | None
+    """The kernel that runs the call; None if no kernel can."""
     candidates: tuple[Candidate, ...]
     """Every kernel of the operation, the most preferred first."""
     requested: str | None = None
     """The name of the kernel, if one was requested."""
     capturing: bool = False
+    """Whether a CUDA graph is being captured."""
     related: tuple[Decision, ...] = ()
     """The decisions for the other kernels of the operation: the write of a step, the audit of a cache with a ledger."""
 
@@ -121,7 +132,7 @@ class Decision:
         return f"{count}not compiled yet (about {max(1, round(seconds))} s)"
 
     def summary(self, width: int = 100) -> str:
-        """One screen: the choice, its reason, what would be faster, and the refusals by reason. `str(decision)` has every limit."""
+        """In short: the choice, its reason, what would be faster, and the refusals by reason. `str(decision)` has every limit."""
         from quire.dispatch.summary import summary
 
         return "\n".join(part for line in summary(self) for part in line.wrapped(width))

@@ -181,14 +181,19 @@ class Kernel:
     Compared by identity, because the catalogue holds each kernel once and every call looks one up."""
 
     name: str
+    """The name, as `attend(..., kernel=...)` takes it."""
     operation: str
     """attend, write or audit."""
     summary: str
+    """What it does, in one line."""
     launcher: str
     """'module:function', imported at the first launch. The function makes the launcher of a problem on a platform."""
     vendors: tuple[str, ...] | None = None
+    """Of `Platform.vendor`; this and the next fields are limits."""
     families: tuple[str, ...] | None = None
+    """Of `Platform.family`."""
     arches: tuple[str, ...] | None = None
+    """Of `Platform.arch`."""
     cpu_features: tuple[str, ...] = ()
     """CPU features that are all required."""
     needs: tuple[str, ...] = ()
@@ -196,18 +201,29 @@ class Kernel:
     library: str | None = None
     """A file of the package that must exist; it is built on installation if there is a compiler."""
     q_dtypes: tuple[str, ...] | None = None
+    """Types of the queries."""
     pairs: tuple[str, ...] | None = None
     """Query types with cache formats, such as 'bf16 over fp16'."""
     formats: tuple[str, ...] | None = None
+    """Formats of the cache."""
     scales: tuple[str, ...] | None = None
+    """Of `Problem.scales`."""
     layouts: tuple[str, ...] | None = None
+    """Layouts of the cache."""
     memory: tuple[str, ...] | None = None
+    """Of `Problem.memory`."""
     page_size: OneOf | MultipleOf | IntRange | None = None
+    """Slots of a page."""
     head_dim: OneOf | MultipleOf | IntRange | None = None
+    """Sizes of a head of K."""
     v_head_dim: OneOf | MultipleOf | IntRange | None = None
+    """Sizes of a head of V."""
     group: OneOf | IntRange | None = None
+    """Query heads per KV head."""
     max_q_len: int | None = None
+    """The most new tokens of a sequence."""
     max_kv_len: int | None = None
+    """The most tokens of a sequence."""
     without: tuple[str, ...] = ()
     """Unsupported features, by their names in `Problem.features`."""
     capturable: bool = True
@@ -218,6 +234,7 @@ class Kernel:
 
     @cached_property
     def limits(self) -> tuple[Limit, ...]:
+        """All limits, as an explanation lists them."""
         return tuple(_limits(self))
 
     @cached_property
