@@ -35,8 +35,8 @@ struct Fp32Factors {
 
 template <int T>
 INLINE __m512i looked_up(__m512i codes, const uint8_t* table) {
-    __m512i size = Codes<T>::SIGNED ? _mm512_abs_epi8(codes) : codes, a = _mm512_load_si512(table), b = _mm512_load_si512(table + 64);
-    if (Codes<T>::NEGATIVE_ZERO) return _mm512_permutex2var_epi8(a, size, b);
+    __m512i size = Number<T>::TWOS_COMPLEMENT ? _mm512_abs_epi8(codes) : codes, a = _mm512_load_si512(table), b = _mm512_load_si512(table + 64);
+    if (Number<T>::NEGATIVE_ZERO) return _mm512_permutex2var_epi8(a, size, b);
     return _mm512_maskz_permutex2var_epi8(_mm512_test_epi8_mask(codes, codes), a, size, b);
 }
 

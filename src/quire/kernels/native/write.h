@@ -35,7 +35,7 @@ static void store_row(const Array& from, const Pages& pages, int64_t token, int6
                     if (x > top || x != x) top = x;
                     if (top != top) break;
                 }
-                top /= LARGEST[pages.type];
+                top /= with_type(pages.type, [](auto t) { return Number<t.value>::LARGEST; });
                 *scale = top == 0 ? 1.0f : top;
             }
             for (int64_t d = 0; d < dim; d += W) store(number + d, load(number + d) / *scale);
