@@ -20,8 +20,11 @@ pytest.importorskip("triton")
 
 from quire.kernels.triton.compiler import compiled
 from quire.kernels.triton.compiler.compiled import ARCHES, Compiled, compile_in_subprocess
-from quire.kernels.triton.compiler.recipe import Recipe
 from quire.kernels.triton.compiler.sample import KernelSample
+from quire.kernels.triton.device.arguments import Kind
+from quire.kernels.triton.host.program import as_bytes
+from quire.kernels.triton.host.recipe import Recipe, kind_of, kinds_of
+from quire.kernels.triton.host.specimen import specimen
 from quire.kernels.triton.host.tuning import TABLE
 from quire.platform import Platform
 from support.branches import CANNOT
@@ -316,6 +319,17 @@ def test_recipes_need_no_device(name: str, arch: str) -> None:
         constants = [i for i, kind in enumerate(recipe.signature.values()) if kind == "constexpr"]
         assert constants and all((i,) in recipe.constants for i in constants)
         assert recipe.key(Platform.named(arch)).startswith(f"{recipe.kernel.__name__}-")
+
+
+@pytest.mark.parametrize("name", ["decode-128-e4m3fn", "mixed-128-e4m3fn", "gluon-128-e4m3fn", "write-bf16", "audit"])
+def test_every_argument_declares_what_the_compiler_may_assume(name: str) -> None:
+    """Each member of a record, and each argument that is no record, has a `Kind`."""
+    sample = SAMPLES[name]
+    launcher = sample.launcher(Platform.named("sm90"))
+    programs = {program for program, *_ in launcher.launches(specimen(launcher.problem, sample.extent), sample.extent, as_bytes)}
+    for record in {record for program in programs for record in program.records}:
+        kinds = kinds_of(record) if isinstance(record, type) else [kind_of(record)]
+        assert all(isinstance(kind, Kind) for kind in kinds), record
 
 
 WIDTHS_OF_ARGUMENTS = {"i32", "i64", "fp32", "constexpr", "*fp32", "*fp16", "*bf16", "*u8", "*i8", "*i32", "*i64"}

@@ -6,11 +6,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from quire.cache.format import FORMATS
-from quire.kernels.triton.compiler.recipe import Recipe
-from quire.kernels.triton.compiler.specimen import specimen
 from quire.kernels.triton.host.audit import AuditLauncher
 from quire.kernels.triton.host.launcher import AttendLauncher, Launcher
 from quire.kernels.triton.host.program import as_bytes
+from quire.kernels.triton.host.recipe import Recipe
+from quire.kernels.triton.host.specimen import specimen
 from quire.kernels.triton.host.tuning import AUDIT, LEAST, SMALL, SMALL_GLUON, WRITE
 from quire.kernels.triton.host.write import WriteLauncher
 from quire.platform import Platform

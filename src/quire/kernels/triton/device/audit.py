@@ -7,11 +7,12 @@ The recorded one does not depend on the order of programs: packed into a number,
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
 
+from quire.kernels.triton.device.arguments import Number, Pointer, Stride
 from quire.kernels.triton.device.features import has_left_edge, lowest_position, window_begin
 
 LARGEST = tl.constexpr(2**63 - 1)
@@ -20,17 +21,17 @@ LARGEST = tl.constexpr(2**63 - 1)
 class LedgerTensors(NamedTuple):
     """The ledger: for each slot the position it holds, its issue number when it was written, and its issue number now."""
 
-    position: Any
-    issue: Any
-    now: Any
-    pages: Any
+    position: Pointer
+    issue: Pointer
+    now: Pointer
+    pages: Number
 
 
 class TreePositions(NamedTuple):
     """Positions of new tokens under a tree mask with a window, or None."""
 
-    positions: Any
-    positions_step: Any
+    positions: Pointer
+    positions_step: Stride
 
 
 class AuditConstants(NamedTuple):

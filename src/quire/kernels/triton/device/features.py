@@ -17,10 +17,12 @@ A feature that a call does not use costs nothing: its argument is None or a cons
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
+
+from quire.kernels.triton.device.arguments import Number, Pointer, Stride, UnitStride
 
 LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -28,20 +30,20 @@ LOG2E = tl.constexpr(1.4426950408889634)
 class Features(NamedTuple):
     """The arguments of the features: the scale, then `Options.numbers`, `Options.tensors` and the scales of queries and output."""
 
-    scale: Any
+    scale: Number
     """Multiplies q·k, in units of log 2, never negative."""
-    softcap: Any
-    alibi: Any
-    alibi_step: Any
-    sinks: Any
-    sinks_step: Any
-    mask: Any
-    mask_token: Any
-    mask_column: Any
-    positions: Any
-    positions_step: Any
-    q_scale: Any
-    out_scale: Any
+    softcap: Number
+    alibi: Pointer
+    alibi_step: Stride
+    sinks: Pointer
+    sinks_step: Stride
+    mask: Pointer
+    mask_token: Stride
+    mask_column: UnitStride
+    positions: Pointer
+    positions_step: Stride
+    q_scale: Pointer
+    out_scale: Pointer
 
 
 # Hooks

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from quire.kernels.triton.device.arguments import BatchTensors
+from quire.kernels.triton.device.arguments import BatchTensors, Number, Pointer
 from quire.kernels.triton.device.audit import AuditConstants, LedgerTensors, TreePositions, audit_kernel
 from quire.kernels.triton.host.launcher import At, Launch, Launcher, platform_of
 from quire.kernels.triton.host.program import Program
@@ -22,7 +22,7 @@ class AuditLauncher(Launcher):
         # Its tensors are read number by number: one kernel serves any memory.
         self.units, self.portion = None, portion
         left, _ = problem.window
-        # Which new tokens are seen in a tree, its mask alone knows: they are left out.
+        # Which new tokens are visible depends on the tree mask, which this kernel does not read: new tokens are not audited.
         context_from = 0 if problem.mask else ANY if problem.form == "full" else problem.context_from
         needs = AuditConstants(
             POSITIONS=portion.size,
@@ -33,7 +33,7 @@ class AuditLauncher(Launcher):
             MAX_Q_LEN=problem.only[1],
         )
         self.program = Program(
-            audit_kernel, (None, LedgerTensors, BatchTensors, TreePositions, None), (needs,), None, portion.warps
+            audit_kernel, (Pointer, LedgerTensors, BatchTensors, TreePositions, Number), (needs,), None, portion.warps
         )
 
     def launches(self, call: Any, extent: Extent, at: At) -> Iterator[Launch]:
