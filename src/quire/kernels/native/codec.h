@@ -1,5 +1,5 @@
-// The codecs: stored elements as fp32 and back. A new format is a value of `Type` in call.h, a `Number` with its traits, and a line of
-// `with_type`.
+// The codecs: stored elements as fp32 and back. A new format is a value of `Type` in call.h, a `Number` with its traits, and a line
+// of `with_type`.
 #pragma once
 #include "vector.h"
 
@@ -19,7 +19,7 @@ INLINE vi widened(const uint8_t* p) {
 }
 
 // Floats of 8 or 16 bits: E bits of exponent with a bias, M of mantissa.
-enum Specials { IEEE, NAN_ONLY, ONE_NAN };  // infinities and NaNs; NaN in the largest code; NaN where -0 would be
+enum Specials { IEEE, NAN_ONLY, ONE_NAN };  // infinities and NaNs; NaN is the largest code; NaN is the code of -0
 
 template <int E, int M, int BIAS, Specials KIND>
 struct Small {
@@ -38,11 +38,11 @@ struct Small {
         return as_float(bits);
     }
 
-    // To the nearest, ties to even. Formats without infinities are given what they can hold.
+    // Rounds to nearest, ties to even. For formats without infinities x is in their range.
     static INLINE vi encode(vf x) {
         vi size = as_int(magnitude(x)), sign = (as_int(x) >> (31 - E - M)) & SIGN;
         vi normal = ((size + ((1 << (22 - M)) - 1) + ((size >> (23 - M)) & 1)) >> (23 - M)) - ((127 - BIAS) << M);
-        vi unit = splat((127 + 24 - BIAS - M) << 23);  // where the last place is that of the smallest number
+        vi unit = splat((127 + 24 - BIAS - M) << 23);  // its ulp is the smallest denormal
         vi tiny = as_int(as_float(size) + as_float(unit)) - unit;
         vi code = select(size < ((128 - BIAS) << 23), tiny, normal);
         if (KIND == IEEE) code = select(code > INFINITE, splat(INFINITE), code);
@@ -65,8 +65,8 @@ struct Small {
     }
 };
 
-// The codec of a type: `decode` and `encode` for W elements, and LARGEST, where encoding saturates; 0 if it does not. 8-bit types also
-// have the traits of their codes: `value`, NEGATIVE_ZERO (whether code 128 is -0) and TWOS_COMPLEMENT.
+// The codec of a type: `decode` and `encode` for W elements, and LARGEST, where encoding saturates; 0 if it does not. 8-bit types
+// also have the traits of their codes: `value`, NEGATIVE_ZERO (whether code 128 is -0) and TWOS_COMPLEMENT.
 template <int TYPE>
 struct Number;
 
@@ -130,9 +130,9 @@ template <int TYPE>
 constexpr int SIZE = TYPE == FP32 ? 4 : TYPE < E4M3FN ? 2 : 1;
 
 #if defined(__AVX512BF16__)
-// The magnitudes of all codes of an 8-bit format as bf16, where each is exact: a table of low bytes and one of high bytes, for lookup
-// instructions. The entry of code 0 holds the magnitude of code 128. The tables are constants: a library that is loaded on any CPU must
-// not run instructions of this file when it is loaded.
+// The magnitudes of all codes of an 8-bit format as bf16, where each is exact: a table of low bytes and one of high bytes, for
+// lookup instructions. The entry of code 0 holds the magnitude of code 128. The tables are constants: a library that is loaded on
+// any CPU must not run instructions of this file when it is loaded.
 template <int T>
 struct Codes {
     alignas(64) uint8_t low[128] = {}, high[128] = {};
@@ -162,7 +162,7 @@ INLINE auto with_type(int64_t type, F f) {
     }
 }
 
-// W elements, or the first few of them and zeros.
+// W elements, or the first `count` and zeros.
 template <int TYPE>
 INLINE vf decode(const uint8_t* p, int64_t count = W) {
     if (count >= W) return Number<TYPE>::decode(p);

@@ -189,7 +189,7 @@ class AttendConstants(NamedTuple):
     """Strides by page, slot and head, 0 where one scale serves all; None without scales."""
     V_SCALE_STEPS: tuple[int, ...] | None
     PER_KEY: bool
-    """Whether scales are applied key by key: per-token scales, or scaled pages beside new keys without a scale."""
+    """Whether scales are applied key by key: per-token scales, or scaled pages and new keys without a scale."""
     DOT: str
     """The type in which the two products are computed: fp16, bf16 or fp32."""
     BALANCE: str | None
@@ -199,7 +199,7 @@ class AttendConstants(NamedTuple):
     CAUSAL: bool | None
     """None: `BatchTensors.causal` has it per sequence."""
     NEW: bool
-    """Whether new tokens are given beside the cache."""
+    """Whether new tokens are passed as arguments."""
     TREE: bool
     LEFT: int | None
     RIGHT: int | None
