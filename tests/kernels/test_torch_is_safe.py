@@ -51,7 +51,7 @@ def test_the_watch_sees_products_of_16_bits() -> None:
 
 @pytest.mark.parametrize("form", ["full", "context"])
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "e4m3fn"])
-def test_no_product_of_16_bits_is_ever_asked_of_torch(dtype: str, form: str) -> None:
+def test_no_16_bit_product_is_computed_by_torch(dtype: str, form: str) -> None:
     # torch's own end the process with an illegal instruction on some CPUs: one that is never called cannot.
     s = build(90, [1, 40], [30, 70], format=dtype, q_dtype=dtype, form=form, q_scale=0.1 if dtype == "e4m3fn" else None)
     with Watch() as watch:
@@ -61,7 +61,7 @@ def test_no_product_of_16_bits_is_ever_asked_of_torch(dtype: str, form: str) -> 
 
 
 @pytest.mark.parametrize("feature", [{}, {"window": 9}, {"alibi": True}, {"sinks": True}, {"mask": True}, {"causal": "mixed"}])
-def test_the_fused_operator_and_the_spelled_out_one_agree(feature: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_fused_operator_and_separate_operators_agree(feature: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     s = build(92, [1, 40, 3], [30, 70, 600], **feature)
     fused = quire.attend(s.q, s.cache, s.batch, s.options, lse=True, kernel="torch")
     s.check(*fused)
@@ -103,7 +103,7 @@ def test_temporaries_do_not_grow_with_the_context(q_len: int, page_size: int) ->
     assert sizes[0] <= 16 << 20
 
 
-def test_a_permission_to_round_elsewhere_does_not_reach_the_kernel() -> None:
+def test_reduced_precision_settings_do_not_affect_the_kernel() -> None:
     s = build(91, [64], [900], head_dim=128, kv_heads=2)
     torch.set_float32_matmul_precision("medium")
     try:
@@ -126,7 +126,9 @@ def threads(request: pytest.FixtureRequest) -> Any:
 @pytest.mark.parametrize(
     "feature", [{}, {"window": 200}, {"alibi": True}, {"softcap": 2.0}, {"sinks": True}, {"form": "context"}], ids=str
 )
-def test_a_decode_cut_over_the_threads(feature: dict[str, Any], format: str, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_decode_divided_among_threads(
+    feature: dict[str, Any], format: str, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     seen = []
     merged = strip._merged
     monkeypatch.setattr(strip, "_merged", lambda parts: seen.append(max(p.lse.shape[0] for p in parts)) or merged(parts))

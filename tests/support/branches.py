@@ -25,8 +25,8 @@ CANNOT = {
     },
     "combine.combine_kernel: if C.PDL -> yes": "compiled: griddepcontrol.wait",
     "schedule.uniform: if C.UNIFORM and (not C.WIDE) -> yes": "compiled: redux.sync",
-    "formats.encode: if HARDWARE and FORMAT == 'e4m3fn' -> yes": "an instruction of cards: test_bytes_are_made_by_cards_that_can",
-    "formats.encode: if HARDWARE and FORMAT == 'e5m2' -> yes": "an instruction of cards: test_bytes_are_made_by_cards_that_can",
+    "formats.encode_e4m3fn: if HARDWARE -> yes": "an instruction of cards: test_fp8_is_encoded_by_hardware_if_possible",
+    "formats.encode_e5m2: if HARDWARE -> yes": "an instruction of cards: test_fp8_is_encoded_by_hardware_if_possible",
     "attend.attend_kernel: if LONG is not None -> no": "without long rows there are no further programs",
 }
 """Outcomes that no run in the interpreter can have, and why. Behind 'compiled:' stands the instruction of a card that is found in

@@ -12,7 +12,7 @@ from quire.contract.call import Call
 from quire.kernels.triton.host.audit import AuditLauncher
 from quire.kernels.triton.host.constants import dot_type
 from quire.kernels.triton.host.launcher import AttendLauncher
-from quire.kernels.triton.host.tuning import AUDIT, WRITE, Portion, Tuning
+from quire.kernels.triton.host.tuning import AUDIT, WRITE, Tuning, WorkPerProgram
 from quire.kernels.triton.host.write import WriteLauncher
 from quire.launch import described
 from quire.platform import INTERPRETER, Platform
@@ -65,21 +65,21 @@ def prepared(
 
 
 def write(
-    k: torch.Tensor, v: torch.Tensor, cache: KVCache, batch: Batch, slots: torch.Tensor | None, portion: Portion = WRITE
+    k: torch.Tensor, v: torch.Tensor, cache: KVCache, batch: Batch, slots: torch.Tensor | None, work: WorkPerProgram = WRITE
 ) -> None:
     """One launch of the writer."""
     call = Call(cache, batch, k=k, v=v, slots=slots)
-    WriteLauncher(described("write", call)[0], platform_at(k.device), portion)(call)
+    WriteLauncher(described("write", call)[0], platform_at(k.device), work)(call)
 
 
-def audit(call: Call, portion: Portion = AUDIT) -> None:
+def audit(call: Call, work: WorkPerProgram = AUDIT) -> None:
     """One check of a call's ledger."""
-    audit_launcher(call, portion)(call)
+    audit_launcher(call, work)(call)
 
 
-def audit_launcher(call: Call, portion: Portion = AUDIT) -> AuditLauncher:
+def audit_launcher(call: Call, work: WorkPerProgram = AUDIT) -> AuditLauncher:
     assert call.q is not None
-    return AuditLauncher(described("audit", call)[0], platform_at(call.q.device), portion)
+    return AuditLauncher(described("audit", call)[0], platform_at(call.q.device), work)
 
 
 def problem_of(s: Scenario, out: torch.Tensor | None = None, lse: bool = False, **how: Any) -> Problem:

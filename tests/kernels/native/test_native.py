@@ -123,7 +123,7 @@ LONG: dict[str, dict[str, Any]] = {
 @pytest.mark.usefixtures("three_threads")
 @pytest.mark.parametrize("format", ["fp32", "bf16", "e4m3fn", "int8"])
 @pytest.mark.parametrize("name", LONG)
-def test_work_is_cut_and_joined(name: str, format: str) -> None:
+def test_units_are_split_and_combined(name: str, format: str) -> None:
     """More keys than a thread's share, several tiles, several strips of rows: the same result, and the same bits each time."""
     s = build(3, **{"head_dim": 64, "q_dtype": "fp32" if format == "fp32" else "bf16", "format": format, **LONG[name]})
     factors = torch.float32 if format == "fp32" else torch.bfloat16
@@ -154,7 +154,7 @@ def test_invariant_bits_in_16_bit_factors(threads: int, level: str, three_thread
     assert torch.equal(run([300]), run([7, 150, 1, 1, 1, 140]))
 
 
-def test_a_page_that_does_not_exist_is_not_followed(level: str) -> None:
+def test_a_page_that_does_not_exist_is_not_read(level: str) -> None:
     """The contract was checked before; if a table changes after that, its row becomes NaN and others stay right."""
     s = build(5, [1, 40, 2], [50, 60, 70])
     good = torch.empty_like(s.q)
@@ -202,11 +202,11 @@ def test_the_best_instruction_set_runs() -> None:
 
 def test_a_library_of_other_sources_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(library.SIZES, "check", 8)
-    with pytest.raises(KernelError, match="built from other sources: build them anew"):
+    with pytest.raises(KernelError, match="built from other sources: rebuild them"):
         library.Library(library.FILE)
 
 
-def test_what_does_not_load_is_named(tmp_path: Path) -> None:
+def test_a_library_that_does_not_load_is_named(tmp_path: Path) -> None:
     (tmp_path / "libquire.so").write_bytes(b"nothing")
     with pytest.raises(KernelError, match="the native kernels do not load: "):
         library.Library(tmp_path / "libquire.so")

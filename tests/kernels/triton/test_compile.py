@@ -1,7 +1,7 @@
-"""The kernels compiled ahead of time for cards that are not here, and limits read from what the compiler made.
+"""The kernels compiled ahead of time for GPUs that are not present, and limits read from what the compiler made.
 
-By default a choice that reaches every kernel, every row of the table and every card; `--full-compile` compiles all of it. Each card
-is a process of its own: a compiler that aborts fails the tests of one card.
+By default a choice that reaches every kernel, every row of the table and every GPU; `--full-compile` compiles all of it. Each GPU
+is compiled for in its own subprocess: a compiler that aborts fails the tests of one GPU.
 """
 
 from __future__ import annotations
@@ -20,8 +20,11 @@ pytest.importorskip("triton")
 
 from quire.kernels.triton.compiler import compiled
 from quire.kernels.triton.compiler.compiled import ARCHES, Compiled, compile_in_subprocess
-from quire.kernels.triton.compiler.recipe import Recipe
 from quire.kernels.triton.compiler.sample import KernelSample
+from quire.kernels.triton.device.arguments import Kind
+from quire.kernels.triton.host.program import as_bytes
+from quire.kernels.triton.host.recipe import Recipe, kind_of, kinds_of
+from quire.kernels.triton.host.specimen import specimen
 from quire.kernels.triton.host.tuning import TABLE
 from quire.platform import Platform
 from support.branches import CANNOT
@@ -72,7 +75,7 @@ HOPPER |= {
     "gluon-far-pages": KernelSample("gluon", q_heads=160, kv_heads=1, problem={"far": True}),
     MANY: KernelSample("decode", seqs=1000),
 }
-"""For Hopper alone: no other card has these instructions, or leaves units to whoever is ready."""
+"""For Hopper alone: no other GPU has these instructions or schedules units dynamically."""
 SMALL = {f"{kernel}-small": KernelSample(kernel, small=True) for kernel in (*KERNELS, "write", "audit")}
 HOPPER |= {"gluon-small": KernelSample("gluon", format="e4m3fn", small=True)}
 
@@ -143,7 +146,7 @@ def names_for(arch: str, full: bool) -> list[str]:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """A test of a sample is a test for each card that the sample is compiled for."""
+    """A test of a sample is a test for each GPU that the sample is compiled for."""
     if {"name", "results"} <= set(metafunc.fixturenames):
         full, wanted = metafunc.config.getoption("--full-compile"), metafunc.function.__doc__ or ""
         pairs = [(arch, name) for arch in ARCHES for name in names_for(arch, full) if "128" not in wanted or may_not_spill(name)]
@@ -236,16 +239,16 @@ def test_combining_takes_few_registers(arch: str, most: int, results: Callable[[
 
 @pytest.mark.parametrize("instruction", [why.removeprefix("compiled: ") for why in CANNOT.values() if why.startswith("compiled: ")])
 def test_what_the_interpreter_cannot_run_is_compiled(instruction: str, results: Callable[[str], dict[str, Any]]) -> None:
-    """Where the card has it, and nowhere else."""
-    assert instruction in said(results("sm90"), "decode-128-bf16")
-    assert (instruction in said(results("sm80"), "decode-128-bf16")) == (instruction == "redux.sync")
-    assert instruction not in said(results("gfx942"), "decode-128-bf16")
+    """On GPUs that have it, and nowhere else."""
+    assert instruction in instructions_of(results("sm90"), "decode-128-bf16")
+    assert (instruction in instructions_of(results("sm80"), "decode-128-bf16")) == (instruction == "redux.sync")
+    assert instruction not in instructions_of(results("gfx942"), "decode-128-bf16")
 
 
 @pytest.mark.parametrize("arch, converts", [("sm80", False), ("sm89", True), ("sm90", True), ("gfx942", False)])
-def test_e4m3fn_is_converted_by_cards_that_can(arch: str, converts: bool, results: Callable[[str], dict[str, Any]]) -> None:
-    assert ("cvt.rn.f16x2.e4m3x2" in said(results(arch), "decode-128-e4m3fn")) == converts
-    assert "cvt.rn.f16x2.e4m3x2" not in said(results(arch), "decode-128-bf16")
+def test_e4m3fn_is_decoded_by_hardware_if_possible(arch: str, converts: bool, results: Callable[[str], dict[str, Any]]) -> None:
+    assert ("cvt.rn.f16x2.e4m3x2" in instructions_of(results(arch), "decode-128-e4m3fn")) == converts
+    assert "cvt.rn.f16x2.e4m3x2" not in instructions_of(results(arch), "decode-128-bf16")
 
 
 @pytest.mark.parametrize("arch, format, by", [
@@ -256,31 +259,37 @@ def test_e4m3fn_is_converted_by_cards_that_can(arch: str, converts: bool, result
     ("sm100", "e4m3fn", ["cvt.rn.satfinite.e4m3x2.f32"]),
     ("sm100", "e5m2", ["cvt.rn.satfinite.e5m2x2.f32"]),
 ])  # fmt: skip
-def test_bytes_are_made_by_cards_that_can(arch: str, format: str, by: list[str], results: Callable[[str], dict[str, Any]]) -> None:
+def test_fp8_is_encoded_by_hardware_if_possible(
+    arch: str, format: str, by: list[str], results: Callable[[str], dict[str, Any]]
+) -> None:
     """From fp32 in one step. By way of fp16, as the compiler would have it on sm89, some numbers were rounded twice."""
-    assert [name for name in said(results(arch), f"write-{format}") if name.startswith("cvt.rn.satfinite")] == by
+    assert [name for name in instructions_of(results(arch), f"write-{format}") if name.startswith("cvt.rn.satfinite")] == by
 
 
 @pytest.mark.parametrize("arch, instruction", [
     ("sm80", "mma.sync"), ("sm90", "wgmma.mma_async"), ("sm100", "tcgen05.mma"), ("gfx90a", "v_mfma"), ("gfx950", "v_mfma"),
     ("gfx1100", "v_wmma"), ("gfx1201", "v_wmma"),
 ])  # fmt: skip
-def test_long_rows_use_the_best_instruction(arch: str, instruction: str, results: Callable[[str], dict[str, Any]]) -> None:
-    assert any(name.startswith(instruction) for name in said(results(arch), "mixed-128-bf16"))
+def test_long_sequences_use_the_best_matrix_instruction(
+    arch: str, instruction: str, results: Callable[[str], dict[str, Any]]
+) -> None:
+    assert any(name.startswith(instruction) for name in instructions_of(results(arch), "mixed-128-bf16"))
 
 
-def test_hopper_is_fed_by_hand(results: Callable[[str], dict[str, Any]]) -> None:
-    """Copies that pass no register, and products that nobody waits for at once."""
-    assert {"cp.async.cg.shared.global", "wgmma.mma_async", "griddepcontrol.wait"} <= said(results("sm90"), "gluon-128-bf16")
+def test_hopper_prefill_copies_and_multiplies_asynchronously(results: Callable[[str], dict[str, Any]]) -> None:
+    """Copies do not use registers, and products are asynchronous."""
+    assert {"cp.async.cg.shared.global", "wgmma.mma_async", "griddepcontrol.wait"} <= instructions_of(
+        results("sm90"), "gluon-128-bf16"
+    )
 
 
 @pytest.mark.parametrize("sample", ["decode-128-bf16", "decode-128-e4m3fn", MANY])
-def test_decodes_are_fetched_ahead(sample: str, results: Callable[[str], dict[str, Any]]) -> None:
+def test_decodes_are_pipelined(sample: str, results: Callable[[str], dict[str, Any]]) -> None:
     """A branch too many before the loop, and the compiler no longer does."""
-    assert "cp.async.cg.shared.global" in said(results("sm90"), sample)
+    assert "cp.async.cg.shared.global" in instructions_of(results("sm90"), sample)
 
 
-def said(found: dict[str, Any], name: str) -> set[str]:
+def instructions_of(found: dict[str, Any], name: str) -> set[str]:
     """The notable instructions of all kernels of a sample."""
     assert not isinstance(found[name], str), found[name]
     return {instruction for kernel in found[name] for instruction in kernel.instructions}
@@ -318,6 +327,17 @@ def test_recipes_need_no_device(name: str, arch: str) -> None:
         assert recipe.key(Platform.named(arch)).startswith(f"{recipe.kernel.__name__}-")
 
 
+@pytest.mark.parametrize("name", ["decode-128-e4m3fn", "mixed-128-e4m3fn", "gluon-128-e4m3fn", "write-bf16", "audit"])
+def test_every_argument_declares_what_the_compiler_may_assume(name: str) -> None:
+    """Each member of a record, and each argument that is no record, has a `Kind`."""
+    sample = SAMPLES[name]
+    launcher = sample.launcher(Platform.named("sm90"))
+    programs = {program for program, *_ in launcher.launches(specimen(launcher.problem, sample.extent), sample.extent, as_bytes)}
+    for record in {record for program in programs for record in program.records}:
+        kinds = kinds_of(record) if isinstance(record, type) else [kind_of(record)]
+        assert all(isinstance(kind, Kind) for kind in kinds), record
+
+
 WIDTHS_OF_ARGUMENTS = {"i32", "i64", "fp32", "constexpr", "*fp32", "*fp16", "*bf16", "*u8", "*i8", "*i32", "*i64"}
 
 
@@ -339,14 +359,14 @@ def flat(value: Any) -> Iterator[str]:
         yield from flat(member) if isinstance(member, tuple) else (member,)
 
 
-def test_a_complaint_is_told() -> None:
+def test_an_error_of_the_compiler_is_the_result() -> None:
     good, bad = KernelSample("decode", 64, small=True), KernelSample("decode", 64, small=True, problem={"only": "nonsense"})
     first, second = compile_in_subprocess([("gfx942", bad), ("gfx942", good)])
     assert isinstance(first, str) and "Error" in first
     assert not isinstance(second, str)
 
 
-def test_an_abort_is_told_of_the_one_that_aborted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_abort_is_the_result_of_its_own_sample(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those before it and those behind it keep their results."""
     python = tmp_path / "python"
     python.write_text(

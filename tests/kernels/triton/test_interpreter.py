@@ -98,7 +98,7 @@ def test_branches_are_found() -> None:
         "schedule.as_count: ... if C.WIDE",
     } <= set(map(str, found))
     assert not any(branch.module.endswith((".launcher", ".program", ".recipe")) for branch in found), (
-        "host code has no business here"
+        "this is host code, not device code"
     )
 
 

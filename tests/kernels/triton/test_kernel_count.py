@@ -102,7 +102,7 @@ class Draws:
         most = chance.choice((1, 1, chance.randint(2, 16), chance.randint(17, 3000)))
         tokens = max(1, min(seqs * most, chance.randint(1, seqs * most), 20_000)) if most > 1 else seqs
         tokens += chance.choice((0, 0, chance.randint(1, 100)))  # padding
-        # Now and then a table that nobody would fill: its work is more than 32 bits count.
+        # Now and then a table so wide that its work does not fit into 32 bits.
         width = chance.randint(1, 2**22) if self.wide and self.one_in(25) else chance.randint(1, 5000)
         table = nothing(seqs + chance.randint(0, 9), width + chance.randint(0, 33), dtype=self.index)[:seqs, :width]
         lens, starts = nothing(seqs, dtype=self.index), nothing(seqs + 1, dtype=self.index)

@@ -33,7 +33,7 @@ def test_the_page_has_the_table() -> None:
     assert report.tuning() in PAGE, "make docs"
 
 
-def test_the_page_has_every_card() -> None:
+def test_the_page_has_every_gpu() -> None:
     sections = {part.split(":")[0]: part for part in PAGE.split("\n### ")[1:]}
     for arch in ARCHES:
         for sample in report.samples_for(arch):
@@ -102,6 +102,6 @@ def test_what_a_version_does_not_compile_is_not_printed() -> None:
         report.by_version([record("3.9.0", 0, ("it aborted",))])
 
 
-def test_members_are_told_with_their_docstrings() -> None:
-    told = dict(report._members(compiled.Compiled))
-    assert told["shared_memory"] == "Bytes a program." and told["registers"] == "Of a thread."
+def test_members_are_listed_with_their_docstrings() -> None:
+    members = dict(report._members(compiled.Compiled))
+    assert members["shared_memory"] == "Bytes a program." and members["registers"] == "Of a thread."

@@ -1,5 +1,5 @@
 """How wide tiles are on Hopper, and how many rows they have. Seeds 23002, 25008, 31023 and 31030 of the random calls were wrong on
-an H200 with tiles of other shapes. These tests pin the shapes; only a card can show that the results are right."""
+an H200 with tiles of other shapes. These tests pin the shapes; only a GPU can show that the results are correct."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_values_fill_the_arrangement_of_the_keys_on_hopper(kernel: str, head_dim
 
 
 @pytest.mark.parametrize("arch", ["sm80", "sm100", "gfx942"])
-def test_other_cards_take_values_as_they_are(arch: str) -> None:
+def test_other_gpus_use_the_width_of_the_values(arch: str) -> None:
     assert launcher(arch, "bf16", 128, 16).constants.V_WIDTH == 16
 
 

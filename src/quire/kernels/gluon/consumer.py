@@ -10,7 +10,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
 from quire.kernels.gluon.ring_buffer import QUEUE, acquire_full, key_tiles_of, load_unit, release
-from quire.kernels.triton.device.features import is_visible, per_row, transform_scores
+from quire.kernels.triton.device.features import has_left_edge, is_visible, per_row, transform_scores
 from quire.kernels.triton.device.units import finish, make_unit, store
 
 
@@ -44,7 +44,7 @@ def consume(out, units, query, cache, batch, features, buffers, count, PART: gl.
         acquire_full(buffers.v, tile, T.STAGES)
 
         state = (weight, acc, row_max, row_sum)
-        if C.LEFT is not None:
+        if has_left_edge(C):
             state = attend_tiles(state, queries, buffers, tile, key, 1, some, scale, unit, features, True, T, C)
         state = attend_tiles(state, queries, buffers, tile, key, some, every, scale, unit, features, False, T, C)
         weight, acc, row_max, row_sum = attend_tiles(

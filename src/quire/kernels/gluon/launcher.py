@@ -9,7 +9,7 @@ import torch
 
 from quire.kernels.gluon.prefill import FIRST, SECOND, prefill_kernel
 from quire.kernels.gluon.units import FIELDS, HEADER, units_kernel
-from quire.kernels.triton.device.arguments import BatchTensors, Cache, New, Out, Query
+from quire.kernels.triton.device.arguments import BatchTensors, Cache, New, Number, Out, OwnedPointer, Query
 from quire.kernels.triton.device.features import Features
 from quire.kernels.triton.host.constants import constants_of
 from quire.kernels.triton.host.launcher import ANY_BATCH, At, AttendLauncher, Launch, arguments_of, balanced, finish_empty
@@ -21,9 +21,9 @@ from quire.problem import Extent, Problem
 
 REGISTERS = 504
 """The registers of three warp groups, one thread of each: those of a multiprocessor, in steps of eight."""
-UNITS = (None, BatchTensors, Cache, Features)
-PREFILL = (Out, None, Query, Cache, BatchTensors, New, Features, None, None)
-"""The records of the kernels' arguments; None for a single value."""
+UNITS = (OwnedPointer, BatchTensors, Cache, Features)
+PREFILL = (Out, OwnedPointer, Query, Cache, BatchTensors, New, Features, Number, Number)
+"""The records of the kernels' arguments, or the types of single values."""
 
 
 class HopperTile(NamedTuple):

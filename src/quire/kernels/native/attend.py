@@ -1,8 +1,8 @@
-"""Attention in C++: straight from the pages, every layout, format and feature.
+"""Attention in C++ over pages of every layout and format, with every feature.
 
 The library divides a call into work units that torch's threads take one by one. Sequences with few new tokens are read in place,
 all heads of a page at once (`decode.h`); those with many pack a tile of keys at a time for all of their rows (`prefill.h`).
-Both are one source that is compiled for several instruction sets, `kernels.cpp`.
+`kernels.cpp` is compiled once for each instruction set.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ def launch(
     zero_padding: bool = False,
 ) -> None:
     """Writes `out` and, if given, `lse` for every live row. Sequences with at least `context_from` new tokens take those from
-    `new`; the others find all of theirs in the cache. Under `only=(low, high)`, those with fewer than `low` or more than `high` new
-    tokens are left alone: nothing of them is read, and their output stays as it was. Rows of the LSE that belong to no sequence
-    become zero, and those of the output under `zero_padding`."""
+    `new`; the others have all of theirs in the cache. With `only=(low, high)`, sequences with fewer than `low` or more than `high`
+    new tokens are skipped: they are not read, and their output is unchanged. Rows of the LSE that belong to no sequence become
+    zero, and with `zero_padding` those of the output too."""
     native = library()
-    # Held until the call returns: the library is given pointers alone.
+    # Kept alive until the call returns: the library gets only pointers.
     alibi, sinks = _floats(options.alibi), _floats(options.sinks)
     causal, mask, positions = options.causal, options.mask, options.positions
     left, right = options.sides
@@ -88,13 +88,13 @@ def launcher(problem: Problem, platform: Platform) -> Callable[[Any], None]:
 
 
 def _floats(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    """As contiguous fp32."""
+    """The tensor as contiguous fp32."""
     if tensor is None or (tensor.dtype is torch.float32 and tensor.is_contiguous()):
         return tensor
     return tensor.detach().float().contiguous()
 
 
 def _scale(q: torch.Tensor, options: Options) -> float:
-    """The factor of a product of a query and a key."""
+    """The factor of q·k."""
     scale = q.shape[2] ** -0.5 if options.scale is None else options.scale
     return scale if options.q_scale is None else scale * (float(options.q_scale) or 1.0)

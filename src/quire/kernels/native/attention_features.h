@@ -1,4 +1,4 @@
-// The attention features, each a hook that the kernels call: causality, window and tree mask (`visible_range`, `is_visible`), softcap
+// The attention features as hooks that the kernels call: causality, window and tree mask (`visible_range`, `is_visible`), softcap
 // (`Logits`), ALiBi (`alibi_penalty`), sinks (`add_sink`).
 #pragma once
 #include "functions.h"
@@ -10,7 +10,7 @@ constexpr float LOG2E = 1.44269504088896341f;
 
 struct Sequence {
     int64_t seq, token, q_len, kv_len, context;
-    bool fresh;  // takes its new tokens from beside the cache
+    bool fresh;  // whether its new tokens are passed as arguments
     bool causal, tree;
 
     Sequence(const Attend& call, int64_t seq)
@@ -26,8 +26,8 @@ struct Sequence {
 
 // The keys that a query row sees: [low, high) without a tree mask.
 struct VisibleRange {
-    int64_t token, at, low, high;  // its token among the sequence's new ones, its position
-    float slope;                   // ALiBi's, for logits of base 2
+    int64_t token, at, low, high;  // the index of its token in the sequence's new tokens, its position
+    float slope;                   // the ALiBi slope, for logits of base 2
 };
 
 static INLINE VisibleRange visible_range(const Attend& call, const Sequence& s, int64_t token, int64_t q_head) {
@@ -61,25 +61,25 @@ struct Logits {
     float factor, cap, capped;  // s * factor; with a softcap, capped * tanh(s * factor)
 
     explicit Logits(const Attend& call) {
-        // The smallest cap that counts: below it all logits are alike in fp32 anyway.
+        // With a smaller cap all logits are equal in fp32.
         double softcap = call.softcap ? most(call.softcap, 1e-30) : 0.0;
         cap = softcap;
         factor = cap ? call.scale / softcap : call.scale * (double)1.4426950408889634;
         capped = softcap * 1.4426950408889634;
     }
 
-    // Whether a logit is more than a score times `factor`.
+    // Whether scores are transformed by more than `factor`.
     INLINE bool transforms() const { return cap != 0; }
-    // A score times `factor` becomes a logit, before ALiBi.
+    // Turns scores times `factor` into logits, without ALiBi.
     INLINE vf transform(vf x) const { return cap ? tanh(x) * capped : x; }
 };
 
-// ALiBi's penalty of W keys from `j` on, for a row that is `distance` away from key 0.
+// The ALiBi penalty of W keys starting at `j`, for a row at `distance` from key 0.
 static INLINE vf alibi_penalty(float distance, float slope, int64_t j) {
     return magnitude(distance - __builtin_convertvector(lanes() + (int32_t)j, vf)) * slope;
 }
 
-struct SoftmaxState {  // of a row: its largest logit so far, and the sum of the weights relative to it
+struct SoftmaxState {  // of a row: the largest logit so far, and the sum of the weights relative to it
     float top, total;
 };
 

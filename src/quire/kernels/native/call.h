@@ -3,7 +3,7 @@
 #include <cstddef>
 #include <cstdint>
 
-// Always inlined: the linker would keep one compilation's function for all, with instructions that not every CPU has.
+// Always inlined: otherwise the linker would keep one copy of a function for all levels, with instructions that not every CPU has.
 #define INLINE inline __attribute__((always_inline))
 
 namespace quire {
@@ -37,7 +37,7 @@ struct Pages {  // [pages, heads, slot/, slot%, dim/, dim%]; strides in elements
     int64_t page, head, slot_high, slot_low, dim_high, dim_low;
     int64_t slot_part, dim_part;  // lengths of slot% and dim%
     int64_t dim, type;
-    float* scale;  // null if there is none; strides of 0 where one scale serves many
+    float* scale;  // null without scales; a stride is 0 where one scale applies to many
     int64_t scale_page, scale_slot, scale_head;
 
     INLINE int64_t slot(int64_t offset) const { return offset / slot_part * slot_high + offset % slot_part * slot_low; }
@@ -58,8 +58,8 @@ struct Batch {
     int64_t seqs, width;
 };
 
-// One sequence, read from the index tensors once when the call begins, so that a concurrent change cannot cause an invalid access. A
-// sequence whose output is NaN has q_len 0 here: there is nothing to compute.
+// One sequence, read from the index tensors once when the call begins, so that a concurrent change cannot cause an invalid access.
+// A sequence whose output is NaN has q_len 0 here: there is nothing to compute.
 struct Lengths {
     int64_t begin, q_len, kv_len;
 };
@@ -74,11 +74,11 @@ struct Attend {
     int64_t left, right;               // keys to each side, or UNBOUNDED
     const float* alibi;
     const float* sinks;
-    const uint8_t* causal_of;  // of each sequence; null where `causal` holds for all
+    const uint8_t* causal_of;  // per sequence; null if `causal` applies to all
     int64_t causal_stride, causal;
     const uint8_t* mask;
     int64_t mask_token, mask_column, mask_width;
-    Index positions;  // data is null where they follow from the lengths
+    Index positions;  // data is null if they follow from the lengths
     int64_t context_from, only_low, only_high, zero_padding, invariant;
     int64_t threads, level;
     Cache cache;
@@ -93,7 +93,7 @@ struct Range {
     int64_t low, high;
 };
 
-// The keys of the context that a query of a tree sees, whose position was given; none if low >= high.
+// The keys of the context that a query of a tree at the given position sees; none if low >= high.
 INLINE Range context_seen(const Attend& call, int64_t at, int64_t context) {
     int64_t low = call.left == UNBOUNDED ? 0 : at < INT64_MIN + call.left ? INT64_MIN : at - call.left;
     int64_t high = call.right == UNBOUNDED || at >= INT64_MAX - call.right ? context : at + call.right + 1;
@@ -103,23 +103,23 @@ INLINE Range context_seen(const Attend& call, int64_t at, int64_t context) {
 struct Write {
     Array k, v;
     Batch batch;
-    Index slots;  // data is null where they follow from the table
+    Index slots;  // data is null if they follow from the table
     int64_t tokens, threads, level;
     Cache cache;
 };
 
 struct Scales {  // of K or of V
     const float* data;
-    int64_t count, heads;       // count: how many there are, if they are not of single tokens; else 0
-    int64_t page, slot, head;   // strides; of a list, `head` alone
+    int64_t count, heads;       // count: the number of scales; 0 if there is one per token
+    int64_t page, slot, head;   // strides; `head` alone if `count` is not 0
 };
 
 // A call whose index values are to be validated.
 struct Check {
     Batch batch;
     int64_t pages, page_size, tokens;
-    int64_t whole;             // whether to validate the batch itself, or only what depends on other tensors
-    int64_t reads, has_new;    // an attend; one that takes new tokens from beside the cache
+    int64_t whole;             // whether to validate the batch too, or only values that depend on other tensors
+    int64_t reads, has_new;    // whether it attends; whether new tokens are passed as arguments
     int64_t context_from, only_low, only_high;
     int64_t left, right;
     const uint8_t* causal_of;
@@ -128,18 +128,18 @@ struct Check {
     int64_t mask_token, mask_column, mask_width;
     Index positions;
     int64_t writes;
-    Index slots;             // data is null where they follow from the table
-    const int32_t* holders;  // how many sequences hold a page; null if nobody knows
+    Index slots;             // data is null if they follow from the table
+    const int32_t* holders;  // how many sequences hold each page; null if unknown
     Scales k_scale, v_scale;
     const float *q_scale, *out_scale;
 
     INLINE bool is_causal(int64_t seq) const { return causal_of ? causal_of[seq * causal_stride] : causal; }
 };
 
-// A work unit: some rows of one sequence, over some of its keys. A row is a new token and a query head of the group.
+// A work unit: some query rows of one sequence, over some of its keys. A query row is a new token and a query head of the group.
 struct Unit {
     int64_t seq, head, heads, row, rows, low, high;
-    float* part;  // where to store a partial result; null if the unit has all keys of its rows
+    float* part;  // where the partial result is stored; null if the unit is not split
     double cost;
 };
 

@@ -1,4 +1,4 @@
-"""What a call is, in the words of the library: pointers, strides and numbers, packed in the order of `call.h`.
+"""Packs a call into the C structures of `call.h`: pointers, strides and numbers.
 
 The part that describes a cache is packed once and kept with it: filling a ctypes structure of that size takes longer than a short
 decode.
@@ -16,12 +16,12 @@ from quire.cache.format import FORMATS
 from quire.cache.kv_cache import KVCache
 
 TYPES = {name: number for number, name in enumerate(FORMATS)}
-"""The numbers of the enum `Type` of codec.h, which has the formats in the same order."""
+"""The values of the enum `Type` of call.h, which has the formats in the same order."""
 TYPE_OF = {format.dtype: TYPES[name] for name, format in FORMATS.items()}
 UNBOUNDED = 2**63 - 1
 Words = tuple[int, ...]
 ABSENT: Words = (0, 0, 0, 0)
-"""An index tensor that is not there."""
+"""An absent index tensor."""
 
 _ARRAYS, _INDEX, _BATCH, _PAGES = 4 * 5, 4, 3 * 4 + 2, 15
 ATTEND = struct.Struct(f"{_ARRAYS}q 5q {_BATCH}q 3d 11q {_INDEX}q 7q")
@@ -31,11 +31,11 @@ WRITE = struct.Struct(f"10q {_BATCH}q {_INDEX}q 3q")
 CACHE = struct.Struct(f"{2 * _PAGES}q 3q")
 CHECK = struct.Struct(f"{_BATCH}q 11q 3q 4q {_INDEX}q q {_INDEX}q q 12q 2q")
 SIZES = {"attend": ATTEND.size + CACHE.size, "write": WRITE.size + CACHE.size, "check": CHECK.size}
-"""Bytes of each structure: the library knows its own."""
+"""Bytes of each structure. The library reports its own sizes, and `Library` compares them."""
 
 
 class Packed(NamedTuple):
-    """A cache as bytes, and what they were made from."""
+    """A packed cache, and the tensors and addresses it was packed from."""
 
     k_scale: torch.Tensor | None
     v_scale: torch.Tensor | None
@@ -49,7 +49,7 @@ def array(tensor: torch.Tensor) -> Words:
 
 
 def index(tensor: torch.Tensor) -> Words:
-    """Integers of one axis, each read in its own type."""
+    """An int32 or int64 tensor of one axis."""
     return tensor.data_ptr(), tensor.stride(0), 0, tensor.dtype is torch.int64
 
 
@@ -65,7 +65,7 @@ def batch_of(batch: Batch) -> Words:
 
 
 def cache_of(cache: KVCache) -> bytes:
-    """The pages and scales of a cache. Scales that were assigned anew, or that lie elsewhere by now, are packed anew."""
+    """The pages and scales of a cache. It is packed again if scales were assigned or memory has moved."""
     known: Packed | None = cache.packed
     k_scale, v_scale = cache.k_scale, cache.v_scale
     if known is not None and known.k_scale is k_scale and known.v_scale is v_scale and known.places == _places(cache):

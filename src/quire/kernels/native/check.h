@@ -1,5 +1,5 @@
-// Validates the index values and scales of a call in one pass, exactly as `quire.contract.values` does. It may reject a legal call with
-// lengths or positions beyond 2^61: the rules of the contract then decide.
+// Validates the index values and scales of a call in one pass, exactly as `quire.contract.values` does. It may reject a legal call
+// with lengths or positions beyond 2^61: the rules of the contract then decide.
 #pragma once
 #include <algorithm>
 #include <vector>
@@ -8,7 +8,7 @@
 
 namespace quire {
 
-constexpr int64_t FAR_AWAY = int64_t(1) << 61;  // no token lies there, and sums of two such numbers still fit
+constexpr int64_t FAR_AWAY = int64_t(1) << 61;  // larger than any position; the sum of two such numbers does not overflow
 
 template <class Id>
 bool ids_exist(const Id* row, int64_t step, int64_t first, int64_t last, int64_t pages) {
@@ -21,7 +21,7 @@ bool ids_exist(const Id* row, int64_t step, int64_t first, int64_t last, int64_t
     return good;
 }
 
-// Whether the table has a page, one that exists, for each of the keys [low, high) of a sequence; there is at least one.
+// Whether the table has an existing page for each of the keys [low, high) of a sequence; there is at least one key.
 inline bool pages_exist(const Batch& batch, int64_t seq, int64_t low, int64_t high, int64_t page_size, int64_t pages) {
     int64_t first = low / page_size, last = (high - 1) / page_size;
     if (low < 0 || last >= batch.width) return false;
@@ -88,11 +88,11 @@ class Checker {
             if (!good) return false;
         }
         if (!stores) return true;
-        if (call.slots.data) return note_slots(begin, begin + q_len);
-        return pages_exist(call.batch, seq, context, kv_len, call.page_size, call.pages) && note_tokens(seq, context, kv_len);
+        if (call.slots.data) return add_slots(begin, begin + q_len);
+        return pages_exist(call.batch, seq, context, kv_len, call.page_size, call.pages) && add_tokens(seq, context, kv_len);
     }
 
-    // Without a tree, the queries lie side by side, and what they see does as well.
+    // Without a tree mask, queries have consecutive positions, and the keys they see are one range.
     bool range_is_legal(int64_t seq, int64_t begin, int64_t context, int64_t kv_len) {
         int64_t low = call.left == UNBOUNDED ? 0 : std::max<int64_t>(0, context - call.left);
         low = std::min(low, std::max<int64_t>(0, context));
@@ -133,12 +133,12 @@ class Checker {
         return false;
     }
 
-    // Keys [low, high), which some query sees and which are read from the cache: their pages, and their scales.
+    // Checks the pages and scales of keys [low, high), which some query sees and which are read from the cache.
     bool needed(int64_t seq, int64_t begin, int64_t context, int64_t low, int64_t high) const {
         if (low >= high) return true;
         if (!pages_exist(call.batch, seq, low, high, call.page_size, call.pages)) return false;
         if (!tokens_scaled) return true;
-        // Tokens that this call itself writes get their scales later.
+        // The scales of tokens that this call writes are computed later.
         if (call.writes && !call.slots.data) high = std::min(high, context);
         for (int64_t key = low; key < high;) {
             int64_t column = key / call.page_size, slot = key % call.page_size;
@@ -171,33 +171,33 @@ class Checker {
         return !bad;
     }
 
-    void note(int64_t first, int64_t end) {
+    void add_run(int64_t first, int64_t end) {
         if (!runs.empty() && runs.back().end == first) runs.back().end = end;
         else runs.push_back({first, end});
     }
 
-    bool note_slots(int64_t begin, int64_t end) {
-        const int64_t room = call.pages * call.page_size;
+    bool add_slots(int64_t begin, int64_t end) {
+        const int64_t capacity = call.pages * call.page_size;
         for (int64_t token = begin; token < end; token++) {
             int64_t slot = call.slots.at(token);
-            if (slot < -1 || slot >= room) return false;
-            if (slot >= 0) note(slot, slot + 1);
+            if (slot < -1 || slot >= capacity) return false;
+            if (slot >= 0) add_run(slot, slot + 1);
         }
         return true;
     }
 
-    bool note_tokens(int64_t seq, int64_t context, int64_t kv_len) {
+    bool add_tokens(int64_t seq, int64_t context, int64_t kv_len) {
         for (int64_t key = context; key < kv_len;) {
             int64_t slot = key % call.page_size, stop = std::min(kv_len, key - slot + call.page_size);
             int64_t page = call.batch.table.at(seq, key / call.page_size);
             if (page < 0 || page >= call.pages) return false;
-            note(page * call.page_size + slot, page * call.page_size + slot + stop - key);
+            add_run(page * call.page_size + slot, page * call.page_size + slot + stop - key);
             key = stop;
         }
         return true;
     }
 
-    // No slot twice, no page with several holders.
+    // Whether no slot occurs twice and no page has several holders.
     bool runs_are_legal() {
         for (const Run& run : runs) {
             if (!call.holders) break;

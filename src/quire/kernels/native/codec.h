@@ -1,5 +1,5 @@
-// The codecs: stored elements as fp32 and back. A new format is a value of `Type` in call.h, a `Number`, its largest value, a line of
-// `with_type` and, if its elements are exact in bf16, its `Codes`.
+// The codecs: stored elements as fp32 and back. A new format is a value of `Type` in call.h, a `Number` with its traits, and a line
+// of `with_type`.
 #pragma once
 #include "vector.h"
 
@@ -11,18 +11,20 @@ INLINE vf magnitude(vf x) { return as_float(as_int(x) & 0x7FFFFFFF); }
 INLINE vf not_below(vf x, float low) { return larger(splat(low), x); }  // NaN stays NaN
 INLINE vf not_above(vf x, float high) { return -larger(splat(-high), -x); }
 
-template <class Narrow>
+// W integers of a smaller type as 32-bit integers.
+template <class Integer>
 INLINE vi widened(const uint8_t* p) {
-    typedef Narrow vn __attribute__((vector_size(W * sizeof(Narrow))));
+    typedef Integer vn __attribute__((vector_size(W * sizeof(Integer))));
     return __builtin_convertvector(load<vn>(p), vi);
 }
 
 // Floats of 8 or 16 bits: E bits of exponent with a bias, M of mantissa.
-enum Specials { IEEE, NAN_ONLY, ONE_NAN };  // infinities and NaNs; NaN in the largest code; NaN where -0 would be
+enum Specials { IEEE, NAN_ONLY, ONE_NAN };  // infinities and NaNs; NaN is the largest code; NaN is the code of -0
 
 template <int E, int M, int BIAS, Specials KIND>
 struct Small {
     static constexpr int SIGN = 1 << (E + M), INFINITE = ((1 << E) - 1) << M;
+    static constexpr bool NEGATIVE_ZERO = KIND != ONE_NAN, TWOS_COMPLEMENT = false;
 
     static INLINE vf decode(vi code) {
         vi size = code & (SIGN - 1);
@@ -36,11 +38,11 @@ struct Small {
         return as_float(bits);
     }
 
-    // To the nearest, ties to even. Formats without infinities are given what they can hold.
+    // Rounds to nearest, ties to even. For formats without infinities x is in their range.
     static INLINE vi encode(vf x) {
         vi size = as_int(magnitude(x)), sign = (as_int(x) >> (31 - E - M)) & SIGN;
         vi normal = ((size + ((1 << (22 - M)) - 1) + ((size >> (23 - M)) & 1)) >> (23 - M)) - ((127 - BIAS) << M);
-        vi unit = splat((127 + 24 - BIAS - M) << 23);  // where the last place is that of the smallest number
+        vi unit = splat((127 + 24 - BIAS - M) << 23);  // its ulp is the smallest denormal
         vi tiny = as_int(as_float(size) + as_float(unit)) - unit;
         vi code = select(size < ((128 - BIAS) << 23), tiny, normal);
         if (KIND == IEEE) code = select(code > INFINITE, splat(INFINITE), code);
@@ -49,19 +51,35 @@ struct Small {
         if (KIND == ONE_NAN) return select(size > 0x7F800000, splat(SIGN), select(code == 0, code, code | sign));
         return code | sign;
     }
+
+    // The value of one code. Only the compiler evaluates it.
+    static constexpr float value(int code) {
+        int size = code & (SIGN - 1), exponent = size >> M, mantissa = size & ((1 << M) - 1);
+        float x = exponent ? mantissa + (1 << M) : mantissa;
+        for (int e = exponent ? exponent : 1; e < BIAS + M; e++) x /= 2;
+        for (int e = exponent; e > BIAS + M; e--) x *= 2;
+        if (KIND == IEEE && size >= INFINITE) x = mantissa ? __builtin_nanf("") : __builtin_inff();
+        if (KIND == NAN_ONLY && size == SIGN - 1) x = __builtin_nanf("");
+        if (KIND == ONE_NAN && code == SIGN) return __builtin_nanf("");
+        return code & SIGN ? -x : x;
+    }
 };
 
+// The codec of a type: `decode` and `encode` for W elements, and LARGEST, where encoding saturates; 0 if it does not. 8-bit types
+// also have the traits of their codes: `value`, NEGATIVE_ZERO (whether code 128 is -0) and TWOS_COMPLEMENT.
 template <int TYPE>
 struct Number;
 
 template <>
 struct Number<FP32> {
+    static constexpr float LARGEST = 0;
     static INLINE vf decode(const uint8_t* p) { return load(p); }
     static INLINE vi encode(vf x) { return as_int(x); }
 };
 
 template <>
 struct Number<BF16> {
+    static constexpr float LARGEST = 0;
     static INLINE vf decode(const uint8_t* p) { return as_float(widened<uint16_t>(p) << 16); }
     static INLINE vi encode(vf x) {
         vi bits = as_int(x);
@@ -72,6 +90,7 @@ struct Number<BF16> {
 
 template <>
 struct Number<FP16> : Small<5, 10, 15, IEEE> {
+    static constexpr float LARGEST = 0;
 #if defined(__AVX512F__)
     static INLINE vf decode(const uint8_t* p) { return (vf)_mm512_cvtph_ps(load<__m256i>(p)); }
 #elif defined(__AVX2__)
@@ -86,50 +105,43 @@ struct Byte : S {
     static INLINE vf decode(const uint8_t* p) { return S::decode(widened<uint8_t>(p)); }
 };
 template <>
-struct Number<E4M3FN> : Byte<Small<4, 3, 7, NAN_ONLY>> {};
+struct Number<E4M3FN> : Byte<Small<4, 3, 7, NAN_ONLY>> {
+    static constexpr float LARGEST = 448;
+};
 template <>
-struct Number<E4M3FNUZ> : Byte<Small<4, 3, 8, ONE_NAN>> {};
+struct Number<E4M3FNUZ> : Byte<Small<4, 3, 8, ONE_NAN>> {
+    static constexpr float LARGEST = 240;
+};
 template <>
-struct Number<E5M2> : Byte<Small<5, 2, 15, IEEE>> {};
+struct Number<E5M2> : Byte<Small<5, 2, 15, IEEE>> {
+    static constexpr float LARGEST = 57344;
+};
 template <>
 struct Number<INT8> {
+    static constexpr float LARGEST = 127;
+    static constexpr bool NEGATIVE_ZERO = false, TWOS_COMPLEMENT = true;
+
     static INLINE vf decode(const uint8_t* p) { return __builtin_convertvector(widened<int8_t>(p), vf); }
     static INLINE vi encode(vf x) { return __builtin_convertvector(select(x == x, nearest(x), vf{}), vi); }
+    static constexpr float value(int code) { return code < 128 ? code : code - 256; }
 };
-
-constexpr float LARGEST[TYPES] = {0, 0, 0, 448, 240, 57344, 127};  // of the formats that saturate
 
 template <int TYPE>
 constexpr int SIZE = TYPE == FP32 ? 4 : TYPE < E4M3FN ? 2 : 1;
 
 #if defined(__AVX512BF16__)
-// The sizes of all codes of an 8-bit format as bf16, where each is exact: low bytes and high bytes, as lookups want them. In place of
-// zero there is what code 128 stands for. Made by the compiler: a library that is loaded on any CPU must not run this file's
-// instructions before it was asked to.
+// The magnitudes of all codes of an 8-bit format as bf16, where each is exact: a table of low bytes and one of high bytes, for
+// lookup instructions. The entry of code 0 holds the magnitude of code 128. The tables are constants: a library that is loaded on
+// any CPU must not run instructions of this file when it is loaded.
 template <int T>
 struct Codes {
-    static constexpr bool NEGATIVE_ZERO = T == E4M3FN || T == E5M2;  // is what code 128 stands for
-    static constexpr bool SIGNED = T == INT8;                        // two's complement
     alignas(64) uint8_t low[128] = {}, high[128] = {};
 
     constexpr Codes() {
         for (int code = 0; code < 128; code++) {
-            uint32_t bits = __builtin_bit_cast(uint32_t, number(code ? code : 128)) >> 16;
+            uint32_t bits = __builtin_bit_cast(uint32_t, Number<T>::value(code ? code : 128)) >> 16;
             low[code] = bits & 0xFF, high[code] = bits >> 8 & 0x7F;
         }
-    }
-
-    static constexpr float number(int code) {
-        if (T == INT8) return code < 128 ? code : code - 256;
-        constexpr int M = T == E5M2 ? 2 : 3, BIAS = T == E5M2 ? 15 : T == E4M3FN ? 7 : 8;
-        int size = code & 127, exponent = size >> M, mantissa = size & ((1 << M) - 1);
-        float value = exponent ? mantissa + (1 << M) : mantissa;
-        for (int e = exponent ? exponent : 1; e < BIAS + M; e++) value /= 2;
-        for (int e = exponent; e > BIAS + M; e--) value *= 2;
-        if (T == E5M2 && exponent == 31) value = mantissa ? __builtin_nanf("") : __builtin_inff();
-        if (T == E4M3FN && size == 127) value = __builtin_nanf("");
-        if (T == E4M3FNUZ && code == 128) return __builtin_nanf("");
-        return code & 128 ? -value : value;
     }
 };
 template <int T>
@@ -150,7 +162,7 @@ INLINE auto with_type(int64_t type, F f) {
     }
 }
 
-// W elements, or the first few of them and zeros.
+// W elements, or the first `count` and zeros.
 template <int TYPE>
 INLINE vf decode(const uint8_t* p, int64_t count = W) {
     if (count >= W) return Number<TYPE>::decode(p);
@@ -161,7 +173,8 @@ INLINE vf decode(const uint8_t* p, int64_t count = W) {
 
 template <int TYPE>
 INLINE void encode(vf x, uint8_t* p, int64_t count = W) {
-    if (TYPE >= E4M3FN) x = not_above(not_below(x, -LARGEST[TYPE]), LARGEST[TYPE]);
+    constexpr float LARGEST = Number<TYPE>::LARGEST;
+    if (LARGEST) x = not_above(not_below(x, -LARGEST), LARGEST);
     vi code = Number<TYPE>::encode(x);
     auto put = [&](auto numbers) {
         if (count >= W) return store(p, numbers);

@@ -1,5 +1,5 @@
-// Sequences with few new tokens: decodes. They are limited by reading the cache, so nothing is packed: a row of keys is multiplied
-// in place, for all query rows at once. The order of memory accesses matters. A core has about two dozen cache lines in flight, which
+// Sequences with few new tokens: decodes. Reading the cache limits them, so nothing is packed: a row of keys is multiplied in
+// place, for all query rows at once. The order of memory accesses matters. A core has about two dozen cache lines in flight, which
 // is not enough; the prefetcher of its second-level cache requests more if lines are read in order. So all heads of a key are read
 // before the next key, alternating between several streams of a tile, and software prefetches follow the same order.
 #pragma once
@@ -8,11 +8,11 @@
 namespace quire {
 namespace QUIRE_LEVEL {
 
-constexpr int64_t DECODE_ROWS = 16;        // of queries, at most
-constexpr int64_t DECODE_KEYS = 64;        // of a tile
-constexpr int64_t AT_ONCE = 4;          // rows in one go; 1 and 2 have a way of their own
-constexpr int64_t STREAMS = 4;          // places of a tile that are read in turns
-constexpr int64_t SIDE_BY_SIDE = 4096;  // bytes of a key's heads that are read together
+constexpr int64_t DECODE_ROWS = 16;       // the most query rows
+constexpr int64_t DECODE_KEYS = 64;       // keys of a tile
+constexpr int64_t AT_ONCE = 4;            // rows of a strip; units of 1 or 2 rows have strips of 1 or 2
+constexpr int64_t STREAMS = 4;            // streams of a tile, which are read in turns
+constexpr int64_t BYTES_AT_ONCE = 4096;   // bytes of the heads of a key that are read together
 
 // Units of a row of stored elements, in steps that suit its type.
 template <class F, int T>
@@ -27,52 +27,53 @@ struct Reader {
         to[0] = F::template units<T>(p, left);
     }
 
-    // With a lane for each element, of one row or of two at once, in the order that F::in_order undoes.
+    // One lane per element, of one row or of two, in an order that F::to_key_order reverts.
     static INLINE void read(const uint8_t* p, const uint8_t* other, int64_t left, vi (&to)[STEP / W]) {
 #if QUIRE_BF16
-        if constexpr (VECTORS == 2) return F::template mingle_fours<T>(quartered(p, left), quartered(other, left), to);
+        if constexpr (VECTORS == 2) return F::template interleave_groups_of_4<T>(quartered(p, left), quartered(other, left), to);
 #endif
         to[0] = F::template units<T>(p, left);
         if constexpr (F::PER_UNIT == 2) {
             to[1] = F::template units<T>(other, left);
-            F::mingle_fours(to[0], to[1]);
+            F::interleave_groups_of_4(to[0], to[1]);
         }
     }
 };
 
-// Rows of K or V of a tile, from some head on; the next head's lie `head` bytes further. There are none if `at` is null.
+// The rows of K or V of a tile, starting with some head; the rows of the next head are `head` bytes further. None if `at` is null.
 struct RowReads {
     const uint8_t* const* at;
     int64_t count, first, head, bytes, type;
-    int64_t dim_part, dim_high, dim_low;  // where the elements of a row lie, as in Pages
-    bool whole, beside;                   // elements side by side; heads closer together than keys
+    int64_t dim_part, dim_high, dim_low;  // strides of the elements of a row, as in Pages
+    bool whole;                           // whether the elements of a row are contiguous
+    bool heads_contiguous;                // whether the heads of a key are closer together than keys
 
     INLINE const uint8_t* row(int64_t j, int64_t h) const { return at[j] + first + h * head; }
 };
 
-// Asks for rows that will be read soon, in the order in which they will be: one in each of a tile's places each time.
+// Prefetches rows that will be read soon, in the order in which they will be read: each call fetches one row of each stream.
 struct Prefetcher {
     const RowReads of;
-    int64_t heads, apart, h = 0, j = 0;
+    int64_t heads, stream_stride, h = 0, j = 0;
     bool more;
 
     Prefetcher(const RowReads& of, int64_t heads)
-        : of(of), heads(heads), apart((of.count + STREAMS - 1) / STREAMS), more(of.at && of.whole) {}
+        : of(of), heads(heads), stream_stride((of.count + STREAMS - 1) / STREAMS), more(of.at && of.whole) {}
 
     INLINE void fetch() {
         if (!more) return;
         int64_t offset = of.first + h * of.head;
         UNROLL for (int64_t i = 0; i < STREAMS; i++) {
-            const uint8_t* row = of.at[least(j + i * apart, of.count - 1)] + offset;
+            const uint8_t* row = of.at[least(j + i * stream_stride, of.count - 1)] + offset;
             for (int64_t b = 0; b < of.bytes; b += 64) prefetch(row + b);
         }
         if (++h < heads) return;
         h = 0;
-        more = ++j < apart;
+        more = ++j < stream_stride;
     }
 };
 
-// Scores of ROWS rows of queries over W / ROWS keys, a lane each: row by row.
+// Scores of ROWS query rows over W / ROWS keys, one lane per score, row by row.
 template <class F, int T, int ROWS>
 static INLINE vf scores_of(const int32_t* q, int64_t q_stride, const uint8_t* const* key, int64_t dim) {
     using R = Reader<F, T>;
@@ -92,49 +93,49 @@ static INLINE vf scores_of(const int32_t* q, int64_t q_stride, const uint8_t* co
     return sums(sum);
 }
 
-// Scores of a strip, which were made W at a time, as row after row with keys in their order. Of the keys that are scored at once
-// each is APART behind the one before it: what was made is a matrix that needs turning over its diagonal.
-template <int64_t APART>
+// Brings the scores of a strip, computed W at a time, into the order of rows and keys. Keys that are scored together are STRIDE
+// keys apart, so the scores are stored transposed.
+template <int64_t STRIDE>
 static INLINE void to_key_order(float* scores) {
-    float made[W * APART];
-    if (APART != W) memcpy(made, scores, sizeof made);
-    if constexpr (APART % W == 0) {
-        for (int64_t j = 0; j < APART; j += W) {
+    float made[W * STRIDE];
+    if (STRIDE != W) memcpy(made, scores, sizeof made);
+    if constexpr (STRIDE % W == 0) {
+        for (int64_t j = 0; j < STRIDE; j += W) {
             vi some[W];
-            UNROLL for (int i = 0; i < W; i++) some[i] = load<vi>((APART == W ? scores : made) + (j + i) * W);
+            UNROLL for (int i = 0; i < W; i++) some[i] = load<vi>((STRIDE == W ? scores : made) + (j + i) * W);
             transpose(some);
-            UNROLL for (int i = 0; i < W; i++) store(scores + i * APART + j, some[i]);
+            UNROLL for (int i = 0; i < W; i++) store(scores + i * STRIDE + j, some[i]);
         }
     } else {
-        for (int64_t i = 0; i < W; i++) UNROLL for (int64_t j = 0; j < APART; j++) scores[i * APART + j] = made[j * W + i];
+        for (int64_t i = 0; i < W; i++) UNROLL for (int64_t j = 0; j < STRIDE; j++) scores[i * STRIDE + j] = made[j * W + i];
     }
 }
 
-// How many keys of each stream are added up in registers: the less, the more memory is read in its order.
+// How many keys of each stream are accumulated in registers. With fewer keys, memory is read more nearly in order.
 template <int T>
 constexpr int64_t SLOTS = 8 / SIZE<T>;
 
-// values[r] = values[r] * keep[r] + weights[r] V of one head, a few vectors of dims at a time. Of every `apart` keys those from
-// `slot` on are taken; the first slots do what there is to keep.
+// values[r] = values[r] * keep[r] + weights[r] V of one head, a few vectors of dims at a time. From each stream, `stream_stride`
+// keys long, the SLOTS keys from `slot` on are taken. Only slot 0 multiplies by `keep`.
 template <class F, int T, int ROWS>
-static INLINE void values_of(const int32_t* weights, const RowReads& v, int64_t h, int64_t slot, int64_t apart, Prefetcher* ahead,
-                             int64_t dim, const float* keep, float* values, int64_t stride) {
+static INLINE void values_of(const int32_t* weights, const RowReads& v, int64_t h, int64_t slot, int64_t stream_stride,
+                             Prefetcher* ahead, int64_t dim, const float* keep, float* values, int64_t stride) {
     constexpr int PER = F::PER_UNIT, VECTORS = VECTORS_AT_ONCE;
     constexpr int64_t DIMS = VECTORS * W, EACH = SLOTS<T> / PER;
     using R = Reader<F, T>;
     const int64_t offset = v.first + h * v.head, pause = STREAMS * ((dim + DIMS - 1) / DIMS);
-    int64_t since = pause;  // keys since something was fetched ahead: it is done all the time, not all at once
+    int64_t since = pause;  // keys since the last prefetch: prefetches are spread evenly over the keys
     auto some_dims = [&](int64_t d, auto full) __attribute__((always_inline)) {
         vf sum[ROWS][VECTORS] = {};
         for (int64_t stream = 0; stream < STREAMS; stream++) for (int64_t i = 0; i < EACH; i++) {
-            int64_t u = (stream * apart + slot) / PER + i;
+            int64_t u = (stream * stream_stride + slot) / PER + i;
             if (u * PER >= v.count) break;
             if (ahead && (since += PER) > pause) ahead->fetch(), since = PER;
             const uint8_t* row = v.at[u * PER] + offset;
             const uint8_t* other = u * PER + 1 < v.count ? v.at[u * PER + PER - 1] + offset : ZEROS;
             vi unit[VECTORS] = {};
             UNROLL for (int n = 0; n < VECTORS; n += R::STEP / W) {
-                // As many vectors of lanes as a step has elements: bf16 makes two of each, for two keys at once.
+                // A step has R::STEP / W vectors of lanes; with bf16 each lane holds the elements of two keys.
                 int64_t at = d + n * W, left = full ? R::STEP : dim - at;
                 if (!full && left <= 0) break;
                 vi some[R::STEP / W];
@@ -213,7 +214,7 @@ struct DecodeKernel {
         memset(values, 0, heads * padded_rows * v_lanes * 4);
         const Logits logits(call);
         bool bad = false;
-        // A tile ends where the cache does: its rows are of one type.
+        // A tile does not contain both cached and new tokens: all of its rows have one type.
         int64_t turn = s.fresh ? most(unit.low, least(unit.high, s.context)) : unit.high;
         auto end_of = [&](int64_t low) { return least(low + DECODE_KEYS, low < turn ? turn : unit.high); };
         int64_t low = unit.low, which = 0;
@@ -238,8 +239,8 @@ struct DecodeKernel {
 
     void locate_tile(const Sequence& s, int64_t low, int64_t high, Tile& tile) { locate_keys(call, s, low, low, high, nullptr, tile); }
 
-    // A tile, for as many heads at a time as are read together. What comes next is on its way meanwhile: values while keys are
-    // scored, the next keys while values are added up.
+    // Attends to a tile, for as many heads at a time as are read together. Values are prefetched while keys are scored, and the
+    // next keys while values are accumulated.
     void visit(const Unit& unit, const Tile& tile, const Tile* after, const Logits& logits) {
         int64_t some = heads_at_once(keys(tile, 0), values_in(tile, 0));
         for (int64_t h = 0; h < unit.heads; h += some) {
@@ -267,15 +268,15 @@ struct DecodeKernel {
                 fresh.dim == 1, fresh.head < fresh.token};
     }
 
-    // Rows are multiplied where they lie, unless their elements are apart or would be decoded anew for every strip.
+    // Rows are multiplied in place, unless their elements are not contiguous or would be decoded again for every strip.
     bool in_place(const RowReads& r) const { return r.whole && (padded_rows == strip || r.type == F::TYPE); }
 
     int64_t heads_at_once(const RowReads& k, const RowReads& v) const {
-        if (!in_place(k) || !in_place(v) || !k.beside || !v.beside) return 1;
-        return most<int64_t>(1, SIDE_BY_SIDE / most(k.bytes, v.bytes));
+        if (!in_place(k) || !in_place(v) || !k.heads_contiguous || !v.heads_contiguous) return 1;
+        return most<int64_t>(1, BYTES_AT_ONCE / most(k.bytes, v.bytes));
     }
 
-    // Rows as the products take them; those of one head where they have to be copied.
+    // Rows in the form that the products take. If they have to be copied, only those of one head.
     RowReads ready(const RowReads& from, int64_t dim) {
         if (in_place(from)) return from;
         int64_t units = round_up((dim + F::PER_UNIT - 1) / F::PER_UNIT, W);
@@ -310,13 +311,13 @@ struct DecodeKernel {
         Prefetcher ahead(coming, heads);
         with_strip(k.type, [&](auto t, auto rows) {
             constexpr int MANY = W / rows.value;
-            constexpr int64_t APART = DECODE_KEYS / MANY;  // a constant: bf16 takes some percent longer otherwise
-            for (int64_t j = 0; j < least(APART, k.count); j++) {
+            constexpr int64_t STRIDE = DECODE_KEYS / MANY;  // a constant: with a variable, bf16 takes a few percent longer
+            for (int64_t j = 0; j < least(STRIDE, k.count); j++) {
                 for (int64_t h = 0; h < heads; h++) {
                     const uint8_t* key[MANY];
                     const int64_t offset = k.first + h * k.head;
                     UNROLL for (int i = 0; i < MANY; i++) {
-                        key[i] = k.at[least(j + i * APART, k.count - 1)] + offset;
+                        key[i] = k.at[least(j + i * STRIDE, k.count - 1)] + offset;
                         if (i % STREAMS == 0) ahead.fetch();
                     }
                     for (int64_t r = 0; r < padded_rows; r += rows.value) {
@@ -327,14 +328,14 @@ struct DecodeKernel {
                 }
             }
             for (int64_t r = 0; r < heads * padded_rows; r += rows.value) {
-                to_key_order<APART>(scores + (first * padded_rows + r) * DECODE_KEYS);
+                to_key_order<STRIDE>(scores + (first * padded_rows + r) * DECODE_KEYS);
             }
         });
     }
 
     void softmax_head(const Unit& unit, const Tile& tile, int64_t h, Logits logits) {
         const Pages &k = call.cache.k, &v = call.cache.v;
-        bool one = k.scale && k.scale_page == 0 && k.scale_slot == 0 && tile.cut == tile.count;  // for all keys: it needs no array
+        bool one = k.scale && k.scale_page == 0 && k.scale_slot == 0 && tile.cut == tile.count;  // one scale for all keys
         if (one) logits.factor *= k.scale_of(0, 0, unit.head + h);
         bool k_scaled = !one && scales_of(k, tile.k, tile, unit.head + h, k_scale, DECODE_KEYS);
         bool v_scaled = scales_of(v, tile.v, tile, unit.head + h, v_scale, DECODE_KEYS);
@@ -357,12 +358,12 @@ struct DecodeKernel {
     void accumulate(const RowReads& v, const RowReads& coming, int64_t first, int64_t heads) {
         Prefetcher ahead(coming, heads);
         with_strip(v.type, [&](auto t, auto rows) {
-            int64_t apart = round_up((v.count + STREAMS - 1) / STREAMS, SLOTS<t.value>);
-            for (int64_t slot = 0; slot < apart; slot += SLOTS<t.value>) {
+            int64_t stream_stride = round_up((v.count + STREAMS - 1) / STREAMS, SLOTS<t.value>);
+            for (int64_t slot = 0; slot < stream_stride; slot += SLOTS<t.value>) {
                 for (int64_t h = 0; h < heads; h++) {
                     for (int64_t r = 0; r < padded_rows; r += rows.value) {
                         int64_t at = (first + h) * padded_rows + r;
-                        values_of<F, t.value, rows.value>(weights + at * UNITS, v, h, slot, apart, r ? nullptr : &ahead,
+                        values_of<F, t.value, rows.value>(weights + at * UNITS, v, h, slot, stream_stride, r ? nullptr : &ahead,
                                                           call.cache.v.dim, keep + at, values + at * v_lanes, v_lanes);
                     }
                 }

@@ -1,31 +1,31 @@
-// The two kinds of factors that products are made of. A unit is 32 bits: one fp32, or two bf16 that are multiplied and added
-// together. Everything that moves factors moves units, and does not care which kind they are.
+// The two kinds of factors of products. A unit is 32 bits: one fp32, or two bf16, whose products are added. Code that moves factors
+// moves units, whatever their kind.
 #pragma once
 #include "codec.h"
 
 namespace quire {
 namespace QUIRE_LEVEL {
 
-alignas(64) static const uint8_t ZEROS[4096] = {};  // a row of any type, up to 512 elements, and what a vector reads beyond
+alignas(64) static const uint8_t ZEROS[4096] = {};  // a row of up to 512 elements of any type, and what a vector reads after it
 
 struct Fp32Factors {
     static constexpr int PER_UNIT = 1, TYPE = FP32;
 
     static INLINE vf dot(vf sum, vi a, vi b) { return fma(as_float(a), as_float(b), sum); }
 
-    // W units of a row of stored elements; `count` elements are left of it.
+    // W units of a row of stored elements, of which `count` elements remain.
     template <int T>
     static INLINE vi units(const uint8_t* p, int64_t count) {
         return as_int(decode<T>(p, count));
     }
 
-    // Where weights go: one unit each.
+    // Stores weights as units: one unit each.
     static INLINE void put(int32_t* to, int64_t at, vf low, vf high) {
         store(to + at, low);
         store(to + at + W, high);
     }
 
-    // Units of values: a key each.
+    // The units of values hold one key each: nothing is interleaved.
     static INLINE void interleave(vi& low, vi& high) { (void)low, (void)high; }
     static INLINE void to_key_order(float* values, int64_t count) { (void)values, (void)count; }
 };
@@ -35,21 +35,22 @@ struct Fp32Factors {
 
 template <int T>
 INLINE __m512i looked_up(__m512i codes, const uint8_t* table) {
-    __m512i size = Codes<T>::SIGNED ? _mm512_abs_epi8(codes) : codes, a = _mm512_load_si512(table), b = _mm512_load_si512(table + 64);
-    if (Codes<T>::NEGATIVE_ZERO) return _mm512_permutex2var_epi8(a, size, b);
+    __m512i size = Number<T>::TWOS_COMPLEMENT ? _mm512_abs_epi8(codes) : codes;
+    __m512i a = _mm512_load_si512(table), b = _mm512_load_si512(table + 64);
+    if (Number<T>::NEGATIVE_ZERO) return _mm512_permutex2var_epi8(a, size, b);
     return _mm512_maskz_permutex2var_epi8(_mm512_test_epi8_mask(codes, codes), a, size, b);
 }
 
-// 64 elements of 8 bits as bf16: the first half of each quarter, and the second.
+// 64 elements of 8 bits as bf16: the first halves of the four quarters, then the second halves.
 template <int T>
 INLINE void halves_as_bf16(__m512i codes, vi& first, vi& second) {
     __m512i low = looked_up<T>(codes, CODES<T>.low), high = looked_up<T>(codes, CODES<T>.high);
-    high = _mm512_ternarylogic_epi64(high, codes, _mm512_set1_epi8((char)0x80), 0xF8);  // and the sign
+    high = _mm512_ternarylogic_epi64(high, codes, _mm512_set1_epi8((char)0x80), 0xF8);  // adds the sign
     first = (vi)_mm512_unpacklo_epi8(low, high);
     second = (vi)_mm512_unpackhi_epi8(low, high);
 }
 
-// Up to 64 bytes of a row, zeros after them: the first half in the first halves of its quarters.
+// Up to 64 bytes of a row, then zeros, permuted so that the first halves of the four quarters hold the first 32 bytes.
 INLINE __m512i quartered(const uint8_t* p, int64_t count) {
     __m512i bytes = count >= 64 ? load<__m512i>(p) : _mm512_maskz_loadu_epi8((1ull << count) - 1, p);
     return _mm512_permutexvar_epi64(_mm512_set_epi64(7, 3, 6, 2, 5, 1, 4, 0), bytes);
@@ -79,7 +80,7 @@ struct Bf16Factors {
         store(to + at / 2, (vi)(__m512i)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low));
     }
 
-    // Two rows of 32 values become pairs, a lane for each value.
+    // Interleaves two rows of 32 values: a lane holds the values of both rows.
     static INLINE void interleave(vi& low, vi& high) {
         const __m512i first = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6, 37, 5,
                                                36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
@@ -89,19 +90,19 @@ struct Bf16Factors {
         high = (vi)_mm512_permutex2var_epi16(a, second, b);
     }
 
-    // The same with fours of values as they come cheapest: first the even ones of 32, then the odd ones.
-    static INLINE void mingle_fours(vi& low, vi& high) {
+    // The same with cheaper instructions, which permute groups of 4 values: of 32 values first the even groups, then the odd ones.
+    static INLINE void interleave_groups_of_4(vi& low, vi& high) {
         __m512i a = (__m512i)low, b = (__m512i)high;
         low = (vi)_mm512_unpacklo_epi16(a, b);
         high = (vi)_mm512_unpackhi_epi16(a, b);
     }
     template <int T>
-    static INLINE void mingle_fours(__m512i a, __m512i b, vi (&to)[4]) {  // of quartered bytes
+    static INLINE void interleave_groups_of_4(__m512i a, __m512i b, vi (&to)[4]) {  // of bytes from `quartered`
         halves_as_bf16<T>(_mm512_unpacklo_epi8(a, b), to[0], to[1]);
         halves_as_bf16<T>(_mm512_unpackhi_epi8(a, b), to[2], to[3]);
     }
 
-    // Fours of values in their order again.
+    // Restores the order of the groups of 4 values.
     static INLINE void to_key_order(float* values, int64_t count) {
         for (float* to = values; to < values + count; to += 2 * W) {
             float made[2 * W];
@@ -112,7 +113,7 @@ struct Bf16Factors {
 };
 #endif
 
-// A row of stored elements as units, zeros up to `padded` of them (a multiple of W).
+// Converts a row of stored elements to units, and fills it with zeros up to `padded` units, a multiple of W.
 template <class F, int T>
 INLINE void row_as_units(const uint8_t* row, int64_t dim, int32_t* to, int64_t padded) {
     constexpr int STEP = W * F::PER_UNIT;
@@ -131,7 +132,7 @@ INLINE void row_as_units(const uint8_t* row, int64_t dim, int32_t* to, int64_t p
     for (; d < padded * F::PER_UNIT; d += STEP) store(to + d / F::PER_UNIT, vi{});
 }
 
-// Whether a type can be a factor of this kind without being rounded.
+// Whether every element of a type is exact as a factor of this kind.
 template <class F, int T>
 constexpr bool FITS = F::PER_UNIT == 1 || (T != FP32 && T != FP16);
 

@@ -1,4 +1,4 @@
-// The elementary functions that attention needs, of vectors.
+// Elementary functions of vectors.
 #pragma once
 #include "codec.h"
 
@@ -24,7 +24,7 @@ INLINE vf exp2(vf x) {
     return select(x < splat(-126.0f), vf{}, y);
 }
 
-// tanh by Cephes' split: an odd polynomial near zero, where the other form would cancel.
+// tanh as in Cephes: an odd polynomial near zero, where the other form would cancel.
 INLINE vf tanh(vf x) {
     vf size = magnitude(x), square = x * x;
     vf p = splat(-5.70498872745e-3f);

@@ -1,5 +1,6 @@
 // All kernels, for one instruction set. This file is compiled once for each of them, with its own flags and its own QUIRE_LEVEL.
-// Nothing here may be shared with another compilation: no inline function of the standard library, no object that is made at start.
+// Nothing here may be shared with another compilation: no inline function of the standard library, no object with a constructor
+// that runs when the library is loaded.
 #include "decode.h"
 #include "prefill.h"
 #include "write.h"
@@ -7,8 +8,8 @@
 namespace quire {
 namespace QUIRE_LEVEL {
 
-// Calls f with the kind of factors that a call's products take. Weights are rounded to bf16 only where the output is no finer, and
-// only what bf16 holds exactly is multiplied in it.
+// Calls f with the kind of factors of a call's products. bf16 is used only if all inputs are exact in bf16 and the output is no
+// more precise than bf16.
 template <class Do>
 static INLINE auto with_factors(const Attend& call, Do f) {
     auto fits = [](int64_t type) { return type != FP32 && type != FP16; };

@@ -51,7 +51,7 @@ static const Level& level_of(int64_t level) {
 
 namespace {
 
-// Memory of a thread: it is asked for the same again and again, and finds it warm.
+// Memory of a thread, reused by later calls: it stays in the CPU caches.
 char* thread_memory(size_t bytes) {
     struct Owner {
         char* memory = nullptr;
@@ -69,34 +69,34 @@ char* thread_memory(size_t bytes) {
     return owner.memory;
 }
 
-// Threads that wait for work, beside the one that has it: for processes without an OpenMP runtime.
+// A pool of threads, for processes without an OpenMP runtime.
 class Pool {
   public:
-    // Runs f on the caller's thread and on up to so many others, until all who began it are done.
+    // Runs f on the caller's thread and on up to `threads - 1` others, and waits until all of them have returned.
     void run(int64_t threads, void (*f)(void*), void* of) {
         std::unique_lock<std::mutex> lock(mutex);
-        if (job) {  // somebody else's call is under way: this one does its work itself
+        if (job) {  // another thread uses the pool: run on the caller's thread alone
             lock.unlock();
             return f(of);
         }
         for (; count < threads - 1; count++) std::thread([this] { wait_for_work(); }).detach();
-        job = f, argument = of, welcome = threads - 1;
+        job = f, argument = of, open_slots = threads - 1;
         lock.unlock();
         wake.notify_all();
         f(of);
         lock.lock();
-        welcome = 0;
+        open_slots = 0;
         done.wait(lock, [this] { return busy == 0; });
         job = nullptr;
     }
 
-    // The process's own: a child of fork has none of its parent's threads, and starts anew.
+    // The pool of this process: a child of fork has none of its parent's threads and makes a new pool.
     static Pool& own() {
         static std::mutex guard;
         static Pool* pool = nullptr;
         static pid_t process = 0;
         std::lock_guard<std::mutex> lock(guard);
-        if (!pool || process != getpid()) pool = new Pool, process = getpid();  // never deleted: its threads outlive everything
+        if (!pool || process != getpid()) pool = new Pool, process = getpid();  // never deleted: its threads run until the process ends
         return *pool;
     }
 
@@ -104,8 +104,8 @@ class Pool {
     void wait_for_work() {
         std::unique_lock<std::mutex> lock(mutex);
         for (;;) {
-            wake.wait(lock, [this] { return welcome > 0; });
-            welcome--, busy++;
+            wake.wait(lock, [this] { return open_slots > 0; });
+            open_slots--, busy++;
             auto f = job;
             auto of = argument;
             lock.unlock();
@@ -119,12 +119,12 @@ class Pool {
     std::condition_variable wake, done;
     void (*job)(void*) = nullptr;
     void* argument = nullptr;
-    int64_t count = 0, welcome = 0, busy = 0;
+    int64_t count = 0, open_slots = 0, busy = 0;
 };
 
-// Runs f on so many threads at once, the caller's among them: on torch's own team, through the OpenMP runtime that torch has loaded.
-// Its threads spin for a while after each of torch's operators, and others would have to fight them for the cores: after a product of
-// matrices, a decode of 0.85 ms takes 1.6 ms on threads of our own, and 1.9 ms on threads that are started for it.
+// Runs f on `threads` threads, the caller's among them: on torch's own threads, through the OpenMP runtime that torch has loaded.
+// Its threads spin for a while after each of torch's operators and would compete with others for the cores: after a matrix product,
+// a decode of 0.85 ms takes 1.6 ms on a separate pool, and 1.9 ms on newly started threads.
 template <class F>
 void run_parallel(int64_t threads, F& f) {
     using Parallel = void (*)(void (*)(void*), void*, unsigned, unsigned);
@@ -135,7 +135,7 @@ void run_parallel(int64_t threads, F& f) {
     else Pool::own().run(threads, call, &f);
 }
 
-// Threads take the pieces of work one by one.
+// Calls each(0) to each(count - 1) on several threads, which take the next index when they are free.
 template <class Each>
 void parallel_for(int64_t threads, int64_t count, size_t workspace, Each each) {
     std::atomic<int64_t> next{0};
@@ -170,7 +170,7 @@ Range sees(const Attend& call, int64_t seq, int64_t first, int64_t count) {
     return {low, std::max(low, high)};
 }
 
-// Every sequence as it is now; `sound` if q_starts divides the rows of q among them.
+// The lengths of all sequences, read once. `sound`: whether q_starts assigns the rows of q to sequences.
 std::vector<Lengths> lengths_of(const Attend& call, bool& sound) {
     std::vector<Lengths> lengths(static_cast<size_t>(call.batch.seqs));
     int64_t begin = call.batch.q_starts.at(0);
@@ -185,7 +185,7 @@ std::vector<Lengths> lengths_of(const Attend& call, bool& sound) {
     return lengths;
 }
 
-// Whether a query of a tree sees a key of the context from `capacity` on, for which the table has no column.
+// Whether a query of a tree sees a key of the context at `capacity` or after it, where the table has no column.
 bool sees_from(const Attend& call, const Lengths& sequence, int64_t context, int64_t capacity) {
     if (!call.positions.data) return true;
     for (int64_t t = sequence.begin; t < sequence.begin + sequence.q_len; t++) {
@@ -195,8 +195,8 @@ bool sees_from(const Attend& call, const Lengths& sequence, int64_t context, int
     return false;
 }
 
-// Whether a sequence cannot be computed: its length is invalid, or a required page does not exist. With a tree mask, pages are checked
-// key by key when they are read: only some of them may be required.
+// Whether a sequence cannot be computed: its length is invalid, or a required page does not exist. With a tree mask, pages are
+// checked key by key when they are read: only some of them may be required.
 bool is_invalid(const Attend& call, int64_t seq) {
     const Lengths& sequence = call.lengths[seq];
     if (sequence.kv_len < 0 || sequence.kv_len > FAR_AWAY || (call.mask && sequence.q_len > call.mask_width)) return true;
@@ -255,7 +255,7 @@ void run(Attend& call) {
         int64_t q_len = lengths[seq].q_len, rows = q_len * call.group;
         if (q_len > 0 && !level.uses_decode(call, rows)) work_rows += rows * heads;
     }
-    // Rows are cut into enough pieces for all threads, but not into slivers: each packs the keys anew.
+    // Rows are divided into enough pieces for all threads, but not into very small ones, since each piece packs the keys again.
     int64_t height = std::max<int64_t>(32, std::min(tallest, work_rows / (4 * call.threads)));
     for (int64_t seq = 0; seq < call.batch.seqs; seq++) {
         int64_t q_len = lengths[seq].q_len, rows = q_len * call.group;
@@ -280,11 +280,11 @@ void run(Attend& call) {
         }
     }
 
-    // A piece that is larger than a thread's share of everything is cut over its keys, and its parts are joined in the end.
+    // A unit that is larger than a thread's share of the work is split over its keys, and its partial results are combined.
     std::vector<Unit> cut;
     std::vector<SplitUnit> split_units;
-    std::vector<size_t> places;  // of each join's first part, while memory moves
-    size_t room = 0;
+    std::vector<size_t> places;  // the index of each split unit's first part
+    size_t workspace_bytes = 0;
     double part_cost = total / (4.0 * call.threads);
     for (const Unit& unit : units) {
         int64_t tiles = (unit.high + level.keys - 1) / level.keys - unit.low / level.keys;
@@ -305,12 +305,12 @@ void run(Attend& call) {
             part.low = p == 0 ? unit.low : (base + tiles * p / parts) * level.keys;
             part.high = p == parts - 1 ? unit.high : (base + tiles * (p + 1) / parts) * level.keys;
             part.cost = unit.cost / parts;
-            part.part = reinterpret_cast<float*>(room + 64);  // an offset until memory is there; never null
-            room += stride * sizeof(float);
+            part.part = reinterpret_cast<float*>(workspace_bytes + 64);  // an offset until memory is allocated; never null
+            workspace_bytes += stride * sizeof(float);
             cut.push_back(part);
         }
     }
-    std::unique_ptr<float[]> memory(room ? new float[room / sizeof(float)] : nullptr);
+    std::unique_ptr<float[]> memory(workspace_bytes ? new float[workspace_bytes / sizeof(float)] : nullptr);
     for (Unit& unit : cut) {
         if (unit.part) unit.part = memory.get() + (reinterpret_cast<uintptr_t>(unit.part) - 64) / sizeof(float);
     }
@@ -319,7 +319,7 @@ void run(Attend& call) {
     std::vector<int64_t> order(cut.size());
     for (size_t i = 0; i < order.size(); i++) order[i] = static_cast<int64_t>(i);
     std::stable_sort(order.begin(), order.end(), [&](int64_t a, int64_t b) { return cut[a].cost > cut[b].cost; });
-    // Starting a team takes microseconds: what is done sooner than that is done alone.
+    // Starting threads takes microseconds: smaller calls run on one thread.
     int64_t threads = total * (call.cache.k.dim + call.cache.v.dim) < 1e6 ? 1 : call.threads;
     parallel_for(threads, static_cast<int64_t>(cut.size()), level.workspace_size(call), [&](int64_t i, char* mine) {
         const Unit& unit = cut[order[i]];
@@ -328,7 +328,7 @@ void run(Attend& call) {
     parallel_for(threads, static_cast<int64_t>(split_units.size()), 0, [&](int64_t i, char*) { level.combine(call, split_units[i]); });
 }
 
-// Where a token is to be stored, -1 for nowhere.
+// The slot of a token, or -1 if it is not stored.
 int64_t slot_of(const Write& call, int64_t token, int64_t seq, int64_t end, int64_t kv_len) {
     if (call.slots.data) return call.slots.at(token);
     if (kv_len < 0 || kv_len > FAR_AWAY) return -1;
@@ -346,11 +346,11 @@ void run(const Write& call) {
         int64_t end = call.batch.q_starts.at(seq + 1), kv_len = call.batch.kv_lens.at(seq);
         for (; token < std::min(live, end); token++) slots[token] = slot_of(call, token, seq, end, kv_len);
     }
-    const int64_t room = call.cache.pages * call.cache.page_size, some = 16;
+    const int64_t capacity = call.cache.pages * call.cache.page_size, some = 16;
     int64_t pieces = (live + some - 1) / some;
     parallel_for(pieces < 4 ? 1 : call.threads, pieces, level.write_workspace(call), [&](int64_t i, char* mine) {
         for (int64_t token = i * some; token < std::min(live, (i + 1) * some); token++) {
-            if (slots[token] >= 0 && slots[token] < room) level.write(call, token, slots[token], mine);
+            if (slots[token] >= 0 && slots[token] < capacity) level.write(call, token, slots[token], mine);
         }
     });
 }
@@ -364,7 +364,7 @@ int guarded(Do f) {
     }
 }
 
-constexpr size_t GIVEN = offsetof(Attend, lengths);  // bytes of a caller's structure
+constexpr size_t GIVEN = offsetof(Attend, lengths);  // bytes of the caller's structure
 
 }  // namespace
 }  // namespace quire
@@ -377,7 +377,7 @@ EXPORT size_t quire_size_of_attend() { return quire::GIVEN; }
 EXPORT size_t quire_size_of_write() { return sizeof(quire::Write); }
 EXPORT size_t quire_size_of_check() { return sizeof(quire::Check); }
 
-// 0, or -1 if there was no memory.
+// Returns 0, or -1 if memory could not be allocated.
 EXPORT int quire_attend(const void* given) {
     return quire::guarded([&] {
         quire::Attend call;
@@ -395,7 +395,7 @@ EXPORT int quire_write(const void* given) {
     });
 }
 
-// 1 if a call's index values and scales are certainly legal, 0 if not, -1 if there was no memory.
+// Returns 1 if the index values and scales of a call are certainly legal, 0 if not, -1 if memory could not be allocated.
 EXPORT int quire_check(const void* given) {
     return quire::guarded([&] {
         quire::Check call;

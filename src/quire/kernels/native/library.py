@@ -1,4 +1,4 @@
-"""The library of native kernels: loaded at the first launch, with the best instruction set that this CPU can really execute."""
+"""The library of native kernels: loaded at the first launch, with the best instruction set that this CPU can execute."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from quire.errors import KernelError
 from quire.kernels.native.call import SIZES
 
 FILE = Path(__file__).with_name("libquire.so")
-"""Where the package's build puts it, if there is a compiler."""
+"""Built with the package, if there is a compiler."""
 
 
 class Library:
-    """The C interface, and which of its instruction sets runs."""
+    """The C interface, and the instruction set in use."""
 
     def __init__(self, path: Path):
         try:
@@ -26,7 +26,7 @@ class Library:
         for name, size in SIZES.items():
             own_size = getattr(calls, f"quire_size_of_{name}", None)
             if own_size is None or own_size() != size:
-                raise KernelError(f"the native kernels in {path} were built from other sources: build them anew")
+                raise KernelError(f"the native kernels in {path} were built from other sources: rebuild them")
             getattr(calls, f"quire_{name}").argtypes = (ctypes.c_char_p,)
         calls.quire_level_name.restype = ctypes.c_char_p
         self.calls = calls
@@ -57,7 +57,7 @@ def library() -> Library:
 
 @contextmanager
 def forced(level: str) -> Iterator[None]:
-    """Runs another instruction set than the best, by name, for its duration: for tests and measurements."""
+    """Uses the named instruction set inside the context: for tests and measurements."""
     held = library()
     before, held.level = held.level, held.levels[level]
     try:

@@ -1,9 +1,9 @@
-// Sequences with many new tokens. Keys and values of a tile are packed once, and used by strip after strip of query rows:
+// Sequences with many new tokens. Keys and values of a tile are packed once and used by all strips of query rows:
 //
 //     for each tile of keys:   pack K as panels of keys, V as panels of values
 //         for each strip of rows:   scores = q K;   weights = 2^(logits - largest);   values = values * keep + weights V
 //
-// Tiles start at multiples of KEYS, and every sum is made in the order of its keys: a row's bits depend on its own position alone.
+// Tiles start at multiples of KEYS, and sums are computed in the order of keys: the bits of a row depend on its own position alone.
 #pragma once
 #include "tile.h"
 
@@ -51,7 +51,7 @@ struct PrefillKernel {
         gathered = workspace.take<uint8_t>(KEYS * 512 * 4);
     }
 
-    // A row as units: where it lies, if it can be taken as it is, or a copy in `to`.
+    // A row as units: in place if it has the right type and length, otherwise a copy in `to`.
     const int32_t* as_factor(const Rows& from, int64_t j, int64_t dim, int32_t* to, int64_t padded) {
         if (j >= from.count) return (const int32_t*)ZEROS;
         int64_t type = from.type_of(j);
@@ -112,7 +112,7 @@ struct PrefillKernel {
         bool bad = false;
         const int64_t last = last_seen(s, unit);
         for (int64_t first = unit.low / KEYS * KEYS; first < unit.high; first += KEYS) {
-            // Skip keys that no window of a tree shows: there may be any number of them before the new tokens.
+            // Skip keys that no window of a tree contains: there may be many of them before the new tokens.
             if (first >= last && first + KEYS <= s.context) first = s.context / KEYS * KEYS;
             if (first >= unit.high) break;
             int64_t low = most(first, unit.low), high = least(first + KEYS, unit.high);
@@ -155,8 +155,8 @@ struct PrefillKernel {
         return some;
     }
 
-    // All rows over one tile. Where lengths do not determine visibility, a bias does. A strip uses only the panels of keys that one of
-    // its rows sees.
+    // Attends to one tile with all rows. A bias masks keys if visibility does not follow from lengths. A strip uses only the panels
+    // of keys that one of its rows sees.
     void attend_tile(const Sequence& s, const Unit& unit, int64_t head, const Logits& logits, bool plain) {
         constexpr int64_t PER = F::PER_UNIT, PANEL = LANES_OF_PANEL, WEIGHTS = KEYS / PER;
         int64_t first = tile->first, count = tile->count, all_units = round_up((count + PER - 1) / PER, ROUND_UNITS);

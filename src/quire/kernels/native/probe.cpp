@@ -14,7 +14,7 @@
 namespace quire {
 
 #if defined(__x86_64__)
-static uint64_t enabled_state() {  // what the operating system saves when it switches threads
+static uint64_t enabled_state() {  // the registers that the operating system saves when it switches threads
     uint32_t low, high;
     __asm__ volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
     return (uint64_t)high << 32 | low;
@@ -23,10 +23,10 @@ static uint64_t enabled_state() {  // what the operating system saves when it sw
 static bool has(uint64_t bits, uint64_t wanted) { return (bits & wanted) == wanted; }
 
 #if defined(__linux__) && defined(QUIRE_HAS_AMX)
-// Tries AMX in a child: hypervisors advertise it and hide parts of it, and the only proof is to run it. A child of vfork shares this
-// memory, but a fatal signal is its own.
+// Executes AMX in a child process: some hypervisors advertise it but disable parts of it. A child of vfork shares this memory, but
+// a fatal signal ends only the child.
 __attribute__((noinline)) static bool amx_works() {
-    alignas(64) static uint8_t shapes[64] = {1};  // palette 1, whatever the leaf that lists palettes says
+    alignas(64) static uint8_t shapes[64] = {1};  // palette 1, even if cpuid does not list it
     static uint8_t numbers[1024];
     for (int i = 0; i < 8; i++) shapes[16 + 2 * i] = 64, shapes[48 + i] = 16;
     pid_t child = vfork();

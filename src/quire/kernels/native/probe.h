@@ -1,4 +1,4 @@
-// Which instruction sets this CPU can really execute.
+// Which instruction sets this CPU can execute.
 #pragma once
 
 namespace quire {

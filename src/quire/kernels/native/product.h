@@ -1,8 +1,8 @@
-// The matrix product. c [rows, lanes] = a [rows, units] times b, whose panels hold LANES_OF_PANEL lanes of every unit, side by side:
+// The matrix product c [rows, lanes] = a [rows, units] * b. A panel of b holds LANES_OF_PANEL lanes of every unit, contiguously:
 //
-//     for each panel, for each few rows:   sums stay in registers; a unit of a meets a line of the panel
+//     for each panel, for each few rows:   sums stay in registers; each unit of a is multiplied by one line of the panel
 //
-// Keys come as panels of keys (a line holds a unit of each), values as panels of values (a line holds a key, or two, of each).
+// A line of a panel of keys holds one unit of each key; a line of a panel of values holds one key, or two, of each value.
 #pragma once
 #include "factors.h"
 
@@ -19,7 +19,7 @@ struct Panels {  // b
     int64_t count, stride, units;
 };
 
-struct Sums {  // c; earlier sums are multiplied by `keep`, row by row, or dropped if that is null
+struct Sums {  // c; earlier sums are multiplied by `keep`, row by row, or discarded if it is null
     float* data;
     int64_t stride;
     const float* keep;
@@ -38,7 +38,7 @@ static void product_rows(const int32_t* a, int64_t a_stride, const int32_t* b, i
             UNROLL for (int n = 0; n < V; n++) sum[r][n] = F::dot(sum[r][n], unit, line[n]);
         }
     }
-    // Earlier sums come last: what is small is added up first, and long sums lose less.
+    // Earlier sums are added last: adding the small terms first loses less precision.
     UNROLL for (int r = 0; r < ROWS; r++) UNROLL for (int n = 0; n < V; n++) {
         float* to = c + r * c_stride + n * W;
         store(to, keep ? fma(load(to), splat(keep[r]), sum[r][n]) : sum[r][n]);
@@ -70,14 +70,14 @@ static void product(Operand a, int64_t rows, Panels b, Sums c) {
 }
 
 #if defined(__AMX_BF16__)
-// The same by AMX: tiles of 16 rows, 16 units and 16 lanes. Rows and units come in multiples of 16.
+// The same with AMX: tiles of 16 rows, 16 units and 16 lanes. The numbers of rows and units are multiples of 16.
 struct alignas(64) TileShapes {
     uint8_t palette = 1, start = 0, reserved[14] = {};
     uint16_t bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
     uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
 };
 
-struct Tiles {  // holds the tile registers of a thread for the time of a piece of work
+struct Tiles {  // configures the tile registers of a thread while it exists
     Tiles() {
         TileShapes shapes;
         _tile_loadconfig(&shapes);

@@ -8,18 +8,18 @@ namespace QUIRE_LEVEL {
 
 constexpr int64_t KEYS = 256;  // of a tile
 constexpr double LN2 = 0.693147180559945309;
-constexpr float HUGE_LOGIT = 1 << 22;  // half of its last place is a quarter
+constexpr float HUGE_LOGIT = 1 << 22;  // its rounding error is up to 1/4
 
-// The keys of a tile: the first `cut` lie in the cache, the others among the new tokens. A row that nobody sees is null.
+// The keys of a tile: the first `cut` are in the cache, the others are new tokens. The row of a key that no query sees is null.
 struct Tile {
     int64_t first, count, cut;
     const uint8_t* k[KEYS];
     const uint8_t* v[KEYS];
     int64_t page[KEYS], slot[KEYS];
-    bool bad;  // a page that somebody needs does not exist
+    bool bad;  // whether a required page does not exist
 };
 
-// Keys [low, high), of which columns start at `first`; `seen` leaves out what no query of a tree sees.
+// Locates keys [low, high) of the tile that starts at `first`. `seen`, if not null, says which keys some query of a tree sees.
 static void locate_keys(const Attend& call, const Sequence& s, int64_t first, int64_t low, int64_t high, const bool* seen, Tile& tile) {
     const Cache& cache = call.cache;
     tile.first = first, tile.count = high - first, tile.bad = false;
@@ -60,7 +60,7 @@ static INLINE const uint8_t* gathered(const uint8_t* row, int64_t size, int64_t 
     return to;
 }
 
-// The rows of one head, K's or V's: pointers to whole rows. Rows whose elements lie apart are gathered into `room`, [KEYS, 512].
+// The rows of one head of K or V: pointers to contiguous rows. Rows with strided elements are gathered into `buffer`, [KEYS, 512].
 struct Rows {
     const uint8_t* at[KEYS + 2];
     int64_t cut, count;
@@ -70,21 +70,21 @@ struct Rows {
 };
 
 static void rows_of(const Pages& pages, const Array& fresh, const uint8_t* const* found, const Tile& tile, int64_t head,
-                    uint8_t* room, Rows& rows) {
+                    uint8_t* buffer, Rows& rows) {
     int64_t size = size_of(pages.type), new_size = size_of(fresh.type), step = 512 * 4;
     rows.cut = tile.cut, rows.count = tile.count, rows.type = pages.type, rows.new_type = fresh.type;
     bool whole = pages.whole_rows();
     for (int64_t j = 0; j < tile.cut; j++) {
         const uint8_t* row = found[j] ? found[j] + head * pages.head * size : ZEROS;
         if (!whole && found[j]) {
-            row = gathered(row, size, pages.dim, room + j * step, [&](int64_t d) { return pages.element(d); });
+            row = gathered(row, size, pages.dim, buffer + j * step, [&](int64_t d) { return pages.element(d); });
         }
         rows.at[j] = row;
     }
     for (int64_t j = tile.cut; j < tile.count; j++) {
         const uint8_t* row = found[j] ? found[j] + head * fresh.head * new_size : ZEROS;
         if (fresh.dim != 1 && found[j]) {
-            row = gathered(row, new_size, pages.dim, room + j * step, [&](int64_t d) { return d * fresh.dim; });
+            row = gathered(row, new_size, pages.dim, buffer + j * step, [&](int64_t d) { return d * fresh.dim; });
         }
         rows.at[j] = row;
     }
@@ -106,11 +106,11 @@ static bool scales_of(const Pages& pages, const uint8_t* const* found, const Til
     return true;
 }
 
-// What a few rows, up to MOST_ROWS, see of a tile, and where their scores lie.
+// The scores of up to MOST_ROWS rows over a tile, and which keys the rows see.
 constexpr int64_t MOST_ROWS = 32;
 struct Scores {
     float* data;
-    int64_t stride, padded;      // keys of a row in memory, and as many as are looked at: a multiple of 2 W
+    int64_t stride, padded;      // the distance of rows, and the keys that are processed: a multiple of 2 W
     const float* key_scale;      // of each key, or null
     const float* value_scale;    // of each value, or null
     const float* bias;           // added to the logits, row by row like the scores, or null
@@ -119,14 +119,14 @@ struct Scores {
     float slope[MOST_ROWS], distance[MOST_ROWS];    // ALiBi's slope, and how far the row is from the first key
 };
 
-// Scores of rows over a tile become weights, and `keep` what earlier sums are to be multiplied by. One thing after the other for all
-// rows, so that what waits in one row is work in the next. Whether a row is cut by a mask changes no rounding.
+// Turns the scores of rows over a tile into weights, and computes `keep`, the factors of earlier sums. Each phase runs over all
+// rows, so that independent rows hide latency. Whether a row is masked changes no rounding.
 template <class F>
 static void softmax(const Scores& s, int64_t rows, int32_t* weights, int64_t weights_stride, const Logits& logits, SoftmaxState* have,
                   float* keep) {
     const float none = -__builtin_inff();
     const vf factor = splat(logits.factor), never = splat(none);
-    const bool plain = !s.key_scale && !s.bias && !s.alibi && !logits.transforms();  // then logits are made twice, and stored never
+    const bool plain = !s.key_scale && !s.bias && !s.alibi && !logits.transforms();  // then logits are computed twice and not stored
     auto cut_off = [&](int64_t r) { return s.first[r] > 0 || s.last[r] < s.padded; };
     auto shown = [&](vf x, int64_t r, int64_t j) {
         vi lane = lanes() + (int32_t)j;
@@ -137,7 +137,7 @@ static void softmax(const Scores& s, int64_t rows, int32_t* weights, int64_t wei
         float* score = s.data + r * s.stride;
         vf best = never;
         if (plain && !cut_off(r)) {
-            // Rounding keeps the order: the largest score, or the smallest, makes the largest logit.
+            // Rounding is monotonic: the largest score, or the smallest, gives the largest logit.
             if (logits.factor < 0) {
                 for (int64_t j = 0; j < s.padded; j += W) best = larger(best, -load(score + j));
                 best *= -factor;
@@ -161,8 +161,8 @@ static void softmax(const Scores& s, int64_t rows, int32_t* weights, int64_t wei
     for (int64_t r = 0; r < rows; r++) {
         before[r] = have[r].top;
         if (here[r] > have[r].top) have[r].top = here[r];
-        if (have[r].top == none && here[r] != here[r]) have[r].top = 0.0f;  // there is a NaN, and it is to show
-        // Nothing seen so far: nothing to keep, and all logits are -inf, whatever they are relative to.
+        if (have[r].top == none && here[r] != here[r]) have[r].top = 0.0f;  // so that a NaN reaches the output
+        // No key was visible so far: there is nothing to keep, and all logits are -inf.
         keep[r] = have[r].top == none ? 0.0f : before[r] - have[r].top;
     }
     for (int64_t r = rows; r < round_up(rows, W); r++) keep[r] = 0.0f;
@@ -171,8 +171,8 @@ static void softmax(const Scores& s, int64_t rows, int32_t* weights, int64_t wei
         float* score = s.data + r * s.stride;
         int32_t* weight = weights + r * weights_stride;
         const float top = have[r].top == none ? 0.0f : have[r].top;
-        // A logit that is subtracted while it is made was never rounded, and the largest was: of huge ones a remainder is left that no
-        // exponential can take. So those are made first.
+        // The fused multiply-add does not round the logit, but the maximum was rounded: with huge logits the difference can be too
+        // large for the exponential. So huge logits are computed and rounded first.
         const bool huge = plain && (top > HUGE_LOGIT || top < -HUGE_LOGIT);
         for (int64_t j = 0; huge && j < s.padded; j += W) {
             vf x = load(score + j) * factor;
@@ -202,7 +202,7 @@ static void softmax(const Scores& s, int64_t rows, int32_t* weights, int64_t wei
     }
 }
 
-// Adds the sink, divides, and stores one row of the output and of the LSE. Memory for `values` is a multiple of W long.
+// Adds the sink, divides, and stores one row of the output and of the LSE. The length of `values` in memory is a multiple of W.
 static void finish(const Attend& call, const Sequence& s, int64_t head, int64_t row, SoftmaxState have, const float* values) {
     int64_t token = s.token + row / call.group, q_head = head * call.group + row % call.group;
     const float none = -__builtin_inff();

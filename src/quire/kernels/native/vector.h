@@ -1,4 +1,4 @@
-// A vector of fp32 of the width of the instruction set. All other code is written in terms of it.
+// Vectors of fp32 as wide as the registers of the instruction set. All other code uses them.
 #pragma once
 #include <cstring>
 #include <utility>
@@ -16,8 +16,8 @@ namespace QUIRE_LEVEL {
 
 #if defined(__AVX512F__)
 constexpr int BYTES = 64;
-constexpr int LANES_OF_PANEL = 32, ROWS_OF_PANEL = 12;  // 24 sums in 32 registers; a panel of fp32 stays in the first cache
-constexpr int VECTORS_AT_ONCE = 4;                      // of values, for 4 rows
+constexpr int LANES_OF_PANEL = 32, ROWS_OF_PANEL = 12;  // 24 sums in 32 registers; a panel of fp32 stays in the first-level cache
+constexpr int VECTORS_AT_ONCE = 4;                      // vectors of values, for 4 rows
 #elif defined(__AVX2__)
 constexpr int BYTES = 32;
 constexpr int LANES_OF_PANEL = 16, ROWS_OF_PANEL = 6;  // 12 sums in 16 registers
@@ -93,7 +93,7 @@ INLINE vf nearest(vf x) { return (vf)vrndnq_f32((float32x4_t)x); }
 INLINE vf fma(vf a, vf b, vf c) { return a * b + c; }
 INLINE vf larger(vf a, vf b) { return select(a > b, a, b); }
 INLINE vf nearest(vf x) {
-    // Numbers of less than 2^22 only: that is all that is asked for.
+    // Correct for magnitudes below 2^22: callers pass no larger ones.
     vf magic = splat(12582912.0f);
     return x + magic - magic;
 }
@@ -105,19 +105,19 @@ INLINE vi lanes() {
     return v;
 }
 
-// Every second lane of two vectors, from FIRST on, taken from fours of lanes; or every second four. Lanes that stay within their four
-// and fours that stay whole are moved by the cheapest instructions.
-template <bool FOURS, int FIRST, int... L>
+// Every second lane of two vectors, starting with FIRST, within groups of 4 lanes; or every second group of 4. Shuffles within
+// groups of 4 lanes and of whole groups are the cheapest.
+template <bool GROUPS, int FIRST, int... L>
 INLINE vf every_second(vf a, vf b, std::integer_sequence<int, L...>) {
-    return __builtin_shufflevector(a, b, (FOURS ? L / 4 * 8 + FIRST * 4 + L % 4 : L % 4 / 2 * W + L / 4 * 4 + L % 2 * 2 + FIRST)...);
+    return __builtin_shufflevector(a, b, (GROUPS ? L / 4 * 8 + FIRST * 4 + L % 4 : L % 4 / 2 * W + L / 4 * 4 + L % 2 * 2 + FIRST)...);
 }
-template <bool FOURS>
+template <bool GROUPS>
 INLINE void part(vf a, vf b, vf& even, vf& odd) {
-    even = every_second<FOURS, 0>(a, b, std::make_integer_sequence<int, W>());
-    odd = every_second<FOURS, 1>(a, b, std::make_integer_sequence<int, W>());
+    even = every_second<GROUPS, 0>(a, b, std::make_integer_sequence<int, W>());
+    odd = every_second<GROUPS, 1>(a, b, std::make_integer_sequence<int, W>());
 }
 
-// W vectors as a matrix of 32-bit units, turned over its diagonal.
+// Transposes a matrix of W x W 32-bit units.
 template <int DONE = 1>
 INLINE void transpose(vi (&rows)[W]) {
     vf even[W / 2], odd[W / 2];
@@ -126,7 +126,7 @@ INLINE void transpose(vi (&rows)[W]) {
     if constexpr (2 * DONE < W) transpose<2 * DONE>(rows);
 }
 
-// The sums of W vectors, in one vector.
+// The sums of the lanes of W vectors, as one vector.
 template <int DONE = 1>
 INLINE vf sums(vf (&rows)[W]) {
     UNROLL for (int i = 0; i < W / DONE / 2; i++) {

@@ -5,7 +5,7 @@
 namespace quire {
 namespace QUIRE_LEVEL {
 
-// One head of one token. `number` holds it as fp32, `code` as it will be stored; both are rooms for 512 elements.
+// Stores one head of one token. `number` holds it as fp32, `code` in the stored format; both are buffers of 512 elements.
 static void store_row(const Array& from, const Pages& pages, int64_t token, int64_t head, int64_t page, int64_t slot, float* number,
                       uint8_t* code) {
     int64_t dim = pages.dim, size = size_of(pages.type), from_size = size_of(from.type);
@@ -28,14 +28,15 @@ static void store_row(const Array& from, const Pages& pages, int64_t token, int6
         });
         if (pages.scale) {
             float* scale = pages.scale + page * pages.scale_page + slot * pages.scale_slot + head * pages.scale_head;
-            if (pages.scale_slot || pages.scale_page) {  // a scale for each token: the largest element becomes the format's
+            if (pages.scale_slot || pages.scale_page) {
+                // One scale per token: it maps the largest element to the largest number of the format.
                 float top = 0;
                 for (int64_t d = 0; d < dim; d++) {
                     float x = __builtin_fabsf(number[d]);
                     if (x > top || x != x) top = x;
                     if (top != top) break;
                 }
-                top /= LARGEST[pages.type];
+                top /= with_type(pages.type, [](auto t) { return Number<t.value>::LARGEST; });
                 *scale = top == 0 ? 1.0f : top;
             }
             for (int64_t d = 0; d < dim; d += W) store(number + d, load(number + d) / *scale);
@@ -53,10 +54,10 @@ static void store_row(const Array& from, const Pages& pages, int64_t token, int6
 
 static size_t write_workspace(const Write&) { return (512 + W) * 8; }
 
-static void write(const Write& call, int64_t token, int64_t slot, char* room) {
+static void write(const Write& call, int64_t token, int64_t slot, char* workspace) {
     int64_t page = slot / call.cache.page_size, offset = slot % call.cache.page_size;
-    float* number = reinterpret_cast<float*>(room);
-    uint8_t* code = reinterpret_cast<uint8_t*>(room + (512 + W) * 4);
+    float* number = reinterpret_cast<float*>(workspace);
+    uint8_t* code = reinterpret_cast<uint8_t*>(workspace + (512 + W) * 4);
     for (int64_t head = 0; head < call.cache.heads; head++) {
         store_row(call.k, call.cache.k, token, head, page, offset, number, code);
         store_row(call.v, call.cache.v, token, head, page, offset, number, code);

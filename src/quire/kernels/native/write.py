@@ -1,4 +1,4 @@
-"""Cache writes in C++: quantise, and store each token in its slot, whatever the layout."""
+"""Cache writes in C++: quantise and store each token in its slot, in every layout."""
 
 from __future__ import annotations
 

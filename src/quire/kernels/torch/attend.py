@@ -51,7 +51,7 @@ class SequenceRows(NamedTuple):
 
 def tile_for(cache: KVCache, q_heads: int, longest: int, batch_invariant: bool) -> TorchTile:
     """Keys such that a tile of K fits into the cores' caches, strips of a thousand rows per group (torch's fused operator uses its
-    large blocks from 768 on), spans whose accumulators take a few megabytes.
+    large tiles from 768 on), spans whose accumulators take a few megabytes.
 
     A batch-invariant call takes one query at a time: the shape of every product, and so its bits, then depends on the query's own
     position alone, however its prompt was divided."""
@@ -83,9 +83,9 @@ def launch(
     zero_padding: bool = False,
 ) -> None:
     """Writes `out` and, if given, `lse` for every live row. Sequences with at least `context_from` new tokens take those from
-    `new`; the others find all of theirs in the cache. Under `only=(low, high)`, those with fewer than `low` or more than `high` new
-    tokens are left alone: nothing of them is read, and their output stays as it was. Rows of the LSE that belong to no sequence
-    become zero, and those of the output under `zero_padding`."""
+    `new`; the others have all of theirs in the cache. With `only=(low, high)`, sequences with fewer than `low` or more than `high`
+    new tokens are skipped: they are not read, and their output is unchanged. Rows of the LSE that belong to no sequence become
+    zero, and with `zero_padding` those of the output too."""
     # Read once, so that a concurrent change cannot cause an invalid access.
     starts, kv_lens, page_table = batch.q_starts.tolist(), batch.kv_lens.tolist(), batch.page_table.clone()
     if starts[0] != 0 or starts[-1] > q.shape[0] or any(stop < start for start, stop in pairwise(starts)):

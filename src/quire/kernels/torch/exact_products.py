@@ -1,4 +1,4 @@
-"""Products in fp32 mean fp32, whatever a process has allowed torch to do elsewhere."""
+"""Matrix products in full fp32, whatever precision the process has allowed torch to use."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import torch
 
 @contextmanager
 def exact_products() -> Iterator[None]:
-    """Takes back, for its duration, every permission to round the factors of fp32 products: autocast, and
-    `torch.set_float32_matmul_precision`. On a CPU they would go through the 16-bit products that this kernel avoids."""
-    with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False), _fp32_means_fp32():
+    """Disables autocast and reduced fp32 matmul precision inside the context. On a CPU they would use the 16-bit products that this
+    kernel avoids."""
+    with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False), _full_precision():
         yield
 
 
 @contextmanager
-def _fp32_means_fp32() -> Iterator[None]:
+def _full_precision() -> Iterator[None]:
     settings: Any = torch.backends.mkldnn.matmul, torch.backends.cuda.matmul  # type: ignore[attr-defined]
     allowed = [setting.fp32_precision for setting in settings]
     if all(precision in ("none", "ieee") for precision in allowed):

@@ -1,4 +1,4 @@
-"""The attention features, each a hook that `Strip` calls: which query sees which key (causality, window, tree mask: `VisibleKeys`),
+"""The attention features as hooks that `Strip` calls: which query sees which key (causality, window, tree mask: `VisibleKeys`),
 softcap (`cap_scores`), ALiBi (`alibi_penalty`) and sinks (`add_sink`)."""
 
 from __future__ import annotations

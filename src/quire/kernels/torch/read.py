@@ -1,11 +1,11 @@
-"""Reads runs of a sequence's tokens out of their pages, as fp32 that a matrix product can take.
+"""Reads consecutive tokens of a sequence from their pages, as fp32 for matrix products.
 
-One reader serves one of K and V for one call. It owns the two buffers that a tile passes through, so that memory use is bounded
-whatever the context, and no step of the loop allocates.
+A reader serves K or V for one call. It owns the two buffers that a tile passes through, so that memory use does not grow with the
+context, and the loop does not allocate.
 
-A tile may be cut into parts, one for each thread. Gathering, converting and attending then divide the work alike: what a core has
-written is read by the same core. Without that, half of every tile crosses from one core's cache to another's in each step,
-which costs twice the time where cores share no cache.
+A tile may be divided into parts, one for each thread. Gathering, converting and attending then divide the work in the same way, and
+a core reads what it has written. Otherwise half of every tile moves from one core's cache to another's in each step, which takes
+twice the time where cores share no cache.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ from quire.cache.layout import Order
 from quire.kernels.torch.codec import decode
 
 SLICE_FROM = 64
-"""From this page size on, a page is large enough to be converted straight from the cache; smaller ones are gathered first,
-many in one operation."""
+"""From this page size on, a page is converted directly from the cache; smaller pages are gathered first, many in one operation."""
 
 
 class Frame(NamedTuple):
@@ -47,7 +46,7 @@ class Reader:
         self.page_size, self.dim = slot_hi * slot_lo, dim_hi * dim_lo
         self.whole_pages = self.page_size < SLICE_FROM
         count = -(-tile // self.page_size) + 1 if self.whole_pages else 0
-        # Gathered pages, and room for the tile itself.
+        # Buffers for gathered pages and for the tile.
         self.raw = torch.empty((count, *self.storage.shape[1:]), dtype=self.storage.dtype, device=storage.device)
         size = self.heads * max(tile, count * self.page_size) * self.dim
         self.buffer = torch.empty(size, dtype=torch.float32, device=storage.device)
@@ -57,16 +56,16 @@ class Reader:
         self, pages: torch.Tensor, start: int, stop: int, new: torch.Tensor | None, context: int, parts: int, shared: bool
     ) -> torch.Tensor:
         """Tokens [start, stop) of the sequence that owns `pages`, `[parts, kv_heads, tokens / parts, dim]`. Those from `context` on
-        come from `new` `[q_len, kv_heads, dim]`, if that is given. One part is all that comes of anything but whole pages that
-        `parts` divides. What several products will `share` is worth one more copy into the order that they like. The result
-        lives until the next call."""
+        come from `new` `[q_len, kv_heads, dim]`, if that is given. The result has `parts` parts only if whole pages are read and
+        `parts` divides their number, otherwise one. With `shared`, the tile is copied into a contiguous layout because several
+        products use it. The buffer is overwritten by the next call."""
         cut = stop if new is None else max(start, min(stop, context))
         pieces = []
         if start < cut:
             first, last = start // self.page_size, -(-cut // self.page_size)
             ids = pages[first:last]
             if ids.shape[0] < last - first:
-                # With a tree mask, keys without a cell are hidden: any page will do.
+                # With a tree mask, keys without a column are hidden: any page can be read.
                 ids = torch.nn.functional.pad(ids, (0, last - first - ids.shape[0]))
             if self.whole_pages:
                 pieces.append(self._gather(ids, start, cut, parts if cut == stop else 1, shared))
@@ -77,7 +76,7 @@ class Reader:
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces, 2)
 
     def _gather(self, ids: torch.Tensor, start: int, stop: int, parts: int, shared: bool) -> torch.Tensor:
-        """Many small pages at once; fp32 in an order that a product can take stays where it was gathered."""
+        """Gathers many small pages at once. fp32 pages whose layout suits a product are used where they were gathered."""
         whole = start % self.page_size == 0 and stop % self.page_size == 0 and ids.shape[0] % parts == 0
         frame = self._frame(ids.shape[0], parts if whole else 1)
         torch.index_select(self.storage, 0, ids, out=frame.raw)
@@ -92,7 +91,7 @@ class Reader:
         return tile if whole else tile[:, :, offset : offset + stop - start]
 
     def _frame(self, pages: int, parts: int) -> Frame:
-        """The buffers for so many pages in so many parts. Nearly every tile of a call has the same: they are cut once."""
+        """Views of the buffers for a number of pages and parts. Nearly all tiles of a call have the same: they are made once."""
         if (pages, parts) not in self.frames:
             raw = self.raw[:pages]
             view = self.order.view(raw).unflatten(0, (parts, -1)).transpose(1, 2)
@@ -101,7 +100,7 @@ class Reader:
         return self.frames[pages, parts]
 
     def _slice(self, ids: list[int], start: int, stop: int) -> torch.Tensor:
-        """A few large pages, each converted straight from the cache."""
+        """A few large pages, each converted directly from the cache."""
         out = self.buffer[: self.heads * (stop - start) * self.dim].view(self.heads, stop - start, self.dim)
         at = start
         for page in ids:

@@ -78,7 +78,7 @@ class Strip:
         return bias.unsqueeze(1).expand(-1, rows // self.keys.count, -1).reshape(1, rows, high - low)
 
     def store(self, out: torch.Tensor, lse: torch.Tensor | None) -> None:
-        """Lets the sink take its weight, and stores rows as tokens and heads."""
+        """Applies the sink, and stores rows as tokens and heads."""
         kv_heads = self.rows.shape[0]
         to = out[self.tokens].unflatten(1, (kv_heads, -1))  # [tokens, kv_heads, group, v_head_dim]
         rows, rows_lse = (x[0].unflatten(1, (to.shape[0], -1)) for x in _merged(self.held)) if self.held else _no_keys(to)

@@ -1,1 +1,1 @@
-"""Kernels for GPUs, NVIDIA and AMD from one source. What differs between cards is a row of `tuning`."""
+"""Kernels for GPUs, NVIDIA and AMD from one source. What differs between GPUs is an entry of `tuning`."""

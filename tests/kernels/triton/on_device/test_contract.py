@@ -77,7 +77,7 @@ def test_a_short_table_makes_its_row_nan(columns: int, kernel: str, device: str)
 
 
 @BOTH
-def test_a_length_beyond_the_table_harms_no_neighbour(kernel: str, device: str) -> None:
+def test_a_length_beyond_the_table_affects_no_other_sequence(kernel: str, device: str) -> None:
     """With so many heads, the tiles of that one row are more than 32 bits count."""
     s = build(34, q_lens=[1] * 4, kv_lens=[50, 70, 20, 33], kv_heads=48, head_dim=16, device=device)
     s.batch.kv_lens[1] = 2**31 - 33
@@ -88,7 +88,7 @@ def test_a_length_beyond_the_table_harms_no_neighbour(kernel: str, device: str) 
 
 @BOTH
 def test_a_window_may_need_no_page(kernel: str, device: str) -> None:
-    """Each query sees itself alone, and that is new: the page in which the context ends is nobody's."""
+    """Each query sees itself alone, and that is new: the page in which the context ends is not needed."""
     attend(kernel, device, q_lens=[40, 1], kv_lens=[62, 9], form="context", window=1, page_size=4, group=8)
 
 
@@ -130,7 +130,7 @@ def test_only_rows_of_some_lengths(fewest: int, most: int, kernel: str, device: 
     for row, q_len in enumerate(LENS["q_lens"]):
         begin, end = s.batch.q_starts[row : row + 2].tolist()
         if not fewest <= q_len <= most:
-            assert out[begin:end].isnan().all() and lse[begin:end].isnan().all(), "a row was written that nobody asked for"
+            assert out[begin:end].isnan().all() and lse[begin:end].isnan().all(), "a row was written that was not requested"
             out[begin:end], lse[begin:end] = s.expected[begin:end].float(), s.expected_lse[begin:end].float()
     check(kernel, s, out, lse)
 
@@ -151,7 +151,7 @@ def test_same_inputs_same_bits(kernel: str, device: str) -> None:
 
 @pytest.mark.parametrize("format, q_dtype", [("bf16", "bf16"), ("e4m3fn", "bf16"), ("fp32", "fp32")])
 def test_batch_invariant_bits(format: str, q_dtype: str, device: str) -> None:
-    """A row alone, its last queries alone, another hint, another card: the same bits."""
+    """A row alone, its last queries alone, another hint, another GPU: the same bits."""
     s = build(37, [3, 25, 1], [40, 190, 70], format=format, q_dtype=q_dtype, window=(150, 0), batch_invariant=True, device=device)
     whole, lse = run("mixed", s, platform=card(device, 8))
     check("mixed", s, whole, lse)

@@ -12,7 +12,7 @@ from quire.cache.ledger import LedgerFinding
 from quire.contract.call import Call
 from quire.kernels.triton.host.audit import AuditLauncher
 from quire.kernels.triton.host.program import as_bytes
-from quire.kernels.triton.host.tuning import AUDIT, LEAST, Portion
+from quire.kernels.triton.host.tuning import AUDIT, SMALLEST, WorkPerProgram
 from quire.problem import ANY, Extent
 from support.launched import audit, audit_launcher
 
@@ -22,7 +22,7 @@ INT32, INT64 = torch.int32, torch.int64
 
 
 class Setting:
-    """A batch whose pages are in the order of nobody, and a cache whose ledger holds every one of its tokens."""
+    """A batch whose pages are in random order, and a cache whose ledger holds every one of its tokens."""
 
     def __init__(
         self,
@@ -70,10 +70,10 @@ class Setting:
             self.note(row, range(position, position + 1), held=-1)
 
     def prepared(
-        self, *, context_from: int = 1, only: tuple[int, int] = (0, ANY), portion: Portion = AUDIT
+        self, *, context_from: int = 1, only: tuple[int, int] = (0, ANY), work: WorkPerProgram = AUDIT
     ) -> tuple[Call, AuditLauncher]:
         call = Call(self.cache, self.batch, self.q, self.options, self.new, context_from=context_from, only=only)
-        return call, audit_launcher(call, portion)
+        return call, audit_launcher(call, work)
 
     def launch(self, **how: Any) -> Any:
         """One check; what the ledger reports."""
@@ -109,7 +109,7 @@ def on(device: str, options: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("index", [INT32, INT64], ids=str)
 @pytest.mark.parametrize("new", [False, True], ids=["full", "context"])
-def test_a_right_batch_has_no_report(index: torch.dtype, new: bool, device: str) -> None:
+def test_a_correct_batch_has_no_violations(index: torch.dtype, new: bool, device: str) -> None:
     s = Setting(device, index=index, new=new)
     assert s.launch() is None
     assert s.ledger.violations.tolist() == [0] * 9
@@ -135,7 +135,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_exactly_what_the_contract_requires_is_looked_at(name: str, device: str) -> None:
+def test_exactly_the_required_slots_are_checked(name: str, device: str) -> None:
     """An empty ledger: every required token is missing, and nothing else is counted."""
     s = Setting(device, **on(device, CASES[name]))
     s.ledger.position.fill_(-1)
@@ -156,7 +156,7 @@ def test_what_is_not_required_is_not_reported(name: str, device: str) -> None:
     assert s.launch() is None
 
 
-@pytest.mark.parametrize("how", [{}, {"portion": LEAST}], ids=["usual", "smallest"])
+@pytest.mark.parametrize("how", [{}, {"work": SMALLEST}], ids=["usual", "smallest"])
 def test_a_missing_token_is_named(how: dict[str, Any], device: str) -> None:
     s = Setting(device)
     s.forget(0, 21, 22)
@@ -182,7 +182,7 @@ def test_a_released_page_is_stale(device: str) -> None:
 
 
 def test_new_tokens_of_a_tree_in_the_cache_are_left_out(device: str) -> None:
-    """Which of them somebody sees is not worked out on the card: nothing may be reported that nobody sees."""
+    """Which of them are visible depends on the tree mask, which the kernel does not read: a hidden token must not be reported."""
     s = Setting(device, **on(device, tree(Q_LENS)))
     s.forget(3, 14, 15, 16)
     assert s.launch() is None
@@ -205,7 +205,7 @@ def test_rows_that_are_not_asked_for(device: str) -> None:
     assert s.launch(only=(2, 4)) == (1, s.finding(3, 0, "never written"))
 
 
-def test_missing_pages_are_another_rules_business(device: str) -> None:
+def test_missing_pages_are_not_reported(device: str) -> None:
     s = Setting(device, index=INT64)
     s.note(0, range(32))
     s.batch.page_table[0, 2], s.batch.page_table[3, 0], s.batch.page_table[1, 1] = -1, 40, 2**40
@@ -223,7 +223,7 @@ def test_a_slot_that_was_free_when_it_was_written(device: str) -> None:
     assert s.launch() == (30 + 6 + 17, s.finding(0, 0, "stale: written while the slot was free"))
 
 
-def test_what_a_pool_hands_out_again_is_stale(device: str) -> None:
+def test_a_reallocated_page_is_stale(device: str) -> None:
     pool = PagePool(8, PAGE_SIZE, device)
     cache = cache_of(device, 8, PAGE_SIZE, pool)
     assert cache.ledger is not None
@@ -267,7 +267,7 @@ def test_counts_add_up_and_the_first_call_is_kept(device: str) -> None:
 
 
 @pytest.mark.parametrize("q_lens, kv_lens, width", [([], [], 3), ([0, 0], [4, 4], 3)], ids=["no-rows", "no-new-tokens"])
-def test_nothing_to_look_at(q_lens: list[int], kv_lens: list[int], width: int, device: str) -> None:
+def test_an_empty_batch(q_lens: list[int], kv_lens: list[int], width: int, device: str) -> None:
     s = Setting(device, q_lens=q_lens, kv_lens=kv_lens, width=width)
     s.ledger.position.fill_(-1)
     call, launcher = s.prepared()
@@ -275,7 +275,7 @@ def test_nothing_to_look_at(q_lens: list[int], kv_lens: list[int], width: int, d
     assert s.launch() is None
 
 
-def test_a_launcher_looks_at_the_call_it_is_given(device: str) -> None:
+def test_a_launcher_checks_the_given_call(device: str) -> None:
     first, second = Setting(device), Setting(device)
     second.forget(1, 3)
     launcher = first.prepared()[1]

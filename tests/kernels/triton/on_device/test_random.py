@@ -39,7 +39,7 @@ def test_write(seed: int, device: str) -> None:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_the_ledger_is_asked_for_every_needed_slot(seed: int, device: str) -> None:
+def test_the_audit_checks_every_needed_slot(seed: int, device: str) -> None:
     call = draw(seed, small=True).on(device)
     held = call.cache.ledger
     assert held is not None

@@ -1,4 +1,4 @@
-"""Page tables that are narrower than the lengths: valid if nobody sees a key beyond them, and then not read there."""
+"""Page tables that are narrower than the lengths: valid if no query sees a key beyond them, and then not read there."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_no_column_at_all(kernel: str, options: str, device: str) -> None:
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_one_sequence_needs_a_column(kernel: str, device: str) -> None:
     """The window reaches one token back: the first sequence has one in the cache, and the table has its column alone. The others
-    have no context, or a context that the table has no column for: that one is NaN, and nobody else."""
+    have no context, or a context that the table has no column for: that one is NaN, and no other."""
     s = build(4, [1, 3, 2], [9, 3, 90], form="context", device=device, kv_heads=1, group=1, window=(1, 0), padding=1)
     narrowed(s, 1)
     out, lse = run(kernel, s)

@@ -63,7 +63,7 @@ def test_units_are_in_order(form: str, index: torch.dtype, device: str) -> None:
     assert units_of(s) == expected(s)
 
 
-def test_a_missing_page_is_noted(device: str) -> None:
+def test_a_missing_page_is_recorded(device: str) -> None:
     s = build(2, **ROWS, device=device)
     s.batch.page_table[4, 1] = s.cache.pages
     assert units_of(s) == expected(s, broken=4)
@@ -71,7 +71,7 @@ def test_a_missing_page_is_noted(device: str) -> None:
     assert units_of(s) == expected(s, broken=4), "a short row is none of its business"
 
 
-def test_rows_that_are_not_asked_for_have_none(device: str) -> None:
+def test_excluded_sequences_have_no_units(device: str) -> None:
     s = build(3, **ROWS, device=device)
     assert units_of(s, only=(0, 20)) == expected(s, most=20)
 

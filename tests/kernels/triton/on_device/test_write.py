@@ -10,7 +10,7 @@ import torch
 
 from quire import Batch, KVCache
 from quire.kernels.torch import write as plain
-from quire.kernels.triton.host.tuning import LEAST
+from quire.kernels.triton.host.tuning import SMALLEST
 from support.launched import bits, write
 from support.scenario import LARGEST, TYPES, place
 
@@ -42,7 +42,7 @@ def cache_of(device: str, format: str, layout: str, scales: str, kv_heads: int =
 
 
 def batch_of(device: str, index: torch.dtype = torch.int32) -> tuple[Batch, torch.Tensor]:
-    """Sequences with shuffled pages, and the slots that follow; padding rows have slots too, which nobody may use."""
+    """Sequences with shuffled pages, and the slots that follow; padding rows have slots too, which must not be written."""
     ids = torch.randperm(14, generator=torch.Generator().manual_seed(3)).tolist()
     table, slots = torch.full((len(Q_LENS), 5), -1), []
     for row, (q_len, kv_len) in enumerate(zip(Q_LENS, KV_LENS)):
@@ -114,10 +114,10 @@ def test_any_number_of_heads(kv_heads: int, device: str) -> None:
     same(*tokens_of(device, torch.bfloat16, kv_heads), cache_of(device, "int8", "nhd", "token", kv_heads), batch, None)
 
 
-def test_the_smallest_portion(device: str) -> None:
+def test_the_smallest_work_per_program(device: str) -> None:
     batch, slots = batch_of(device)
     for given in (slots, None):
-        same(*tokens_of(device, torch.bfloat16), cache_of(device, "int8", "nhd", "token"), batch, given, portion=LEAST)
+        same(*tokens_of(device, torch.bfloat16), cache_of(device, "int8", "nhd", "token"), batch, given, work=SMALLEST)
 
 
 def test_the_batchs_own_slots(device: str) -> None:

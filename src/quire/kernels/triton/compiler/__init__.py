@@ -1,1 +1,1 @@
-"""Compiler tooling: what Triton is asked to compile, and what it made of it."""
+"""Compiler tooling: sample calls, their compiled kernels, and the report of both. It is above `host` and imports it."""

@@ -6,12 +6,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from quire.cache.format import FORMATS
-from quire.kernels.triton.compiler.recipe import Recipe
-from quire.kernels.triton.compiler.specimen import specimen
 from quire.kernels.triton.host.audit import AuditLauncher
 from quire.kernels.triton.host.launcher import AttendLauncher, Launcher
 from quire.kernels.triton.host.program import as_bytes
-from quire.kernels.triton.host.tuning import AUDIT, LEAST, SMALL, SMALL_GLUON, WRITE
+from quire.kernels.triton.host.recipe import Recipe
+from quire.kernels.triton.host.specimen import specimen
+from quire.kernels.triton.host.tuning import AUDIT, SMALL, SMALL_GLUON, SMALLEST, WRITE
 from quire.kernels.triton.host.write import WriteLauncher
 from quire.platform import Platform
 from quire.problem import Extent, Problem
@@ -41,7 +41,7 @@ class KernelSample:
     scales: str = "tensor"
     """tensor, head or token, if the format has them."""
     new: bool = False
-    """Whether new keys and values are given beside the cache."""
+    """Whether new keys and values are passed as arguments."""
     lse: bool = False
     small: bool = False
     """Whether it is compiled with the smallest tiles."""
@@ -52,9 +52,9 @@ class KernelSample:
         """What launches such calls."""
         problem = self.as_problem()
         if self.kernel == "write":
-            return WriteLauncher(problem, platform, LEAST if self.small else WRITE)
+            return WriteLauncher(problem, platform, SMALLEST if self.small else WRITE)
         if self.kernel == "audit":
-            return AuditLauncher(problem, platform, LEAST if self.small else AUDIT)
+            return AuditLauncher(problem, platform, SMALLEST if self.small else AUDIT)
         if self.kernel == "gluon":
             from quire.kernels.gluon.launcher import HopperLauncher
 
@@ -84,7 +84,7 @@ class KernelSample:
         return Extent(self.seqs, tokens, tokens // self.seqs, self.max_kv_len)
 
     def recipes(self, arch: str) -> list[Recipe]:
-        """What is compiled for such a call on such a card, in the order of its launches."""
+        """What is compiled for such a call on a GPU, in the order of its launches."""
         launcher, extent = self.launcher(Platform.named(arch)), self.extent
         launches = launcher.launches(specimen(launcher.problem, extent), extent, as_bytes)
         programs = {program: arguments for program, _, arguments, _ in launches}

@@ -1,78 +1,103 @@
 """The arguments of the attention kernels: records of pointers with their strides, and the constants that a kernel is compiled for.
 
-A member that is None is absent: the compiler removes it and the code that depends on it.
+The type of a member says what the compiler may assume about it, see `Kind`. A member that is None is absent: the compiler removes
+it and the code that depends on it.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from enum import Enum
+from typing import Annotated, Any, NamedTuple
+
+
+class Kind(Enum):
+    """What the compiler may assume about an argument. Memory is aligned or generic: `Problem.memory`."""
+
+    NUMBER = "a number of 32 bits"
+    POINTER = "a pointer to single elements; nothing is assumed about its alignment"
+    VECTORS = "a pointer to elements that are read or written in vectors: a multiple of 16 bytes in aligned memory"
+    OWNED = "a pointer into memory that the launcher allocates: always a multiple of 16 bytes"
+    STRIDE = "a stride of 64 bits"
+    UNIT_STRIDE = "1 in aligned memory, where it is a constant; otherwise 64 bits"
+    K_STRIDE = "32 bits and a multiple of the unit of K's heads in aligned memory; otherwise 64 bits"
+    V_STRIDE = "32 bits and a multiple of the unit of V's heads in aligned memory; otherwise 64 bits"
+
+
+Number = Annotated[Any, Kind.NUMBER]
+Pointer = Annotated[Any, Kind.POINTER]
+VectorPointer = Annotated[Any, Kind.VECTORS]
+OwnedPointer = Annotated[Any, Kind.OWNED]
+Stride = Annotated[Any, Kind.STRIDE]
+UnitStride = Annotated[Any, Kind.UNIT_STRIDE]
+KStride = Annotated[Any, Kind.K_STRIDE]
+VStride = Annotated[Any, Kind.V_STRIDE]
 
 
 class BatchTensors(NamedTuple):
     """The index tensors of a batch, and its size."""
 
-    page_table: Any
-    table_row: Any
+    page_table: Pointer
+    table_row: Stride
     """Stride of the table's rows; a `_step` is the stride of the last axis."""
-    table_step: Any
-    table_width: Any
-    kv_lens: Any
-    kv_lens_step: Any
-    q_starts: Any
-    q_starts_step: Any
-    causal: Any
+    table_step: UnitStride
+    table_width: Number
+    kv_lens: Pointer
+    kv_lens_step: UnitStride
+    q_starts: Pointer
+    q_starts_step: UnitStride
+    causal: Pointer
     """One bool per sequence, or None."""
-    causal_step: Any
-    seqs: Any
-    tokens: Any
-    short: Any
+    causal_step: Stride
+    seqs: Number
+    tokens: Number
+    short: Number
     """Sequences with at most so many new tokens are short: their keys are split over programs."""
 
 
 class Query(NamedTuple):
     """Queries `[tokens, q_heads, head_dim]`, and the powers of two that balanced queries were divided by, `[tokens, q_heads]`."""
 
-    at: Any
-    token: Any
-    head: Any
-    dim: Any
-    exponents: Any
+    at: VectorPointer
+    token: KStride
+    head: KStride
+    dim: UnitStride
+    exponents: OwnedPointer
 
 
 class Cache(NamedTuple):
     """K and V pages, and their scales if they are quantised; strides are constants."""
 
-    k: Any
-    v: Any
-    k_scale: Any
-    v_scale: Any
-    pages: Any
+    k: VectorPointer
+    v: VectorPointer
+    k_scale: Pointer
+    v_scale: Pointer
+    pages: Number
 
 
 class New(NamedTuple):
     """New keys and values `[tokens, kv_heads, dim]`, None in full form."""
 
-    k: Any
-    k_token: Any
-    k_head: Any
-    k_dim: Any
-    v: Any
-    v_token: Any
-    v_head: Any
-    v_dim: Any
+    k: VectorPointer
+    k_token: KStride
+    k_head: KStride
+    k_dim: UnitStride
+    v: VectorPointer
+    v_token: VStride
+    v_head: VStride
+    v_dim: UnitStride
 
 
 class Out(NamedTuple):
     """`[tokens, q_heads, v_head_dim]`, and the LSE `[tokens, q_heads]` or None."""
 
-    at: Any
-    token: Any
-    head: Any
-    dim: Any
-    lse: Any
-    lse_token: Any
-    lse_head: Any
-    zero_padding: Any
+    at: VectorPointer
+    token: VStride
+    head: VStride
+    dim: UnitStride
+    lse: Pointer
+    lse_token: Stride
+    lse_head: Stride
+    zero_padding: Number
     """1 if rows that belong to no sequence are set to zero."""
 
 
@@ -83,15 +108,15 @@ class Workspace(NamedTuple):
     One allocation: accumulators `[.., v width]`, row maxima `[..]` and row sums `[..]` in fp32; then a header per split, int32
     `[programs, 5]`."""
 
-    at: Any
-    programs: Any
-    tail_programs: Any
+    at: OwnedPointer
+    programs: Number
+    tail_programs: Number
     """The last programs, which take one unit each if there are many units."""
-    main_programs: Any
+    main_programs: Number
     """The other programs, per head; at least 1."""
-    tail_units: Any
+    tail_units: Number
     """The number of units per program from which the tail is scheduled dynamically."""
-    overlapped: Any
+    overlapped: Number
     """1 if the next kernel may run concurrently from the start."""
 
 
@@ -99,10 +124,10 @@ class TileNumbers(NamedTuple):
     """A tile of short sequences as run-time numbers, for `combine_kernel`, which is compiled once for all tiles. See
     `TritonTile`."""
 
-    rows: Any
-    heads_per_tile: Any
-    tokens: Any
-    heads: Any
+    rows: Number
+    heads_per_tile: Number
+    tokens: Number
+    heads: Number
 
 
 class TritonTile(NamedTuple):
@@ -164,7 +189,7 @@ class AttendConstants(NamedTuple):
     """Strides by page, slot and head, 0 where one scale serves all; None without scales."""
     V_SCALE_STEPS: tuple[int, ...] | None
     PER_KEY: bool
-    """Whether scales are applied key by key: per-token scales, or scaled pages beside new keys without a scale."""
+    """Whether scales are applied key by key: per-token scales, or scaled pages and new keys without a scale."""
     DOT: str
     """The type in which the two products are computed: fp16, bf16 or fp32."""
     BALANCE: str | None
@@ -174,7 +199,7 @@ class AttendConstants(NamedTuple):
     CAUSAL: bool | None
     """None: `BatchTensors.causal` has it per sequence."""
     NEW: bool
-    """Whether new tokens are given beside the cache."""
+    """Whether new tokens are passed as arguments."""
     TREE: bool
     LEFT: int | None
     RIGHT: int | None

@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from quire.kernels.triton.device.features import first_needed_key
+from quire.kernels.triton.device.features import decides_by_key, first_needed_key, has_left_edge, needs_pages
 from quire.kernels.triton.device.schedule import (
     find_sequence,
     key_tiles,
@@ -176,7 +176,7 @@ def long_sequence(out, query, cache, batch, new, features, program, T: tl.conste
         acc, row_max, row_sum, missing = attend_unit(
             initial_state(T, C), q, scale, unit, batch, cache, new, features, begin, end, T, C
         )
-        if C.TREE:
+        if decides_by_key(C):
             invalid |= tl.max(missing.to(tl.int32)) > 0
         result, lse = finish(acc, row_max, row_sum, unit.head, unit.live, features, cache, unit.kv_head, C)
         store(out, unit.token, unit.head, unit.live, result, lse, invalid, tl.arange(0, C.V_WIDTH), C)
@@ -185,12 +185,12 @@ def long_sequence(out, query, cache, batch, new, features, program, T: tl.conste
 @triton.jit
 def attend_unit(state, q, scale, unit, batch, cache, new, features, begin, end, T: tl.constexpr, C: tl.constexpr):
     """Attends to keys [begin, end) of a unit; begin is a multiple of a tile. Tiles that every query sees are computed without a
-    mask. Their pages were checked before, except with a tree mask."""
+    mask. Their pages were checked before, unless visibility is decided by key."""
     SOURCE: tl.constexpr = "both" if C.NEW else "pages"
-    if C.TREE:
+    if decides_by_key(C):
         state = attend_tiles(state, q, scale, None, None, unit, batch, cache, new, features, begin, end, True, SOURCE, True, T, C)
     else:
-        if C.LEFT is not None:
+        if has_left_edge(C):
             middle = tl.minimum((unit.all_from + T.KEYS - 1) // T.KEYS * T.KEYS, (end + T.KEYS - 1) // T.KEYS * T.KEYS)
             middle = tl.maximum(middle, begin)
             stop = tl.minimum(middle, end)
@@ -224,18 +224,16 @@ def attend_unit(state, q, scale, unit, batch, cache, new, features, begin, end, 
 def table_too_short(batch, cache, unit, C: tl.constexpr):
     """Whether the sequence needs a page, and the table is too short for it or the cache has no page."""
     too_short = (unit.cached - 1) // C.PAGE_SIZE >= batch.table_width
-    needed = unit.cached > first_needed_key(unit.context, C)
-    if C.TREE and C.LEFT is not None:
-        needed &= tl.max((unit.live & (unit.position - C.LEFT < unit.cached)).to(tl.int32)) > 0
+    needed = needs_pages(unit, C)
     return (too_short | (cache.pages < 1)) & needed
 
 
 @triton.jit
 def has_missing_page(batch, cache, unit, C: tl.constexpr):
-    """Whether a page that the sequence needs does not exist: then all of its output is NaN. With a tree mask, pages are checked
-    when they are read, since only some of them may be needed."""
+    """Whether a page that the sequence needs does not exist: then all of its output is NaN. If visibility is decided by
+    key, pages are checked when they are read."""
     missing = tl.full([], 0, tl.int32)
-    if not C.TREE:
+    if not decides_by_key(C):
         begin = first_needed_key(unit.context, C)
         end = tl.where(begin < unit.cached, tl.minimum((unit.cached + C.PAGE_SIZE - 1) // C.PAGE_SIZE, batch.table_width), 0)
         for first in range(begin // C.PAGE_SIZE, end, C.SCAN):

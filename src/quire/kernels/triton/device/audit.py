@@ -7,10 +7,13 @@ The recorded one does not depend on the order of programs: packed into a number,
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
+
+from quire.kernels.triton.device.arguments import Number, Pointer, Stride
+from quire.kernels.triton.device.features import has_left_edge, lowest_position, window_begin
 
 LARGEST = tl.constexpr(2**63 - 1)
 
@@ -18,17 +21,17 @@ LARGEST = tl.constexpr(2**63 - 1)
 class LedgerTensors(NamedTuple):
     """The ledger: for each slot the position it holds, its issue number when it was written, and its issue number now."""
 
-    position: Any
-    issue: Any
-    now: Any
-    pages: Any
+    position: Pointer
+    issue: Pointer
+    now: Pointer
+    pages: Number
 
 
 class TreePositions(NamedTuple):
     """Positions of new tokens under a tree mask with a window, or None."""
 
-    positions: Any
-    positions_step: Any
+    positions: Pointer
+    positions_step: Stride
 
 
 class AuditConstants(NamedTuple):
@@ -77,16 +80,11 @@ def needed_of(batch, tree, seq, N: tl.constexpr):
     q_len = stop - start
     context = kv_len - q_len
     first = context * 0
-    if N.LEFT is not None:
+    if has_left_edge(N):
         query = context
         if tree.positions is not None:
-            query = context * 0 + LARGEST
-            for base in range(0, tl.minimum(q_len, batch.tokens).to(tl.int32), N.POSITIONS):
-                token = start + base + tl.arange(0, N.POSITIONS)
-                inside = (token >= 0) & (token < stop) & (token < batch.tokens)
-                at = tl.load(tree.positions + token * tree.positions_step, mask=inside, other=0).to(tl.int64)
-                query = tl.minimum(query, tl.min(tl.where(inside, at, LARGEST)))
-        first = tl.maximum(query - N.LEFT, 0)
+            query = lowest_position(tree, start, stop, batch.tokens, LARGEST, N.POSITIONS)
+        first = window_begin(query, N)
     end = tl.where(q_len >= N.CONTEXT_FROM, context, kv_len)
     looked_at = (q_len > 0) & (q_len >= N.MIN_Q_LEN) & (q_len <= N.MAX_Q_LEN)
     return first, tl.where(looked_at, end, 0)

@@ -1,22 +1,28 @@
-"""The attention features. The kernels of Triton and Gluon call these hooks; which features there are is known here alone:
+"""The attention features. Each feature is a group of functions below: causality, window, tree mask, ALiBi, softcap and sinks. The
+kernels of Triton and Gluon call only the hooks, which compose the features:
 
     query_position     tree mask                       where a query lies in its sequence
     visible_range      causality, window               the keys that the queries of a unit see, as ranges
     is_visible         causality, window, tree mask    which query sees which key of a tile
+    first_needed_key   window                          the first key that a sequence needs
+    needs_pages        window, tree mask               whether a unit needs keys of the pages
     load_slopes        ALiBi                           what a unit loads once
     transform_scores   softcap, ALiBi                  products become logits
     add_sink           sinks                           one more term of the denominator
-    first_needed_key   window                          which pages a sequence needs
+
+and two constants by which they choose their loops, `has_left_edge` and `decides_by_key`.
 
 A feature that a call does not use costs nothing: its argument is None or a constant says so, and the compiler removes the code.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
+
+from quire.kernels.triton.device.arguments import Number, Pointer, Stride, UnitStride
 
 LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -24,55 +30,65 @@ LOG2E = tl.constexpr(1.4426950408889634)
 class Features(NamedTuple):
     """The arguments of the features: the scale, then `Options.numbers`, `Options.tensors` and the scales of queries and output."""
 
-    scale: Any
+    scale: Number
     """Multiplies q·k, in units of log 2, never negative."""
-    softcap: Any
-    alibi: Any
-    alibi_step: Any
-    sinks: Any
-    sinks_step: Any
-    mask: Any
-    mask_token: Any
-    mask_column: Any
-    positions: Any
-    positions_step: Any
-    q_scale: Any
-    out_scale: Any
+    softcap: Number
+    alibi: Pointer
+    alibi_step: Stride
+    sinks: Pointer
+    sinks_step: Stride
+    mask: Pointer
+    mask_token: Stride
+    mask_column: UnitStride
+    positions: Pointer
+    positions_step: Stride
+    q_scale: Pointer
+    out_scale: Pointer
+
+
+# Hooks
+
+
+@triton.constexpr_function
+def has_left_edge(C):
+    """Whether a window hides the keys before it: then the first tiles of a unit are masked too, and early pages are not needed."""
+    return C.LEFT is not None
+
+
+@triton.constexpr_function
+def decides_by_key(C):
+    """Whether visibility is decided key by key, as with a tree mask: then no tile is known to be visible to every query, and pages
+    are checked when they are read, since only some of them may be needed."""
+    return C.TREE
 
 
 @triton.jit
 def query_position(features, token, position, live):
     """The positions of queries: `position`, unless positions are given, as with a tree mask."""
     if features.positions is not None:
-        position = tl.load(features.positions + token.to(tl.int64) * features.positions_step, mask=live, other=0).to(tl.int32)
+        position = load_positions(features, token.to(tl.int64), live).to(tl.int32)
     return position
 
 
 @triton.jit
 def visible_range(batch, seq, context, first, last, position, q_len, kv_len, C: tl.constexpr):
     """What the new tokens `first` to `last` of a sequence see. Six bounds: some query sees keys [low, high), every query sees
-    [all_from, all_to), and each query sees [visible_from, visible_to). With a tree mask, `is_visible` decides key by key."""
-    right = kv_len * 0
-    if C.CAUSAL is None:
-        one_way = tl.load(batch.causal + seq * batch.causal_step) != 0
-        right = tl.where(one_way, 0, kv_len + q_len if C.RIGHT is None else C.RIGHT)
-    elif not C.CAUSAL:
-        right = right + (kv_len + q_len if C.RIGHT is None else C.RIGHT)
+    [all_from, all_to), and each query sees [visible_from, visible_to). If visibility is decided by key, `is_visible` decides."""
+    right = keys_to_the_right(batch, seq, q_len, kv_len, C)
     low = kv_len * 0
     high = kv_len
     all_from = low
     all_to = low
-    if not C.TREE:
-        if C.LEFT is not None:
-            low = tl.maximum(context + first - C.LEFT, 0)
-            all_from = tl.maximum(context + last - C.LEFT, 0)
-        high = tl.minimum(tl.maximum(context + last + 1 + right, 0), kv_len)
-        all_to = tl.minimum(tl.maximum(context + first + 1 + right, 0), kv_len)
     visible_from = low
     visible_to = high
-    if not C.TREE:
-        if C.LEFT is not None:
-            visible_from = tl.maximum(position - C.LEFT, 0)
+    if not decides_by_key(C):
+        if has_left_edge(C):
+            low = window_begin(context + first, C)
+            all_from = window_begin(context + last, C)
+        high = tl.minimum(tl.maximum(context + last + 1 + right, 0), kv_len)
+        all_to = tl.minimum(tl.maximum(context + first + 1 + right, 0), kv_len)
+        if has_left_edge(C):
+            visible_from = window_begin(position, C)
         visible_to = tl.minimum(position + right + 1, kv_len)
     return low, high, all_from, all_to, visible_from, visible_to
 
@@ -80,54 +96,33 @@ def visible_range(batch, seq, context, first, last, position, q_len, kv_len, C: 
 @triton.jit
 def is_visible(unit, features, key, inside, C: tl.constexpr):
     """Which query row sees which key, `[ROWS, KEYS]`. The result is undefined for rows that hold no query."""
-    if C.TREE:
-        column = key - unit.context
-        visible = inside[None, :] & unit.live[:, None]
-        mask = tl.load(
-            features.mask + unit.token.to(tl.int64)[:, None] * features.mask_token + column[None, :] * features.mask_column,
-            mask=visible & (column >= 0)[None, :],
-            other=0,
-        )
-        visible &= (column < 0)[None, :] | (mask != 0)
-        if C.LEFT is not None:
-            visible &= distance_of(unit, features, key) <= C.LEFT
-        if C.RIGHT is not None:
-            visible &= distance_of(unit, features, key) >= -C.RIGHT
+    if decides_by_key(C):
+        visible = is_in_tree(unit, features, key, inside)
+        if has_window(C):
+            visible = limit_to_window(visible, distance_of(unit, features, key), C)
         return visible
-    elif C.LEFT is not None:
+    elif has_left_edge(C):
         return (key[None, :] < unit.visible_to[:, None]) & (key[None, :] >= unit.visible_from[:, None])
     else:
         return key[None, :] < unit.visible_to[:, None]
 
 
 @triton.jit
-def distance_of(unit, features, key):
-    """q_pos - k_pos, `[ROWS, KEYS]`."""
-    if features.positions is not None:
-        is_new = key >= unit.context
-        token = (unit.start + key - unit.context).to(tl.int64)
-        position = tl.load(features.positions + token * features.positions_step, mask=is_new & (key < unit.high), other=0)
-        return unit.position[:, None] - tl.where(is_new, position.to(tl.int32), key)[None, :]
-    else:
-        return unit.position[:, None] - key[None, :]
-
-
-@triton.jit
 def first_needed_key(context, C: tl.constexpr):
-    """The first key that some query of a sequence needs. With a tree mask that may be any key."""
-    if C.LEFT is not None and not C.TREE:
-        return tl.maximum(context - C.LEFT, 0)
+    """The first key that some query of a sequence needs. If visibility is decided by key, that may be any key."""
+    if has_left_edge(C) and not decides_by_key(C):
+        return window_begin(context, C)
     else:
         return context * 0
 
 
 @triton.jit
-def load_slopes(features, context, q_head, live):
-    """The ALiBi slope of each query row, in units of log 2; 0 without ALiBi."""
-    slope = context * 0.0
-    if features.alibi is not None:
-        slope = tl.load(features.alibi + q_head * features.alibi_step, mask=live, other=0.0).to(tl.float32) * LOG2E
-    return slope
+def needs_pages(unit, C: tl.constexpr):
+    """Whether some query of a unit may see a key that is in the pages."""
+    needed = unit.cached > first_needed_key(unit.context, C)
+    if has_left_edge(C) and decides_by_key(C):
+        needed &= tl.max((unit.live & (unit.position - C.LEFT < unit.cached)).to(tl.int32)) > 0
+    return needed
 
 
 @triton.jit
@@ -136,10 +131,8 @@ def transform_scores(score, scale, unit, features, key, C: tl.constexpr):
     applied together with the subtraction of the maximum, as one fused multiply-add."""
     if features.softcap is not None or features.alibi is not None:
         score = score * per_row(scale)
-        if features.softcap is not None:
-            score = tanh(score / (features.softcap * LOG2E)) * (features.softcap * LOG2E)
-        if features.alibi is not None:
-            score -= unit.slope[:, None] * tl.abs(distance_of(unit, features, key)).to(tl.float32)
+        score = cap_scores(score, features)
+        score = add_alibi(score, unit, features, key)
         scale = scale * 0.0 + 1.0
     return score, scale
 
@@ -153,6 +146,122 @@ def per_row(scale):
         return scale
 
 
+# Causality
+
+
+@triton.jit
+def keys_to_the_right(batch, seq, q_len, kv_len, C: tl.constexpr):
+    """How many keys after its own position a query may see: none in a causal sequence, otherwise as many as the window allows."""
+    right = kv_len * 0
+    if C.CAUSAL is None:
+        one_way = tl.load(batch.causal + seq * batch.causal_step) != 0
+        right = tl.where(one_way, 0, kv_len + q_len if C.RIGHT is None else C.RIGHT)
+    elif not C.CAUSAL:
+        right = right + (kv_len + q_len if C.RIGHT is None else C.RIGHT)
+    return right
+
+
+# Window
+
+
+@triton.constexpr_function
+def has_window(C):
+    return C.LEFT is not None or C.RIGHT is not None
+
+
+@triton.jit
+def window_begin(position, C: tl.constexpr):
+    """The first key in the window of a query at `position`."""
+    return tl.maximum(position - C.LEFT, 0)
+
+
+@triton.jit
+def limit_to_window(visible, distance, C: tl.constexpr):
+    """Of the visible keys those that are in the window, by their distances."""
+    if C.LEFT is not None:
+        visible &= distance <= C.LEFT
+    if C.RIGHT is not None:
+        visible &= distance >= -C.RIGHT
+    return visible
+
+
+# Tree mask
+
+
+@triton.jit
+def load_positions(features, token, inside):
+    """The given positions of new tokens."""
+    return tl.load(features.positions + token * features.positions_step, mask=inside, other=0)
+
+
+@triton.jit
+def distance_of(unit, features, key):
+    """q_pos - k_pos, `[ROWS, KEYS]`. The positions of new tokens may be given."""
+    if features.positions is not None:
+        is_new = key >= unit.context
+        token = (unit.start + key - unit.context).to(tl.int64)
+        position = load_positions(features, token, is_new & (key < unit.high))
+        return unit.position[:, None] - tl.where(is_new, position.to(tl.int32), key)[None, :]
+    else:
+        return unit.position[:, None] - key[None, :]
+
+
+@triton.jit
+def is_in_tree(unit, features, key, inside):
+    """Which query row sees which key under the mask, `[ROWS, KEYS]`: all of the context, and new tokens where the mask is set."""
+    column = key - unit.context
+    visible = inside[None, :] & unit.live[:, None]
+    mask = tl.load(
+        features.mask + unit.token.to(tl.int64)[:, None] * features.mask_token + column[None, :] * features.mask_column,
+        mask=visible & (column >= 0)[None, :],
+        other=0,
+    )
+    return visible & ((column < 0)[None, :] | (mask != 0))
+
+
+@triton.jit
+def lowest_position(features, start, stop, tokens, LARGEST: tl.constexpr, STEP: tl.constexpr):
+    """The lowest of the given positions of new tokens [start, stop) that exist, or LARGEST. Reads STEP at a time."""
+    lowest = start * 0 + LARGEST
+    for base in range(0, tl.minimum(stop - start, tokens).to(tl.int32), STEP):
+        token = start + base + tl.arange(0, STEP)
+        inside = (token >= 0) & (token < stop) & (token < tokens)
+        position = load_positions(features, token, inside).to(tl.int64)
+        lowest = tl.minimum(lowest, tl.min(tl.where(inside, position, LARGEST)))
+    return lowest
+
+
+# ALiBi
+
+
+@triton.jit
+def load_slopes(features, context, q_head, live):
+    """The ALiBi slope of each query row, in units of log 2; 0 without ALiBi."""
+    slope = context * 0.0
+    if features.alibi is not None:
+        slope = tl.load(features.alibi + q_head * features.alibi_step, mask=live, other=0.0).to(tl.float32) * LOG2E
+    return slope
+
+
+@triton.jit
+def add_alibi(score, unit, features, key):
+    """Subtracts the slope times the distance of query and key."""
+    if features.alibi is not None:
+        score -= unit.slope[:, None] * tl.abs(distance_of(unit, features, key)).to(tl.float32)
+    return score
+
+
+# Softcap
+
+
+@triton.jit
+def cap_scores(score, features):
+    """softcap * tanh(score / softcap), in units of log 2."""
+    if features.softcap is not None:
+        score = tanh(score / (features.softcap * LOG2E)) * (features.softcap * LOG2E)
+    return score
+
+
 @triton.jit
 def tanh(x):
     """Accurate to a few units in the last place of fp32 for any x: nothing overflows, and small x do not cancel."""
@@ -161,6 +270,9 @@ def tanh(x):
     e = tl.exp2(tl.abs(x) * (-2.0 * LOG2E))
     far = (1.0 - e) / (1.0 + e)
     return tl.where(tl.abs(x) < 0.25, near, tl.where(x < 0, -far, far))
+
+
+# Sinks
 
 
 @triton.jit

@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from quire.kernels.triton.device.features import first_needed_key, has_left_edge
+
 
 @triton.jit
 def lengths(batch, seq, inside):
@@ -33,11 +35,9 @@ def key_tiles(batch, q_len, kv_len, T: tl.constexpr, C: tl.constexpr):
     capacity = (tl.full([], 0, tl.int64) + batch.table_width) * C.PAGE_SIZE
     context = kv_len - q_len
     kv_len = tl.minimum(kv_len, capacity + q_len + 1).to(tl.int32)
-    first = q_len * 0
-    if C.LEFT is not None and not C.TREE:
-        first = tl.maximum(kv_len - q_len - C.LEFT, 0) // T.STEP
+    first = first_needed_key(kv_len - q_len, C) // T.STEP
     keys = kv_len - first * T.STEP
-    if C.NEW and C.LEFT is not None:
+    if C.NEW and has_left_edge(C):
         # If the window hides the whole context, the table may be shorter than it: only new tokens are needed.
         alone = (q_len >= C.CONTEXT_FROM) & (context > capacity)
         first = tl.where(alone, context // T.STEP, first)
@@ -220,7 +220,7 @@ def split_containing(at, splits, T: tl.constexpr, C: tl.constexpr):
     else:
         main_programs = splits.main_programs
         nth = part % splits.parts
-        in_mains = main_programs * splits.each
-        place = tl.where(nth < in_mains, nth // tl.maximum(splits.each, 1), main_programs + nth - in_mains)
-        width = main_programs + splits.parts - in_mains
+        main_parts = main_programs * splits.each
+        place = tl.where(nth < main_parts, nth // tl.maximum(splits.each, 1), main_programs + nth - main_parts)
+        width = main_programs + splits.parts - main_parts
         return tl.where(splits.each > 0, part // splits.parts * width + place, part)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from quire.kernels.triton.device.features import is_visible, per_row, transform_scores
+from quire.kernels.triton.device.features import decides_by_key, is_visible, per_row, transform_scores
 from quire.kernels.triton.device.formats import decode
 
 
@@ -117,8 +117,8 @@ def attend_tiles(
             visible &= unit.member[:, None] == head_in_tile(T)[None, :]
             if only_head is not None:
                 inside &= head_in_tile(T) == only_head
-        if C.TREE and MASKED:
-            # A tree mask may hide a key from every query: then its content must have no effect.
+        if decides_by_key(C) and MASKED:
+            # A key may be hidden from every query: then its content must have no effect.
             inside = tl.max(visible.to(tl.int32), 0) > 0
         from_pages = inside & (key < unit.cached) if SOURCE == "both" else inside
 

@@ -2,51 +2,52 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
 
+from quire.kernels.triton.device.arguments import KStride, Number, Pointer, Stride, UnitStride, VectorPointer, VStride
 from quire.kernels.triton.device.formats import encode
 
 
 class NewTokens(NamedTuple):
     """New keys and values `[tokens, kv_heads, dim]`, and their slots: `slots`, or from page table and lengths."""
 
-    k: Any
-    k_token: Any
-    k_head: Any
-    k_dim: Any
-    v: Any
-    v_token: Any
-    v_head: Any
-    v_dim: Any
-    slots: Any
-    slots_step: Any
-    slot_words: Any
+    k: VectorPointer
+    k_token: KStride
+    k_head: KStride
+    k_dim: UnitStride
+    v: VectorPointer
+    v_token: VStride
+    v_head: VStride
+    v_dim: UnitStride
+    slots: Pointer
+    slots_step: Stride
+    slot_words: Number
     """32-bit words of a slot, 1 or 2; 0 if no slots are given."""
-    page_table: Any
-    table_row: Any
-    table_step: Any
-    table_width: Any
-    kv_lens: Any
-    kv_lens_step: Any
-    q_starts: Any
-    q_starts_step: Any
-    seqs: Any
-    tokens: Any
-    search: Any
+    page_table: Pointer
+    table_row: Stride
+    table_step: UnitStride
+    table_width: Number
+    kv_lens: Pointer
+    kv_lens_step: UnitStride
+    q_starts: Pointer
+    q_starts_step: UnitStride
+    seqs: Number
+    tokens: Number
+    search: Number
     """Steps of the binary search for a token's sequence."""
 
 
 class PageTensors(NamedTuple):
     """The pages of the cache, and their scales."""
 
-    k: Any
-    v: Any
-    k_scale: Any
-    v_scale: Any
-    pages: Any
+    k: VectorPointer
+    v: VectorPointer
+    k_scale: Pointer
+    v_scale: Pointer
+    pages: Number
 
 
 class WriteConstants(NamedTuple):

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from quire.kernels.triton.device.arguments import BatchTensors
+from quire.kernels.triton.device.arguments import BatchTensors, Number, Pointer
 from quire.kernels.triton.device.audit import AuditConstants, LedgerTensors, TreePositions, audit_kernel
 from quire.kernels.triton.host.launcher import At, Launch, Launcher, platform_of
 from quire.kernels.triton.host.program import Program
-from quire.kernels.triton.host.tuning import AUDIT, Portion
+from quire.kernels.triton.host.tuning import AUDIT, WorkPerProgram
 from quire.platform import Platform
 from quire.problem import ANY, Extent, Problem
 
@@ -17,15 +17,15 @@ from quire.problem import ANY, Extent, Problem
 class AuditLauncher(Launcher):
     """Launches the check of a ledger."""
 
-    def __init__(self, problem: Problem, platform: Platform, portion: Portion = AUDIT):
+    def __init__(self, problem: Problem, platform: Platform, work: WorkPerProgram = AUDIT):
         super().__init__(problem, platform)
         # Its tensors are read number by number: one kernel serves any memory.
-        self.units, self.portion = None, portion
+        self.units, self.work = None, work
         left, _ = problem.window
-        # Which new tokens are seen in a tree, its mask alone knows: they are left out.
+        # Which new tokens are visible depends on the tree mask, which this kernel does not read: new tokens are not audited.
         context_from = 0 if problem.mask else ANY if problem.form == "full" else problem.context_from
         needs = AuditConstants(
-            POSITIONS=portion.size,
+            POSITIONS=work.size,
             PAGE_SIZE=problem.page_size,
             LEFT=None if left is None else min(left, ANY),
             CONTEXT_FROM=context_from,
@@ -33,13 +33,13 @@ class AuditLauncher(Launcher):
             MAX_Q_LEN=problem.only[1],
         )
         self.program = Program(
-            audit_kernel, (None, LedgerTensors, BatchTensors, TreePositions, None), (needs,), None, portion.warps
+            audit_kernel, (Pointer, LedgerTensors, BatchTensors, TreePositions, Number), (needs,), None, work.warps
         )
 
     def launches(self, call: Any, extent: Extent, at: At) -> Iterator[Launch]:
         cache, batch, ledger, positions = call.cache, call.batch, call.cache.ledger, call.options.positions
         table, kv_lens, q_starts = batch.page_table, batch.kv_lens, batch.q_starts
-        chunks = -(-table.shape[1] * cache.page_size // self.portion.size)
+        chunks = -(-table.shape[1] * cache.page_size // self.work.size)
         programs = extent.seqs * chunks
         if not extent.tokens or not programs:
             return

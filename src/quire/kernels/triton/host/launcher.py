@@ -12,14 +12,15 @@ import torch
 from triton import knobs
 from triton.runtime import driver
 
-from quire.kernels.triton.compiler.specimen import specimen
 from quire.kernels.triton.device.arguments import (
     BalanceConstants,
     BatchTensors,
     Cache,
     CombineConstants,
     New,
+    Number,
     Out,
+    OwnedPointer,
     Query,
     TileNumbers,
     TritonTile,
@@ -31,6 +32,7 @@ from quire.kernels.triton.device.combine import combine_kernel
 from quire.kernels.triton.device.features import Features
 from quire.kernels.triton.host.constants import constants_of
 from quire.kernels.triton.host.program import Program, as_bytes, is_compiled
+from quire.kernels.triton.host.specimen import specimen
 from quire.kernels.triton.host.tile_selection import MAX_DECODE_TOKENS, Tiles
 from quire.kernels.triton.host.tuning import SMALL, SMALL_GLUON, Tuning
 from quire.platform import INTERPRETER, Platform
@@ -46,8 +48,8 @@ NO_NEW = (None,) * 8
 
 ATTEND = (Out, Workspace, Query, Cache, BatchTensors, New, Features)
 COMBINE = (Out, Workspace, Cache, Features, TileNumbers)
-BALANCE = (None, None, Query, None)
-"""The records of the kernels' arguments; None for a single value."""
+BALANCE = (OwnedPointer, OwnedPointer, Query, Number)
+"""The records of the kernels' arguments, or the types of single values."""
 ANY_BATCH = Extent(seqs=8, tokens=64, max_q_len=8, max_kv_len=1024)
 """Any batch: what is compiled does not depend on its size."""
 
@@ -88,17 +90,17 @@ class Launcher:
         else:
             stream = driver.active.get_current_stream(device.index)
             # Triton's hooks are chains, which may be empty.
-            enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
-            enter = enter if getattr(enter, "calls", enter) else None
-            leave = leave if getattr(leave, "calls", leave) else None
+            enter_hook, exit_hook = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+            enter_hook = enter_hook if getattr(enter_hook, "calls", enter_hook) else None
+            exit_hook = exit_hook if getattr(exit_hook, "calls", exit_hook) else None
             for program, grid, arguments, early in self.launches(call, extent, torch.Tensor.data_ptr):
                 if device.index not in program.loaded:
                     self.load(call, extent, device.index)
                 kernel, run, run_early = program.loaded[device.index]
                 arguments = (*arguments, *program.constants)
-                facts = None if enter is None else kernel.launch_metadata(grid, stream, *arguments)
+                metadata = None if enter_hook is None else kernel.launch_metadata(grid, stream, *arguments)
                 run = run_early if early else run
-                run(*grid, stream, kernel.function, kernel.packed_metadata, facts, enter, leave, *arguments)
+                run(*grid, stream, kernel.function, kernel.packed_metadata, metadata, enter_hook, exit_hook, *arguments)
 
     def load(self, call: Any, extent: Extent, device: int) -> None:
         """Compiles what a call needs and loads it."""

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from quire.kernels.triton.compiler.recipe import Recipe, recipe_of
+from quire.kernels.triton.host.recipe import Recipe, recipe_of
 from quire.platform import Platform
 from quire.problem import Problem
 
@@ -44,7 +44,7 @@ class Program:
     ):
         self.kernel, self.constants, self.units = kernel, constants, units
         self.records = records
-        """The named tuple that each argument is, None for a single value. Launches pass plain tuples, which take less time."""
+        """The named tuple of each argument, or the type of a single value. Launches pass plain tuples, which take less time."""
         self.warps, self.stages = warps, stages
         self.registers = registers
         """At most so many a thread; None leaves it to the compiler."""
@@ -59,11 +59,11 @@ class Program:
         return options | ({} if self.registers is None else {"maxnreg": self.registers})
 
     def recipe(self, arguments: tuple[Any, ...]) -> Recipe:
-        return recipe_of(self.kernel, self.named(arguments), self.constants, self.options, self.units)
+        return recipe_of(self.kernel, self.records, arguments, self.constants, self.options, self.units)
 
     def named(self, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
         """Arguments with the names of their members."""
-        return tuple(value if record is None else record(*value) for record, value in zip(self.records, arguments))
+        return tuple(record(*value) if isinstance(record, type) else value for record, value in zip(self.records, arguments))
 
     def load(self, arguments: tuple[Any, ...], platform: Platform, device: int, problem: Problem | None = None) -> None:
         """Compiles for the current device, unless another problem has compiled the same kernel. `problem` is given if a call needs

@@ -49,7 +49,7 @@ SMALL_GLUON = Tuning("gluon", ("sm90",), 128, 2, 2, 16, 16, 1, 128, 64, 2, 1, 1.
 """The same for gluon. Its long sequences always take three warp groups: Hopper's matrix instructions are issued by four warps."""
 
 
-class Portion(NamedTuple):
+class WorkPerProgram(NamedTuple):
     """How much a program of a kernel without products computes, on every GPU."""
 
     size: int
@@ -57,10 +57,10 @@ class Portion(NamedTuple):
     warps: int
 
 
-WRITE = Portion(32, 4)
-AUDIT = Portion(1024, 4)
-LEAST = Portion(16, 1)
-"""Beside SMALL."""
+WRITE = WorkPerProgram(32, 4)
+AUDIT = WorkPerProgram(1024, 4)
+SMALLEST = WorkPerProgram(16, 1)
+"""The smallest, as SMALL is for attention."""
 
 TABLE: tuple[Tuning, ...] = (
     Tuning("decode", ("interpreter",), 512, 4, 4, 16, 32, 1, 0, 0, 0, 1, 1.0, many=6, heads_per_tile=4),

@@ -11,7 +11,7 @@ from quire.cache.format import FORMATS
 from quire.kernels.triton.device.write import NewTokens, PageTensors, WriteConstants, write_kernel
 from quire.kernels.triton.host.launcher import At, Launch, Launcher, platform_of
 from quire.kernels.triton.host.program import Program
-from quire.kernels.triton.host.tuning import WRITE, Portion
+from quire.kernels.triton.host.tuning import WRITE, WorkPerProgram
 from quire.platform import Platform
 from quire.problem import Extent, Problem, power_of_two
 
@@ -19,13 +19,13 @@ from quire.problem import Extent, Problem, power_of_two
 class WriteLauncher(Launcher):
     """Launches writes."""
 
-    def __init__(self, problem: Problem, platform: Platform, portion: Portion = WRITE):
+    def __init__(self, problem: Problem, platform: Platform, work: WorkPerProgram = WRITE):
         super().__init__(problem, platform)
-        self.portion = portion
+        self.work = work
         k, v = problem.k_pages, problem.v_pages
         assert k is not None and v is not None
         constants = WriteConstants(
-            ROWS=portion.size,
+            ROWS=work.size,
             KV_HEADS=problem.kv_heads,
             HEAD_DIM=problem.head_dim,
             V_DIM=problem.v_head_dim,
@@ -45,7 +45,7 @@ class WriteLauncher(Launcher):
             V_SCALE_STEPS=problem.v_scale_strides or None,
             PER_TOKEN=problem.scales == "token",
         )
-        self.program = Program(write_kernel, (PageTensors, NewTokens), (constants,), self.units, portion.warps)
+        self.program = Program(write_kernel, (PageTensors, NewTokens), (constants,), self.units, work.warps)
 
     def launches(self, call: Any, extent: Extent, at: At) -> Iterator[Launch]:
         if not extent.tokens or not extent.seqs:
@@ -65,7 +65,7 @@ class WriteLauncher(Launcher):
             at(table), *table.stride(), table.shape[1], at(kv_lens), *kv_lens.stride(), at(q_starts), *q_starts.stride(),
             extent.seqs, extent.tokens, extent.seqs.bit_length(),
         )  # fmt: skip
-        grid = (-(-extent.tokens * self.problem.kv_heads // self.portion.size), 1, 1)
+        grid = (-(-extent.tokens * self.problem.kv_heads // self.work.size), 1, 1)
         yield self.program, grid, ((at(cache.k), at(cache.v), *scales, cache.pages), tokens), False
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from quire.cache.format import FORMATS
-from quire.options import NUMBERS, TENSORS
+from quire.options import NUMBERS, TENSORS, TYPE_TRAITS
 from quire.problem import Extent, Problem
 
 
@@ -19,17 +19,17 @@ def specimen(problem: Problem, extent: Extent) -> Any:
     new_dtype = FORMATS[problem.new_dtype].dtype if problem.new_dtype else torch.bfloat16
     if q_dtype.itemsize > 1:
         new_dtype = FORMATS[problem.new_dtype or problem.q_dtype].dtype
-    k, v = (_nothing(tokens, problem.kv_heads, dim, dtype=new_dtype) for dim in dims)
+    k, v = (_meta_tensor(tokens, problem.kv_heads, dim, dtype=new_dtype) for dim in dims)
     return SimpleNamespace(
-        q=_nothing(tokens, problem.q_heads, problem.head_dim, dtype=q_dtype),
+        q=_meta_tensor(tokens, problem.q_heads, problem.head_dim, dtype=q_dtype),
         k=k,
         v=v,
         new=(k, v) if problem.form == "context" else None,
-        out=_nothing(tokens, problem.q_heads, problem.v_head_dim, dtype=FORMATS[problem.out_dtype].dtype),
-        lse=_nothing(tokens, problem.q_heads) if problem.lse else None,
+        out=_meta_tensor(tokens, problem.q_heads, problem.v_head_dim, dtype=FORMATS[problem.out_dtype].dtype),
+        lse=_meta_tensor(tokens, problem.q_heads) if problem.lse else None,
         cache=_cache(problem),
         batch=_batch(problem, extent),
-        options=_options(problem, tokens, seqs),
+        options=_options(problem, seqs),
         given_slots=None,
         zero_padding=False,
     )
@@ -37,11 +37,13 @@ def specimen(problem: Problem, extent: Extent) -> Any:
 
 def _cache(problem: Problem) -> Any:
     dtype = FORMATS[problem.format].dtype
-    k, v = (_nothing(2, problem.page_size, problem.kv_heads, dim, dtype=dtype) for dim in (problem.head_dim, problem.v_head_dim))
+    k, v = (
+        _meta_tensor(2, problem.page_size, problem.kv_heads, dim, dtype=dtype) for dim in (problem.head_dim, problem.v_head_dim)
+    )
     shape = {"tensor": (), "head": (problem.kv_heads,), "token": (2, problem.page_size, problem.kv_heads)}.get(problem.scales)
-    scale = None if shape is None else _nothing(*shape)
-    cells = _nothing(2 * problem.page_size, dtype=torch.int64)
-    ledger = SimpleNamespace(position=cells.int(), issue=cells, current=cells, violations=_nothing(9, dtype=torch.int64))
+    scale = None if shape is None else _meta_tensor(*shape)
+    cells = _meta_tensor(2 * problem.page_size, dtype=torch.int64)
+    ledger = SimpleNamespace(position=cells.int(), issue=cells, current=cells, violations=_meta_tensor(9, dtype=torch.int64))
     return SimpleNamespace(
         k=k, v=v, k_scale=scale, v_scale=scale, pages=2, page_size=problem.page_size, v_head_dim=problem.v_head_dim, ledger=ledger
     )
@@ -51,34 +53,34 @@ def _batch(problem: Problem, extent: Extent) -> Any:
     table, lens, starts = (getattr(torch, name) for name in problem.index_types)
     width = -(-extent.max_kv_len // problem.page_size)
     return SimpleNamespace(
-        page_table=_nothing(extent.seqs, width, dtype=table),
-        kv_lens=_nothing(extent.seqs, dtype=lens),
-        q_starts=_nothing(extent.seqs + 1, dtype=starts),
+        page_table=_meta_tensor(extent.seqs, width, dtype=table),
+        kv_lens=_meta_tensor(extent.seqs, dtype=lens),
+        q_starts=_meta_tensor(extent.seqs + 1, dtype=starts),
         max_q_len=extent.max_q_len,
         max_kv_len=extent.max_kv_len,
     )
 
 
-def _options(problem: Problem, tokens: int, seqs: int) -> Any:
-    def maybe(there: bool, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor | None:
-        return _nothing(*shape, dtype=dtype) if there else None
-
-    scales = {"none": None, "number": 1.0, "tensor": _nothing()}
-    tensors = {
-        "alibi": maybe(problem.alibi, problem.q_heads, dtype=_dtype(problem.alibi_dtype)),
-        "sinks": maybe(problem.sinks, problem.q_heads, dtype=_dtype(problem.sinks_dtype)),
-        "mask": maybe(problem.mask, tokens, 128, dtype=torch.bool),
-        "positions": None if problem.positions == "none" else _nothing(tokens, dtype=_dtype(problem.positions)),
-    }
+def _options(problem: Problem, seqs: int) -> Any:
+    scales = {"none": None, "number": 1.0, "tensor": _meta_tensor()}
+    tensors = {name: _option(problem, name, axes) for name, axes in TENSORS.items()}
     return SimpleNamespace(
         scale=None,
-        causal=_nothing(seqs, dtype=torch.bool) if problem.causal == "per-sequence" else problem.causal == "yes",
+        causal=_meta_tensor(seqs, dtype=torch.bool) if problem.causal == "per-sequence" else problem.causal == "yes",
         numbers=tuple(1.0 if getattr(problem, name) else None for name in NUMBERS),
         tensors=tuple((tensors[name], axes) for name, axes in TENSORS.items()),
-        positions=tensors["positions"],
         q_scale=scales[problem.q_scale],
         out_scale=scales[problem.out_scale],
+        **tensors,
     )
+
+
+def _option(problem: Problem, name: str, axes: int) -> torch.Tensor | None:
+    """A tensor of the options, if the problem has it. Its type is a trait of the problem, or bool."""
+    if getattr(problem, name) in (False, "none"):
+        return None
+    dtype = _dtype(getattr(problem, TYPE_TRAITS[name])) if name in TYPE_TRAITS else torch.bool
+    return _meta_tensor(*(1,) * axes, dtype=dtype)
 
 
 def _dtype(name: str) -> torch.dtype:
@@ -87,5 +89,5 @@ def _dtype(name: str) -> torch.dtype:
     return found
 
 
-def _nothing(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+def _meta_tensor(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")

@@ -1,16 +1,19 @@
 """The input of Triton's compiler, as data: signature, constants, alignment. It can be made and compiled without a device.
 
-Integers have one fixed width each and are never specialised, so that no batch needs a kernel of its own. What is promised to the
-compiler about an argument follows from its name and from whether the problem's memory is aligned (`Problem.memory`).
+Integers have one fixed width each and are never specialised, so that no batch needs a kernel of its own. What the compiler may
+assume about an argument follows from its `Kind`, the type of the record's member, and from whether memory is aligned
+(`Problem.memory`).
 """
 
 from __future__ import annotations
 
 import hashlib
-from typing import Any, NamedTuple
+from functools import cache
+from typing import Any, NamedTuple, get_type_hints
 
 import torch
 
+from quire.kernels.triton.device.arguments import Kind
 from quire.platform import Platform
 
 _POINTERS = {
@@ -23,24 +26,8 @@ _POINTERS = {
     torch.int32: "*i32",
     torch.int64: "*i64",
 }
-_UNIT = frozenset(("dim", "k_dim", "v_dim", "table_step", "kv_lens_step", "q_starts_step", "mask_column"))
-"""Strides that are 1 in aligned memory, where they become constants."""
-_BY_HEAD = {
-    ("Query", "token"): 0, ("Query", "head"): 0, ("Out", "token"): 1, ("Out", "head"): 1,
-    **{(record, f"{kind}_{axis}"): kind == "v" for record in ("New", "NewTokens") for kind in "kv" for axis in ("token", "head")},
-}  # fmt: skip
-"""Strides that are multiples of a head's length in aligned memory: K's (0) or V's (1)."""
-_WIDE = frozenset(
-    ("table_row", "slots_step", "causal_step", "alibi_step", "sinks_step", "mask_token", "positions_step", "lse_token", "lse_head")
-)
-"""Strides that take 64 bits in any memory."""
-_DATA = frozenset(
-    (("Out", "at"), ("Query", "at"), *((record, kind) for record in ("Cache", "New", "NewTokens", "PageTensors") for kind in "kv"))
-)
-"""Pointers that are read or written in vectors: multiples of 16 bytes in aligned memory."""
-_OWN = frozenset((("Workspace", "at"), ("Query", "exponents")))
-"""Pointers into memory that the launcher allocates, which is always aligned."""
-_UNCHECKED = frozenset(("ready", "exponents", "units"))
+_ALIGNED_STRIDES = (Kind.UNIT_STRIDE, Kind.K_STRIDE, Kind.V_STRIDE)
+"""Strides about which something is assumed in aligned memory."""
 
 
 class Recipe(NamedTuple):
@@ -87,44 +74,60 @@ class Recipe(NamedTuple):
 
 
 def recipe_of(
-    kernel: Any, arguments: tuple[Any, ...], constants: tuple[Any, ...], options: dict[str, Any], units: tuple[int, int] | None
+    kernel: Any,
+    records: tuple[Any, ...],
+    arguments: tuple[Any, ...],
+    constants: tuple[Any, ...],
+    options: dict[str, Any],
+    units: tuple[int, int] | None,
 ) -> Recipe:
-    """The recipe of a kernel from the arguments of some call, of which only types are looked at. `units` are the numbers that the
-    strides of K's and V's heads are multiples of; None in generic memory."""
+    """The recipe of a kernel from the arguments of some call, of which only the types are used. `records` has the named tuple of
+    each argument, or the type of a single value. `units` are the divisors of the strides of K's and V's heads; None in generic
+    memory."""
     names = kernel.arg_names
     known: dict[tuple[int, ...], Any] = {}
     attributes: dict[tuple[int, ...], list[list[Any]]] = {}
 
-    def describe(value: Any, path: tuple[int, ...], record: str, name: str) -> Any:
-        if isinstance(value, tuple):
-            kind = type(value).__name__
-            members = zip(type(value)._fields, value)  # type: ignore[attr-defined]
-            return type(value)(*(describe(member, (*path, i), kind, field) for i, (field, member) in enumerate(members)))
+    def describe(value: Any, path: tuple[int, ...], kind: Kind) -> str:
         if value is None:
             known[path] = None
             return "constexpr"
         if isinstance(value, torch.Tensor):
-            own = (record, name) in _OWN or (not record and name in _UNCHECKED)
-            if own or (units is not None and (record, name) in _DATA):
+            if kind is Kind.OWNED or (kind is Kind.VECTORS and units is not None):
                 attributes[path] = [["tt.divisibility", 16]]
             return _POINTERS[value.dtype]
         if isinstance(value, float):
             return "fp32"
-        if name in _WIDE:
+        if kind is Kind.STRIDE or (units is None and kind in _ALIGNED_STRIDES):
             return "i64"
-        if name in _UNIT:
-            if units is None:
-                return "i64"
+        if kind is Kind.UNIT_STRIDE:
             known[path] = 1
             return "constexpr"
-        if (record, name) in _BY_HEAD:
-            if units is None:
-                return "i64"
-            attributes[path] = [["tt.divisibility", units[_BY_HEAD[record, name]]]]
+        if units is not None and kind in _ALIGNED_STRIDES:
+            attributes[path] = [["tt.divisibility", units[kind is Kind.V_STRIDE]]]
         return "i32"
 
-    signature = {names[i]: describe(value, (i,), "", names[i]) for i, value in enumerate(arguments)}
+    signature: dict[str, Any] = {}
+    for i, (record, value) in enumerate(zip(records, arguments)):
+        if isinstance(record, type):
+            members = zip(kinds_of(record), value)
+            signature[names[i]] = record(*(describe(member, (i, j), kind) for j, (kind, member) in enumerate(members)))
+        else:
+            signature[names[i]] = describe(value, (i,), kind_of(record))
     for i, value in enumerate(constants, start=len(arguments)):
         signature[names[i]] = "constexpr"
         known[(i,)] = value
     return Recipe(kernel, signature, known, attributes, options)
+
+
+@cache
+def kinds_of(record: type) -> tuple[Kind, ...]:
+    """The kinds of a record's members."""
+    types = get_type_hints(record, include_extras=True)
+    return tuple(kind_of(types[name]) for name in record._fields)  # type: ignore[attr-defined]
+
+
+def kind_of(annotation: Any) -> Kind:
+    """The kind of an argument, from its type: one of `device.arguments`."""
+    kind: Kind = annotation.__metadata__[0]
+    return kind

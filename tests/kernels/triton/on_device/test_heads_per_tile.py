@@ -56,13 +56,13 @@ def tile_of(s: Scenario, **how: Any) -> Any:
 
 
 @pytest.mark.parametrize("name, together", [("plain", 2), *((name, 4) for name in CASES)])
-def test_heads_together(name: str, together: int, device: str) -> None:
+def test_several_heads_per_tile(name: str, together: int, device: str) -> None:
     s, how = made(1, device, **CASES[name]), packed(device, together)
     assert tile_of(s, **how).HEADS_PER_TILE > 1
     check("decode", s, *run("decode", s, **how))
 
 
-def test_how_many_are_together(device: str) -> None:
+def test_the_number_of_heads_per_tile(device: str) -> None:
     """As many as the table says, if their queries fit, if they divide the heads, if there are more units than programs, and in
     plain calls: not with a tree, not with new tokens beside the pages."""
     for expected, case, how in (
@@ -86,7 +86,7 @@ def test_how_many_are_together(device: str) -> None:
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 @pytest.mark.parametrize("multiprocessors", [1, 7])
-def test_a_value_is_its_own_heads(multiprocessors: int, bad: float, device: str) -> None:
+def test_values_of_other_heads_have_no_effect(multiprocessors: int, bad: float, device: str) -> None:
     """One that is infinite or NaN spoils what sees it: a number of one head's output, and no bit of another's."""
     s = made(2, device)
     how = packed(device, multiprocessors=multiprocessors)
