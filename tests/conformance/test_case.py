@@ -34,7 +34,7 @@ def test_a_level_that_does_not_exist_is_refused() -> None:
 
 
 def test_a_case_is_the_same_every_time_and_poison_changes_nothing_else() -> None:
-    one, other = build(Case("a", padding=2)), build(Case("a", padding=2, poison="decoy", stamp=0x35))
+    one, other = build(Case("a", padding=2)), build(Case("a", padding=2, poison="decoy", fill_byte=0x35))
     assert torch.equal(one.q[: one.live], other.q[: other.live])
     assert torch.equal(one.page_table, other.page_table)
     live = ~one.k_pages.isnan()
