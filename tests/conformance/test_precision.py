@@ -123,7 +123,7 @@ def test_all_bits_are_right() -> None:
 
 
 @pytest.mark.parametrize("type", KEPT)
-def test_narrow_is_the_type(type: str) -> None:
+def test_reduced_precision_rounds_to_the_type(type: str) -> None:
     numbers = torch.randn(1000, generator=torch.Generator().manual_seed(1)) * 100
     kept = ReducedPrecision(type)(numbers)
     if type != "tf32":
