@@ -45,7 +45,7 @@ def test_json_has_numbers_only() -> None:
     report = conform(injected("row-unwritten"), CASES[:1])
     assert report.results[0].error == float("inf")
     said = json.loads(report.to_json(), parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
-    assert said["results"][0]["error"] is None and "keep what the memory held before" in said["findings"][0]["symptom"]
+    assert said["results"][0]["error"] is None and "keep the previous content of the memory" in said["findings"][0]["symptom"]
 
 
 def test_junit() -> None:
@@ -152,7 +152,7 @@ def test_a_finding_that_others_rename_is_told_as_what_it_is_then() -> None:
     both = ("window-ignored", "causal-ignored")
     kept = consistent([result("a", *both[:1], *both), result("b", *both[1:], *both[1:]), result("c", *both[1:], *both[1:])])
     renamed = kept[0].findings[0]
-    assert (renamed.fault, renamed.parameters) == ("causal-ignored", {"only": "rows"}) and "future" in renamed.summary
+    assert (renamed.fault, renamed.parameters) == ("causal-ignored", {"only": "rows"}) and "see later keys" in renamed.summary
 
 
 def test_numbers_in_a_line_are_brief() -> None:

@@ -95,11 +95,11 @@ def _count(done: Attempt) -> tuple[float, int]:
 
 
 def _broken(case: Case, call: KernelCall) -> Iterable[Finding]:
-    seals = call.changed_inputs()
+    changed = call.changed_inputs()
     groups = {
-        "writes-padding-rows": [s for s in seals if s.startswith("padding")],
-        "writes-outside-output": [s for s in seals if s.startswith(("before", "behind"))],
-        "changes-inputs": [s for s in seals if " " not in s],
+        "writes-padding-rows": [s for s in changed if s.startswith("padding")],
+        "writes-outside-output": [s for s in changed if s.startswith(("before", "behind"))],
+        "changes-inputs": [s for s in changed if " " not in s],
     }
     for name, parts in groups.items():
         if parts:
