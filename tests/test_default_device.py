@@ -13,7 +13,7 @@ import torch
 import quire
 from quire.cli.demo import one_thread
 from quire.conformance.cases.case import Case
-from quire.conformance.faults.planted import planted
+from quire.conformance.faults.injected import injected
 from quire.conformance.recording.record import load
 from quire.conformance.recording.replay import here, then
 from quire.conformance.runner.run import conform
@@ -125,7 +125,7 @@ def test_batches() -> None:
 @pytest.mark.parametrize("fault", ["", "window-left-off", "sink-missing"])
 def test_the_kit(fault: str) -> None:
     case = Case("small", q_lens=(1, 5), kv_lens=(20, 33), kv_heads=1, group=2, head_dim=16, window=(8, 0), sinks=True)
-    report = conform(planted(fault) if fault else find("torch"), [case])
+    report = conform(injected(fault) if fault else find("torch"), [case])
     (result,) = report.results
     assert result.status == ("wrong" if fault else "right"), result.reason
     assert [fault in finding.alike for finding in result.findings] == ([True] if fault else [])

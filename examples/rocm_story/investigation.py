@@ -200,7 +200,7 @@ def kit_results() -> list[KitResult]:
         (
             "is launched for one sequence too few",
             conformance_target("skips", reads_own_type=True, skipped=1),
-            "symptom: rows of the output keep what the memory held before",
+            "symptom: rows of the output keep the previous content of the memory",
         ),
         ("is correct", conformance_target("correct", reads_own_type=True), "nothing"),
     ):

@@ -8,7 +8,7 @@ import torch
 
 from quire.conformance.cases.call import KernelCall
 from quire.conformance.cases.case import Case
-from quire.conformance.faults.planted import compute
+from quire.conformance.faults.injected import compute
 from quire.conformance.runner.target import Target
 from rocm_story.batch import DECODE, HEAD_DIM, PAGE_SIZE, SEQS, TestBatch
 
@@ -118,7 +118,7 @@ def conformance_target(name: str, *, reads_own_type: bool = False, skipped: int 
     kernel that may read q_starts as int32, or may be launched for `skipped` sequences too few."""
 
     def run(call: KernelCall) -> None:
-        scratch = replace(call, out=call.out.clone(), seals={}, memo={})
+        scratch = replace(call, out=call.out.clone(), checksums={}, memo={})
         compute(scratch)
         starts = call.q_starts
         read = starts if reads_own_type or starts.dtype is torch.int32 else starts.view(torch.int32)

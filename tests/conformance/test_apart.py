@@ -17,7 +17,7 @@ from quire.errors import ArgumentError
 ADAPTER = """
 import ctypes, os, sys, torch
 from quire.conformance.cases.call import KernelCall
-from quire.conformance.faults.planted import compute
+from quire.conformance.faults.injected import compute
 
 count = 0
 

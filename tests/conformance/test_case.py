@@ -1,4 +1,4 @@
-"""A case is one line of text, both ways, and the same numbers every time."""
+"""Cases: parsing and printing as one line of text, invalid lines, and reproducible numbers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from quire.conformance.cases.suite import LEVELS, cases
 from quire.errors import ArgumentError
 
 
-def test_every_case_comes_back_from_its_line() -> None:
+def test_str_and_parse_are_inverse() -> None:
     for case in cases("full"):
         assert Case.parse(str(case)) == case
 
@@ -22,19 +22,32 @@ def test_names_are_unique(level: str) -> None:
     assert len(set(names)) == len(names)
 
 
-@pytest.mark.parametrize("line", ["a window", "a windo=3,0", "a window=x", "a lse=maybe", "a layout=rows", "a q_lens=1,2"])
-def test_a_bad_line_is_refused(line: str) -> None:
-    with pytest.raises(ArgumentError):
+@pytest.mark.parametrize(
+    "line, allowed",
+    [
+        ("a window", "FIELD=VALUE"),
+        ("a windo=3,0", "FIELD=VALUE"),
+        ("a window=x", "window: given x; allowed: integers or none, separated by commas"),
+        ("a q_lens=1,b", "q_lens: given 1,b; allowed: integers, separated by commas"),
+        ("a lse=1", "lse: given 1; allowed: yes or no"),
+        ("a softcap=much", "softcap: given much; allowed: a number or none"),
+        ("a group=two", "group: given two; allowed: an integer"),
+        ("a layout=rows", "layout: given rows; allowed: nhd, hnd"),
+        ("a q_lens=1,2", "as many as kv_lens"),
+    ],
+)
+def test_invalid_line_is_refused_with_the_allowed_values(line: str, allowed: str) -> None:
+    with pytest.raises(ArgumentError, match=allowed):
         Case.parse(line)
 
 
-def test_a_level_that_does_not_exist_is_refused() -> None:
+def test_unknown_level_is_refused() -> None:
     with pytest.raises(ArgumentError, match="smoke, standard, full"):
         cases("some")
 
 
-def test_a_case_is_the_same_every_time_and_poison_changes_nothing_else() -> None:
-    one, other = build(Case("a", padding=2)), build(Case("a", padding=2, poison="decoy", stamp=0x35))
+def test_numbers_are_reproducible_and_independent_of_poison() -> None:
+    one, other = build(Case("a", padding=2)), build(Case("a", padding=2, poison="decoy", fill_byte=0x35))
     assert torch.equal(one.q[: one.live], other.q[: other.live])
     assert torch.equal(one.page_table, other.page_table)
     live = ~one.k_pages.isnan()

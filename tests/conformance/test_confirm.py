@@ -14,8 +14,8 @@ from quire.conformance.cases.case import Case
 from quire.conformance.diagnosis.consistency import without_minority_names
 from quire.conformance.diagnosis.pairs import combined
 from quire.conformance.faults import BY_NAME
-from quire.conformance.faults.planted import compute, planted
-from quire.conformance.oracle import exact as x
+from quire.conformance.faults.injected import compute, injected
+from quire.conformance.oracle import exact as oracle
 from quire.conformance.oracle.exact import PLAIN, Stages
 from quire.conformance.reporting.report import UNKNOWN, Finding, Report, Result
 from quire.conformance.runner.run import conform, examine
@@ -28,11 +28,11 @@ def kernel(stages: Callable[[KernelCall], Stages]) -> Target:
     return Target("kernel", lambda call: compute(call, stages(call)))
 
 
-def hiding(which: Callable[[x.BatchSequence, torch.Tensor], torch.Tensor]) -> Target:
-    def see(w: Any, sequence: x.BatchSequence, keys: int) -> torch.Tensor:
-        return x.see(w, sequence, keys) & ~which(sequence, torch.arange(keys))[None, :]
+def hiding(which: Callable[[oracle.BatchSequence, torch.Tensor], torch.Tensor]) -> Target:
+    def visibility(w: Any, sequence: oracle.BatchSequence, keys: int) -> torch.Tensor:
+        return oracle.visibility(w, sequence, keys) & ~which(sequence, torch.arange(keys))[None, :]
 
-    return kernel(lambda call: PLAIN.replace(see=see))
+    return kernel(lambda call: PLAIN.replace(visibility=visibility))
 
 
 def test_a_solved_parameter_that_a_probe_refutes_is_no_name() -> None:
@@ -117,6 +117,6 @@ def test_findings_are_in_the_order_of_how_many_cases_they_explain() -> None:
 
 def test_a_run_says_what_failing_cases_have_in_common() -> None:
     cases = [CASE, CASE.replace(name="capped", softcap=2.0), CASE.replace(name="window", window=(9, 0))]
-    report = conform(planted("softcap-missing"), cases)
+    report = conform(injected("softcap-missing"), cases)
     assert report.contrast.startswith("only with softcap (capped passes without it")
     assert report.findings[0][0].contrast == report.contrast

@@ -1,4 +1,4 @@
-"""Every meaningful pair of parameter values occurs in a case of `standard`, every triple in one of `full`."""
+"""Covering arrays: every allowed pair of parameter values occurs in a case of `standard`, every triple in one of `full`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LENGTHS = ("lengths", "empty")
 
 
 def row_of(case: Case) -> dict[str, str]:
-    """The values of a case, read off its fields."""
+    """The parameter values of a case, derived from its fields."""
     row = {}
     for name, values in PARAMETERS.items():
         used = sorted({field for given in values.values() for field in given})
@@ -37,7 +37,7 @@ def is_forbidden(row: dict[str, str]) -> bool:
 
 
 def can_be_completed(row: dict[str, str], rest: Sequence[str]) -> bool:
-    """Whether some allowed row holds these values: a search of its own, over the parameters that share rules with them first."""
+    """Whether some allowed row contains these values: an independent search over the parameters in `rest`."""
     if is_forbidden(row):
         return False
     if not rest:
@@ -46,7 +46,7 @@ def can_be_completed(row: dict[str, str], rest: Sequence[str]) -> bool:
 
 
 def near(names: Sequence[str]) -> list[str]:
-    """Parameters that share a rule with these, and those that share one with them."""
+    """Parameters that share a rule with these, and those that share a rule with them."""
     found = dict.fromkeys(names)
     for _ in range(2):
         found |= dict.fromkeys(p for rule in FORBIDDEN if found.keys() & set(rule.parameters) for p in rule.parameters)
@@ -54,7 +54,7 @@ def near(names: Sequence[str]) -> list[str]:
 
 
 def uncovered(cases: Sequence[Case], strength: int) -> list[tuple[tuple[str, str], ...]]:
-    """Tuples of values that no case has."""
+    """Tuples of values that no case contains."""
     rows = [row_of(case) for case in cases]
     missing = []
     for names in combinations(PARAMETERS, strength):
@@ -68,15 +68,15 @@ def test_no_case_has_a_forbidden_combination() -> None:
         assert not is_forbidden(row_of(case)), case
 
 
-def test_standard_has_every_meaningful_pair() -> None:
+def test_standard_has_every_allowed_pair() -> None:
     missing = uncovered(cases_of("pairs"), 2)
     assert len(missing) < 100
     for pair in missing:
         assert not can_be_completed(dict(pair), near([name for name, _ in pair])), pair
 
 
-def test_full_has_every_meaningful_triple() -> None:
-    """A triple that holds an impossible pair is impossible; the others are searched."""
+def test_full_has_every_allowed_triple() -> None:
+    """A triple that contains an impossible pair is impossible; the others are searched."""
     impossible = {frozenset(pair) for pair in uncovered(cases_of("pairs"), 2)}
     missing = uncovered((*cases_of("pairs"), *cases_of("triples")), 3)
     left = [items for items in missing if not any(frozenset(pair) in impossible for pair in combinations(items, 2))]
@@ -86,7 +86,7 @@ def test_full_has_every_meaningful_triple() -> None:
 
 
 @pytest.mark.parametrize("strength", [2, 3])
-def test_a_small_array_is_complete_and_the_same_every_time(strength: int) -> None:
+def test_small_array_is_complete_and_reproducible(strength: int) -> None:
     values: dict[str, Any] = {"a": "123", "b": "12", "c": "123", "d": "12"}
     space = Space(values, [Forbidden("a is not b", ("a", "b"), lambda a, b: a == b)])
     rows = covering_array(space, strength)

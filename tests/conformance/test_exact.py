@@ -1,4 +1,4 @@
-"""The pipeline is the definition: it gives what `quire.reference` gives, and reads caches as `quire.cache` says they lie."""
+"""The exact computation agrees with `quire.reference`, and reads caches in the layouts of `quire.cache`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _one_thread() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("case", SMALL, ids=lambda case: case.name)
-def test_pipeline_is_the_reference(case: Case) -> None:
+def test_exact_computation_equals_the_reference(case: Case) -> None:
     call = build(case)
     cache, got = call.cache(), exact(call)
     dense = []

@@ -21,7 +21,7 @@ from quire.conformance.runner.target import find
 ADAPTER = """
 import os, time
 from quire.conformance.cases.call import KernelCall
-from quire.conformance.faults.planted import compute, planted
+from quire.conformance.faults.injected import compute, injected
 
 def attention(*, q, k_pages, v_pages, page_table, kv_lens, q_starts, out, scale, window):
     call = KernelCall(q, k_pages, v_pages, page_table, kv_lens, q_starts, out, scale, window=window)
@@ -31,7 +31,7 @@ def attention(*, q, k_pages, v_pages, page_table, kv_lens, q_starts, out, scale,
         raise KeyboardInterrupt  # as if somebody had pressed Ctrl-C then
     if window[0] == 0:
         time.sleep(0.3)  # the first case is the last to be done
-    (compute if window[0] is None else planted("window-ignored").run)(call)
+    (compute if window[0] is None else injected("window-ignored").run)(call)
 """
 CASES = [Case(f"window-{n}", q_lens=(2, 1), kv_lens=(9, 5), kv_heads=1, window=(n, 0)) for n in (0, None, 2, 3, None, 4)]
 

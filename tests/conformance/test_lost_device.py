@@ -6,7 +6,7 @@ import pytest
 
 from quire.conformance.cases.call import KernelCall
 from quire.conformance.cases.case import Case
-from quire.conformance.faults.planted import compute
+from quire.conformance.faults.injected import compute
 from quire.conformance.runner.run import conform
 from quire.conformance.runner.target import Target
 

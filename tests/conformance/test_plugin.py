@@ -19,13 +19,13 @@ from quire.conformance.runner.known_failures import read
 from quire.errors import ArgumentError
 
 KERNEL = """
-from quire.conformance.faults.planted import planted
+from quire.conformance.faults.injected import injected
 from quire.conformance.cases.call import KernelCall
 
 def attention(*, q, k_pages, v_pages, page_table, kv_lens, q_starts, out, scale, causal=True, window=(None, None), lse=None):
     call = KernelCall(q, k_pages, v_pages, page_table, kv_lens, q_starts, out, scale, window=window, causal=causal, lse=lse)
     call.format = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}[str(q.dtype).removeprefix("torch.")]
-    planted("FAULT").run(call)
+    injected("FAULT").run(call)
 
 def dies(*, q, k_pages, v_pages, page_table, kv_lens, q_starts, out, scale, window):
     if window[0] is not None:
@@ -66,7 +66,7 @@ def test_a_fault_is_named(run: Run) -> None:
     done = run("--quire-target", "kernel.py:attention", "-rA", "-k", "window-needle or decode-needle or tree")
     assert done.returncode == 1, done.stdout + done.stderr
     assert counts(done) == {"failed": 1, "passed": 1, "skipped": 1}
-    assert "window-left-off: one key too many or too few at the left edge" in done.stdout
+    assert "window-left-off: the window has one or two keys too many or too few on the left" in done.stdout
     assert "quire conform kernel.py:attention --case 'window-needle" in done.stdout
     assert "page_table[" in done.stdout and "^^^" in done.stdout  # the cell at fault is drawn
     assert "no argument for alibi, mask, positions" in done.stdout

@@ -10,9 +10,9 @@ import torch
 
 from quire.conformance.cases.call import KernelCall
 from quire.conformance.cases.case import Case
-from quire.conformance.faults.planted import compute
-from quire.conformance.oracle import exact as x
-from quire.conformance.oracle.rounding import KEPT, Narrow
+from quire.conformance.faults.injected import compute
+from quire.conformance.oracle import exact as oracle
+from quire.conformance.oracle.rounding import KEPT, ReducedPrecision
 from quire.conformance.runner.run import examine
 from quire.conformance.runner.target import Target
 
@@ -32,11 +32,11 @@ def online(
     missing: int = -1,
 ) -> None:
     """A kernel that goes through keys tile by tile, as kernels do; the predictions of the kit do not."""
-    w = x.Work(call, torch.float32)
-    at, heads = x.read(w), x.kv_head(w)
-    for row in x.sequences(w, at):
-        k, v = x.gather(w, x.PLAIN, at, row)
-        seen, rows = x.see(w, row, row.kv_len), slice(row.first, row.first + row.q_len)
+    w = oracle.Work(call, torch.float32)
+    at, heads = oracle.read(w), oracle.kv_head(w)
+    for row in oracle.sequences(w, at):
+        k, v = oracle.gather(w, oracle.PLAIN, at, row)
+        seen, rows = oracle.visibility(w, row, row.kv_len), slice(row.first, row.first + row.q_len)
         seen[:, missing : missing + 1] = False
         for h, g in enumerate(heads.tolist()):
             top, total = torch.full((row.q_len, 1), -math.inf), torch.zeros(row.q_len, 1)
@@ -66,19 +66,24 @@ def cut(bits: int) -> Change:
 NARROW: dict[str, tuple[Case, Callable[[KernelCall], None], str, dict[str, object]]] = {
     "tf32 as matrix units take it": (
         FP32,
-        lambda call: online(call, Narrow("tf32", "truncated")),
+        lambda call: online(call, ReducedPrecision("tf32", "truncated")),
         "products-in-tf32",
         {"values": "truncated", "scores": "truncated", "weights": "truncated"},
     ),
-    "tf32 in wide tiles": (FP32, lambda call: online(call, Narrow("tf32", "truncated"), tile=64), "products-in-tf32", {}),
-    "tf32, each key by itself": (FP32, lambda call: online(call, Narrow("tf32", "truncated"), tile=1), "products-in-tf32", {}),
-    "fp16": (FP32, lambda call: online(call, Narrow("fp16")), "products-in-fp16", {}),
-    "bf16 of fp32": (FP32, lambda call: online(call, Narrow("bf16")), "products-in-bf16", {}),
-    "bf16 of fp16": (FP16, lambda call: online(call, Narrow("bf16")), "products-in-bf16", {}),
-    "values alone": (FP32, lambda call: online(call, values=Narrow("bf16")), "products-in-bf16", {"values": "nearest"}),
+    "tf32 in wide tiles": (FP32, lambda call: online(call, ReducedPrecision("tf32", "truncated"), tile=64), "products-in-tf32", {}),
+    "tf32, each key by itself": (
+        FP32,
+        lambda call: online(call, ReducedPrecision("tf32", "truncated"), tile=1),
+        "products-in-tf32",
+        {},
+    ),
+    "fp16": (FP32, lambda call: online(call, ReducedPrecision("fp16")), "products-in-fp16", {}),
+    "bf16 of fp32": (FP32, lambda call: online(call, ReducedPrecision("bf16")), "products-in-bf16", {}),
+    "bf16 of fp16": (FP16, lambda call: online(call, ReducedPrecision("bf16")), "products-in-bf16", {}),
+    "values alone": (FP32, lambda call: online(call, values=ReducedPrecision("bf16")), "products-in-bf16", {"values": "nearest"}),
     "scores and weights alone": (
         FP32,
-        lambda call: online(call, Narrow("bf16"), values=lambda t: t),
+        lambda call: online(call, ReducedPrecision("bf16"), values=lambda t: t),
         "products-in-bf16",
         {"scores": "nearest", "weights": "nearest"},
     ),
@@ -93,8 +98,8 @@ OTHER: dict[str, Callable[[KernelCall], None]] = {
     "noise": noise,
     "twelve bits of values": lambda call: online(call, values=cut(11)),
     "eight bits of everything": lambda call: online(call, cut(15)),
-    "tf32 and a key that is missing": lambda call: online(call, Narrow("tf32", "truncated"), missing=5),
-    "outputs in tf32": lambda call: (compute(call), call.out.copy_(Narrow("tf32", "truncated")(call.out)))[0],
+    "tf32 and a key that is missing": lambda call: online(call, ReducedPrecision("tf32", "truncated"), missing=5),
+    "outputs in tf32": lambda call: (compute(call), call.out.copy_(ReducedPrecision("tf32", "truncated")(call.out)))[0],
 }
 
 
@@ -118,11 +123,11 @@ def test_all_bits_are_right() -> None:
 
 
 @pytest.mark.parametrize("type", KEPT)
-def test_narrow_is_the_type(type: str) -> None:
+def test_reduced_precision_rounds_to_the_type(type: str) -> None:
     numbers = torch.randn(1000, generator=torch.Generator().manual_seed(1)) * 100
-    kept = Narrow(type)(numbers)
+    kept = ReducedPrecision(type)(numbers)
     if type != "tf32":
         assert torch.equal(kept, numbers.to({"fp16": torch.float16, "bf16": torch.bfloat16}[type]).float())
-    cut = Narrow(type, "truncated")(numbers)
+    cut = ReducedPrecision(type, "truncated")(numbers)
     assert bool((cut.abs() <= numbers.abs()).all()) and bool((cut.abs() >= numbers.abs() * (1 - 2.0 ** -KEPT[type])).all())
-    assert torch.equal(Narrow(type)(kept), kept) and torch.equal(Narrow(type, "truncated")(kept), kept)
+    assert torch.equal(ReducedPrecision(type)(kept), kept) and torch.equal(ReducedPrecision(type, "truncated")(kept), kept)

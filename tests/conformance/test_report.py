@@ -13,7 +13,7 @@ from quire.cli.conform import _summary
 from quire.conformance.cases.call import KernelCall
 from quire.conformance.cases.case import Case
 from quire.conformance.faults import CATALOGUE
-from quire.conformance.faults.planted import planted
+from quire.conformance.faults.injected import injected
 from quire.conformance.reporting import fault_document as document
 from quire.conformance.reporting import findings
 from quire.conformance.reporting.html_report import html_report
@@ -25,7 +25,7 @@ CASES = [Case("a"), Case("b", window=(3, 0)), Case("c", seed=5)]
 
 
 def test_a_run_names_one_fault_in_all_cases_that_show_it() -> None:
-    report = conform(planted("window-ignored"), CASES)
+    report = conform(injected("window-ignored"), CASES)
     assert [result.status for result in report.results] == ["right", "wrong", "right"]
     (finding, cases), *rest = report.findings
     assert finding.fault == "window-ignored" and cases == ["b"] and not rest
@@ -36,24 +36,24 @@ def test_a_run_names_one_fault_in_all_cases_that_show_it() -> None:
 
 def test_a_known_failure_is_expected_and_must_fail() -> None:
     known = {"b": "upstream knows"}
-    assert conform(planted("window-ignored"), CASES, known=known).exit_code == 0
-    mended = conform(planted("causal-top-left"), [Case("b", q_lens=(5,), kv_lens=(5,))], known=known)
+    assert conform(injected("window-ignored"), CASES, known=known).exit_code == 0
+    mended = conform(injected("causal-top-left"), [Case("b", q_lens=(5,), kv_lens=(5,))], known=known)
     assert [result.status for result in mended.results] == ["right"] and mended.exit_code == 1
 
 
 def test_json_has_numbers_only() -> None:
-    report = conform(planted("row-unwritten"), CASES[:1])
+    report = conform(injected("row-unwritten"), CASES[:1])
     assert report.results[0].error == float("inf")
     said = json.loads(report.to_json(), parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
-    assert said["results"][0]["error"] is None and "keep what the memory held before" in said["findings"][0]["symptom"]
+    assert said["results"][0]["error"] is None and "keep the previous content of the memory" in said["findings"][0]["symptom"]
 
 
 def test_junit() -> None:
-    root = ElementTree.fromstring(conform(planted("window-ignored"), CASES).to_junit())
+    root = ElementTree.fromstring(conform(injected("window-ignored"), CASES).to_junit())
     assert root.attrib["tests"] == "3" and root.attrib["failures"] == "1"
     (failure,) = root.iter("failure")
     assert failure.attrib["message"].startswith("window-ignored")
-    known = ElementTree.fromstring(conform(planted("window-ignored"), CASES, known={"b": "upstream knows"}).to_junit())
+    known = ElementTree.fromstring(conform(injected("window-ignored"), CASES, known={"b": "upstream knows"}).to_junit())
     assert known.attrib["failures"] == "0" and known.attrib["skipped"] == "1"
     (skipped,) = known.iter("skipped")
     assert skipped.attrib["message"].startswith("known (upstream knows): window-ignored")
@@ -77,7 +77,7 @@ def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None
 
 
 def test_the_table_goes_on_where_a_run_left_nothing(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    whole = conform(planted("window-ignored"), CASES).to_json()
+    whole = conform(injected("window-ignored"), CASES).to_json()
     for name, text in {"whole": whole, "empty": "", "cut": whole[: len(whole) // 2], "other": '{"a": 1}'}.items():
         (tmp_path / f"{name}.json").write_text(text)
     paths = [str(tmp_path / f"{name}.json") for name in ("empty", "whole", "cut", "missing", "other")]
@@ -122,7 +122,7 @@ def test_bad_questions(arguments: list[str]) -> None:
 
 def test_a_summary_tells_parameters_apart() -> None:
     def run(call: KernelCall) -> None:
-        planted("query-off-by-one", {"by": 1 if call.window[0] else -1}).run(call)
+        injected("query-off-by-one", {"by": 1 if call.window[0] else -1}).run(call)
 
     report = conform(Target("shifts", run), CASES)
     ((finding, cases),) = report.findings
@@ -152,7 +152,7 @@ def test_a_finding_that_others_rename_is_told_as_what_it_is_then() -> None:
     both = ("window-ignored", "causal-ignored")
     kept = consistent([result("a", *both[:1], *both), result("b", *both[1:], *both[1:]), result("c", *both[1:], *both[1:])])
     renamed = kept[0].findings[0]
-    assert (renamed.fault, renamed.parameters) == ("causal-ignored", {"only": "rows"}) and "future" in renamed.summary
+    assert (renamed.fault, renamed.parameters) == ("causal-ignored", {"only": "rows"}) and "see later keys" in renamed.summary
 
 
 def test_numbers_in_a_line_are_brief() -> None:

@@ -12,7 +12,7 @@ from quire.conformance.cases.build import build
 from quire.conformance.cases.case import Case
 from quire.conformance.cases.suite import cases_of
 from quire.conformance.diagnosis.attempt import Attempt
-from quire.conformance.oracle.budget import honest_losses, truth
+from quire.conformance.oracle.budget import rounding_losses, truth
 from quire.conformance.runner.target import Target, wrap
 from quire.conformance.runner.threads import one_thread
 
@@ -83,7 +83,7 @@ def wrong(fault: str) -> set[str]:
 def off(case: Case, target: Target) -> float:
     """How far from right it is, in budgets; without a pool of threads, which takes longer than these cases do."""
     call = build(case)
-    losses = honest_losses(call)
+    losses = rounding_losses(call)
     right = truth(call, losses=losses)
     target.run(call)
     return Attempt(call, right, losses).off

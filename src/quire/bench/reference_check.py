@@ -10,7 +10,7 @@ import torch
 from quire.bench.case import Q_SCALE, BenchCase
 from quire.cache.format import FORMATS, format_of
 from quire.conformance.cases.call import KernelCall
-from quire.conformance.oracle.budget import allowed, honest_losses
+from quire.conformance.oracle.budget import allowed, rounding_losses
 from quire.conformance.oracle.exact import Values, exact
 from quire.conformance.runner.threads import one_thread
 
@@ -100,7 +100,7 @@ def expected(
     the worst over the call."""
     calls = [sample_call(part, dtype, window, q_scale) for part in parts]
     with one_thread():
-        lost = max(honest_losses(call)[0] for call in calls)
+        lost = max(rounding_losses(call)[0] for call in calls)
         outcomes = [exact(call) for call in calls]
     return [
         Expected(part.rows, part.q_heads.cpu(), outcome.out, allowed(lost, outcome.weighted, outcome.out, dtype))

@@ -1,1 +1,1 @@
-"""Test cases: what is asked of a kernel, from one line of text to tensors."""
+"""Test cases: from one line of text to the tensors of a call."""

@@ -1,7 +1,7 @@
-"""From a case to a call: numbers, pages, table, and poison wherever nobody may look.
+"""Builds the call of a case: numbers, pages, page table, and poison in everything that must not be read.
 
-Caches are filled here by index formulas of the kit's own. What a query can see is worked out here too, so that everything else can
-be poisoned: slots beyond a length, pages that nobody owns, cells of the table behind a window, rows of padding.
+Caches are filled by index formulas of the kit itself. Visibility is computed here too, so that everything else can be poisoned:
+slots after the end of a sequence, pages of no sequence, entries of the page table outside the window, and padding rows.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from quire.conformance.cases.case import Case
 from quire.conformance.cases.page_plan import PagePlan, generator, page_plan, page_table
 from quire.options import NUMBERS
 
-# The kit has its own table of formats: an error in the library's table must not hide here.
+# The kit has its own table of formats, so that an error in the library's table is detected.
 TYPES = {
     "fp32": torch.float32,
     "fp16": torch.float16,
@@ -30,18 +30,19 @@ TYPES = {
 }
 LARGEST = {"e4m3fn": 448.0, "e4m3fnuz": 240.0, "e5m2": 57344.0, "int8": 127.0}
 Q_SCALE = 0.25
-"""What an fp8 query is multiplied by."""
-MOST_GIVEN_BACK = 12.0
+"""The q_scale of fp8 queries."""
+MOST_COMPENSATED = 12.0
+"""The largest ALiBi bias that the query of a needle compensates."""
 
 Index = Callable[..., tuple[torch.Tensor, ...]]
-WHERE: dict[str, tuple[Index, Index]] = {
+LAYOUT_INDEX: dict[str, tuple[Index, Index]] = {
     "nhd": (lambda p, s, h, d, x: (p, s, h, d),) * 2,
     "hnd": (lambda p, s, h, d, x: (p, h, s, d),) * 2,
     "vllm_joint": (lambda p, s, h, d, x: (p, h, s, d),) * 2,
     "vllm_x": (lambda p, s, h, d, x: (p, h, d // x, s, d % x), lambda p, s, h, d, x: (p, h, d, s)),
     "aiter": (lambda p, s, h, d, x: (p, h, d // x, s, d % x), lambda p, s, h, d, x: (p, h, s // x, d, s % x)),
 }
-"""Where layouts put (page, slot, head, dim) of K and of V."""
+"""For each layout, the index of element (page, offset, head, dim) in the tensor of K and in that of V."""
 
 
 def x_of(case: Case) -> int:
@@ -49,13 +50,13 @@ def x_of(case: Case) -> int:
 
 
 def build(case: Case, device: torch.device | str = "cpu") -> KernelCall:
-    """The call of a case, stamped and sealed."""
+    """The call of a case, with filled outputs and checksums of the inputs."""
     if case.only >= 0:
         return _alone(build(case.replace(only=-1), device), case)
     live, tokens, seqs = case.live, case.live + case.padding, case.seqs
     starts = [sum(case.q_lens[:i]) for i in range(seqs + 1)]
     options = _options(case, starts, tokens)
-    visible = [sight(options, starts[i], case.q_lens[i], case.kv_lens[i], i) for i in range(seqs)]
+    visible = [visibility(options, starts[i], case.q_lens[i], case.kv_lens[i], i) for i in range(seqs)]
     cached = _cached(case, visible)
 
     made = TYPES[case.q_dtype] if case.q_dtype not in LARGEST else torch.bfloat16
@@ -67,7 +68,7 @@ def build(case: Case, device: torch.device | str = "cpu") -> KernelCall:
     k_pages, v_pages = _wrap(case, pages, plan, device)
 
     q = _queries(case, options, starts, visible, dense["k"], tokens)
-    q[live:] = _bad(case, "q", q[live:].shape)
+    q[live:] = _poison(case, "q", q[live:].shape)
     kinds = [getattr(torch, name) for name in case.index]
     max_q_len, max_kv_len = _hints(case)
     moved: dict[str, Any] = {n: o.to(device) if isinstance(o, torch.Tensor) else o for n, o in options.items() if n != "scale"}
@@ -90,21 +91,21 @@ def build(case: Case, device: torch.device | str = "cpu") -> KernelCall:
         batch_invariant=case.batch_invariant,
         max_q_len=max_q_len,
         max_kv_len=max_kv_len,
-        stamp=case.stamp,
+        fill_byte=case.fill_byte,
         case=case,
         **moved,
     )
     if plan.sparse:
-        # Memory that nobody touched stays so: only pages with something in them are sealed.
+        # Memory without contents is not read, so that it is not allocated: only pages with contents have a checksum.
         for name, tensor in (("k_pages", call.k_pages), ("v_pages", call.v_pages)):
             used = movable(tensor)[plan.touched[plan.touched >= 0].to(tensor.device)]
-            call.seals[name] = used, checksum(used)
-    return call.seal()
+            call.checksums[name] = used, checksum(used)
+    return call.take_checksums()
 
 
 def _cached(case: Case, visible: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Which tokens of every sequence must be in the cache: those that somebody sees, in context form without the new ones."""
-    cached = [see.any(0) for see in visible]
+    """The tokens of every sequence that must be in the cache: the visible ones, in context form without the new ones."""
+    cached = [mask.any(0) for mask in visible]
     if case.form == "context":
         for seen, q_len, kv_len in zip(cached, case.q_lens, case.kv_lens):
             seen[kv_len - q_len :] = False
@@ -121,15 +122,15 @@ def _hints(case: Case) -> tuple[int | None, int | None]:
 def _new_tokens(
     case: Case, part: str, dense: list[torch.Tensor], starts: Sequence[int], made: torch.dtype, device: torch.device | str
 ) -> torch.Tensor:
-    """The new tokens' keys or values, [tokens, kv_heads, dim], and poison in the rows of padding."""
-    rows = _bad(case, f"new_{part}", (case.live + case.padding, case.kv_heads, case.dims[part]))
+    """The keys or values of the new tokens, [tokens, kv_heads, dim], with poison in padding rows."""
+    rows = _poison(case, f"new_{part}", (case.live + case.padding, case.kv_heads, case.dims[part]))
     for i in range(case.seqs):
         rows[starts[i] : starts[i + 1]] = dense[i][case.kv_lens[i] - case.q_lens[i] :]
     return _strided(case, rows.to(made), 1, device)
 
 
 def _alone(call: KernelCall, case: Case) -> KernelCall:
-    """The call with one of its sequences. Pages, scales and options are those of the batch."""
+    """The call with only one of its sequences. Pages, scales and options are those of the batch."""
     i = case.only
     first, last = (int(call.q_starts[n]) for n in (i, i + 1))
     alone = case.replace(q_lens=case.q_lens[i : i + 1], kv_lens=case.kv_lens[i : i + 1], only=-1)
@@ -138,7 +139,7 @@ def _alone(call: KernelCall, case: Case) -> KernelCall:
     of_sequence = {name: value[first:last] for name, value in per_token.items() if value is not None}
     if isinstance(call.causal, torch.Tensor):
         of_sequence["causal"] = call.causal[i : i + 1]
-    sparse = {name: seal for name, seal in call.seals.items() if name.endswith("_pages")}
+    sparse = {name: checked for name, checked in call.checksums.items() if name.endswith("_pages")}
     cut = replace(
         call,
         page_table=call.page_table[i : i + 1],
@@ -149,60 +150,60 @@ def _alone(call: KernelCall, case: Case) -> KernelCall:
         max_q_len=max_q_len,
         max_kv_len=max_kv_len,
         case=case,
-        seals=sparse,
+        checksums=sparse,
         memo={},
         **of_sequence,
     )
-    return cut.seal()
+    return cut.take_checksums()
 
 
 def _strided(case: Case, x: torch.Tensor, dim: int, device: torch.device | str) -> torch.Tensor:
-    """A tensor on a device; where a case asks for views, as the middle of one that is wider along `dim`."""
+    """A tensor on a device; with strides "views", the middle of a tensor that is wider along `dim`."""
     if case.strides == "dense":
         return x.to(device)
-    beside = 2
-    shape = [*x.shape[:dim], beside, *x.shape[dim + 1 :]]
+    margin = 2
+    shape = [*x.shape[:dim], margin, *x.shape[dim + 1 :]]
     if x.dtype.is_floating_point:
-        left, right = (_cast(_bad(case, side, shape), case.q_dtype).to(x.dtype) for side in ("left", "right"))
+        left, right = (_cast(_poison(case, side, shape), case.q_dtype).to(x.dtype) for side in ("left", "right"))
     else:
-        # Ids of pages that exist: who reads a table at other strides finds another sequence's keys, not the end of memory.
-        left, right = (x[:, :beside], x[:, :beside].flip(0))
+        # Valid page ids: a kernel that ignores strides reads keys of another sequence, not unmapped memory.
+        left, right = (x[:, :margin], x[:, :margin].flip(0))
     wide = torch.cat((movable(left), movable(x), movable(right)), dim).view(x.dtype).to(device)
     return wide.narrow(dim, left.shape[dim], x.shape[dim])
 
 
 def movable(tensor: torch.Tensor) -> torch.Tensor:
-    """One-byte floats as bytes: torch cannot index them everywhere."""
+    """One-byte floats as bytes: torch does not index them on all devices."""
     return tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
 
 
-# Who sees whom.
+# Visibility and options.
 
 
-def sight(options: dict[str, Any], start: int, q_len: int, kv_len: int, seq: int) -> torch.Tensor:
-    """Who sees whom in one sequence, bool [q_len, kv_len]."""
+def visibility(options: dict[str, Any], start: int, q_len: int, kv_len: int, seq: int) -> torch.Tensor:
+    """Visibility mask of one sequence, bool [q_len, kv_len]."""
     context = kv_len - q_len
     positions, mask, causal = options.get("positions"), options.get("mask"), options.get("causal", True)
     left, right = options.get("window", (None, None))
-    q_at, k_at = torch.arange(context, kv_len), torch.arange(kv_len)
+    q_pos, k_pos = torch.arange(context, kv_len), torch.arange(kv_len)
     if isinstance(positions, torch.Tensor):
-        q_at = positions[start : start + q_len].long()
-        k_at = torch.cat((k_at[:context], q_at))
-    far = q_at[:, None] - k_at[None, :]
-    see = torch.ones(q_len, kv_len, dtype=torch.bool)
+        q_pos = positions[start : start + q_len].long()
+        k_pos = torch.cat((k_pos[:context], q_pos))
+    distances = q_pos[:, None] - k_pos[None, :]
+    visible = torch.ones(q_len, kv_len, dtype=torch.bool)
     if isinstance(mask, torch.Tensor):
-        see[:, context:] = mask[start : start + q_len, :q_len]
+        visible[:, context:] = mask[start : start + q_len, :q_len]
     elif bool(causal[seq]) if isinstance(causal, torch.Tensor) else causal:
-        see &= far >= 0
+        visible &= distances >= 0
     if left is not None:
-        see &= far <= left
+        visible &= distances <= left
     if right is not None:
-        see &= far >= -right
-    return see
+        visible &= distances >= -right
+    return visible
 
 
 def alibi_slopes(heads: int) -> torch.Tensor:
-    """The usual slopes of a model with so many heads."""
+    """The usual ALiBi slopes of a model with this number of heads."""
     return torch.tensor([2.0 ** (-8.0 * (i + 1) / heads) for i in range(heads)])
 
 
@@ -213,7 +214,7 @@ def _options(case: Case, starts: Sequence[int], tokens: int) -> dict[str, Any]:
     if case.causal == "mixed":
         given["causal"] = torch.arange(case.seqs) % 2 == 0
     if case.alibi:
-        # The middle heads of a model twice as wide: nobody can derive them from the number of heads here.
+        # The middle heads of a model with twice the heads: these slopes cannot be derived from the number of heads of the call.
         given["alibi"] = alibi_slopes(2 * case.q_heads)[case.q_heads // 2 :][: case.q_heads].clone()
     if case.sinks:
         given["sinks"] = torch.randn(case.q_heads, generator=generator(case, "sinks")) + 1.5
@@ -225,7 +226,7 @@ def _options(case: Case, starts: Sequence[int], tokens: int) -> dict[str, Any]:
 
 
 def _tree(case: Case, starts: Sequence[int], tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """A random tree of drafts for every sequence: a token sees itself, its parent and what that one sees."""
+    """A random tree of draft tokens for every sequence: a token sees itself, its parent and all keys that the parent sees."""
     g = generator(case, "tree")
     mask = torch.rand(tokens, max(case.q_lens, default=0) + 3, generator=g) > 0.5
     positions = torch.full((tokens,), -(10**6))
@@ -247,7 +248,7 @@ def _tree(case: Case, starts: Sequence[int], tokens: int) -> tuple[torch.Tensor,
 
 
 def _dense(case: Case, part: str, dim: int, made: torch.dtype, plan: PagePlan) -> list[torch.Tensor]:
-    """The keys or values of every sequence, float64 [kv_len, kv_heads, dim], as somebody would write them."""
+    """The keys or values of every sequence before they are stored, float64 [kv_len, kv_heads, dim]."""
     rows = []
     for i, n in enumerate(case.kv_lens):
         g = generator(case, part, i)
@@ -256,17 +257,17 @@ def _dense(case: Case, part: str, dim: int, made: torch.dtype, plan: PagePlan) -
         elif case.data == "even" and part == "v":
             x = torch.randint(1, 16, (n, case.kv_heads, dim), generator=g).float()
         elif case.data == "needle" and part == "v":
-            # A fingerprint of the slot: signs nobody else has, so that an output tells which slots it is made of.
+            # A unique pattern of signs per slot, so that an output shows which slots contributed.
             sign = torch.randint(0, 2, (n, case.kv_heads, dim), generator=g) * 2.0 - 1.0
             x = sign * (0.75 + 0.5 * torch.rand(n, case.kv_heads, dim, generator=g))
         else:
             x = torch.randn(n, case.kv_heads, dim, generator=g)
             if part == "k" and case.data == "extreme":
-                x = _leaning(x, case, n, i)
+                x = _extreme_keys(x, case, n, i)
             elif part == "v" and case.data == "wide":
                 x *= 2.0 ** torch.randint(-28, 9, x.shape, generator=g)
             elif part == "v":
-                x += 0.5  # or long rows would average to nothing
+                x += 0.5  # otherwise the mean of a long sequence is close to zero
         rows.append(x.to(made).double())
     for i, shared in enumerate(plan.shared):
         rows[i][: shared * case.page_size] = rows[plan.leader][: shared * case.page_size]
@@ -274,16 +275,17 @@ def _dense(case: Case, part: str, dim: int, made: torch.dtype, plan: PagePlan) -
 
 
 STEEP = 200.0
-"""The size of extreme logits: no exponential of them, or of minus them, is a number in fp32."""
+"""The magnitude of extreme logits: their exponentials overflow or underflow in fp32."""
 
 
 def _direction(case: Case) -> torch.Tensor:
-    """What keys of extreme data share, a unit vector for every kv head [kv_heads, head_dim]."""
+    """The common direction of keys of extreme data, one unit vector per kv head [kv_heads, head_dim]."""
     return torch.nn.functional.normalize(torch.randn(case.kv_heads, case.head_dim, generator=generator(case, "direction")), dim=-1)
 
 
-def _leaning(x: torch.Tensor, case: Case, n: int, seq: int) -> torch.Tensor:
-    """Keys that share a direction, and differ only across it; in every other sequence it turns from the first key to the last."""
+def _extreme_keys(x: torch.Tensor, case: Case, n: int, seq: int) -> torch.Tensor:
+    """Keys with a common component along `_direction` and random ones across it. In every other sequence the common component
+    changes its sign from the first key to the last."""
     along = _direction(case)
     turn = torch.linspace(-1.0, 1.0, n) if seq % 2 else torch.ones(n)
     x = x - (x * along).sum(-1, keepdim=True) * along
@@ -297,14 +299,15 @@ def _plain_scale(case: Case) -> float:
 def _store(
     case: Case, part: str, dim: int, plan: PagePlan, cached: list[torch.Tensor], dense: list[torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Touched pages as they are stored, [touched, page_size, kv_heads, dim], and the scales. `dense` becomes what a reader sees."""
+    """The stored pages with contents, [touched, page_size, kv_heads, dim], and the scales. `dense` is replaced by the numbers that
+    a reader decodes."""
     size, heads = case.page_size, case.kv_heads
     at_of = torch.full((plan.pages + 1,), 0) if plan.pages < 10**6 else None
     place = {int(page): n for n, page in enumerate(plan.touched)} if at_of is None else None
     if at_of is not None:
         inside = plan.touched >= 0
         at_of[plan.touched[inside]] = torch.arange(plan.touched.numel())[inside]
-    content = _bad(case, f"pages {part}", (plan.touched.numel(), size, heads, dim)).double()
+    content = _poison(case, f"pages {part}", (plan.touched.numel(), size, heads, dim)).double()
     scale = _scale(case, part, plan)
     spots = []
     for i, row in enumerate(plan.owned):
@@ -321,13 +324,13 @@ def _store(
         wide = scale[plan.touched.clamp(min=0)].unsqueeze(-1) if scale.dim() == 3 else scale.reshape(-1, 1)
     stored = encode(content, case.format, wide)
     read = stored.double() if wide is None else stored.double() * wide.double()
-    for i, (at, page, slot) in enumerate(spots):
-        dense[i][at] = read[page, slot]
+    for i, (at, page, offset) in enumerate(spots):
+        dense[i][at] = read[page, offset]
     return stored, scale
 
 
 def encode(content: torch.Tensor, format: str, scale: torch.Tensor | None) -> torch.Tensor:
-    """Numbers as a format stores them: divided by their scale, saturating."""
+    """Numbers as a format stores them: divided by their scale and saturated."""
     if format not in LARGEST:
         return content.to(TYPES[format])
     x = content.float() / (1.0 if scale is None else scale)
@@ -349,8 +352,8 @@ def _scale(case: Case, part: str, plan: PagePlan) -> torch.Tensor | None:
     return torch.tensor(base)
 
 
-def _bad(case: Case, what: str, shape: Sequence[int]) -> torch.Tensor:
-    """What stands where nobody may look."""
+def _poison(case: Case, what: str, shape: Sequence[int]) -> torch.Tensor:
+    """Poison values: the content of everything that must not be read."""
     if case.poison.startswith("decoy"):
         return torch.randn(*shape, generator=generator(case, case.poison, what)) * (1.0 if case.poison == "decoy" else 1.5) + 0.25
     return torch.full(tuple(shape), {"nan": math.nan, "inf": math.inf, "zero": 0.0}[case.poison])
@@ -370,42 +373,42 @@ def _queries(
     keys: list[torch.Tensor],
     tokens: int,
 ) -> torch.Tensor:
-    """Random queries, or queries each of which is aimed at one key: about as much weight falls on it as on all others together."""
+    """Random queries; with needle data, each query points at one key, whose weight is about that of all other keys together."""
     g = generator(case, "q")
     q = torch.randn(tokens, case.q_heads, case.head_dim, generator=g)
     if case.data == "weak":
         return (torch.rand(tokens, case.q_heads, case.head_dim, generator=g) * 2 - 1) * 1e-3
     if case.data == "extreme":
-        # Heads of a group look one way and the other, so that logits are large and positive, or large and negative.
+        # The heads of a group alternate in sign, so that logits are large and positive, or large and negative.
         sign = 1.0 - 2.0 * (torch.arange(case.q_heads) % 2)
         along = _direction(case).repeat_interleave(case.group, 0)
         return q + (sign[:, None] * along) * math.sqrt(STEEP / options["scale"])
     if case.data != "needle":
         return q * 0.0 if case.data == "even" else q
-    for i, see in enumerate(visible):
-        aims = audited(case, i)
+    for i, mask in enumerate(visible):
+        aims = needle_positions(case, i)
         for t in range(case.q_lens[i]):
-            seen = see[t].nonzero().flatten()
+            seen = mask[t].nonzero().flatten()
             if not seen.numel():
                 continue
             first, last = int(seen[0]), int(seen[-1])
-            mine = [last, first, *(j for j in aims if bool(see[t, j]))]
+            mine = [last, first, *(j for j in aims if bool(mask[t, j]))]
             for h in range(case.q_heads):
                 j = mine[(t + h) % len(mine)]
                 key = keys[i][j, h // case.group].float()
                 logit = math.log(seen.numel()) + 2.0
                 if case.alibi and options.get("positions") is None:
-                    # What the distance takes is given back, unless that would make other keys as large.
+                    # The query compensates the ALiBi bias of this key, unless that would raise other keys as well.
                     taken = float(options["alibi"][h]) * abs(case.kv_lens[i] - case.q_lens[i] + t - j)
-                    logit += taken if taken <= MOST_GIVEN_BACK else 0.0
+                    logit += taken if taken <= MOST_COMPENSATED else 0.0
                 logit = min(logit, case.largest_logit)
                 size = float(key @ key) * options["scale"]
                 q[starts[i] + t, h] = key * (logit / max(abs(size), 1e-3))
     return q
 
 
-def audited(case: Case, seq: int) -> list[int]:
-    """Positions worth aiming at: edges of pages, of tiles, of the context, of the sequence."""
+def needle_positions(case: Case, seq: int) -> list[int]:
+    """Key positions for needle queries: at the boundaries of pages, tiles, the context and the sequence."""
     n, context, size = case.kv_lens[seq], case.kv_lens[seq] - case.q_lens[seq], case.page_size
     spots = [
         context - 1,
@@ -431,7 +434,7 @@ def audited(case: Case, seq: int) -> list[int]:
 def _wrap(
     case: Case, pages: dict[str, torch.Tensor], plan: PagePlan, device: torch.device | str
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The pages in their layout, written element by element where its formula says."""
+    """The page tensors in the layout of the case, written element by element by its index formula."""
     x, size, heads = x_of(case), case.page_size, case.kv_heads
     dtype = TYPES[case.format]
     out: list[tuple[torch.Tensor, int, int]] = []
@@ -444,12 +447,12 @@ def _wrap(
             storage, skip = _memory(shape, dtype, plan.before, case.storage == "padded", device), 0
         p = plan.touched.view(-1, 1, 1, 1)
         s, h, d = torch.arange(size).view(1, -1, 1, 1), torch.arange(heads).view(1, 1, -1, 1), torch.arange(dim).view(1, 1, 1, -1)
-        index = WHERE[case.layout][n](p, s, h, d + skip, x)
-        offset = torch.zeros((), dtype=torch.int64)
+        index = LAYOUT_INDEX[case.layout][n](p, s, h, d + skip, x)
+        address = torch.zeros((), dtype=torch.int64)
         for i, stride in zip(index, storage.stride()):
-            offset = offset + i * stride
+            address = address + i * stride
         flat = flat_of(storage)
-        flat[(offset + int(storage.storage_offset())).expand(pages[part].shape).reshape(-1).to(device)] = (
+        flat[(address + int(storage.storage_offset())).expand(pages[part].shape).reshape(-1).to(device)] = (
             movable(pages[part]).reshape(-1).to(device)
         )
         out.append((storage, skip, dim))
@@ -460,7 +463,7 @@ def _wrap(
 
 
 def flat_of(tensor: torch.Tensor) -> torch.Tensor:
-    """All the memory that a tensor lies in, one element after the other."""
+    """The whole memory of a tensor as a vector of elements."""
     moved = movable(tensor)
     size = tensor.untyped_storage().nbytes() // tensor.dtype.itemsize
     return moved.as_strided((size,), (1,), 0)
@@ -477,12 +480,12 @@ def _shape(layout: str, part: str, pages: int, size: int, heads: int, dim: int, 
 
 
 def _memory(shape: tuple[int, ...], dtype: torch.dtype, before: int, padded: bool, device: torch.device | str) -> torch.Tensor:
-    """Storage of this shape, `before` elements into its allocation; padded, with a gap of a slot after every page."""
+    """A tensor of this shape, `before` elements into its allocation. If padded, there is a gap of a slot after every page."""
     count = math.prod(shape)
     page = count // shape[0]
     gap = page // shape[1] if padded else 0
     size = before + shape[0] * (page + gap)
-    # Not filled by anybody: a cache of 2^32 elements costs only the pages that are touched.
+    # The memory is not initialised: a cache of 2^32 elements takes only the memory of the pages that are written.
     storage = torch.UntypedStorage(size * dtype.itemsize, device=torch.device(device))
     memory = torch.zeros(0, dtype=dtype, device=device).set_(storage, 0, (size,), (1,))
     if padded:

@@ -1,4 +1,4 @@
-"""One attention call as tensors, in nobody's dialect: what a kernel gets, and what it must not touch."""
+"""One attention call as tensors, independent of any library: the inputs of a kernel, its outputs, and guards around them."""
 
 from __future__ import annotations
 
@@ -12,21 +12,22 @@ from quire import Batch, KVCache, Options
 from quire.cache.format import FORMATS
 from quire.cache.layout import layout_named
 from quire.conformance.cases.case import Case
+from quire.options import TENSORS
 
 OPTIONS = tuple(spec.name for spec in fields(Options) if spec.init)
 GUARD = 4096
-"""Bytes before and after each buffer that a kernel writes: nobody may touch them."""
+"""Bytes before and after each output, which must not be written."""
 
 
 @dataclass
 class KernelCall:
-    """What one call is made of. Tensors are as a kernel gets them; options are plain values.
+    """The arguments of one call. Tensors are passed to a kernel as they are; options are plain values.
 
     q           [tokens, q_heads, head_dim]                 rows from `live` on are padding
-    k_pages     [pages, page_size, kv_heads, head_dim]      in layout nhd; others as `quire.cache.layout` says
-    out         [tokens, q_heads, v_head_dim]               stamped, with guards before and behind
-    lse         [tokens, q_heads] fp32, or None             stamped likewise
-    new_k/new_v [tokens, kv_heads, dim] or None             context form: the cache holds only what came before
+    k_pages     [pages, page_size, kv_heads, head_dim]      in layout nhd; for others see `quire.cache.layout`
+    out         [tokens, q_heads, v_head_dim]               filled with `fill_byte`, with guards before and after
+    lse         [tokens, q_heads] fp32, or None             as out
+    new_k/new_v [tokens, kv_heads, dim] or None             context form: the cache holds only the context
     """
 
     q: torch.Tensor
@@ -46,7 +47,7 @@ class KernelCall:
     new_v: torch.Tensor | None = None
     causal: bool | torch.Tensor = True
     window: tuple[int | None, int | None] = (None, None)
-    """Keys visible to the left and to the right of a query besides its own; a causal row never looks right."""
+    """Keys visible to the left and to the right of a query besides its own; a causal query sees no key to the right."""
     softcap: float | None = None
     alibi: torch.Tensor | None = None
     sinks: torch.Tensor | None = None
@@ -54,19 +55,19 @@ class KernelCall:
     positions: torch.Tensor | None = None
     q_scale: float | None = None
     out_scale: float | None = None
-    """Divides the output, which then has an fp8 type and saturates."""
+    """Divides the output, which then has an fp8 dtype and saturates."""
     batch_invariant: bool = False
     """Each sequence must give the same bits alone as in the batch."""
     max_q_len: int | None = None
     max_kv_len: int | None = None
-    stamp: int = 0xCB
+    fill_byte: int = 0xCB
     case: Case | None = None
-    seals: dict[str, tuple[torch.Tensor, int]] = field(default_factory=dict)
-    """What must stay as it is: a view, and the checksum it had."""
-    broken_elsewhere: tuple[str, ...] = ()
-    """What another process, which ran the target, found broken."""
+    checksums: dict[str, tuple[torch.Tensor, int]] = field(default_factory=dict)
+    """Inputs that must not change: a view of each, and its checksum before the call."""
+    changed_in_subprocess: tuple[str, ...] = ()
+    """What `changed_inputs` returned in the subprocess that ran the target."""
     memo: dict[Any, Any] = field(default_factory=dict, repr=False)
-    """What was already worked out about its inputs."""
+    """Cached results that depend only on the inputs."""
 
     @property
     def live(self) -> int:
@@ -105,7 +106,7 @@ class KernelCall:
     def new(self) -> tuple[torch.Tensor, torch.Tensor] | None:
         return None if self.new_k is None or self.new_v is None else (self.new_k, self.new_v)
 
-    # As Quire's own values; nothing is copied.
+    # As values of Quire; nothing is copied.
 
     def cache(self) -> KVCache:
         layout, format = layout_named(self.layout), FORMATS[self.format]
@@ -120,54 +121,60 @@ class KernelCall:
 
     @property
     def features(self) -> dict[str, bool]:
-        """Which optional arguments the call needs, by name: those with another value than their default."""
-        return {name: self._is_given(name) for name in FEATURES}
+        """For each optional argument, whether the call needs it: whether its value is not the default."""
+        return {name: self._is_given(name) for name in OPTIONAL_ARGUMENTS}
 
     def _is_given(self, name: str) -> bool:
         value = getattr(self, name)
         return isinstance(value, torch.Tensor) or value != DEFAULTS[name]
 
-    # What a kernel must leave alone.
+    # Checks that a kernel changes nothing but its outputs.
 
     def inputs(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Every tensor that a kernel reads."""
         names = ("q", "k_pages", "v_pages", "page_table", "kv_lens", "q_starts", "k_scale", "v_scale", "new_k", "new_v")
-        for name in (*names, "causal", "alibi", "sinks", "mask", "positions"):
+        for name in (*names, "causal", *TENSORS):
             value = getattr(self, name)
             if isinstance(value, torch.Tensor):
                 yield name, value
 
-    def seal(self) -> KernelCall:
-        """Stamps the outputs and takes checksums of all else."""
-        self.broken_elsewhere = ()
+    def take_checksums(self) -> KernelCall:
+        """Fills the outputs with `fill_byte` and takes checksums of all inputs."""
+        self.changed_in_subprocess = ()
         for tensor in (self.out, self.lse):
             if tensor is not None:
-                whole_of(tensor).fill_(self.stamp)
-        self.seals |= {name: (t, checksum(t)) for name, t in self.inputs() if name not in self.seals}
+                whole_of(tensor).fill_(self.fill_byte)
+        self.checksums |= {name: (t, checksum(t)) for name, t in self.inputs() if name not in self.checksums}
         return self
 
-    def broken_seals(self) -> list[str]:
-        """Inputs that a kernel changed, and guards or padding rows it wrote to."""
-        found = [name for name, (tensor, was) in self.seals.items() if checksum(tensor) != was]
+    def changed_inputs(self) -> list[str]:
+        """The names of inputs that a kernel changed, and descriptions of guards and padding rows that it wrote to."""
+        found = [name for name, (tensor, was) in self.checksums.items() if checksum(tensor) != was]
         for name, tensor in (("out", self.out), ("lse", self.lse)):
             if tensor is None:
                 continue
             whole, inner = whole_of(tensor), bytes_of(tensor).numel()
             for place, part in (("before", whole[:GUARD]), ("behind", whole[GUARD + inner :])):
-                if bool((part != self.stamp).any()):
+                if bool((part != self.fill_byte).any()):
                     found.append(f"{place} {name}")
-            if self.live < self.tokens and bool((bytes_of(tensor[self.live :]) != self.stamp).any()):
+            if self.live < self.tokens and bool((bytes_of(tensor[self.live :]) != self.fill_byte).any()):
                 found.append(f"padding rows of {name}")
-        return list(dict.fromkeys((*found, *self.broken_elsewhere)))
+        return list(dict.fromkeys((*found, *self.changed_in_subprocess)))
 
     def unwritten(self) -> torch.Tensor:
-        """Which elements of out still bear the stamp, bool [tokens, q_heads, v_head_dim]."""
+        """Which elements of out still hold the fill byte, bool [tokens, q_heads, v_head_dim]."""
         width = self.out.dtype.itemsize
-        return (bytes_of(self.out).view(*self.out.shape, width) == self.stamp).all(-1)
+        return (bytes_of(self.out).view(*self.out.shape, width) == self.fill_byte).all(-1)
 
 
 DEFAULTS = {spec.name: spec.default for spec in fields(KernelCall) if spec.default is not MISSING}
-FEATURES = (*(name for name in OPTIONS if name in DEFAULTS and name != "out_scale"), "k_scale", "v_scale", "new_k", "new_v")
+OPTIONAL_ARGUMENTS = (
+    *(name for name in OPTIONS if name in DEFAULTS and name != "out_scale"),
+    "k_scale",
+    "v_scale",
+    "new_k",
+    "new_v",
+)
 
 
 def guarded(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str) -> torch.Tensor:
@@ -180,19 +187,19 @@ def guarded(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | s
 
 
 def whole_of(tensor: torch.Tensor) -> torch.Tensor:
-    """A guarded tensor and its guards, as bytes."""
+    """The bytes of a guarded tensor and of its guards."""
     storage = tensor.untyped_storage()
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage, 0, (storage.nbytes(),), (1,))
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of a tensor in order, without the gaps between its elements."""
-    # A tensor of one element may have any stride and still counts as contiguous.
+    """The bytes of a tensor in order, without gaps between elements."""
+    # A tensor of one element may have any stride and is still contiguous.
     return tensor.contiguous().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def checksum(tensor: torch.Tensor) -> int:
-    """A sum over the bits of a tensor that depends on their order."""
+    """A sum over the words of a tensor that depends on their order."""
     if tensor.numel() == 0:
         return 0
     data = bytes_of(tensor)

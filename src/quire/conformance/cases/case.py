@@ -1,4 +1,4 @@
-"""A case: every fact from which one attention call is made, tensors and all. One line of text, both ways."""
+"""A case: everything that determines one attention call and its tensors. A case is written and parsed as one line of text."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Side = int | None
 
 @dataclass(frozen=True)
 class Case:
-    """The facts of one call, and the seed of its numbers. Only what differs from the defaults is printed.
+    """The properties of one call, and the seed of its random numbers. Only fields that differ from their default are printed.
 
     >>> case = Case("window", q_lens=(1, 9), kv_lens=(40, 50), window=(7, 0), seed=3)
     >>> print(case)
@@ -34,54 +34,55 @@ class Case:
     group: int = 2
     head_dim: int = 64
     v_head_dim: int = 0
-    """0 means: as head_dim."""
+    """0 means equal to head_dim."""
     page_size: int = 16
     layout: str = "nhd"
     x: int = 0
-    """The length of the split axis in layouts that split one; 0 means 16 bytes."""
+    """The number of elements of the split axis in layouts that split one; 0 means 16 bytes."""
     format: str = "fp16"
     scales: str = "none"
     """none, tensor, head or token."""
     storage: str = "native"
-    """native; bytes: quantised pages as uint8; padded: a gap after every page."""
+    """native; bytes: fp8 pages as uint8; padded: a gap after every page."""
     q_dtype: str = "fp16"
     index: tuple[str, ...] = ("int32", "int32", "int32")
-    """The types of page_table, kv_lens and q_starts."""
+    """The dtypes of page_table, kv_lens and q_starts."""
     form: str = "full"
+    """full: all tokens are in the cache; context: the new tokens are passed as arguments."""
     causal: str = "yes"
-    """yes, no, or mixed: every other sequence."""
+    """yes, no, or mixed: every other sequence is causal."""
     window: tuple[Side, Side] = (None, None)
     softcap: float | None = None
     alibi: bool = False
     sinks: bool = False
     mask: bool = False
-    """A tree mask, with positions where window or ALiBi need them."""
+    """A tree mask, with positions if window or ALiBi need them."""
     scale: float | None = None
     padding: int = 0
     """Rows of q after the last sequence."""
     data: str = "random"
-    """random; needle: each query is aimed at one key; weak: numbers of ±0.001; even: queries are zero, so that all keys weigh the
-    same, and values whole numbers; wide: values of many sizes; extreme: logits about 200 or -200 all over a sequence, or rising or
-    falling from one to the other."""
+    """random; needle: each query points at one key; weak: numbers of ±0.001; even: queries are zero, so that all keys have the same
+    weight, and values are integers; wide: values of many magnitudes; extreme: logits of about 200 or -200 in a whole sequence, or
+    changing from one to the other along it."""
     table: str = "shuffled"
-    """shuffled; shared: sequences begin with the same pages; identity; high: page ids above 2^16; far: offsets above 2^31 elements;
-    very-far: above 2^32."""
+    """shuffled; shared: sequences start with the same pages; identity: ids in order; high: page ids above 2^16; far: addresses
+    above 2^31 elements; very-far: above 2^32."""
     poison: str = "nan"
-    """What stands where nobody may read: nan, inf, zero, or numbers like the others: decoy, decoy2."""
-    stamp: int = 0xCB
-    """The byte that fills outputs and their guards before the call."""
+    """Value of slots that must not be read: nan, inf, zero, or numbers like those of other slots: decoy, decoy2."""
+    fill_byte: int = 0xCB
+    """The byte that fills the outputs and their guards before the call."""
     tail: str = "page"
-    """What stands in table cells that nobody may read: page, an id of a page nobody owns; -1; or none: as page, but the table
-    has no column beyond the last that is read, and no column at all where nothing is."""
+    """Value of table entries that must not be read: page, the id of a page of no sequence; -1; or none: as page, but the table ends
+    with the last column that is read, and may have no columns at all."""
     strides: str = "dense"
-    """dense; views: queries, table and new tokens are parts of wider tensors, as a projection of q, k and v makes them."""
+    """dense; views: queries, table and new tokens are views of wider tensors, such as slices of a fused qkv projection."""
     hints: str = "exact"
-    """The host maxima: exact; none; or low, which must not cut anything off."""
+    """max_q_len and max_kv_len: exact; none; or low, which must not change the result."""
     lse: bool = False
     batch_invariant: bool = False
     """Each sequence must give the same bits alone as in the batch."""
     only: int = -1
-    """The sequence of the batch that is in the call, alone; -1 means: all of them. Its numbers are as in the batch."""
+    """The only sequence of the batch that is in the call, with the same numbers as in the batch; -1 means all sequences."""
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -114,18 +115,18 @@ class Case:
 
     @property
     def code(self) -> int:
-        """A number of the case's own, for whatever is random in it: the seed and the name, but neither poison nor stamp, so that
-        variants of a case share their data."""
+        """The seed of all random numbers: a hash of the name and the seed. It does not depend on poison or fill byte, so that
+        variants of a case have the same data."""
         return zlib.crc32(f"{self.name} {self.seed}".encode())
 
     @property
     def largest_logit(self) -> float:
-        """The largest logit that data may aim at: less than the cap, where tanh is flat."""
+        """The largest logit of needle data: below the softcap, where tanh saturates."""
         return math.inf if self.softcap is None else 0.8 * self.softcap
 
     @cached_property
     def problem(self) -> Problem:
-        """The case without its numbers."""
+        """The properties of the case that a kernel is chosen by."""
         features: dict[str, Any] = {name: getattr(self, name) not in (None, False) for name in FEATURES}
         return Problem(
             q_heads=self.q_heads,
@@ -170,7 +171,7 @@ class Case:
             try:
                 given[key] = _value(key, text, known[key])
             except ValueError:
-                raise ArgumentError(key, text, f"something like {_word(known[key])}") from None
+                raise ArgumentError(key, text, _allowed(key, known[key])) from None
         return cls(name, **given)
 
 
@@ -197,9 +198,20 @@ _OPTIONAL = (*NUMBERS, "scale")
 def _word(value: Any) -> str:
     if isinstance(value, tuple):
         return ",".join(_word(one) for one in value)
-    return {True: "yes", False: "no", None: "none"}.get(value, str(value)) if not isinstance(value, (int, float)) or isinstance(
-        value, bool
-    ) else str(value)  # fmt: skip
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return "none" if value is None else str(value)
+
+
+def _allowed(key: str, default: Any) -> str:
+    """The allowed values of a field, for an error message."""
+    if isinstance(default, bool):
+        return "yes or no"
+    if key in _OPTIONAL:
+        return "a number or none"
+    if isinstance(default, tuple):
+        return "integers or none, separated by commas" if None in default else "integers, separated by commas"
+    return "an integer"
 
 
 def _value(key: str, text: str, default: Any) -> Any:
@@ -209,7 +221,9 @@ def _value(key: str, text: str, default: Any) -> Any:
             return tuple(parts)
         return tuple(None if part == "none" else int(part) for part in parts)
     if isinstance(default, bool):
-        return {"yes": True, "no": False}[text] if text in ("yes", "no") else int("not a yes or no")
+        if text not in ("yes", "no"):
+            raise ValueError(text)
+        return text == "yes"
     if key in _OPTIONAL:
         return None if text == "none" else float(text)
     return type(default)(text)

@@ -10,13 +10,13 @@ import torch
 from quire.conformance.cases.case import Case
 
 FAR = {"far": 2**31, "very-far": 2**32}
-"""How many elements of a cache come before its pages that are used."""
+"""The address of the first page in use, in elements."""
 HIGH = 2**16
-"""Page ids from here on do not fit into 16 bits."""
+"""The first page id that does not fit into 16 bits."""
 
 
 def generator(case: Case, *purpose: object) -> torch.Generator:
-    """Random numbers for one purpose: what a case changes elsewhere does not change them."""
+    """A generator for one purpose: its numbers do not depend on other purposes or other fields of the case."""
     return torch.Generator().manual_seed(zlib.crc32(f"{case.code} {purpose}".encode()))
 
 
@@ -33,17 +33,17 @@ class PagePlan:
     shared: list[int]
     """How many of the leader's pages each sequence begins with; 0 for the leader itself."""
     touched: torch.Tensor
-    """Ids of the pages that hold anything. Where an id wraps around, ids below 0 are other pages of the same memory."""
+    """Ids of the pages with contents. Negative ids are pages before page 0 in the same memory, where wrapped addresses end up."""
     spare: list[int]
-    """Pages that nobody owns: table cells that nobody may read name them."""
+    """Pages of no sequence. Entries of the page table that must not be read contain their ids."""
     before: int = 0
     """Elements before page 0 in the same memory."""
     sparse: bool = False
-    """Whether most pages are not touched."""
+    """Whether most pages have no contents."""
 
 
 def page_plan(case: Case) -> PagePlan:
-    """Pages for every sequence."""
+    """Assigns pages to every sequence."""
     contexts = [(kv_len - q_len) // case.page_size for q_len, kv_len in zip(case.q_lens, case.kv_lens)]
     columns = [-(-kv_len // case.page_size) for kv_len in case.kv_lens]
     leader, shared = 0, [0] * case.seqs
@@ -60,24 +60,24 @@ def page_plan(case: Case) -> PagePlan:
 
 
 def _compact(case: Case, need: int) -> PagePlan:
-    """As many pages as are needed, and four that nobody owns."""
+    """As many pages as are needed, and four of no sequence."""
     pages = need + 4
     ids = list(range(pages)) if case.table == "identity" else _shuffled(case, pages)
-    # The last page is never owned: an id of -1 that somebody reads as the last page finds poison.
+    # The last page belongs to no sequence: a kernel that reads id -1 as the last page finds poison.
     ids.remove(pages - 1)
     return PagePlan(pages, [ids[:need]], 0, [], torch.arange(pages), [pages - 1, *ids[need:]])
 
 
 def _sparse(case: Case, need: int) -> PagePlan:
-    """Pages at the end of a large cache. Only they, and those where a wrapped id or offset would end up, are touched."""
+    """Pages at the end of a large cache. Only they, and the pages where a wrapped id or address ends up, have contents."""
     element = case.page_size * case.kv_heads * max(case.dims.values())
     far = FAR.get(case.table)
     first = HIGH if far is None else far // element
     ids = [first + 2 + 3 * i for i in _shuffled(case, need)]
-    # A few low pages too: where an id wraps, somebody else's page must be.
+    # Some low pages too, so that a wrapped id finds the page of another sequence.
     ids[1::4] = [7 + 3 * i for i in range(len(ids[1::4]))]
     if far is None:
-        # And a few that 15 bits do not hold, but 16 do.
+        # And some that fit into 16 bits but not into 15.
         ids[2::4] = [HIGH // 2 + 7 + 3 * i for i in range(len(ids[2::4]))]
     pages = first + 3 * need + 8
     around = {page + n for page in ids for n in (-2, -1, 0, 1, 2)}
@@ -96,7 +96,7 @@ def _shuffled(case: Case, count: int) -> list[int]:
 
 
 def page_table(case: Case, plan: PagePlan, cached: list[torch.Tensor]) -> torch.Tensor:
-    """The table, [sequences, columns]. Cells of pages that nobody may read are as bad as those beyond the end."""
+    """The page table, [seqs, columns]. Entries of pages that must not be read are filled like those after the end."""
     size = case.page_size
     read = [
         [bool(seen[column * size : (column + 1) * size].any()) for column in range(len(pages))]

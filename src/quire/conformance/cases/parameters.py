@@ -1,4 +1,4 @@
-"""What a call may vary in, which combinations have no meaning, and the generated cases: all pairs, or triples, of the values."""
+"""The parameters of a call, forbidden combinations of their values, and the generated cases: all pairs, or triples, of values."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from quire.conformance.cases.covering import Forbidden, Row, Space, covering_arr
 from quire.options import NUMBERS
 
 Lengths = Sequence[tuple[int, int]]
-"""q_len and kv_len of every sequence."""
+"""(q_len, kv_len) of every sequence."""
 
 ELEMENT_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
-"""All other formats take one byte."""
+"""All other formats have one byte per element."""
 SPLIT_LENGTHS = ("splits", "long")
-"""Lengths that kernels divide among several splits."""
+"""Values of `lengths` with sequences that kernels divide into several splits."""
 MOST_HEADS, MOST_HEADS_LONG = 32, 16
-"""Query heads of a case: more would cost time and show nothing new."""
+"""The most query heads of a case: more take longer without testing anything else."""
 
 
 def _of(field: str, *values: Any) -> dict[str, dict[str, Any]]:
@@ -69,16 +69,16 @@ PARAMETERS: dict[str, dict[str, dict[str, Any]]] = {
     "data": _of("data", "random", "needle", "extreme"),
     "poison": _of("poison", "nan", "inf"),
 }
-"""Every parameter, its values, and the fields of a case that a value stands for. `empty` and `lengths` are made by `lengths_of`."""
+"""Each parameter, its values, and the fields of a case that each value sets. `lengths_of` computes `empty` and `lengths`."""
 
 
 def lengths_of(lengths: str, page_size: int, empty: str = "none") -> Lengths:
-    """The lengths of a case: around the boundaries of pages, tiles and splits, and with sequences of no tokens or no keys."""
+    """The lengths of a case: at boundaries of pages, tiles and splits, and with sequences without new tokens or without keys."""
     p = page_size
     found = {
         "decode": [(1, 37), (1, 1), (1, 64), (1, 100)],
         "mixed": [(1, 37), (5, 40), (20, 20), (1, 64)],
-        # The fourth has a context of one page, the fifth new tokens up to the end of a page.
+        # The fourth sequence has a context of one page; the new tokens of the fifth end with a page.
         "pages": [(1, p), (1, p + 1), (1, 2 * p - 1), (3, p + 3), (min(p, 24), 2 * p), (2, 2 * p + 1)],
         "tiles": [(15, 31), (16, 64), (17, 65), (1, 63), (33, 129)],
         "prefill": [(40, 40), (1, 1), (33, 33)],
@@ -94,7 +94,7 @@ def lengths_of(lengths: str, page_size: int, empty: str = "none") -> Lengths:
 
 
 def shares(lengths: str, page_size: int, empty: str) -> bool:
-    """Whether two sequences at least have a context of a page, so that they can share it."""
+    """Whether at least two sequences have a context of one page, which they can share."""
     return sum(kv_len - q_len >= page_size for q_len, kv_len in lengths_of(lengths, page_size, empty)) > 1
 
 
@@ -107,29 +107,29 @@ def _splits_an_axis_evenly(layout: str, format: str, head_dim: str, page_size: s
 
 FORBIDDEN = (
     Forbidden(
-        "only a quantised cache has scales, and it always has",
+        "a quantised cache has scales, and no other cache has",
         ("format", "scales"),
         lambda format, scales: (format in ELEMENT_BYTES) != (scales == "none"),
     ),
-    Forbidden("only fp8 pages are handed over as bytes", ("storage", "format"), lambda s, f: s == "bytes" and f not in FP8_NAMES),
-    Forbidden("fp8 queries go with a cache of their type", ("q_dtype", "format"), lambda q, f: q in FP8_NAMES and q != f),
+    Forbidden("only fp8 pages are passed as bytes", ("storage", "format"), lambda s, f: s == "bytes" and f not in FP8_NAMES),
+    Forbidden("fp8 queries require a cache of the same type", ("q_dtype", "format"), lambda q, f: q in FP8_NAMES and q != f),
     Forbidden(
-        "a layout that splits an axis needs a multiple of 16 bytes of it",
+        "a layout that splits an axis requires a multiple of 16 bytes along it",
         ("layout", "format", "head_dim", "page_size"),
         lambda *given: not _splits_an_axis_evenly(*given),
     ),
     Forbidden(
-        "a window wider than every sequence is none",
+        "a window wider than every sequence has no effect",
         ("window", "lengths"),
         lambda window, lengths: window == "wide" and lengths not in SPLIT_LENGTHS,
     ),
     Forbidden(
-        "a tree of one token is none",
+        "a tree of one token is a causal query",
         ("mask", "lengths"),
         lambda mask, lengths: mask == "tree" and lengths in ("decode", "splits"),
     ),
     Forbidden(
-        "a causal query, one in a tree, and a new token beside the cache are keys themselves",
+        "a causal query, a query of a tree and a new token passed as an argument are keys themselves",
         ("empty", "mask", "form"),
         lambda empty, mask, form: empty == "no keys" and (mask in ("causal", "tree") or form == "context"),
     ),
@@ -146,7 +146,7 @@ FORBIDDEN = (
         ),
     ),
     Forbidden(
-        "gaps between 65536 pages would all have to be filled",
+        "gaps between 65536 pages take too long to fill",
         ("table", "storage"),
         lambda table, storage: table == "high" and storage == "padded",
     ),
@@ -156,27 +156,25 @@ FORBIDDEN = (
         lambda data, scales: data == "extreme" and scales in ("tensor", "head"),
     ),
     Forbidden(
-        "beside a sink, logits of -200 leave an output too small for fp32",
+        "with a sink, logits of -200 give outputs too small for fp32",
         ("data", "sinks"),
         lambda data, sinks: data == "extreme" and sinks == "True",
     ),
+    Forbidden("fp8 cannot represent extreme queries", ("data", "q_dtype"), lambda data, q: data == "extreme" and q in FP8_NAMES),
     Forbidden(
-        "fp8 queries have no room for extreme numbers", ("data", "q_dtype"), lambda data, q: data == "extreme" and q in FP8_NAMES
-    ),
-    Forbidden(
-        "too many heads to be quick",
+        "too many heads take too long",
         ("group", "kv_heads", "lengths"),
         lambda group, kv_heads, lengths: int(group) * int(kv_heads) > (MOST_HEADS_LONG if lengths in SPLIT_LENGTHS else MOST_HEADS),
     ),
 )
-"""The combinations without a meaning: no case has them."""
+"""Combinations that are meaningless or too expensive: no case has them."""
 
 SPACE = Space({name: tuple(values) for name, values in PARAMETERS.items()}, FORBIDDEN)
 WORDS = {2: "pair", 3: "triple"}
 
 
 def case_of(name: str, row: Row) -> Case:
-    """The case that a row of values stands for."""
+    """The case with these parameter values."""
     given: dict[str, Any] = {}
     for parameter, value in row.items():
         given |= PARAMETERS[parameter][value]
@@ -190,7 +188,7 @@ def _file(strength: int) -> Path:
 
 
 def generate() -> None:
-    """Writes the files of cases anew, after a change of the table: `python -m quire.conformance.cases.parameters`, some minutes."""
+    """Writes pairs.txt and triples.txt after a change of `PARAMETERS`: `python -m quire.conformance.cases.parameters` (minutes)."""
     pairs = covering_array(SPACE, 2, attempts=16)
     for strength, rows in ((2, pairs), (3, covering_array(SPACE, 3, given=pairs, attempts=2))):
         lines = [str(case_of(f"{WORDS[strength]}-{n:03}", row)) for n, row in enumerate(rows)]

@@ -1,10 +1,10 @@
-"""The cases of each level. A case is a line of a text file in this folder; a level includes the levels before it.
+"""The cases of each level. A case is one line of a text file in this directory; a level includes the levels before it.
 
-    smoke      smoke.txt                      hand-made: one edge case each, in seconds
-    standard   standard.txt and pairs.txt     more of these, and a covering array of all pairs of parameter values
-    full       full.txt and triples.txt       large sizes, and a covering array of all triples
+    smoke      smoke.txt                      handwritten, one edge case each: seconds
+    standard   standard.txt and pairs.txt     more handwritten cases, and all pairs of parameter values: up to a minute
+    full       full.txt and triples.txt       large sizes, and all triples of parameter values: minutes
 
-`parameters` generates pairs.txt and triples.txt.
+`quire.conformance.cases.parameters` generates pairs.txt and triples.txt.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ def cases(level: str) -> list[Case]:
 
 
 def case_named(name: str) -> Case | None:
-    """The case of this name, of any level; None if there is none."""
+    """The case with this name, of any level, or None."""
     return next((case for case in cases("full") if case.name == name), None)
 
 
 @lru_cache
 def cases_of(name: str) -> tuple[Case, ...]:
-    """The cases of one file of this folder, such as `smoke`."""
+    """The cases of one file of this directory, such as `smoke`."""
     return tuple(map(Case.parse, lines_of(Path(__file__).with_name(f"{name}.txt"))))
 
 

@@ -13,7 +13,7 @@ from quire.conformance.cases.case import Case
 from quire.conformance.diagnosis import precision
 from quire.conformance.faults import Seen
 from quire.conformance.oracle import exact as x
-from quire.conformance.oracle.budget import Truth, distance, honest_losses, lse_ratios, ratios, truth
+from quire.conformance.oracle.budget import Truth, distance, lse_ratios, ratios, rounding_losses, truth
 from quire.conformance.oracle.exact import PLAIN, Stages
 from quire.conformance.runner.target import Failure, Target
 from quire.conformance.runner.threads import all_threads
@@ -60,7 +60,7 @@ class Attempt:
     def _coarse(self, stages: Stages) -> float:
         """The distance with a budget of the prediction's own. If the correct result is as near by that budget, the result does not
         support the fault."""
-        own = honest_losses(self.call, stages)
+        own = rounding_losses(self.call, stages)
         losses = tuple(min(max(a, b), COARSEST * b + 1e-12) for a, b in zip(own, self.losses))
         near = self._to(stages, (losses[0], losses[1]))
         return near if near > 1 or self._to(PLAIN, (losses[0], losses[1])) > 4 else torch.inf
@@ -146,7 +146,7 @@ class Attempt:
 def attempt(case: Case, target: Target, call: KernelCall | None = None) -> Attempt:
     """Builds a case and runs a target on it."""
     call = build(case, target.device) if call is None else call
-    losses = honest_losses(call)
+    losses = rounding_losses(call)
     done = Attempt(call, truth(call, losses=losses), losses)
     try:
         with all_threads():

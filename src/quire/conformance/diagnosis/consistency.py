@@ -38,5 +38,5 @@ def _left_unexplained(name: str, results: Sequence[Result]) -> int:
 
 
 def _demoted(finding: Finding) -> Finding:
-    looks = f"in a few of the failing cases it looks like {finding.fault} ({BY_NAME[finding.fault].looks})"
+    looks = f"in a few of the failing cases it looks like {finding.fault} ({BY_NAME[finding.fault].effect})"
     return replace(finding, fault=UNKNOWN, alike=(UNKNOWN,), symptom=looks)

@@ -32,7 +32,7 @@ def check_repetition(case: Case, target: Target, first: Attempt) -> tuple[str, s
     if isinstance(again, Failure) or not same(first.call, again):
         return check_determinism(case, target, first) or (
             "two-runs-differ",
-            f"{BY_NAME['two-runs-differ'].looks}, once in {REPEATS + 2} calls",
+            f"{BY_NAME['two-runs-differ'].effect}, once in {REPEATS + 2} calls",
         )
     for other in others(case):
         if not call_other(other, target):
@@ -41,7 +41,7 @@ def check_repetition(case: Case, target: Target, first: Attempt) -> tuple[str, s
         if isinstance(after, Failure):
             return after.fault, f"after another call: {after}"
         if not same(first.call, after):
-            return check_determinism(case, target, replace(first, call=after)) or ("state-leaks", BY_NAME["state-leaks"].looks)
+            return check_determinism(case, target, replace(first, call=after)) or ("state-leaks", BY_NAME["state-leaks"].effect)
     return check_batch_invariance(case, target, first) if case.batch_invariant else None
 
 
@@ -60,8 +60,8 @@ def check_batch_invariance(case: Case, target: Target, first: Attempt) -> tuple[
             pairs.append((first.call.lse, alone.lse))
         changed = sum(int((batch[mine] != single).sum()) for batch, single in pairs)
         if changed:
-            looks = BY_NAME["depends-on-batch"].looks
-            return "depends-on-batch", f"{looks}: sequence {seq}, {changed} of {sum(s.numel() for _, s in pairs)} elements"
+            effect = BY_NAME["depends-on-batch"].effect
+            return "depends-on-batch", f"{effect}: sequence {seq}, {changed} of {sum(s.numel() for _, s in pairs)} elements"
     return None
 
 
@@ -76,12 +76,12 @@ def check_determinism(case: Case, target: Target, first: Attempt) -> tuple[str, 
         return None
     alike = all(same(calls[0], call) for call in calls)
     if alike and _depends_on_other_call(case, target, calls[0]):
-        return "state-leaks", BY_NAME["state-leaks"].looks
+        return "state-leaks", BY_NAME["state-leaks"].effect
     changed = sum(not same(first.call, call) for call in calls)
     seen = f"{changed} of {REPEATS} repeated calls gave other bits"
     if alike:
         seen = f"the {REPEATS} calls after the first agree with each other, and not with it"
-    return "two-runs-differ", f"{BY_NAME['two-runs-differ'].looks}: {seen}; the command may need several tries to show it"
+    return "two-runs-differ", f"{BY_NAME['two-runs-differ'].effect}: {seen}; the command may need several tries to show it"
 
 
 def _depends_on_other_call(case: Case, target: Target, usual: KernelCall) -> bool:

@@ -115,7 +115,7 @@ def _by_stamp(asked: Question) -> Question:
     done = asked.done
     if done.error or not bool(done.bare[: done.call.live].any()):
         return asked
-    again = attempt(asked.case.replace(stamp=0x7A), asked.target)
+    again = attempt(asked.case.replace(fill_byte=0x7A), asked.target)
     if again.error:
         return asked
     bare = done.bare[: done.call.live]
@@ -172,7 +172,7 @@ def _of_matches(found: list[Match], far: list[tuple[str, float]], asked: Questio
         _plain(best.parameters),
         best.distance,
         min((off for name, off in far if name not in alike), default=torch.inf),
-        summary=best.fault.looks,
+        summary=best.fault.effect,
         ranking=tuple(far[:8]),
     )
     return _diagnosis(finding, asked, best)
@@ -211,7 +211,9 @@ def _of_pair(asked: Question) -> Diagnosis | None:
         return None
     found = []
     for match, alone in zip(pair.matches, pair.reproduced):
-        finding = Finding(match.fault.name, (match.fault.name,), _plain(match.parameters), pair.distance, summary=match.fault.looks)
+        finding = Finding(
+            match.fault.name, (match.fault.name,), _plain(match.parameters), pair.distance, summary=match.fault.effect
+        )
         finding = _diagnosis(finding, asked.also(*pair.evidence), match).findings[0]
         found.append(replace(finding, reproduce=str(alone or asked.case)))
     return Diagnosis(found, asked.done)
@@ -223,12 +225,12 @@ def _of_symptom(asked: Question) -> Diagnosis | None:
     found, said = confirm(found, asked.case, asked.target)
     if not found:
         return None
-    return _symptom(found[0].fault.looks, asked.also(*said), found[0])
+    return _symptom(found[0].fault.effect, asked.also(*said), found[0])
 
 
-def _symptom(looks: str, asked: Question, match: Match | None = None) -> Diagnosis:
+def _symptom(effect: str, asked: Question, match: Match | None = None) -> Diagnosis:
     parameters = {} if match is None else _plain(match.parameters)
-    finding = Finding(UNKNOWN, (UNKNOWN,), parameters, symptom=looks, summary=spread(asked.done))
+    finding = Finding(UNKNOWN, (UNKNOWN,), parameters, symptom=effect, summary=spread(asked.done))
     return _diagnosis(finding, asked, match)
 
 
@@ -248,13 +250,13 @@ def _has_no_name(case: Case, target: Target, done: Attempt) -> bool:
 
 
 def _of_precision(found: precision.Found, asked: Question) -> Diagnosis:
-    finding = Finding(found.fault, (found.fault,), found.parameters, summary=BY_NAME[found.fault].looks)
+    finding = Finding(found.fault, (found.fault,), found.parameters, summary=BY_NAME[found.fault].effect)
     return _diagnosis(finding, asked.also(found.said))
 
 
 def _named(name: str, asked: Question, summary: str = "") -> Diagnosis:
     """A fault that shows in how a kernel behaves."""
-    return _diagnosis(Finding(name, (name,), summary=summary or BY_NAME[name].looks), asked)
+    return _diagnosis(Finding(name, (name,), summary=summary or BY_NAME[name].effect), asked)
 
 
 def _diagnosis(finding: Finding, asked: Question, match: Match | None = None) -> Diagnosis:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from quire.conformance.cases.case import Case
 
-IGNORED = ("name", "q_lens", "kv_lens", "seed", "stamp", "x", "poison", "only")
+IGNORED = ("name", "q_lens", "kv_lens", "seed", "fill_byte", "x", "poison", "only")
 """Fields that say nothing about a kernel, or that other facts are about."""
 WORDS = {
     "lse": "with the LSE asked for",

@@ -113,8 +113,8 @@ def _changed_key(call: KernelCall, seq: int, query: int, stages: Stages) -> int 
     at = x.read(w)
     sequence = x.sequences(w, at)[seq]
     n = sequence.kv_len
-    if stages.see is not x.see:
-        changed = stages.see(w, sequence, n)[query] != x.see(w, sequence, n)[query]
+    if stages.visibility is not x.visibility:
+        changed = stages.visibility(w, sequence, n)[query] != x.visibility(w, sequence, n)[query]
     elif stages.locate is not x.locate or stages.read is not x.read:
         positions = torch.arange(n)
         a, b = x.locate(w, at, sequence, positions), stages.locate(w, stages.read(w), sequence, positions)

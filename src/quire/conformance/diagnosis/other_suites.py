@@ -18,7 +18,7 @@ from quire.conformance.cases.build import build
 from quire.conformance.cases.call import KernelCall
 from quire.conformance.cases.case import Case
 from quire.conformance.faults import CATALOGUE
-from quire.conformance.faults.planted import compute
+from quire.conformance.faults.injected import compute
 from quire.conformance.oracle.exact import exact
 from quire.conformance.runner.threads import one_thread
 
@@ -69,8 +69,8 @@ def exposed_by(suite: OtherSuite) -> tuple[list[str], list[str]]:
                 if fault.name in seen:
                     continue
                 assert fault.change is not None
-                call.seal()
-                compute(call, fault.change(**fault.planted(call)))
+                call.take_checksums()
+                compute(call, fault.change(**fault.injected_parameters(call)))
                 off = (call.out[: call.live].double() - right).abs()
                 if bool((~(off <= suite.atol + suite.rtol * right.abs())).any()):
                     seen[fault.name] = None

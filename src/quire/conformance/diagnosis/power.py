@@ -15,8 +15,8 @@ from quire.conformance.cases.build import build
 from quire.conformance.cases.case import Case
 from quire.conformance.diagnosis.attempt import Attempt
 from quire.conformance.faults import CATALOGUE, Fault
-from quire.conformance.faults.planted import BEHAVIOUR, compute, planted
-from quire.conformance.oracle.budget import honest_losses, truth
+from quire.conformance.faults.injected import BEHAVIOUR, compute, injected
+from quire.conformance.oracle.budget import rounding_losses, truth
 from quire.conformance.runner.run import examine
 from quire.conformance.runner.threads import one_thread
 
@@ -60,7 +60,7 @@ def power_of(case: Case, *, names: int = 0, faults: Sequence[Fault] = CATALOGUE)
     with one_thread():
         found = Power(case)
         call = build(case)
-        losses = honest_losses(call)
+        losses = rounding_losses(call)
         right = truth(call, losses=losses)
         compute(call)
         found.alarm = Attempt(call, right, losses).off > 1
@@ -68,8 +68,8 @@ def power_of(case: Case, *, names: int = 0, faults: Sequence[Fault] = CATALOGUE)
             if not fault.predicted or not fault.applies(call):
                 continue
             assert fault.change is not None
-            call.seal()
-            compute(call, fault.change(**fault.planted(call)))
+            call.take_checksums()
+            compute(call, fault.change(**fault.injected_parameters(call)))
             if Attempt(call, right, losses).off <= 1:
                 found.passed.append(fault.name)
                 continue
@@ -77,12 +77,12 @@ def power_of(case: Case, *, names: int = 0, faults: Sequence[Fault] = CATALOGUE)
     for name in BEHAVIOUR:
         if name not in {fault.name for fault in faults} or not _can_show(name, case):
             continue
-        said = examine(case, planted(name)).findings
+        said = examine(case, injected(name)).findings
         (found.exposed if said else found.passed).append(name)
     if names:
         # Another start in every case, so that all faults get their turn.
         for name in found.exposed[case.code % names :: names]:
-            first = next(iter(examine(case, planted(name)).findings))
+            first = next(iter(examine(case, injected(name)).findings))
             found.named[name] = name if name in (first.fault, *first.alike) else first.fault
     return found
 

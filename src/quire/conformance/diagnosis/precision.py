@@ -26,9 +26,9 @@ from quire.conformance.cases.call import KernelCall
 from quire.conformance.cases.case import Case
 from quire.conformance.faults.softmax import coarse
 from quire.conformance.oracle import exact as x
-from quire.conformance.oracle.budget import Truth, distance, honest_losses, truth
+from quire.conformance.oracle.budget import Truth, distance, rounding_losses, truth
 from quire.conformance.oracle.exact import LOG2E
-from quire.conformance.oracle.rounding import ROUNDINGS, Narrow
+from quire.conformance.oracle.rounding import ROUNDINGS, ReducedPrecision
 
 NARROWER = {"fp32": ("tf32", "bf16", "fp16"), "fp16": ("bf16",), "bf16": ()}
 """Types that lose something of another. (Within its range fp16 loses nothing of bf16.)"""
@@ -74,7 +74,7 @@ def plain(case: Case, q_lens: tuple[int, ...], kv_lens: tuple[int, ...]) -> Case
 def products(case: Case, call: KernelCall, ask: Answer) -> Found | None:
     """The type that factors of products are rounded to, given a call with a wrong answer."""
     narrower = NARROWER.get(case.q_dtype, ())
-    types = [type for type in narrower if _explains(call, honest_losses(call, narrow=Narrow(type, "truncated")))]
+    types = [type for type in narrower if _explains(call, rounding_losses(call, factors=ReducedPrecision(type, "truncated")))]
     if not types:
         return None
     ones = (1,) * ROWS
@@ -83,7 +83,7 @@ def products(case: Case, call: KernelCall, ask: Answer) -> Found | None:
         return None
     lone, right = one
     got, want = lone.out[: lone.live].cpu(), right.outcome.out[: lone.live]
-    values: Narrow | None = None
+    values: ReducedPrecision | None = None
     if not torch.equal(got, want.to(got.dtype)):
         values = next((n for n in _narrows(types) if torch.equal(got, n(want).to(got.dtype))), None)
         if values is None:
@@ -99,11 +99,13 @@ def products(case: Case, call: KernelCall, ask: Answer) -> Found | None:
     return Found(f"products-in-{kind}", of, said)
 
 
-def _narrows(types: list[str]) -> Iterator[Narrow]:
-    return (Narrow(type, rounding) for type, rounding in product(types, ROUNDINGS))
+def _narrows(types: list[str]) -> Iterator[ReducedPrecision]:
+    return (ReducedPrecision(type, rounding) for type, rounding in product(types, ROUNDINGS))
 
 
-def _weights(call: KernelCall, types: list[str], values: Narrow | None) -> tuple[Narrow | None, Narrow | None] | None:
+def _weights(
+    call: KernelCall, types: list[str], values: ReducedPrecision | None
+) -> tuple[ReducedPrecision | None, ReducedPrecision | None] | None:
     """What scores and weights of rows with two keys are rounded to, none first; None if nothing gives the weights that are seen."""
     w = x.Work(call)
     at, heads = x.read(w), x.kv_head(w)
@@ -119,7 +121,7 @@ def _weights(call: KernelCall, types: list[str], values: Narrow | None) -> tuple
     queries, both, share = torch.stack(q), torch.stack(k), torch.stack(seen)
     noise = torch.finfo(call.out.dtype).eps / 4 if call.out.dtype is not torch.float32 else 2.0**-19
 
-    def fits(scores: tuple[Narrow, Narrow, bool] | None, weights: Narrow | None) -> bool:
+    def fits(scores: tuple[ReducedPrecision, ReducedPrecision, bool] | None, weights: ReducedPrecision | None) -> bool:
         a, b, first = queries, both, 1.0
         if scores is not None:
             first = call.scale * LOG2E if scores[2] else 1.0
@@ -138,8 +140,8 @@ def _weights(call: KernelCall, types: list[str], values: Narrow | None) -> tuple
     for kind in types:
         for a, b, before in product(ROUNDINGS, ROUNDINGS, (False, True)):
             for weights in (None, *_narrows([kind])):
-                if fits((Narrow(kind, a), Narrow(kind, b), before), weights):
-                    return Narrow(kind, a), weights
+                if fits((ReducedPrecision(kind, a), ReducedPrecision(kind, b), before), weights):
+                    return ReducedPrecision(kind, a), weights
     return None
 
 
@@ -183,7 +185,7 @@ def _told(v: torch.Tensor, tile: int, type: torch.dtype, backwards: bool, total:
 
 def _lost(call: KernelCall, tile: int, type: str) -> tuple[float, float]:
     """What an honest kernel with such sums may lose."""
-    lost, lost_lse = honest_losses(call)
+    lost, lost_lse = rounding_losses(call)
     right = x.exact(call)
     for online in (False, True):
         rough = x.exact(call, coarse(tile, online, TYPES[type]))

@@ -1,4 +1,4 @@
-"""The catalogue of faults: used to prove that cases can fail, to name what failed, and to teach."""
+"""The catalogue of faults. It is used to verify that cases detect faults, and to identify the fault of a kernel."""
 
 from __future__ import annotations
 

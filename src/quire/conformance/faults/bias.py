@@ -1,4 +1,4 @@
-"""Faults of what is added: ALiBi and sinks."""
+"""Faults of terms added to the logits: ALiBi and sinks."""
 
 from __future__ import annotations
 
@@ -10,39 +10,41 @@ import torch
 from quire.conformance.cases.build import alibi_slopes
 from quire.conformance.faults.fault import Fault
 from quire.conformance.faults.stages import ORDERS, has, with_sink, without_sink
-from quire.conformance.oracle import exact as x
+from quire.conformance.oracle import exact as oracle
 from quire.conformance.oracle.exact import PLAIN, BatchSequence, SequenceResult, Stages, Work
 
 LN2 = math.log(2)
 
 
 def _alibi(change: Any) -> Stages:
-    """Another bias: `change(w, q_at [queries, 1], k_at [1, keys])`, with slopes."""
+    """Replaces the ALiBi bias by `change(w, q_pos [queries, 1], k_pos [1, keys])`."""
 
     def bias(w: Work, sequence: BatchSequence, keys: int) -> torch.Tensor | float:
-        q_at, k_at = x.places(w, sequence, keys)
-        return change(w, q_at[:, None], k_at[None, :])
+        q_pos, k_pos = oracle.places(w, sequence, keys)
+        return change(w, q_pos[:, None], k_pos[None, :])
 
     return PLAIN.replace(bias=bias)
 
 
 def _local_slopes(heads: Any) -> Stages:
-    def change(w: Work, q_at: torch.Tensor, k_at: torch.Tensor) -> torch.Tensor:
-        return -alibi_slopes(heads(w.call))[: w.call.q_heads].to(w.number)[:, None, None] * (q_at - k_at).abs()
+    def change(w: Work, q_pos: torch.Tensor, k_pos: torch.Tensor) -> torch.Tensor:
+        return -alibi_slopes(heads(w.call))[: w.call.q_heads].to(w.number)[:, None, None] * (q_pos - k_pos).abs()
 
     return _alibi(change)
 
 
 def _valued_sink(w: Work, logits: torch.Tensor, v: torch.Tensor, heads: torch.Tensor) -> SequenceResult:
-    """The sink's weight falls on the first key's value."""
-    extra = x.sink(w)
+    """The weight of the sink goes to the value of the first key."""
+    extra = oracle.sink(w)
     assert extra is not None
     first = v[:1] if v.shape[0] else v.new_zeros(1, *v.shape[1:])
-    return x.weigh(without_sink(w), torch.cat((logits, extra.expand(*logits.shape[:2], 1)), -1), torch.cat((v, first)), heads)
+    return oracle.softmax(
+        without_sink(w), torch.cat((logits, extra.expand(*logits.shape[:2], 1)), -1), torch.cat((v, first)), heads
+    )
 
 
 def _sink_per_split(splits: int | None = None, size: int | None = None) -> Stages:
-    """Each split adds the sink: so many splits, or one for each `size` keys of a sequence."""
+    """Each split adds the sink; there are `splits` of them, or one per `size` keys of a sequence."""
     return with_sink(lambda w, sinks, logits: sinks + math.log(splits or max(-(-logits.shape[-1] // (size or 1)), 1)))
 
 
@@ -50,24 +52,24 @@ BIAS = (
     Fault(
         "alibi-missing",
         "alibi",
-        "far keys weigh too much",
-        "a kernel that does not know ALiBi and does not say so",
-        lambda: _alibi(lambda w, q_at, k_at: 0.0),
+        "distant keys have too much weight",
+        "the kernel does not support ALiBi and does not report it",
+        lambda: _alibi(lambda w, q_pos, k_pos: 0.0),
         has("alibi"),
         issues=("vLLM #57614",),
     ),
     Fault(
         "alibi-sign",
         "alibi",
-        "far keys weigh more than near ones",
-        "slope * (q - k) added instead of subtracted",
-        lambda: _alibi(lambda w, q_at, k_at: x.slopes(w) * (q_at - k_at).abs()),
+        "distant keys have more weight than near ones",
+        "slope * distance is added instead of subtracted",
+        lambda: _alibi(lambda w, q_pos, k_pos: oracle.slopes(w) * (q_pos - k_pos).abs()),
         has("alibi"),
     ),
     Fault(
         "alibi-slopes-of-local-heads",
         "alibi",
-        "every head has the slope of another",
+        "each head has the slope of another head",
         "slopes are derived from the number of heads on this GPU",
         lambda times: _local_slopes(lambda call: call.q_heads * times),
         has("alibi"),
@@ -77,25 +79,25 @@ BIAS = (
     Fault(
         "alibi-from-wrong-end",
         "alibi",
-        "early keys weigh more than late ones",
-        "the bias is taken from the key's own position instead of its distance",
-        lambda: _alibi(lambda w, q_at, k_at: -x.slopes(w) * k_at),
+        "early keys have more weight than late ones",
+        "the bias is computed from the position of the key instead of its distance",
+        lambda: _alibi(lambda w, q_pos, k_pos: -oracle.slopes(w) * k_pos),
         has("alibi"),
     ),
     Fault(
         "alibi-scaled",
         "alibi",
-        "far keys weigh too much",
+        "distant keys have too much weight",
         "the bias is added before the scale is applied",
-        lambda: _alibi(lambda w, q_at, k_at: -x.slopes(w) * w.call.scale * (q_at - k_at).abs()),
+        lambda: _alibi(lambda w, q_pos, k_pos: -oracle.slopes(w) * w.call.scale * (q_pos - k_pos).abs()),
         has("alibi"),
     ),
     Fault(
         "alibi-not-relative",
         "alibi",
-        "only rows with a sink, and every LSE, are off",
-        "slope * k_pos without the query's position: a constant for each row, until something else is in the sum",
-        lambda to: _alibi(lambda w, q_at, k_at: x.slopes(w) * (k_at - (0 if to == "first key" else q_at[:1]))),
+        "the LSE, and outputs with a sink, are wrong",
+        "slope * k_pos without q_pos: a constant per row, which cancels in the softmax but not in the LSE or with a sink",
+        lambda to: _alibi(lambda w, q_pos, k_pos: oracle.slopes(w) * (k_pos - (0 if to == "first key" else q_pos[:1]))),
         lambda call: call.alibi is not None and (call.sinks is not None or call.lse is not None),
         ({"to": "first key"}, {"to": "first new token"}),
         issues=("vLLM 0.24.0 unified_attention: slope * (k_pos - context)",),
@@ -104,15 +106,15 @@ BIAS = (
         "sink-missing",
         "sinks",
         "outputs are too large",
-        "an option that is not passed",
+        "the option is not passed",
         lambda: with_sink(lambda w, sinks, logits: torch.full_like(sinks, -torch.inf)),
         has("sinks"),
     ),
     Fault(
         "sink-scaled",
         "sinks",
-        "outputs are off by the weight of a sink that is too small or too large",
-        "the sink is put in before the scale is applied, or in the other base",
+        "the sink has too little or too much weight",
+        "the sink is added before the scale is applied, or in another base",
         lambda by: with_sink(lambda w, sinks, logits: sinks * {"scale": w.call.scale, "ln 2": LN2, "1 / ln 2": 1 / LN2}[by]),
         has("sinks"),
         tuple({"by": factor} for factor in ("scale", "ln 2", "1 / ln 2")),
@@ -120,16 +122,16 @@ BIAS = (
     Fault(
         "sink-with-value",
         "sinks",
-        "some of the first token's value is mixed in",
-        "the sink is taken for a token",
-        lambda: PLAIN.replace(weigh=_valued_sink),
+        "the value of the first token is mixed into the output",
+        "the sink is treated as a token",
+        lambda: PLAIN.replace(softmax=_valued_sink),
         has("sinks"),
     ),
     Fault(
         "sink-in-every-split",
         "sinks",
-        "outputs are too small, the more so the more splits there are",
-        "each split adds the sink, and the combination adds them up",
+        "outputs are too small, and more so with more splits",
+        "each split adds the sink, and the merge adds them up",
         _sink_per_split,
         has("sinks"),
         (*({"splits": n} for n in (2, 4, 8, 16, 3)), *({"size": n} for n in (256, 512, 128, 64))),
@@ -137,8 +139,8 @@ BIAS = (
     Fault(
         "sink-of-another-head",
         "sinks",
-        "each head has the sink of another",
-        "sinks indexed within the group, or in another order",
+        "each head has the sink of another head",
+        "sinks are indexed within the group, or in another order",
         lambda order: with_sink(lambda w, sinks, logits: sinks[ORDERS[order](w.call)]),
         has("sinks"),
         ({"order": "kv head"}, {"order": "within group"}, {"order": "reversed"}, {"order": "first"}),

@@ -1,4 +1,4 @@
-"""What a fault is: a name, words for people, and a change of the exact computation."""
+"""One fault of the catalogue: a name, a description, and a change of the exact computation."""
 
 from __future__ import annotations
 
@@ -18,49 +18,50 @@ Parameters = dict[str, Any]
 
 @dataclass
 class Seen:
-    """What a kernel gave for a call, and what it should have given."""
+    """The output of a kernel for a call, and the correct result."""
 
     call: KernelCall
     right: Truth
 
     @cached_property
     def off(self) -> torch.Tensor:
-        """Error over budget of every live element."""
+        """Error divided by budget, for every element of a live row."""
         return ratios(self.call.out.cpu(), self.call.unwritten().cpu(), self.right, self.call.live)
 
 
 @dataclass(frozen=True)
 class Fault:
-    """One fault. A predicted one changes stages of the exact computation, so that its numbers can be foretold; a behavioural one
-    (`change` is None) shows only in how a kernel behaves: when it is run twice, with other poison, between other calls."""
+    """One fault. A predicted fault replaces stages of the exact computation, so that the output of a kernel with this fault can be
+    computed. A behavioural fault (`change` is None) is detected by how a kernel behaves: in repeated calls, with other poison
+    values, between other calls."""
 
     name: str
     group: str
-    looks: str
-    """What one sees."""
-    arises: str
-    """How kernels come to have it."""
+    effect: str
+    """Effect on the output."""
+    cause: str
+    """Usual cause in kernels."""
     change: Callable[..., Stages] | None = None
-    """The stages with the fault in them; takes the parameters by name."""
+    """Returns the stages with the fault; takes the parameters by name."""
     applies: Callable[[KernelCall], bool] = lambda call: True
-    """Whether a call has what the fault is about."""
+    """Whether the fault can occur in a call."""
     tries: Sequence[Parameters] = field(default=({},))
-    """Parameters to try; the first is what is planted."""
+    """Parameters to try; the first ones are injected."""
     solve: Callable[[Seen], Sequence[Parameters]] | None = None
-    """Parameters read off what a kernel gave."""
+    """Computes parameters from the output of a kernel."""
     lasting: bool = False
-    """Whether solved parameters must be the same in other calls: factors, distances, orders; not places (rows, keys, pages)."""
+    """Whether solved parameters must be the same in other calls: factors, distances and orders, but not rows, keys or pages."""
     symptom: bool = False
-    """Whether it says what one sees (zero rows, missing keys) and not what the kernel does wrong: reported as a symptom."""
-    plant: Callable[[KernelCall], Parameters] | None = None
-    """Parameters to plant where they depend on the call."""
+    """Whether it describes the output (zero rows, missing keys) and not the error in the kernel: reported as a symptom."""
+    inject: Callable[[KernelCall], Parameters] | None = None
+    """Returns the parameters to inject, if they depend on the call."""
     issues: tuple[str, ...] = ()
-    """Where it was met in the field."""
+    """Public reports."""
 
     @property
     def predicted(self) -> bool:
         return self.change is not None
 
-    def planted(self, call: KernelCall) -> Parameters:
-        """The parameters with which it is planted in a call."""
-        return self.plant(call) if self.plant is not None else dict(self.tries[0])
+    def injected_parameters(self, call: KernelCall) -> Parameters:
+        """The parameters with which the fault is injected into a call."""
+        return self.inject(call) if self.inject is not None else dict(self.tries[0])

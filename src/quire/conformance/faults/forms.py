@@ -1,4 +1,4 @@
-"""Faults of forms: new tokens that come beside the cache, and tensors that are parts of wider ones."""
+"""Faults of call forms: new tokens that are passed as arguments, and tensors that are views of wider ones."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ import torch
 from quire.conformance.cases.call import KernelCall
 from quire.conformance.faults.fault import Fault
 from quire.conformance.faults.stages import finished
-from quire.conformance.oracle import exact as x
+from quire.conformance.oracle import exact as oracle
 from quire.conformance.oracle.exact import PLAIN, BatchSequence, Indices, Outcome, Stages, Values, Work
 
 
 def _new_ignored() -> Stages:
-    """Only what the cache holds is seen."""
+    """Only tokens in the cache are visible."""
 
-    def see(w: Work, sequence: BatchSequence, keys: int) -> torch.Tensor:
-        visible = x.see(w, sequence, keys)
+    def visibility(w: Work, sequence: BatchSequence, keys: int) -> torch.Tensor:
+        visible = oracle.visibility(w, sequence, keys)
         visible[:, max(sequence.context, 0) :] = False
         return visible
 
-    return PLAIN.replace(see=see)
+    return PLAIN.replace(visibility=visibility)
 
 
 def _new_from_cache() -> Stages:
@@ -29,8 +29,8 @@ def _new_from_cache() -> Stages:
         fresh, w.new = w.new, {"k": None, "v": None}
         parts = []
         for part in ("k", "v"):
-            page, slot = s.locate(w, at, sequence, torch.arange(sequence.kv_len))
-            parts.append(s.decode(w, part, x.load(w, part, s.address(w, part, page, slot)), page, slot))
+            page, offset = s.locate(w, at, sequence, torch.arange(sequence.kv_len))
+            parts.append(s.decode(w, part, oracle.load(w, part, s.address(w, part, page, offset)), page, offset))
         w.new = fresh
         return Values(*parts)
 
@@ -38,10 +38,10 @@ def _new_from_cache() -> Stages:
 
 
 def _new_rows(by: int) -> Stages:
-    """The new tokens' keys and values are taken from rows further on."""
+    """Keys and values of the new tokens are read `by` rows further on."""
 
     def gather(w: Work, s: Stages, at: Indices, sequence: BatchSequence) -> Values:
-        k, v = x.gather(w, s, at, sequence)
+        k, v = oracle.gather(w, s, at, sequence)
         n = max(sequence.context, 0)
         tail = {}
         for part in ("k", "v"):
@@ -53,12 +53,12 @@ def _new_rows(by: int) -> Stages:
 
 
 def _new_quantised() -> Stages:
-    """New tokens go through the cache's format on their way, as if they had been read back from it."""
+    """New tokens are rounded to the cache's format, as if they had been written to the cache and read back."""
 
     def gather(w: Work, s: Stages, at: Indices, sequence: BatchSequence) -> Values:
         from quire.conformance.cases.build import encode
 
-        parts = list(x.gather(w, s, at, sequence))
+        parts = list(oracle.gather(w, s, at, sequence))
         n = max(sequence.context, 0)
         for i, part in enumerate(("k", "v")):
             scale = w.scales[part].cpu().float().reshape(1, -1, 1)  # type: ignore[union-attr]
@@ -70,7 +70,7 @@ def _new_quantised() -> Stages:
 
 
 def _as_if_dense(tensor: torch.Tensor) -> torch.Tensor:
-    """What a kernel reads that takes a tensor's elements to lie one after the other."""
+    """The tensor as a kernel reads it that ignores strides and assumes contiguous memory."""
     strides = [1]
     for n in reversed(tensor.shape[1:]):
         strides.insert(0, strides[0] * n)
@@ -78,12 +78,12 @@ def _as_if_dense(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _dense_queries(w: Work, into: Outcome) -> Outcome:
-    return x.exact(dataclasses.replace(w.call, q=_as_if_dense(w.call.q)), number=w.number, factors=w.factors)
+    return oracle.exact(dataclasses.replace(w.call, q=_as_if_dense(w.call.q)), number=w.number, factors=w.factors)
 
 
 def _dense_table() -> Stages:
     def read(w: Work) -> Indices:
-        return x.read(w)._replace(table=_as_if_dense(w.call.page_table).long().cpu())
+        return oracle.read(w)._replace(table=_as_if_dense(w.call.page_table).long().cpu())
 
     return PLAIN.replace(read=read)
 
@@ -92,7 +92,7 @@ def _dense_new_tokens() -> Stages:
     def gather(w: Work, s: Stages, at: Indices, sequence: BatchSequence) -> Values:
         given = w.new
         w.new = {part: None if rows is None else _as_if_dense(rows) for part, rows in given.items()}
-        found = x.gather(w, s, at, sequence)
+        found = oracle.gather(w, s, at, sequence)
         w.new = given
         return found
 
@@ -107,17 +107,17 @@ FORMS = (
     Fault(
         "new-tokens-ignored",
         "forms",
-        "nothing of k and v is seen; a first prefill gives zeros",
-        "a kernel that reads everything from the cache is called before the cache is written",
+        "the new tokens k and v are not visible; a first prefill gives zeros",
+        "a kernel that reads everything from the cache is called before the new tokens are written",
         _new_ignored,
         _context,
-        issues=("vLLM #28490 and its five explanations",),
+        issues=("vLLM #28490",),
     ),
     Fault(
         "new-tokens-read-from-cache",
         "forms",
-        "slots of the new tokens, not written yet, are read instead of k and v",
-        "one call with two contracts: prefill sequences take k and v, decode sequences take the cache",
+        "slots of the new tokens, which are not written yet, are read instead of k and v",
+        "one operator with two contracts: prefill sequences use k and v, decode sequences use the cache",
         _new_from_cache,
         _context,
         issues=("vLLM chunked_prefill_paged_decode",),
@@ -125,8 +125,8 @@ FORMS = (
     Fault(
         "new-tokens-off-by-one",
         "forms",
-        "each new token has the key and value of the next",
-        "an index into k and v that counts from 1",
+        "each new token has the key and value of the next or the previous one",
+        "an index into k and v that starts at 1",
         lambda by: _new_rows(by),
         _context,
         ({"by": 1}, {"by": -1}),
@@ -134,32 +134,32 @@ FORMS = (
     Fault(
         "new-tokens-quantised",
         "forms",
-        "small errors, of the size of the cache's format, in what the new tokens give",
-        "k and v are passed through the cache's format although they come beside it",
+        "keys and values of new tokens have the rounding error of the cache's format",
+        "k and v are quantised to the cache's format although they are passed as arguments",
         _new_quantised,
         lambda call: call.new is not None and call.k_scale is not None and call.k_scale.dim() < 2,
     ),
     Fault(
         "q-strides-ignored",
         "forms",
-        "right where queries lie one after the other, wrong from the second on where they are part of a wider tensor",
-        "addresses from shapes: q is taken to be contiguous, and is a slice of what one projection made of q, k and v",
+        "correct for a contiguous q; wrong from the second row on for a view of a wider tensor",
+        "addresses are derived from the shape, but q is a slice of a fused qkv projection",
         lambda: finished(_dense_queries),
         lambda call: not call.q.is_contiguous() and call.live > 1,
     ),
     Fault(
         "table-strides-ignored",
         "forms",
-        "right where the page table is a tensor of its own, another sequence's pages where it is part of a wider one",
-        "rows of the table are found by its width: it is taken to be contiguous, and is a slice of what an engine keeps",
+        "correct for a contiguous page table; for a view of a wider one, pages of other sequences are read",
+        "rows of the table are addressed by its width, but the table is a slice of a larger one",
         _dense_table,
         lambda call: not call.page_table.is_contiguous() and call.seqs > 1,
     ),
     Fault(
         "new-tokens-strides-ignored",
         "forms",
-        "right where k and v are tensors of their own, wrong where they are parts of a wider one",
-        "addresses from shapes, as with q",
+        "correct for contiguous k and v; wrong for views of a wider tensor",
+        "addresses are derived from the shape, but k and v are slices of a fused qkv projection",
         _dense_new_tokens,
         lambda call: call.new_k is not None and not call.new_k.is_contiguous() and call.live > 1,
     ),

@@ -1,4 +1,4 @@
-"""Faults of heads: who reads whose keys, and how many dims."""
+"""Faults of heads and dims: which kv head and which dims a query head reads."""
 
 from __future__ import annotations
 
@@ -11,38 +11,38 @@ from quire.conformance.cases.call import KernelCall
 from quire.conformance.faults import solve
 from quire.conformance.faults.fault import Fault
 from quire.conformance.faults.stages import ORDERS
-from quire.conformance.oracle import exact as x
+from quire.conformance.oracle import exact as oracle
 from quire.conformance.oracle.exact import PLAIN, Stages, Work
 
 
 def _heads(change: Any) -> Stages:
-    """Another kv head for each query head: `change(call) -> [q_heads]`."""
+    """Replaces the kv head of each query head by `change(call) -> [q_heads]`."""
     return PLAIN.replace(kv_head=lambda w: change(w.call))
 
 
 def _query(by: int) -> Stages:
-    """Each row's query is the next one's, seen from its own place."""
+    """Each row uses the query of the row `by` further on, at its own position."""
 
     def score(w: Work, q: torch.Tensor, k: torch.Tensor, heads: torch.Tensor) -> torch.Tensor:
         at = (torch.arange(q.shape[0]) + by).clamp(0, q.shape[0] - 1)
-        return x.score(w, q[at], k, heads)
+        return oracle.score(w, q[at], k, heads)
 
     return PLAIN.replace(score=score)
 
 
 def _q_heads_as(change: Any) -> Stages:
     def score(w: Work, q: torch.Tensor, k: torch.Tensor, heads: torch.Tensor) -> torch.Tensor:
-        return x.score(w, q[:, change(w.call)], k, heads)
+        return oracle.score(w, q[:, change(w.call)], k, heads)
 
     return PLAIN.replace(score=score)
 
 
 def _dims(keep: Any) -> Stages:
-    """Only some dims of q and k are multiplied: `keep(head_dim) -> index`."""
+    """q·k uses only some dims: `keep(head_dim) -> index`."""
 
     def score(w: Work, q: torch.Tensor, k: torch.Tensor, heads: torch.Tensor) -> torch.Tensor:
         at = keep(q.shape[2])
-        return x.score(w, q[..., at], k[..., at], heads)
+        return oracle.score(w, q[..., at], k[..., at], heads)
 
     return PLAIN.replace(score=score)
 
@@ -73,7 +73,7 @@ HEADS = (
     Fault(
         "kv-heads-interleaved",
         "heads",
-        "most heads read another head's keys",
+        "most query heads read the keys of another kv head",
         "query head h reads kv head h % kv_heads instead of h // group",
         lambda: _heads(lambda call: torch.arange(call.q_heads) % call.kv_heads),
         _groups,
@@ -81,20 +81,20 @@ HEADS = (
     Fault(
         "kv-head-wrong",
         "heads",
-        "some heads read another head's keys and values",
-        "an index of heads that is local to something else",
+        "some query heads read the keys and values of another kv head",
+        "the head index is relative to a group, a tile or a GPU",
         lambda heads: _heads(lambda call: torch.tensor(heads)),
         _several_heads,
         tries=(),
         solve=solve.head_map,
         lasting=True,
-        plant=lambda call: {"heads": [0] * call.q_heads},
+        inject=lambda call: {"heads": [0] * call.q_heads},
     ),
     Fault(
         "query-off-by-one",
         "heads",
-        "each row is computed with the next row's query",
-        "an index into q that counts from 1",
+        "each row is computed with the query of the next or the previous row",
+        "an index into q that starts at 1",
         lambda by: _query(by),
         _long,
         ({"by": 1}, {"by": -1}),
@@ -102,8 +102,8 @@ HEADS = (
     Fault(
         "query-heads-reversed",
         "heads",
-        "each head is computed with another's query",
-        "heads of a group are packed in another order than they are unpacked",
+        "each head is computed with the query of another head",
+        "the heads of a group are packed in one order and unpacked in another",
         lambda order: _q_heads_as(ORDERS[order]),
         lambda call: call.q_heads > 1,
         ({"order": "reversed"}, {"order": "reversed in group"}, {"order": "group first"}, {"order": "kv head first"}),
@@ -111,8 +111,8 @@ HEADS = (
     Fault(
         "dims-cut",
         "heads",
-        "logits miss the last dims",
-        "a head_dim that is no multiple of the tile is rounded down",
+        "logits lack some dims, usually the last ones",
+        "a head_dim that is not a multiple of the tile is rounded down",
         lambda keep: _dims(KEPT[keep]),
         lambda call: call.q.shape[2] > 1,
         tuple({"keep": name} for name in ("all but last", "first half", "whole 16s", "whole 32s", "power of two", "all but first")),

@@ -1,4 +1,4 @@
-"""Faults of indices: index types, lengths that mean something else, host maxima."""
+"""Faults of index tensors: their dtype, the meaning of lengths, and the host maxima max_q_len and max_kv_len."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ import torch
 
 from quire.conformance.cases.call import KernelCall
 from quire.conformance.faults.fault import Fault
-from quire.conformance.oracle import exact as x
+from quire.conformance.oracle import exact as oracle
 from quire.conformance.oracle.exact import PLAIN, BatchSequence, Indices, Stages, Work
 
 
 def _reinterpreted(tensor: torch.Tensor) -> torch.Tensor:
-    """int64 memory read as int32: each number becomes its low half and its high half, and half of them are never reached."""
+    """int64 memory read as int32: each number becomes two, its low and its high half, and only the first half of them is read."""
     flat = tensor.contiguous().cpu().view(torch.int32).reshape(-1)[: tensor.numel()]
     return flat.reshape(tensor.shape).long()
 
 
 def _read(name: str) -> Stages:
     def read(w: Work) -> Indices:
-        at = x.read(w)
+        at = oracle.read(w)
         source = {"starts": w.call.q_starts, "lens": w.call.kv_lens, "table": w.call.page_table}[name]
         return at._replace(**{name: _reinterpreted(source)})
 
@@ -28,15 +28,15 @@ def _read(name: str) -> Stages:
 
 
 def _starts(kernel: str = "both") -> Stages:
-    """q_starts reinterpreted in all sequences, or by one of two kernels that share the batch: the one for sequences of one new
-    token ('decode'), or the one for longer ones ('prefill'). That one takes the sequences that look like its own."""
+    """q_starts is reinterpreted for all sequences, or by one of two kernels that share the batch: the kernel for sequences of one
+    new token ('decode') or the kernel for longer ones ('prefill'), which then selects its sequences by the wrong lengths."""
     if kernel == "both":
         return _read("starts")
 
     def shared(w: Work, at: Indices) -> list[BatchSequence]:
-        theirs = x.sequences(w, at._replace(starts=_reinterpreted(w.call.q_starts)))
+        theirs = oracle.sequences(w, at._replace(starts=_reinterpreted(w.call.q_starts)))
         return [
-            *(sequence for sequence in x.sequences(w, at) if (sequence.q_len == 1) != (kernel == "decode")),
+            *(sequence for sequence in oracle.sequences(w, at) if (sequence.q_len == 1) != (kernel == "decode")),
             *(sequence for sequence in theirs if (sequence.q_len == 1) == (kernel == "decode")),
         ]
 
@@ -48,8 +48,8 @@ def _is_long(name: str) -> Any:
 
 
 def _sequences(change: Any) -> Stages:
-    """Every sequence, changed."""
-    return PLAIN.replace(sequences=lambda w, at: [change(w, sequence) for sequence in x.sequences(w, at)])
+    """Replaces each sequence by `change(w, sequence)`."""
+    return PLAIN.replace(sequences=lambda w, at: [change(w, sequence) for sequence in oracle.sequences(w, at)])
 
 
 def _kv_cut(call: KernelCall) -> bool:
@@ -60,19 +60,19 @@ def _q_cut(call: KernelCall) -> bool:
     return call.max_q_len is not None and call.seqs > 0 and call.max_q_len < int(call.q_starts.diff().max())
 
 
-def _see_until(end: Any) -> Stages:
-    """Keys from `end(w, sequence)` on are not seen."""
+def _visible_until(end: Any) -> Stages:
+    """Keys from `end(w, sequence)` on are not visible."""
 
-    def see(w: Work, sequence: BatchSequence, keys: int) -> torch.Tensor:
-        visible = x.see(w, sequence, keys)
+    def visibility(w: Work, sequence: BatchSequence, keys: int) -> torch.Tensor:
+        visible = oracle.visibility(w, sequence, keys)
         visible[:, max(end(w, sequence), 0) :] = False
         return visible
 
-    return PLAIN.replace(see=see)
+    return PLAIN.replace(visibility=visibility)
 
 
 def _shifted_lengths(change: Any) -> Stages:
-    """Positions follow from another length: the queries sit elsewhere, and more keys or fewer are read."""
+    """Another kv_len: query positions change, and more or fewer keys are read."""
     return _sequences(lambda w, sequence: sequence._replace(kv_len=max(change(sequence), 0)))
 
 
@@ -83,17 +83,17 @@ def _full(call: KernelCall) -> bool:
 ISSUE_INT64 = ("vLLM #28905", "FlashInfer #1654", "FlashInfer #725")
 
 
-def _store_until_hint(w: Work, sequence: BatchSequence, part: x.SequenceResult, into: x.Outcome) -> None:
+def _store_until_hint(w: Work, sequence: BatchSequence, part: oracle.SequenceResult, into: oracle.Outcome) -> None:
     n = min(sequence.q_len, w.call.max_q_len or sequence.q_len)
-    x.store(w, sequence._replace(q_len=n), x.SequenceResult(*(t[:n] for t in part)), into)
+    oracle.store(w, sequence._replace(q_len=n), oracle.SequenceResult(*(t[:n] for t in part)), into)
 
 
 INDICES = (
     Fault(
         "q-starts-int64-as-int32",
         "indices",
-        "every other sequence looks empty or negatively long, and its rows are never written",
-        "torch.cumsum of int32 gives int64; a kernel casts the pointer without looking at the type",
+        "every other sequence appears empty or has a negative length, and its rows are never written",
+        "torch.cumsum of an int32 tensor returns int64, and the kernel casts the pointer without checking the dtype",
         _starts,
         _is_long("q_starts"),
         tries=({}, {"kernel": "decode"}, {"kernel": "prefill"}),
@@ -102,7 +102,7 @@ INDICES = (
     Fault(
         "kv-lens-int64-as-int32",
         "indices",
-        "every other sequence has length 0, the rest have a neighbour's",
+        "every other sequence has length 0; the others have the length of another sequence",
         "an unchecked pointer cast of an int64 tensor",
         lambda: _read("lens"),
         _is_long("kv_lens"),
@@ -111,7 +111,7 @@ INDICES = (
     Fault(
         "table-int64-as-int32",
         "indices",
-        "every other page is page 0, and rows of the table run into each other",
+        "every other page id is read as 0, and ids are taken from other rows of the table",
         "an unchecked pointer cast of an int64 tensor",
         lambda: _read("table"),
         _is_long("page_table"),
@@ -120,8 +120,8 @@ INDICES = (
     Fault(
         "kv-lens-taken-as-context",
         "indices",
-        "queries sit q_len too far right and see as many slots too many",
-        "one API counts all tokens, the next only those before the call; the kernel adds the new ones again",
+        "query positions are q_len too large, and q_len slots after the end are visible",
+        "some APIs count all tokens, others only those before the call; the kernel adds the new tokens again",
         lambda: _shifted_lengths(lambda sequence: sequence.kv_len + sequence.q_len),
         _full,
         issues=("FlashAttention: cache_seqlens with and without k, v",),
@@ -129,8 +129,8 @@ INDICES = (
     Fault(
         "context-taken-as-kv-lens",
         "indices",
-        "queries sit q_len too far left; decode queries miss their own token",
-        "a caller's total length is treated as one that still counts the new tokens separately",
+        "query positions are q_len too small; decode queries do not see their own token",
+        "the kernel subtracts the new tokens from kv_len and uses the result as the total length",
         lambda: _shifted_lengths(lambda sequence: sequence.kv_len - sequence.q_len),
         _full,
         issues=("transformers: varlen and decode paths count differently",),
@@ -138,17 +138,17 @@ INDICES = (
     Fault(
         "max-kv-len-truncates",
         "indices",
-        "keys beyond a host maximum are missing from long sequences",
-        "the number of tiles or splits comes from max_seq_len, and the caller's hint was too low",
-        lambda: _see_until(lambda w, sequence: w.call.max_kv_len),
+        "keys beyond max_kv_len are missing in longer sequences",
+        "the number of tiles or splits is derived from max_kv_len, and the caller's hint is too low",
+        lambda: _visible_until(lambda w, sequence: w.call.max_kv_len),
         _kv_cut,
         issues=("vLLM test_prefix_prefill passes max_seq_len 1024 for lengths up to 1792",),
     ),
     Fault(
         "max-q-len-truncates",
         "indices",
-        "rows of a long prefill beyond a host maximum are never written",
-        "the grid is sized by max_query_len",
+        "rows of a prefill beyond max_q_len are never written",
+        "the grid is sized by max_q_len",
         lambda: PLAIN.replace(store=_store_until_hint),
         _q_cut,
     ),

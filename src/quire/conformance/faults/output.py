@@ -1,4 +1,4 @@
-"""Faults of the output: rows, heads and dims in the wrong place, or nowhere."""
+"""Faults of the output: rows, heads and dims that are exchanged, not written or wrong by a factor."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ def _unwritten_elements(heads: list[int] | None, dims: list[int] | None) -> Stag
 def _zero(rows: list[int]) -> Stages:
     def finish(w: Work, into: Outcome) -> Outcome:
         into.out[rows] = 0.0
-        into.lse[rows] = torch.nan  # whatever goes with a row that was taken for an empty one
+        into.lse[rows] = torch.nan  # the LSE of such a row is not predicted
         return into
 
     return finished(finish)
 
 
 def _moved(index: Any, parts: tuple[str, ...] = ("out", "weighted", "lse")) -> Stages:
-    """Elements come from elsewhere: `index(tensor)` for each of these parts."""
+    """Reorders elements: `index(tensor)` for each of these parts of the outcome."""
 
     def finish(w: Work, into: Outcome) -> Outcome:
         live = w.call.live
@@ -77,99 +77,99 @@ OUTPUT = (
     Fault(
         "row-unwritten",
         "output",
-        "rows of the output keep what the memory held before",
-        "a row that no program takes: skipped by its length, beyond the grid, returned early",
+        "rows of the output keep the previous content of the memory",
+        "no program computes the row: skipped because of its length, beyond the grid, or an early return",
         lambda rows: _unwritten(rows),
         lambda call: call.live > 0,
         tries=(),
         solve=solve.unwritten_rows,
         symptom=True,
-        plant=_last_row,
+        inject=_last_row,
         issues=("vLLM #28905",),
     ),
     Fault(
         "elements-unwritten",
         "output",
-        "some heads or some dims of the output keep what the memory held before",
-        "a grid or a vector width that does not divide",
+        "some heads or dims of the output keep the previous content of the memory",
+        "a grid or a vector width that does not divide the number of heads or dims",
         lambda heads=None, dims=None: _unwritten_elements(heads, dims),
         lambda call: call.live > 0 and call.q_heads > 1,
         tries=(),
         solve=solve.unwritten_elements,
         symptom=True,
-        plant=lambda call: {"heads": [call.q_heads - 1], "dims": None},
+        inject=lambda call: {"heads": [call.q_heads - 1], "dims": None},
         issues=("vLLM reshape_and_cache drops heads when Hk*D/x > 512",),
     ),
     Fault(
         "row-zero",
         "output",
         "rows of the output are zero",
-        "a row that is taken for an empty one",
+        "the row is treated as empty",
         lambda rows: _zero(rows),
         lambda call: call.live > 0,
         tries=(),
         solve=solve.zero_rows,
         symptom=True,
-        plant=_last_row,
+        inject=_last_row,
         issues=("FlashInfer #1654", "FlashInfer #3219"),
     ),
     Fault(
         "rows-swapped",
         "output",
-        "rows hold each other's results",
-        "rows are sorted for balance and not sorted back",
+        "rows contain the results of other rows",
+        "rows are sorted for load balancing, and their order is not restored",
         lambda rows: _moved(lambda t: t[torch.tensor(rows)]),
         lambda call: call.live > 1,
         tries=(),
         solve=solve.row_map,
-        plant=_swap_ends,
+        inject=_swap_ends,
     ),
     Fault(
         "heads-swapped",
         "output",
-        "heads hold each other's results",
-        "heads of a group are unpacked in another order than they were packed",
+        "heads contain the results of other heads",
+        "the heads of a group are packed in one order and unpacked in another",
         lambda heads: _moved(lambda t: t[:, torch.tensor(heads)]),
         lambda call: call.q_heads > 1,
         tries=(),
         solve=solve.head_order,
         lasting=True,
-        plant=lambda call: {"heads": list(range(call.q_heads))[::-1]},
+        inject=lambda call: {"heads": list(range(call.q_heads))[::-1]},
     ),
     Fault(
         "dims-moved",
         "output",
-        "dims of the output hold each other's results",
-        "a vectorised store with another order than the load",
+        "dims of the output contain the results of other dims",
+        "a vectorised store uses another order than the load",
         lambda dims: _moved(lambda t: t[..., torch.tensor(dims)], ("out", "weighted")),
         lambda call: call.out.shape[2] > 1,
         tries=(),
         solve=solve.dim_order,
         lasting=True,
-        plant=lambda call: {"dims": [*range(1, call.out.shape[2]), 0]},
+        inject=lambda call: {"dims": [*range(1, call.out.shape[2]), 0]},
     ),
     Fault(
         "output-off-by-factor",
         "output",
-        "every output is too large or too small by one factor",
-        "a scale of the output that nobody asked for, or a correction applied twice",
+        "all outputs are wrong by one factor",
+        "an unrequested output scale, or a correction that is applied twice",
         lambda factor: _factor(factor),
         lambda call: call.live > 0,
         tries=(),
         solve=solve.out_factor,
         lasting=True,
-        plant=lambda call: {"factor": 1.5},
+        inject=lambda call: {"factor": 1.5},
     ),
     Fault(
         "output-off-by-head-factors",
         "output",
-        "every head's output is off by a factor of its own",
-        "scales per head, applied to the wrong head or where there are none",
+        "the outputs of each head are wrong by a factor of their own",
+        "scales per head are applied to the wrong head, or where there are none",
         lambda factors: _factor(factors),
         lambda call: call.q_heads > 1,
         tries=(),
         solve=solve.head_factors,
         lasting=True,
-        plant=lambda call: {"factors": [1.0 + 0.25 * h for h in range(call.q_heads)]},
+        inject=lambda call: {"factors": [1.0 + 0.25 * h for h in range(call.q_heads)]},
     ),
 )

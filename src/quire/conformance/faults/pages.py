@@ -1,4 +1,4 @@
-"""Faults of pages: the table, ids, offsets, and where a sequence ends."""
+"""Faults of pages: the page table, page ids, addresses, and the end of a sequence."""
 
 from __future__ import annotations
 
@@ -9,55 +9,55 @@ import torch
 from quire.conformance.cases.call import KernelCall
 from quire.conformance.faults import solve
 from quire.conformance.faults.fault import Fault
-from quire.conformance.oracle import exact as x
+from quire.conformance.oracle import exact as oracle
 from quire.conformance.oracle.exact import PLAIN, BatchSequence, Indices, Stages, Values, Work
 
 
 def _longer(by: int) -> Stages:
-    """Sees keys beyond the end, each as a slot of the page it would lie in."""
+    """The `by` slots after the end of a sequence are visible too."""
 
     def gather(w: Work, s: Stages, at: Indices, sequence: BatchSequence) -> Values:
-        return x.gather(w, s, at, sequence._replace(kv_len=sequence.kv_len + by, q_len=sequence.q_len))
+        return oracle.gather(w, s, at, sequence._replace(kv_len=sequence.kv_len + by, q_len=sequence.q_len))
 
-    def see(w: Work, sequence: BatchSequence, keys: int) -> torch.Tensor:
-        visible = x.see(w, sequence, min(keys, sequence.kv_len))
+    def visibility(w: Work, sequence: BatchSequence, keys: int) -> torch.Tensor:
+        visible = oracle.visibility(w, sequence, min(keys, sequence.kv_len))
         return torch.cat((visible, torch.ones(sequence.q_len, max(keys - sequence.kv_len, 0), dtype=torch.bool)), 1)
 
-    return PLAIN.replace(gather=gather, see=see, bias=_bias_to_the_end)
+    return PLAIN.replace(gather=gather, visibility=visibility, bias=_bias_to_the_end)
 
 
 def _bias_to_the_end(w: Work, sequence: BatchSequence, keys: int) -> torch.Tensor | float:
     if w.call.alibi is None:
         return 0.0
-    q_at = torch.arange(sequence.context, sequence.context + sequence.q_len)
-    return -x.slopes(w) * (q_at[:, None] - torch.arange(keys)[None, :]).abs()
+    q_pos = torch.arange(sequence.context, sequence.context + sequence.q_len)
+    return -oracle.slopes(w) * (q_pos[:, None] - torch.arange(keys)[None, :]).abs()
 
 
 def _up_to(end: Any) -> Stages:
-    """Sees every slot up to `end(w, sequence)`, whatever the length says."""
+    """All slots up to `end(w, sequence)` are visible, also those after the end of the sequence."""
 
     def gather(w: Work, s: Stages, at: Indices, sequence: BatchSequence) -> Values:
-        return x.gather(w, s, at, sequence._replace(kv_len=max(end(w, sequence), sequence.kv_len)))
+        return oracle.gather(w, s, at, sequence._replace(kv_len=max(end(w, sequence), sequence.kv_len)))
 
     return _longer(0).replace(gather=gather)
 
 
 def _locate(change: Any) -> Stages:
-    """Another way to find a key's page: `change(w, at, sequence, positions)`."""
+    """Replaces the page and the offset of keys by `change(w, at, sequence, positions)`."""
     return PLAIN.replace(locate=change)
 
 
 def _ids(change: Any) -> Stages:
     def locate(w: Work, at: Indices, sequence: BatchSequence, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        page, slot = x.locate(w, at, sequence, positions)
-        return change(page), slot
+        page, offset = oracle.locate(w, at, sequence, positions)
+        return change(page), offset
 
     return _locate(locate)
 
 
 def _table_row(by: int) -> Stages:
     def locate(w: Work, at: Indices, sequence: BatchSequence, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return x.locate(w, at, sequence._replace(seq=min(max(sequence.seq + by, 0), w.call.seqs - 1)), positions)
+        return oracle.locate(w, at, sequence._replace(seq=min(max(sequence.seq + by, 0), w.call.seqs - 1)), positions)
 
     return _locate(locate)
 
@@ -76,31 +76,31 @@ def _contiguous(w: Work, at: Indices, sequence: BatchSequence, positions: torch.
     return at.table[sequence.seq, 0] + positions // size, positions % size
 
 
-def _slot(by: int) -> Stages:
+def _offset(by: int) -> Stages:
     def locate(w: Work, at: Indices, sequence: BatchSequence, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        page, slot = x.locate(w, at, sequence, positions)
-        return page, (slot + by) % w.call.page_size
+        page, offset = oracle.locate(w, at, sequence, positions)
+        return page, (offset + by) % w.call.page_size
 
     return _locate(locate)
 
 
 def _page_size(factor: float) -> Stages:
-    """The table is read as if pages had another size."""
+    """The page table is read as if pages had another size."""
 
     def locate(w: Work, at: Indices, sequence: BatchSequence, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         size = max(int(w.call.page_size * factor), 1)
         column = (positions // size).clamp(max=at.table.shape[1] - 1)
-        slot = positions % size
-        return at.table[sequence.seq, column] + slot // w.call.page_size, slot % w.call.page_size
+        offset = positions % size
+        return at.table[sequence.seq, column] + offset // w.call.page_size, offset % w.call.page_size
 
     return _locate(locate)
 
 
 def _cells(cells: dict[tuple[int, int], int]) -> Stages:
-    """Some cells of the table are read as other pages."""
+    """Some entries of the page table are replaced by other page ids."""
 
     def read(w: Work) -> Indices:
-        at = x.read(w)
+        at = oracle.read(w)
         table = at.table.clone()
         for (seq, column), page in cells.items():
             table[seq, column] = page
@@ -110,9 +110,9 @@ def _cells(cells: dict[tuple[int, int], int]) -> Stages:
 
 
 def _last_cell(spare: bool) -> Any:
-    """Parameters that replace the last page of the longest sequence by one that nobody owns, or by a neighbour's."""
+    """Parameters that replace the last page of the longest sequence by a free page, or by a page of another sequence."""
 
-    def plant(call: KernelCall) -> dict[str, Any]:
+    def inject(call: KernelCall) -> dict[str, Any]:
         table, lens = call.page_table.cpu().long(), call.kv_lens.cpu().long()
         used = -(-lens // call.page_size)
         if call.new is not None:
@@ -125,7 +125,7 @@ def _last_cell(spare: bool) -> Any:
         pages = free if spare else [page for page in others if page != int(table[seq, column])]
         return {"cells": {(seq, column): pages[-1]}}
 
-    return plant
+    return inject
 
 
 def _has_cells(call: KernelCall) -> bool:
@@ -134,11 +134,11 @@ def _has_cells(call: KernelCall) -> bool:
 
 
 def _address(change: Any) -> Stages:
-    return PLAIN.replace(address=lambda w, part, page, slot: change(x.address(w, part, page, slot)))
+    return PLAIN.replace(address=lambda w, part, page, offset: change(oracle.address(w, part, page, offset)))
 
 
-def _signed(offset: torch.Tensor) -> torch.Tensor:
-    return (offset + 2**31) % 2**32 - 2**31
+def _signed(address: torch.Tensor) -> torch.Tensor:
+    return (address + 2**31) % 2**32 - 2**31
 
 
 def _is_high(call: KernelCall) -> bool:
@@ -153,8 +153,8 @@ PAGES = (
     Fault(
         "table-row-off-by-one",
         "pages",
-        "a sequence reads its neighbour's pages",
-        "a row index that counts from 1, a sliced table, padding rows in front",
+        "a sequence reads the pages of another sequence",
+        "a row index that starts at 1, a sliced table, or padding rows at the top",
         lambda by: _table_row(by),
         lambda call: call.seqs > 1,
         ({"by": 1}, {"by": -1}),
@@ -163,8 +163,8 @@ PAGES = (
     Fault(
         "table-column-off-by-one",
         "pages",
-        "everything comes from a page further on, or back; at the table's end from what lies beside it",
-        "a column index computed from the length instead of the position, or from 1",
+        "keys come from the next or the previous page of the sequence",
+        "the column index is derived from the length instead of the position, or starts at 1",
         lambda by: _table_column(by),
         lambda call: int(call.kv_lens.max() if call.seqs else 0) > 0,
         ({"by": 1}, {"by": -1}),
@@ -172,34 +172,34 @@ PAGES = (
     Fault(
         "stale-page",
         "pages",
-        "the slots of one page hold somebody's old tokens",
-        "a table that was not refreshed after a page was freed and given away",
+        "one page holds tokens of a freed sequence",
+        "the table was not updated after the page was freed and reallocated",
         lambda cells: _cells(cells),
         _has_cells,
         tries=(),
         solve=solve.cells(owned=False),
         symptom=True,
-        plant=_last_cell(spare=True),
+        inject=_last_cell(spare=True),
         issues=("vLLM #42494", "vLLM #42273"),
     ),
     Fault(
         "neighbour-page",
         "pages",
-        "the slots of one page hold tokens of another page that is in use, mostly another sequence's",
-        "two sequences were given the same page, or a column was read from the neighbouring row of the table",
+        "one page holds tokens of another page in use, usually of another sequence",
+        "a page was allocated to two sequences, or a column was read from an adjacent row of the table",
         lambda cells: _cells(cells),
         _has_cells,
         tries=(),
         solve=solve.cells(owned=True),
         symptom=True,
-        plant=_last_cell(spare=False),
+        inject=_last_cell(spare=False),
         issues=("vLLM #42273", "tt-plugin #103"),
     ),
     Fault(
         "page-ids-shifted",
         "pages",
-        "every page is the one beside the right one",
-        "a null page that one side counts and the other does not",
+        "every page id is wrong by the same number",
+        "a reserved null page that one side counts and the other does not",
         lambda by: _ids(lambda page: page + by),
         tries=({"by": 1}, {"by": -1}, {"by": 2}, {"by": -2}),
         issues=("vLLM reserves page 0 as NULL_BLOCK_ID",),
@@ -207,8 +207,8 @@ PAGES = (
     Fault(
         "pages-taken-as-contiguous",
         "pages",
-        "all but the first page of a sequence come from elsewhere, unless its pages lie in order",
-        "only the first id of a table row is read; most tests have tables in order and cannot see it",
+        "only the first page of a sequence is correct, unless its page ids are consecutive",
+        "only the first id of a table row is read; tests whose tables hold consecutive ids do not detect it",
         lambda: _locate(_contiguous),
         lambda call: bool((call.kv_lens > call.page_size).any()),
         issues=("FlashInfer #3219",),
@@ -216,8 +216,8 @@ PAGES = (
     Fault(
         "page-ids-wrapped-at-2^16",
         "pages",
-        "pages with ids from 65536 on are read from the bottom of the pool",
-        "ids are carried in 16 bits",
+        "pages with ids of 65536 or more are read from the start of the pool",
+        "page ids are stored in 16 bits",
         lambda: _ids(lambda page: page % 2**16),
         _is_high,
         issues=("AITER #3062", "AITER #3211"),
@@ -225,16 +225,16 @@ PAGES = (
     Fault(
         "page-ids-wrapped-at-2^15",
         "pages",
-        "pages with ids from 32768 on are read from elsewhere",
-        "ids are carried in signed 16 bits and their sign is dropped",
+        "pages with ids of 32768 or more are read from other pages",
+        "page ids are stored in signed 16-bit integers, and the sign is dropped",
         lambda: _ids(lambda page: page % 2**15),
         _is_high,
     ),
     Fault(
         "offset-wrapped-at-2^31",
         "pages",
-        "tokens far into a large cache are read from before its start",
-        "page * stride is computed in a signed 32-bit register",
+        "tokens deep in a large cache are read from addresses before its start",
+        "page * stride is computed in a signed 32-bit integer",
         lambda: _address(_signed),
         lambda call: _elements(call) > 2**31,
         issues=("vLLM #50427", "vLLM #50483", "SGLang #20389"),
@@ -242,17 +242,17 @@ PAGES = (
     Fault(
         "offset-wrapped-at-2^32",
         "pages",
-        "tokens far into a very large cache are read from its beginning",
-        "page * stride is computed in an unsigned 32-bit register",
-        lambda: _address(lambda offset: offset % 2**32),
+        "tokens deep in a very large cache are read from its start",
+        "page * stride is computed in an unsigned 32-bit integer",
+        lambda: _address(lambda address: address % 2**32),
         lambda call: _elements(call) > 2**32,
         issues=("vLLM #50427", "SGLang #20389"),
     ),
     Fault(
         "page-size-mistaken",
         "pages",
-        "tokens beyond the first part of a page come from the wrong page",
-        "a kernel compiled for another page size, or a virtual page that is a multiple of the real one",
+        "tokens beyond the first part of a page come from another page",
+        "the kernel was compiled for another page size, or its virtual page is a multiple of the actual one",
         lambda factor: _page_size(factor),
         lambda call: call.page_size > 1 and call.page_size % 2 == 0,
         ({"factor": 2}, {"factor": 0.5}, {"factor": 4}),
@@ -261,17 +261,17 @@ PAGES = (
     Fault(
         "slots-rotated",
         "pages",
-        "the tokens of a page are read from the slots beside theirs",
-        "an offset within the page that counts from 1",
-        lambda by: _slot(by),
+        "tokens are read from the next or the previous slot of their page",
+        "an offset within the page that starts at 1",
+        lambda by: _offset(by),
         lambda call: call.page_size > 1,
         ({"by": 1}, {"by": -1}),
     ),
     Fault(
         "last-page-read-whole",
         "lengths",
-        "the unused slots of the last page take part",
-        "the loop runs over pages and masks nothing in the last one",
+        "the unused slots of the last page contribute",
+        "the loop runs over whole pages and does not mask the last one",
         lambda: _up_to(lambda w, sequence: -(-sequence.kv_len // w.call.page_size) * w.call.page_size),
         lambda call: call.new is None and call.mask is None and bool((call.kv_lens % call.page_size != 0).any()),
         issues=("vLLM #35219", "vLLM #43990"),
@@ -279,8 +279,8 @@ PAGES = (
     Fault(
         "table-tail-read",
         "lengths",
-        "pages behind a sequence's end take part",
-        "the loop runs over the table's width, or one page too far",
+        "pages after the end of a sequence contribute",
+        "the loop runs over the width of the table, or one page too far",
         lambda pages: _up_to(
             lambda w, sequence: (
                 (-(-sequence.kv_len // w.call.page_size) + pages if pages else w.call.page_table.shape[1]) * w.call.page_size
@@ -293,8 +293,8 @@ PAGES = (
     Fault(
         "length-too-long",
         "lengths",
-        "slots just beyond the end take part",
-        "<= where < was meant, or a length that was already advanced",
+        "slots just after the end contribute",
+        "<= instead of <, or a length that was already incremented",
         lambda by: _longer(by),
         lambda call: call.new is None and call.mask is None,
         ({"by": 1}, {"by": 2}, {"by": 3}),

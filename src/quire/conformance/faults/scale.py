@@ -1,4 +1,4 @@
-"""Faults of logits: the softmax's scale, and softcap."""
+"""Faults of logits: the softmax scale and softcap."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from quire.conformance.cases.call import KernelCall
 from quire.conformance.faults import solve
 from quire.conformance.faults.fault import Fault
 from quire.conformance.faults.stages import has
-from quire.conformance.oracle import exact as x
+from quire.conformance.oracle import exact as oracle
 from quire.conformance.oracle.exact import PLAIN, SequenceResult, Stages, Work
 
 
 def _scaled(scale: Any) -> Stages:
-    """Another softmax scale: `scale(w)`."""
+    """Replaces the softmax scale by `scale(w)`."""
 
     def score(w: Work, q: torch.Tensor, k: torch.Tensor, heads: torch.Tensor) -> torch.Tensor:
-        return x.capped(w, x.products(x.factor(w, q, scale(w)), w.rounded(k), heads))
+        return oracle.capped(w, oracle.products(oracle.factor(w, q, scale(w)), w.rounded(k), heads))
 
     return PLAIN.replace(score=score)
 
 
 def _logits(change: Any) -> Stages:
-    """Another way from products to logits: `change(w, products)`, the products not scaled yet."""
+    """Replaces logits by `change(w, products)`, where products are q·k without the scale."""
 
     def score(w: Work, q: torch.Tensor, k: torch.Tensor, heads: torch.Tensor) -> torch.Tensor:
-        return change(w, x.products(q, w.rounded(k), heads))
+        return change(w, oracle.products(q, w.rounded(k), heads))
 
     return PLAIN.replace(score=score)
 
@@ -41,25 +41,25 @@ def _tanh(cap: float, logits: torch.Tensor) -> torch.Tensor:
 
 def _softcap_over_bias() -> Stages:
     def score(w: Work, q: torch.Tensor, k: torch.Tensor, heads: torch.Tensor) -> torch.Tensor:
-        return x.products(q * w.call.scale, k, heads)
+        return oracle.products(q * w.call.scale, k, heads)
 
-    def weigh(w: Work, logits: torch.Tensor, v: torch.Tensor, heads: torch.Tensor) -> SequenceResult:
+    def softmax(w: Work, logits: torch.Tensor, v: torch.Tensor, heads: torch.Tensor) -> SequenceResult:
         hidden = logits == -torch.inf
-        return x.weigh(w, x.capped(w, logits.masked_fill(hidden, 0.0)).masked_fill(hidden, -torch.inf), v, heads)
+        return oracle.softmax(w, oracle.capped(w, logits.masked_fill(hidden, 0.0)).masked_fill(hidden, -torch.inf), v, heads)
 
-    return PLAIN.replace(score=score, weigh=weigh)
+    return PLAIN.replace(score=score, softmax=softmax)
 
 
 def _softcap_over_mask() -> Stages:
-    """A hidden key's -inf becomes -softcap: every key of the sequence takes part a little."""
+    """The -inf of a masked key becomes -softcap: every key of the sequence contributes."""
 
     def score(w: Work, q: torch.Tensor, k: torch.Tensor, heads: torch.Tensor) -> torch.Tensor:
-        return x.products(q * w.call.scale, k, heads)
+        return oracle.products(q * w.call.scale, k, heads)
 
-    def weigh(w: Work, logits: torch.Tensor, v: torch.Tensor, heads: torch.Tensor) -> SequenceResult:
-        return x.weigh(w, x.capped(w, logits), v, heads)
+    def softmax(w: Work, logits: torch.Tensor, v: torch.Tensor, heads: torch.Tensor) -> SequenceResult:
+        return oracle.softmax(w, oracle.capped(w, logits), v, heads)
 
-    return PLAIN.replace(score=score, weigh=weigh, keep_unseen=True)
+    return PLAIN.replace(score=score, softmax=softmax, keep_unseen=True)
 
 
 DIMS: dict[str, Callable[[KernelCall], float]] = {
@@ -74,7 +74,7 @@ DIMS: dict[str, Callable[[KernelCall], float]] = {
 def _exp2(w: Work, logits: torch.Tensor, v: torch.Tensor, heads: torch.Tensor) -> SequenceResult:
     ln2 = math.log(2.0)
     sinks = None if w.call.sinks is None else w.call.sinks * ln2
-    return x.weigh(Work(dataclasses.replace(w.call, sinks=sinks), w.number, w.factors), logits * ln2, v, heads)
+    return oracle.softmax(Work(dataclasses.replace(w.call, sinks=sinks), w.number, w.factors), logits * ln2, v, heads)
 
 
 SCALE = (
@@ -82,7 +82,7 @@ SCALE = (
         "scale-missing",
         "scale",
         "the softmax is far too sharp",
-        "the caller was to multiply q, or the kernel was",
+        "caller and kernel each assume that the other one multiplies by the scale",
         lambda: _scaled(lambda w: 1.0),
         lambda call: call.scale != 1.0,
     ),
@@ -90,7 +90,7 @@ SCALE = (
         "scale-twice",
         "scale",
         "the softmax is far too flat",
-        "q was already multiplied by the scale; vLLM's reference does it in place",
+        "q was already multiplied by the scale",
         lambda: _scaled(lambda w: w.call.scale**2),
         lambda call: call.scale != 1.0,
         issues=("vLLM ref_paged_attn: q *= scale",),
@@ -98,15 +98,15 @@ SCALE = (
     Fault(
         "scale-doubled",
         "scale",
-        "the softmax is too sharp by a factor of two",
-        "a factor that belongs to one of two paths is applied on both",
+        "logits are twice as large",
+        "a factor of one code path is applied on two",
         lambda: _scaled(lambda w: w.call.scale * 2),
     ),
     Fault(
         "scale-of-wrong-dim",
         "scale",
-        "the softmax is somewhat too flat or too sharp",
-        "1/sqrt of the padded head_dim, of v_head_dim, of q_heads",
+        "the softmax is slightly too flat or too sharp",
+        "1/sqrt of the padded head_dim, of v_head_dim or of q_heads",
         lambda dim: _scaled(lambda w: DIMS[dim](w.call) ** -0.5),
         lambda call: abs(call.scale - call.q.shape[2] ** -0.5) < 1e-9,
         ({"dim": "2 head_dim"}, {"dim": "head_dim / 2"}, {"dim": "v_head_dim"}, {"dim": "padded head_dim"}, {"dim": "q_heads"}),
@@ -115,8 +115,8 @@ SCALE = (
     Fault(
         "scale-ignored",
         "scale",
-        "a scale of the caller's own is replaced by 1/sqrt(head_dim)",
-        "a cached plan or graph that leaves the scale out of its key",
+        "the scale is 1/sqrt(head_dim), whatever the caller passes",
+        "the key of a cached plan or graph does not include the scale",
         lambda: _scaled(lambda w: w.call.q.shape[2] ** -0.5),
         lambda call: abs(call.scale - call.q.shape[2] ** -0.5) > 1e-9,
         issues=("FlashInfer #4014",),
@@ -124,34 +124,34 @@ SCALE = (
     Fault(
         "exp2-without-log2e",
         "scale",
-        "the softmax is too flat by ln 2",
-        "exp2 is faster than exp; log2(e) must be in the scale, and in whatever is added to logits",
-        lambda: PLAIN.replace(weigh=_exp2),
+        "logits are too small by the factor ln 2",
+        "exp2 replaces exp, but log2(e) is missing in the scale and in the terms that are added to logits",
+        lambda: PLAIN.replace(softmax=_exp2),
     ),
     Fault(
         "scale-off-by-factor",
         "scale",
-        "the softmax is too flat or too sharp by one factor everywhere",
-        "some other factor is in the scale",
+        "all logits are wrong by one factor",
+        "the scale contains an additional factor",
         lambda factor: _scaled(lambda w: w.call.scale * factor),
         tries=(),
         solve=solve.score_factor,
         lasting=True,
-        plant=lambda call: {"factor": 1.25},
+        inject=lambda call: {"factor": 1.25},
     ),
     Fault(
         "q-scale-missing",
         "scale",
-        "logits are off by the scale of fp8 queries",
-        "the scale is folded into the softmax scale on one path only",
+        "logits lack the factor q_scale of fp8 queries",
+        "the scale is folded into the softmax scale on one code path only",
         lambda: _scaled(lambda w: w.call.scale / w.call.q_scale),
         has("q_scale"),
     ),
     Fault(
         "softcap-missing",
         "softcap",
-        "large logits are too large",
-        "an option that is accepted and never passed on",
+        "large logits are not capped",
+        "the option is accepted but not passed on",
         lambda: _logits(lambda w, s: s * w.call.scale),
         has("softcap"),
         issues=("vLLM ROCM_ATTN accepts and drops it",),
@@ -159,23 +159,23 @@ SCALE = (
     Fault(
         "softcap-before-scale",
         "softcap",
-        "logits are capped too early and then shrunk",
-        "the cap is applied to q·k, the scale afterwards",
+        "logits are capped before they are scaled",
+        "the cap is applied to q·k, and the scale afterwards",
         lambda: _logits(lambda w, s: _tanh(w.call.softcap, s) * w.call.scale),
         has("softcap"),
     ),
     Fault(
         "softcap-without-factor",
         "softcap",
-        "logits stay between -1 and 1",
-        "tanh(logit / cap) without multiplying by cap again",
+        "logits lie between -1 and 1",
+        "tanh(logit / softcap) is not multiplied by softcap",
         lambda: _logits(lambda w, s: torch.tanh(s * w.call.scale / w.call.softcap)),
         has("softcap"),
     ),
     Fault(
         "softcap-after-mask",
         "softcap",
-        "hidden keys take part a little: their -inf became -softcap",
+        "masked keys keep a small weight: their -inf becomes -softcap",
         "the mask is added before the tanh",
         _softcap_over_mask,
         has("softcap"),
@@ -183,7 +183,7 @@ SCALE = (
     Fault(
         "softcap-on-bias",
         "softcap",
-        "far keys weigh too much: their bias was capped too",
+        "distant keys have too much weight: their bias is capped too",
         "ALiBi is added before the tanh",
         _softcap_over_bias,
         lambda call: call.softcap is not None and call.alibi is not None,

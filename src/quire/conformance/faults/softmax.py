@@ -1,4 +1,4 @@
-"""Faults of the softmax: normalisation, splits, sums, and the LSE."""
+"""Faults of the softmax: normalisation, the maximum, splits, accumulation and the LSE."""
 
 from __future__ import annotations
 
@@ -11,49 +11,49 @@ import torch
 from quire.conformance.cases.call import KernelCall
 from quire.conformance.faults.fault import Fault
 from quire.conformance.faults.stages import TILES, finished
-from quire.conformance.oracle import exact as x
+from quire.conformance.oracle import exact as oracle
 from quire.conformance.oracle.exact import PLAIN, Outcome, SequenceResult, Stages, Work
 
 
-def _weigh(change: Any) -> Stages:
-    return PLAIN.replace(weigh=change)
+def _with_softmax(change: Any) -> Stages:
+    return PLAIN.replace(softmax=change)
 
 
 def _not_normalised(w: Work, logits: torch.Tensor, v: torch.Tensor, heads: torch.Tensor) -> SequenceResult:
-    part = x.weigh(w, logits, v, heads)
+    part = oracle.softmax(w, logits, v, heads)
     top = logits.amax(-1) if logits.shape[-1] else logits.new_zeros(logits.shape[:2])
     total = torch.exp(part.lse - top.T).unsqueeze(-1).nan_to_num(0.0)
     return SequenceResult(part.out * total, part.lse, part.weighted * total)
 
 
 def _uniform(w: Work, logits: torch.Tensor, v: torch.Tensor, heads: torch.Tensor) -> SequenceResult:
-    return x.weigh(w, torch.where(logits == -torch.inf, logits, 0.0), v, heads)
+    return oracle.softmax(w, torch.where(logits == -torch.inf, logits, 0.0), v, heads)
 
 
 def _nothing_seen(w: Work, logits: torch.Tensor, v: torch.Tensor, heads: torch.Tensor) -> SequenceResult:
-    """Where no key is visible the weights' sum is 0, and 0 / 0 is NaN."""
-    part = x.weigh(w, logits, v, heads)
-    empty = torch.isneginf(logits).all(-1).T.unsqueeze(-1) if x.sink(w) is None else torch.zeros(())
+    """Without a visible key the sum of the weights is 0, and 0 / 0 is NaN."""
+    part = oracle.softmax(w, logits, v, heads)
+    empty = torch.isneginf(logits).all(-1).T.unsqueeze(-1) if oracle.sink(w) is None else torch.zeros(())
     return SequenceResult(torch.where(empty > 0, torch.nan, part.out), part.lse, part.weighted)
 
 
-def _sees_nothing(call: KernelCall) -> bool:
-    """Whether some query has no key to see, nor a sink."""
+def _has_query_without_keys(call: KernelCall) -> bool:
+    """Whether some query has neither a visible key nor a sink."""
     if call.sinks is not None:
         return False
     w = Work(call)
     return any(
-        sequence.q_len > 0 and not bool(x.see(w, sequence, max(sequence.kv_len, 0)).any(1).all())
-        for sequence in x.sequences(w, x.read(w))
+        sequence.q_len > 0 and not bool(oracle.visibility(w, sequence, max(sequence.kv_len, 0)).any(1).all())
+        for sequence in oracle.sequences(w, oracle.read(w))
     )
 
 
 SPLITS: tuple[dict[str, int], ...] = (*({"splits": n} for n in (2, 4, 8, 16, 3)), *({"size": n} for n in (256, 512, 128, 64)))
-"""How kernels split a sequence's keys: into so many parts, or into parts of so many keys, whose number follows from the length."""
+"""How kernels split the keys of a sequence: into a fixed number of splits, or into splits of a fixed size."""
 
 
 def _splits(keys: int, splits: int | None, size: int | None) -> list[slice]:
-    """Ranges of keys: so many of them, or of this size."""
+    """The ranges of keys of the splits: `splits` of them, or of `size` keys each."""
     size = size or max(-(-keys // (splits or 1)), 1)
     return [slice(a, min(a + size, keys)) for a in range(0, max(keys, 1), size)]
 
@@ -61,26 +61,26 @@ def _splits(keys: int, splits: int | None, size: int | None) -> list[slice]:
 def _parts(
     logits: torch.Tensor, v: torch.Tensor, heads: torch.Tensor, splits: int | None, size: int | None
 ) -> list[tuple[Any, Any, Any, Any]]:
-    """Each split's largest logit, sum, values and magnitudes, not normalised."""
+    """For each split: the maximum, the sum, the weighted values and the weighted magnitudes, not normalised."""
     found = []
     for keys in _splits(logits.shape[-1], splits, size):
         s = logits[..., keys]
         top = s.amax(-1, keepdim=True).masked_fill(s.amax(-1, keepdim=True) == -torch.inf, 0.0)
         e = torch.exp(s - top)
-        out, weighted = x.mix(e, v[keys], heads)
+        out, weighted = oracle.mix(e, v[keys], heads)
         found.append((top, e.sum(-1, keepdim=True), out, weighted))
     return found
 
 
 def _without_max(splits: int | None = None, size: int | None = None) -> Stages:
-    """Splits are added up as if each had the same largest logit."""
+    """Splits are added as if all had the same maximum."""
 
-    def weigh(w: Work, logits: torch.Tensor, v: torch.Tensor, heads: torch.Tensor) -> SequenceResult:
-        right = x.weigh(w, logits, v, heads)
+    def softmax(w: Work, logits: torch.Tensor, v: torch.Tensor, heads: torch.Tensor) -> SequenceResult:
+        right = oracle.softmax(w, logits, v, heads)
         if not logits.shape[-1]:
             return right
         parts = _parts(logits, v, heads, splits, size)
-        extra = x.sink(w)
+        extra = oracle.sink(w)
         total = sum((p[1] for p in parts), torch.zeros(()))
         if extra is not None:
             total = total + torch.exp(extra - parts[0][0])
@@ -89,12 +89,12 @@ def _without_max(splits: int | None = None, size: int | None = None) -> Stages:
         weighted = sum((p[3] for p in parts), torch.zeros(())) * share
         return SequenceResult(out, (parts[0][0] + total.log()).squeeze(-1).T, weighted)
 
-    return _weigh(weigh)
+    return _with_softmax(softmax)
 
 
 def _averaged(splits: int | None = None, size: int | None = None) -> Stages:
-    def weigh(w: Work, logits: torch.Tensor, v: torch.Tensor, heads: torch.Tensor) -> SequenceResult:
-        right = x.weigh(w, logits, v, heads)
+    def softmax(w: Work, logits: torch.Tensor, v: torch.Tensor, heads: torch.Tensor) -> SequenceResult:
+        right = oracle.softmax(w, logits, v, heads)
         if not logits.shape[-1]:
             return right
         parts = _parts(logits, v, heads, splits, size)
@@ -103,61 +103,61 @@ def _averaged(splits: int | None = None, size: int | None = None) -> Stages:
         weighted = sum((p[3] * o for p, o in zip(parts, outs)), torch.zeros(())) / len(parts)
         return SequenceResult(out, right.lse, weighted)
 
-    return _weigh(weigh)
+    return _with_softmax(softmax)
 
 
 def _dropped(split: int, splits: int | None = None, size: int | None = None) -> Stages:
-    def weigh(w: Work, logits: torch.Tensor, v: torch.Tensor, heads: torch.Tensor) -> SequenceResult:
+    def softmax(w: Work, logits: torch.Tensor, v: torch.Tensor, heads: torch.Tensor) -> SequenceResult:
         parts = _splits(logits.shape[-1], splits, size)
         at = split if split >= 0 else len(parts) + split
         if len(parts) > 1 and at < len(parts):
             logits = logits.clone()
             logits[..., parts[at]] = -torch.inf
-        return x.weigh(w, logits, v, heads)
+        return oracle.softmax(w, logits, v, heads)
 
-    return _weigh(weigh)
+    return _with_softmax(softmax)
 
 
 def _empty_counted(count: int) -> Stages:
-    """Each empty split brings a largest logit of 0 and a sum of 1."""
+    """Each empty split contributes a maximum of 0 and a sum of 1."""
 
-    def weigh(w: Work, logits: torch.Tensor, v: torch.Tensor, heads: torch.Tensor) -> SequenceResult:
+    def softmax(w: Work, logits: torch.Tensor, v: torch.Tensor, heads: torch.Tensor) -> SequenceResult:
         extra = logits.new_full((*logits.shape[:2], 1), math.log(count))
-        return x.weigh(w, torch.cat((logits, extra), -1), torch.cat((v, torch.zeros_like(v[:1]))) if v.shape[0] else
+        return oracle.softmax(w, torch.cat((logits, extra), -1), torch.cat((v, torch.zeros_like(v[:1]))) if v.shape[0] else
                        v.new_zeros(1, *v.shape[1:]), heads)  # fmt: skip
 
-    return _weigh(weigh)
+    return _with_softmax(softmax)
 
 
 def _other_base(splits: int | None = None, size: int | None = None) -> Stages:
-    """Splits are weighed by powers of 2 of their largest logits, which are natural ones."""
+    """Splits are weighted by powers of 2 of their maxima, which are natural logits."""
 
-    def weigh(w: Work, logits: torch.Tensor, v: torch.Tensor, heads: torch.Tensor) -> SequenceResult:
-        right = x.weigh(w, logits, v, heads)
+    def softmax(w: Work, logits: torch.Tensor, v: torch.Tensor, heads: torch.Tensor) -> SequenceResult:
+        right = oracle.softmax(w, logits, v, heads)
         if not logits.shape[-1]:
             return right
         parts = _parts(logits, v, heads, splits, size)
         if len(parts) == 1:
-            return right  # nothing is merged, so a wrong LSE has another cause
+            return right  # without a merge, a wrong LSE has another cause
         top = torch.stack([p[0] for p in parts]).amax(0)
         shares = [torch.exp2(p[0] - top) for p in parts]
         total = sum((s * p[1] for s, p in zip(shares, parts)), torch.zeros(()))
-        extra = x.sink(w)
+        extra = oracle.sink(w)
         if extra is not None:
             total = total + torch.exp2(extra - top)
         share = torch.where(total > 0, 1.0 / total, 0.0).transpose(0, 1)
         out, weighted = (sum((s.transpose(0, 1) * p[i] for s, p in zip(shares, parts)), torch.zeros(())) * share for i in (2, 3))
-        # The LSE may be in either base, or taken from elsewhere.
+        # The LSE may be in either base, or computed separately: it is not predicted.
         return SequenceResult(out, torch.full_like(right.lse, torch.nan), weighted)
 
-    return _weigh(weigh)
+    return _with_softmax(softmax)
 
 
 def _not_rescaled(of: str, tile: int, size: int | None = None) -> Stages:
-    """Where a tile raises the largest logit, the accumulator (or the sum) keeps its old scale. Splits begin anew."""
+    """When a tile raises the maximum, the accumulator (or the sum) is not rescaled. Each split starts with its own maximum."""
 
-    def weigh(w: Work, logits: torch.Tensor, v: torch.Tensor, heads: torch.Tensor) -> SequenceResult:
-        right = x.weigh(w, logits, v, heads)
+    def softmax(w: Work, logits: torch.Tensor, v: torch.Tensor, heads: torch.Tensor) -> SequenceResult:
+        right = oracle.softmax(w, logits, v, heads)
         if not logits.shape[-1]:
             return right
         parts = []
@@ -169,11 +169,11 @@ def _not_rescaled(of: str, tile: int, size: int | None = None) -> Stages:
                 new = torch.maximum(running, logits[..., part].amax(-1, keepdim=True))
                 safe = new.masked_fill(new == -torch.inf, 0.0)
                 decay, e = torch.exp(running - safe), torch.exp(logits[..., part] - safe)
-                acc = acc * (1.0 if of == "accumulator" else decay.transpose(0, 1)) + x.mix(e, v[part], heads)[0]
+                acc = acc * (1.0 if of == "accumulator" else decay.transpose(0, 1)) + oracle.mix(e, v[part], heads)[0]
                 sums = sums * (decay if of == "accumulator" else 1.0) + e.sum(-1, keepdim=True)
                 running = new
             parts.append((running, sums, acc))
-        extra = x.sink(w)
+        extra = oracle.sink(w)
         if extra is not None:
             parts.append((extra.expand(parts[0][0].shape), torch.ones_like(parts[0][1]), torch.zeros_like(right.out)))
         top = torch.stack([p[0] for p in parts]).amax(0)
@@ -184,17 +184,17 @@ def _not_rescaled(of: str, tile: int, size: int | None = None) -> Stages:
         lse = (top + total.log()).squeeze(-1).T
         return SequenceResult(out * share.transpose(0, 1), lse, right.weighted.clamp(min=1e-30))
 
-    return _weigh(weigh)
+    return _with_softmax(softmax)
 
 
 def coarse(tile: int, online: bool, type: torch.dtype | None = None) -> Stages:
-    """The accumulator is rounded to 16 bits after every tile of keys: to the queries' type, or to another."""
+    """The accumulator is rounded after every tile of keys: to the dtype of the queries, or to another 16-bit type."""
 
-    def weigh(w: Work, logits: torch.Tensor, v: torch.Tensor, heads: torch.Tensor) -> SequenceResult:
-        right = x.weigh(w, logits, v, heads)
+    def softmax(w: Work, logits: torch.Tensor, v: torch.Tensor, heads: torch.Tensor) -> SequenceResult:
+        right = oracle.softmax(w, logits, v, heads)
         if not logits.shape[-1]:
             return right
-        narrow = type or w.call.q.dtype
+        accumulator_type = type or w.call.q.dtype
         acc = torch.zeros_like(right.out)
         total = torch.zeros(*logits.shape[:2], 1, dtype=logits.dtype)
         top = logits.amax(-1, keepdim=True).masked_fill(logits.amax(-1, keepdim=True) == -torch.inf, 0.0)
@@ -209,24 +209,24 @@ def coarse(tile: int, online: bool, type: torch.dtype | None = None) -> Stages:
                 e = torch.exp(s - safe)
             else:
                 e = torch.exp(s - top)
-            acc = (acc + x.mix(e, v[a : a + tile], heads)[0]).to(narrow).to(acc.dtype)
+            acc = (acc + oracle.mix(e, v[a : a + tile], heads)[0]).to(accumulator_type).to(acc.dtype)
             total = total + e.sum(-1, keepdim=True)
-        extra = x.sink(w)
+        extra = oracle.sink(w)
         if extra is not None:
             total = total + torch.exp(extra - (running if online else top))
         return SequenceResult(acc * torch.where(total > 0, 1.0 / total, 0.0).transpose(0, 1), right.lse, right.weighted)
 
-    return _weigh(weigh)
+    return _with_softmax(softmax)
 
 
-def _under(tops: Any) -> Stages:
-    """Exponentials in fp32 under something else than the largest logit, `tops(logits [q_heads, queries, keys], sink)`."""
+def _with_maximum(tops: Any) -> Stages:
+    """fp32 exponentials relative to `tops(logits [q_heads, queries, keys], sink)` instead of the maximum."""
 
-    def weigh(w: Work, logits: torch.Tensor, v: torch.Tensor, heads: torch.Tensor) -> SequenceResult:
-        right = x.weigh(w, logits, v, heads)
+    def softmax(w: Work, logits: torch.Tensor, v: torch.Tensor, heads: torch.Tensor) -> SequenceResult:
+        right = oracle.softmax(w, logits, v, heads)
         if not logits.shape[-1]:
             return right
-        extra = x.sink(w)
+        extra = oracle.sink(w)
         top = tops(logits, logits.new_tensor(-torch.inf) if extra is None else extra)
         top = top.masked_fill(top == -torch.inf, 0.0)
         e = torch.exp(logits - top).float().to(w.number)
@@ -234,38 +234,38 @@ def _under(tops: Any) -> Stages:
         if extra is not None:
             total = total + torch.exp(extra - top).float().to(w.number)
         share = torch.where(total > 0, 1.0 / total, 0.0).transpose(0, 1)
-        out = x.mix(w.rounded(e), w.rounded(v), heads)[0] * share
-        # What becomes of an LSE without a finite sum nobody says.
+        out = oracle.mix(w.rounded(e), w.rounded(v), heads)[0] * share
+        # Without a finite sum, the LSE is not predicted.
         lse = torch.where(total.isfinite() & (total > 0), top + total.log(), torch.nan).squeeze(-1).T
         return SequenceResult(torch.where(total.transpose(0, 1).isfinite(), out, torch.nan), lse, right.weighted)
 
-    return _weigh(weigh)
+    return _with_softmax(softmax)
 
 
 def _first_tile(tile: int) -> Stages:
-    return _under(lambda logits, extra: torch.maximum(logits[..., :tile].amax(-1, keepdim=True), extra))
+    return _with_maximum(lambda logits, extra: torch.maximum(logits[..., :tile].amax(-1, keepdim=True), extra))
 
 
 BEYOND = 110.0
-"""No exponential of a logit so far from 0 is a number other than 0 in fp32, with or without its smallest ones."""
+"""The exponential of a logit farther from 0 than this overflows, or is 0 even with subnormal numbers, in fp32."""
 
 
 def _extremes(call: KernelCall) -> dict[str, float]:
-    """How high the largest logits of queries lie, how low, and how far above those of a query's first keys."""
+    """Over all queries: the highest maximum, the lowest maximum, and the largest rise from the first tile's maximum to it."""
     if "extremes" not in call.memo:
         found = {"high": 0.0, "low": 0.0, "rise": 0.0}
 
-        def weigh(w: Work, logits: torch.Tensor, v: torch.Tensor, heads: torch.Tensor) -> SequenceResult:
-            extra = x.sink(w)
+        def softmax(w: Work, logits: torch.Tensor, v: torch.Tensor, heads: torch.Tensor) -> SequenceResult:
+            extra = oracle.sink(w)
             if extra is not None:
                 logits = torch.cat((extra.expand(*logits.shape[:2], 1), logits), -1)
             if logits.shape[-1]:
                 top, first = (part.amax(-1) for part in (logits, logits[..., : TILES[0]]))
                 for name, value in (("high", top), ("low", -top), ("rise", top - first)):
                     found[name] = max(found[name], float(value.nan_to_num(0.0, 0.0, 0.0).max()))
-            return x.weigh(w, logits[..., logits.shape[-1] - v.shape[0] :], v, heads)
+            return oracle.softmax(w, logits[..., logits.shape[-1] - v.shape[0] :], v, heads)
 
-        x.exact(call, _weigh(weigh))
+        oracle.exact(call, _with_softmax(softmax))
         call.memo["extremes"] = found
     return call.memo["extremes"]
 
@@ -287,7 +287,7 @@ def _has_lse(call: KernelCall) -> bool:
 
 
 def _lse_without_sink(w: Work, into: Outcome) -> torch.Tensor:
-    return x.exact(dataclasses.replace(w.call, sinks=None), number=w.number).lse
+    return oracle.exact(dataclasses.replace(w.call, sinks=None), number=w.number).lse
 
 
 def _lse_unscaled(w: Work, into: Outcome) -> torch.Tensor:
@@ -303,38 +303,38 @@ SOFTMAX = (
         "not-normalised",
         "softmax",
         "outputs are too large by the sum of the weights",
-        "the division at the end is missing",
-        lambda: _weigh(_not_normalised),
+        "the final division is missing",
+        lambda: _with_softmax(_not_normalised),
     ),
     Fault(
         "weights-uniform",
         "softmax",
-        "every visible key weighs the same",
-        "logits that are zero, or lost",
-        lambda: _weigh(_uniform),
+        "all visible keys have the same weight",
+        "logits are zero or lost",
+        lambda: _with_softmax(_uniform),
     ),
     Fault(
         "nothing-seen-is-nan",
         "softmax",
-        "queries that see no key give NaN, not zero",
-        "a sum of weights that is 0, and a division by it",
-        lambda: _weigh(_nothing_seen),
-        _sees_nothing,
+        "queries without a visible key give NaN instead of zero",
+        "a division by a sum of weights that is 0",
+        lambda: _with_softmax(_nothing_seen),
+        _has_query_without_keys,
         issues=("vLLM 0.24.0 unified_attention, the path for long queries",),
     ),
     Fault(
         "max-not-subtracted",
         "softmax",
-        "NaN where logits are large, nothing where all of a query's are very negative; right everywhere else",
-        "exponentials of the logits as they are",
-        lambda: _under(lambda logits, extra: torch.zeros_like(logits[..., :1])),
+        "NaN where logits are large, zero where all logits of a query are very negative; correct elsewhere",
+        "exponentials are computed without subtracting the maximum",
+        lambda: _with_maximum(lambda logits, extra: torch.zeros_like(logits[..., :1])),
         lambda call: max(_extremes(call)["high"], _extremes(call)["low"]) > BEYOND,
     ),
     Fault(
         "max-of-first-tile",
         "softmax",
-        "NaN where logits grow along a sequence; right everywhere else",
-        "the largest logit is taken once, from the first tile of keys, and never raised",
+        "NaN where logits increase along a sequence; correct elsewhere",
+        "the maximum is taken from the first tile of keys and never updated",
         lambda tile: _first_tile(tile),
         lambda call: _extremes(call)["rise"] > BEYOND,
         tuple({"tile": n} for n in TILES),
@@ -342,48 +342,48 @@ SOFTMAX = (
     Fault(
         "max-starts-at-zero",
         "softmax",
-        "nothing where all logits of a query are very negative; right everywhere else",
-        "the running maximum starts at 0 instead of minus infinity",
-        lambda: _under(lambda logits, extra: torch.maximum(logits.amax(-1, keepdim=True), extra).clamp(min=0.0)),
+        "zero where all logits of a query are very negative; correct elsewhere",
+        "the running maximum starts at 0 instead of -inf",
+        lambda: _with_maximum(lambda logits, extra: torch.maximum(logits.amax(-1, keepdim=True), extra).clamp(min=0.0)),
         lambda call: _extremes(call)["low"] > BEYOND,
     ),
     Fault(
         "split-combined-without-max",
         "softmax",
-        "splits weigh wrongly against each other",
-        "partial sums are added without bringing them to one largest logit",
+        "splits have wrong weights relative to each other",
+        "partial sums are added without rescaling them to a common maximum",
         _without_max,
         tries=SPLITS,
     ),
     Fault(
         "splits-averaged",
         "softmax",
-        "every split weighs the same",
-        "partial outputs are averaged instead of weighed by their sums",
+        "every split has the same weight",
+        "partial outputs are averaged instead of weighted by their sums",
         _averaged,
         tries=SPLITS,
     ),
     Fault(
         "split-dropped",
         "softmax",
-        "a share of the keys of every sequence is missing",
-        "the combination runs over one split too few",
+        "one split of the keys of every sequence is missing",
+        "the merge runs over one split too few",
         _dropped,
         tries=tuple({**how, "split": i} for how in SPLITS for i in (-1, 0, 1)),
     ),
     Fault(
         "split-merged-in-another-base",
         "softmax",
-        "splits weigh too evenly, or too unevenly, against each other",
-        "the largest logits are natural ones and are merged with exp2, or the other way round",
+        "splits are weighted too evenly, or too unevenly, relative to each other",
+        "maxima of natural logits are merged with exp2, or the reverse",
         _other_base,
         tries=SPLITS,
     ),
     Fault(
         "accumulator-not-rescaled",
         "softmax",
-        "keys before a larger logit weigh too much",
-        "online softmax: where a tile raises the largest logit, the accumulator or the sum keeps its old scale",
+        "keys before a larger logit have too much weight",
+        "online softmax: when a tile raises the maximum, the accumulator or the sum is not rescaled",
         _not_rescaled,
         lambda call: int(call.kv_lens.max() if call.kv_lens.numel() else 0) > 8,
         tuple(
@@ -398,15 +398,15 @@ SOFTMAX = (
         "empty-split-counted",
         "softmax",
         "outputs are too small, most of all in short sequences",
-        "a split without keys leaves a largest logit of 0 and a sum of 1",
+        "a split without keys contributes a maximum of 0 and a sum of 1",
         lambda count: _empty_counted(count),
         tries=tuple({"count": n} for n in (1, 2, 3, 4, 7, 8, 15)),
     ),
     Fault(
         "accumulated-in-16-bits",
         "softmax",
-        "errors that grow with the length, beyond what 16-bit factors explain",
-        "the accumulator has the type of the output",
+        "errors grow with the length, beyond what the rounding of 16-bit factors explains",
+        "the accumulator has the dtype of the output",
         lambda tile, online: coarse(tile, online),
         _sixteen,
         tuple({"tile": n, "online": o} for n in (1, 16, 32, 64, 128) for o in (False, True)),
@@ -414,8 +414,8 @@ SOFTMAX = (
     Fault(
         "lse-in-base-2",
         "lse",
-        "the LSE is too large by 1/ln 2",
-        "log2 is faster; the code that merges must know the base",
+        "the LSE is too large by the factor 1/ln 2",
+        "the kernel returns log2, and the caller expects the natural logarithm",
         lambda: _lse(lambda w, into: into.lse / math.log(2.0)),
         _has_lse,
         issues=("FlashInfer and FlashMLA use base 2",),
@@ -423,23 +423,23 @@ SOFTMAX = (
     Fault(
         "lse-without-sink",
         "lse",
-        "the LSE lacks the sink's weight",
-        "the sink is put in after the LSE is taken",
+        "the LSE does not include the sink",
+        "the sink is added after the LSE is computed",
         lambda: _lse(_lse_without_sink),
         lambda call: call.lse is not None and call.sinks is not None,
     ),
     Fault(
         "lse-not-scaled",
         "lse",
-        "the LSE is too large by 1/scale",
-        "the largest logit is kept without its scale",
+        "the LSE is too large by the factor 1/scale",
+        "the LSE is computed from logits without the scale",
         lambda: _lse(_lse_unscaled),
         _has_lse,
     ),
     Fault(
         "lse-without-log",
         "lse",
-        "the LSE is a sum",
+        "the LSE is the sum of the exponentials",
         "the logarithm is missing",
         lambda: _lse(_lse_without_log),
         _has_lse,

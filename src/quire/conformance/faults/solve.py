@@ -1,7 +1,7 @@
-"""Parameters of a fault, read off what a kernel gave: which token is missing, which page was read, which head, which factor.
+"""Solvers: they compute parameters of a fault from the output of a kernel, such as a missing token, a page, a head or a factor.
 
-Each solver looks at one or a few wrong elements and proposes; whether a proposal explains everything is found out by predicting the
-whole call with it. So a solver may guess, and must not be slow.
+A solver examines a few wrong rows and returns proposals. The whole call is then predicted with each proposal, and one that does not
+explain the output is rejected. So a solver may guess, but must be fast.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from quire.conformance.cases.call import KernelCall
-from quire.conformance.oracle import exact as x
+from quire.conformance.oracle import exact as oracle
 from quire.conformance.oracle.budget import ratios
 from quire.conformance.oracle.exact import PLAIN, BatchSequence, Indices, Work
 
@@ -21,36 +21,36 @@ if TYPE_CHECKING:
 
 Proposals = Sequence[dict[str, Any]]
 MOST_KEYS = 4096
-"""Rows with more keys than this are not searched through."""
+"""Rows with more keys than this are not searched."""
 TILES = (16, 32, 64, 128, 256, 512)
 OPEN = 1 << 40
-"""Where a run of keys ends that has no end."""
+"""The end of a range of keys without an end."""
 
 
 class Inside:
-    """The weights of one sequence, as they should be."""
+    """The correct logits, weights and values of one sequence."""
 
     def __init__(self, call: KernelCall, sequence: BatchSequence, at: Indices, w: Work):
         self.sequence = sequence
-        k, self.v = x.gather(w, PLAIN, at, sequence)
-        self.heads = x.kv_head(w)
+        k, self.v = oracle.gather(w, PLAIN, at, sequence)
+        self.heads = oracle.kv_head(w)
         keys = k.shape[0]
-        visible = x.see(w, sequence, keys)
+        visible = oracle.visibility(w, sequence, keys)
         seen = visible.any(0)[:, None, None]
         k, self.v = torch.where(seen, k, 0.0), torch.where(seen, self.v, 0.0)
         self.q = w.call.q[sequence.first : sequence.first + sequence.q_len].cpu().double() * (w.call.q_scale or 1.0)
-        self.raw, self.work = x.products(self.q * call.scale, k, self.heads), w
-        self.added = torch.zeros(()).masked_fill(~visible, -torch.inf) + x.bias(w, sequence, keys)
-        self.logits = x.capped(w, self.raw) + self.added
+        self.raw, self.work = oracle.products(self.q * call.scale, k, self.heads), w
+        self.added = torch.zeros(()).masked_fill(~visible, -torch.inf) + oracle.bias(w, sequence, keys)
+        self.logits = oracle.capped(w, self.raw) + self.added
         self.visible = visible
         self.sinks = None if call.sinks is None else call.sinks.cpu().double()
 
     def weights(self, query: int, head: int, factor: float = 1.0) -> tuple[torch.Tensor, float]:
-        """Unnormalised weights of the keys for one query and head, and the sink's; scores multiplied by a factor."""
+        """Unnormalised weights of the keys for one query and head, and that of the sink; scores are multiplied by `factor`."""
         logits = self.logits[head, query]
         if factor != 1.0:
             raw = self.raw[head, query] * factor
-            logits = x.capped(self.work, raw) + (self.added[head, query] if self.added.dim() == 3 else self.added[query])
+            logits = oracle.capped(self.work, raw) + (self.added[head, query] if self.added.dim() == 3 else self.added[query])
         top = logits.max()
         if self.sinks is not None:
             top = torch.maximum(top, self.sinks[head])
@@ -61,7 +61,7 @@ class Inside:
 
 
 def wrong_rows(seen: Seen) -> torch.Tensor:
-    """Rows with an element beyond its budget, the worst first."""
+    """Rows with an element beyond its budget, the largest error first."""
     live = seen.call.live
     if not live:
         return torch.zeros(0, dtype=torch.long)
@@ -77,12 +77,12 @@ def wrong_heads(seen: Seen, row: int) -> torch.Tensor:
 
 def sequences(call: KernelCall) -> tuple[list[BatchSequence], Indices, Work]:
     w = Work(call)
-    at = x.read(w)
-    return x.sequences(w, at), at, w
+    at = oracle.read(w)
+    return oracle.sequences(w, at), at, w
 
 
 def inside(seen: Seen, row: int) -> tuple[Inside, int] | None:
-    """The sequence that a row of q belongs to, and the query's number in it."""
+    """The sequence of a row of q, and the index of the query in it; None if it has too many keys."""
     known: dict[int, Inside] = seen.call.memo.setdefault("inside", {})
     for r in sequences(seen.call)[0]:
         if r.first <= row < r.first + r.q_len:
@@ -96,7 +96,7 @@ def inside(seen: Seen, row: int) -> tuple[Inside, int] | None:
 
 
 def _got(seen: Seen, row: int, head: int) -> torch.Tensor:
-    """One head's output, in the units of the values."""
+    """The output of one head, in the units of the values."""
     return seen.call.out[row, head].cpu().double() * (seen.call.out_scale or 1.0)
 
 
@@ -105,7 +105,7 @@ def _budget(seen: Seen, row: int, head: int) -> torch.Tensor:
 
 
 def _single(seen: Seen, row: int, head: int) -> list[int]:
-    """Keys without which one element row would be what the kernel gave, the best first."""
+    """Keys whose absence explains the output of one head, the best first."""
     found = inside(seen, row)
     if found is None:
         return []
@@ -122,7 +122,7 @@ def _single(seen: Seen, row: int, head: int) -> list[int]:
 
 
 def _missing(seen: Seen) -> list[tuple[BatchSequence, int, int]]:
-    """(sequence, query, key) for a few wrong rows whose output lacks one key."""
+    """(sequence, query, key) for some wrong rows whose output is explained by one missing key."""
     found = []
     for row in wrong_rows(seen)[:6].tolist():
         for head in wrong_heads(seen, row)[:2].tolist():
@@ -146,7 +146,7 @@ def missing_at_distance(seen: Seen) -> Proposals:
 
 
 def _runs(seen: Seen, sign: float) -> Proposals:
-    """Runs of keys that weigh too little (sign -1) or too much (+1), by the worst wrong element rows."""
+    """Ranges of keys whose weight is missing (sign -1) or doubled (+1), from the rows with the largest errors."""
     found: dict[tuple[int, int], None] = {}
     for row in wrong_rows(seen)[:4].tolist():
         place = inside(seen, row)
@@ -166,16 +166,16 @@ def _runs(seen: Seen, sign: float) -> Proposals:
         first, last = torch.triu_indices(at.numel(), at.numel(), 1)
         lo, hi = at[first], at[last]
         left = (mass[-1] + extra + sign * (mass[hi] - mass[lo]))[:, None]
-        # Without any key a row is zero.
+        # A row without keys is zero.
         out = torch.where(left > 1e-12 * mass[-1], (sums[-1] + sign * (sums[hi] - sums[lo])) / left, 0.0)
         off = ((out - _got(seen, row, head)) / _budget(seen, row, head)).abs().amax(-1).nan_to_num(torch.inf, torch.inf)
         order = off.argsort()[:200]
         good = [int(i) for i in order if float(off[i]) <= 2]
         if not good:
             continue
-        # Keys that weigh nothing leave the edges open: whole pages and tiles first, then the shortest and the longest run.
+        # Keys without weight leave the ends undetermined: whole pages first, then the shortest and the longest range.
         pairs = [(int(lo[i]), int(hi[i])) for i in good]
-        # A run that ends at this sequence's end may go on in longer ones.
+        # A range that ends with this sequence may extend further in longer ones.
         pairs += [(a, OPEN) for a, b in pairs if b == n]
         pairs.sort(key=lambda p: (p[0] % size != 0, p[1] % size != 0 and p[1] < OPEN, p[1] - p[0]))
         for pair in [*pairs[:4], min(pairs, key=lambda p: p[1] - p[0]), max(pairs, key=lambda p: p[1] - p[0])]:
@@ -192,7 +192,7 @@ def doubled_keys(seen: Seen) -> Proposals:
 
 
 def score_factor(seen: Seen) -> Proposals:
-    """One factor on all scores, fitted to one wrong element row."""
+    """One factor of all scores, fitted to one head of one wrong row."""
     rows = wrong_rows(seen)
     place = inside(seen, int(rows[0])) if rows.numel() else None
     if place is None:
@@ -214,7 +214,7 @@ def score_factor(seen: Seen) -> Proposals:
 
 
 def head_map(seen: Seen) -> Proposals:
-    """The kv head that each query head seems to read."""
+    """The kv head that best explains each query head."""
     call = seen.call
     if call.kv_heads > 16:
         return []
@@ -225,19 +225,19 @@ def head_map(seen: Seen) -> Proposals:
     for g in range(call.kv_heads):
         stages = PLAIN.replace(kv_head=lambda w, g=g: torch.full((call.q_heads,), g))
         off.append(ratios(call.out.cpu(), call.unwritten().cpu(), truth(call, stages, (1e-9, 0.0)), live).amax((0, 2)))
-    # Relative distances are enough to choose; the whole call is predicted afterwards.
+    # Relative distances are sufficient to choose; the whole call is predicted afterwards.
     return [{"heads": torch.stack(off).argmin(0).tolist()}] if live else []
 
 
 def pool(call: KernelCall) -> list[int]:
-    """Pages that hold something."""
+    """Pages with contents."""
     if call.pages <= 4096:
         return list(range(call.pages))
     return sorted({int(page) for page in call.page_table.flatten() if 0 <= int(page) < call.pages})
 
 
 def cells(owned: bool) -> Callable[[Seen], Proposals]:
-    """Cells of the table whose page seems to have been another: one that some sequence owns, or one that nobody does."""
+    """Entries of the page table that were read as another page: one of a sequence (`owned`), or a free one."""
 
     def solve(seen: Seen) -> Proposals:
         call = seen.call
@@ -264,7 +264,7 @@ def cells(owned: bool) -> Callable[[Seen], Proposals]:
 
 
 def _cell(seen: Seen, row: int, pages: list[int], w: Work) -> tuple[int, int] | None:
-    """The column and the page that explain one wrong row."""
+    """The column of the table, and the page read there, that explain one wrong row."""
     place = inside(seen, row)
     if place is None or seen.call.mask is not None:
         return None
@@ -272,7 +272,7 @@ def _cell(seen: Seen, row: int, pages: list[int], w: Work) -> tuple[int, int] | 
         found = _cell_of_head(seen, row, head, *place, pages, w)
         if found is None:
             return None
-        # If the keys of the right page could as well be missing altogether, nothing here speaks for another one.
+        # If missing keys of the correct page explain the output as well, there is no evidence for another page.
         column, page, needed = found
         if needed:
             return column, page
@@ -282,14 +282,14 @@ def _cell(seen: Seen, row: int, pages: list[int], w: Work) -> tuple[int, int] | 
 def _cell_of_head(
     seen: Seen, row: int, head: int, mine: Inside, query: int, pages: list[int], w: Work
 ) -> tuple[int, int, bool] | None:
-    """The column and the page that explain one head of a row, and whether it takes a page to do so."""
+    """The column and the page that explain one head of a row, and whether missing keys do not explain it as well."""
     size, n = seen.call.page_size, mine.logits.shape[-1]
     cached = n if seen.call.new is None else max(mine.sequence.context, 0)
     page = torch.tensor(pages).repeat_interleave(size)
-    slot = torch.arange(size).repeat(len(pages))
-    k = x.decode(w, "k", x.load(w, "k", x.address(w, "k", page, slot)), page, slot)
-    v = x.decode(w, "v", x.load(w, "v", x.address(w, "v", page, slot)), page, slot)[:, int(mine.heads[head])]
-    logit = x.score(w, mine.q[query : query + 1], k, mine.heads)[head, 0].view(len(pages), size)
+    offset = torch.arange(size).repeat(len(pages))
+    k = oracle.decode(w, "k", oracle.load(w, "k", oracle.address(w, "k", page, offset)), page, offset)
+    v = oracle.decode(w, "v", oracle.load(w, "v", oracle.address(w, "v", page, offset)), page, offset)[:, int(mine.heads[head])]
+    logit = oracle.score(w, mine.q[query : query + 1], k, mine.heads)[head, 0].view(len(pages), size)
     logits = mine.logits[head, query]
     top = max(float(logits.max()), float(logit.nan_to_num(-1e30).max()))
     extra = 0.0 if mine.sinks is None else float(torch.exp(mine.sinks[head] - top))
@@ -307,7 +307,7 @@ def _cell_of_head(
         weight = torch.exp(logit[:, :count] + added[keys] - top)
         rest, left = e @ values - e[keys] @ values[keys], e.sum() - e[keys].sum() + extra
         out = rest + torch.einsum("ps,psd->pd", weight, v.view(len(pages), size, -1)[:, :count])
-        # The last one stands for no page at all.
+        # The last candidate is no page at all.
         out = torch.cat((out / (left + weight.sum(1))[:, None], (rest / left)[None]))
         off = ((out - got) / budget).abs().amax(-1).nan_to_num(torch.inf, torch.inf)
         i = int(off[:-1].argmin())
@@ -322,7 +322,7 @@ def unwritten_rows(seen: Seen) -> Proposals:
 
 
 def unwritten_elements(seen: Seen) -> Proposals:
-    """Heads or dims that were not written, the same in every row where any was not."""
+    """Heads or dims that were not written."""
     bare = seen.call.unwritten()[: seen.call.live].cpu()
     found: list[dict[str, Any]] = []
     for name, axes in (("heads", (0, 2)), ("dims", (0, 1))):
@@ -340,7 +340,7 @@ def zero_rows(seen: Seen) -> Proposals:
 
 
 def row_map(seen: Seen) -> Proposals:
-    """For each wrong row the row whose output it has, if most of those have lost their own: else nothing was swapped."""
+    """For each wrong row the row whose result it contains, if most of those rows are wrong too; otherwise nothing was exchanged."""
     out, right = seen.call.out[: seen.call.live].cpu().double(), seen.right
     if out.shape[0] > 512:
         return []
@@ -357,7 +357,7 @@ def row_map(seen: Seen) -> Proposals:
 
 
 def head_order(seen: Seen) -> Proposals:
-    """For each head the head whose output it has."""
+    """For each head the head whose result it contains."""
     live = seen.call.live
     out, right = seen.call.out[:live].cpu().double(), seen.right
     heads = []
@@ -383,7 +383,7 @@ def out_factor(seen: Seen) -> Proposals:
     keep = seen.right.outcome.written[:live]
     fits = float((out * right)[keep].nan_to_num(0.0, 0.0, 0.0).sum() / (right * right)[keep].sum().clamp(min=1e-30))
     found = [{"factor": round(fits, 6)}]
-    # Where a number overflowed, only those that did not can tell.
+    # If some outputs overflowed, the factor follows from the others.
     plain = (out / right)[keep & (right.abs() > seen.right.budget[:live] * 8)]
     if plain.numel():
         found.append({"factor": float(f"{float(plain.nan_to_num(0.0).median()):.4g}")})

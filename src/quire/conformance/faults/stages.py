@@ -1,4 +1,4 @@
-"""Changes of stages that several themes share."""
+"""Replacements of stages that several groups of faults use."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 import torch
 
 from quire.conformance.cases.call import KernelCall
-from quire.conformance.oracle import exact as x
+from quire.conformance.oracle import exact as oracle
 from quire.conformance.oracle.exact import PLAIN, BatchSequence, SequenceResult, Stages, Work
 
 TILES = (16, 32, 64, 128, 8)
-"""Sizes that tiles of keys have in kernels, the usual ones first."""
+"""Usual sizes of tiles of keys, the most common first."""
 
 
 def has(name: str) -> Any:
@@ -21,24 +21,24 @@ def has(name: str) -> Any:
 
 
 def with_visibility(change: Any) -> Stages:
-    """Another visibility: `change(w, sequence, far)` by distances [queries, keys]."""
+    """Replaces the visibility mask by `change(w, sequence, distances)`, given the distances q_pos - k_pos [queries, keys]."""
 
-    def see(w: Work, sequence: BatchSequence, keys: int) -> torch.Tensor:
-        q_at, k_at = x.places(w, sequence, keys)
-        return change(w, sequence, q_at[:, None] - k_at[None, :])
+    def visibility(w: Work, sequence: BatchSequence, keys: int) -> torch.Tensor:
+        q_pos, k_pos = oracle.places(w, sequence, keys)
+        return change(w, sequence, q_pos[:, None] - k_pos[None, :])
 
-    return PLAIN.replace(see=see)
+    return PLAIN.replace(visibility=visibility)
 
 
 def with_sink(change: Any) -> Stages:
-    """Another sink: `change(w, sinks [q_heads, 1, 1], logits)`; -inf is none."""
+    """Replaces the sinks by `change(w, sinks [q_heads, 1, 1], logits)`; -inf means no sink."""
 
-    def weigh(w: Work, logits: torch.Tensor, v: torch.Tensor, heads: torch.Tensor) -> SequenceResult:
-        extra = change(w, x.sink(w), logits).expand(*logits.shape[:2], 1)
-        full = x.weigh(without_sink(w), torch.cat((logits, extra), -1), torch.cat((v, torch.zeros_like(v[:1]))), heads)
+    def softmax(w: Work, logits: torch.Tensor, v: torch.Tensor, heads: torch.Tensor) -> SequenceResult:
+        extra = change(w, oracle.sink(w), logits).expand(*logits.shape[:2], 1)
+        full = oracle.softmax(without_sink(w), torch.cat((logits, extra), -1), torch.cat((v, torch.zeros_like(v[:1]))), heads)
         return full
 
-    return PLAIN.replace(weigh=weigh)
+    return PLAIN.replace(softmax=softmax)
 
 
 def without_sink(w: Work) -> Work:
@@ -58,5 +58,5 @@ ORDERS: dict[str, Callable[[KernelCall], torch.Tensor]] = {
 
 
 def finished(change: Any) -> Stages:
-    """Changes the whole result: `change(w, outcome)`."""
+    """Replaces the outcome of a call by `change(w, outcome)`."""
     return PLAIN.replace(finish=change)

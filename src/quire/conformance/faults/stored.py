@@ -1,4 +1,4 @@
-"""Faults of what pages hold: scales, formats, layouts."""
+"""Faults of stored elements: scales, formats and layouts."""
 
 from __future__ import annotations
 
@@ -9,57 +9,57 @@ import torch
 from quire.conformance.cases.build import TYPES
 from quire.conformance.cases.call import KernelCall
 from quire.conformance.faults.fault import Fault
-from quire.conformance.oracle import exact as x
+from quire.conformance.oracle import exact as oracle
 from quire.conformance.oracle.exact import PLAIN, BatchSequence, Indices, Stages, Values, Work
 
 
 def _decode(change: Any) -> Stages:
-    """Another way to make numbers: `change(w, part, raw, page, slot)`."""
+    """Replaces decoding by `change(w, part, raw, page, offset)`."""
     return PLAIN.replace(decode=change)
 
 
 def _rescaled(change: Any) -> Stages:
-    """Other scales: `change(w, part, page, slot, scale)`."""
+    """Replaces scales by `change(w, part, page, offset, scale)`."""
 
-    def decode(w: Work, part: str, raw: torch.Tensor, page: torch.Tensor, slot: torch.Tensor) -> torch.Tensor:
-        scale = x.scale_at(w, part, page, slot)
-        return x.as_numbers(raw, w.call.format, w.number) * change(w, part, page, slot, scale)
+    def decode(w: Work, part: str, raw: torch.Tensor, page: torch.Tensor, offset: torch.Tensor) -> torch.Tensor:
+        scale = oracle.scale_at(w, part, page, offset)
+        return oracle.as_numbers(raw, w.call.format, w.number) * change(w, part, page, offset, scale)
 
     return _decode(decode)
 
 
 def _only(which: str, change: Any) -> Stages:
-    return _rescaled(lambda w, part, page, slot, scale: change(scale) if part == which else scale)
+    return _rescaled(lambda w, part, page, offset, scale: change(scale) if part == which else scale)
 
 
-def _swapped_scales(w: Work, part: str, page: torch.Tensor, slot: torch.Tensor, scale: Any) -> Any:
-    return x.scale_at(w, "v" if part == "k" else "k", page, slot)
+def _swapped_scales(w: Work, part: str, page: torch.Tensor, offset: torch.Tensor, scale: Any) -> Any:
+    return oracle.scale_at(w, "v" if part == "k" else "k", page, offset)
 
 
-def _first_scale(w: Work, part: str, page: torch.Tensor, slot: torch.Tensor, scale: Any) -> Any:
+def _first_scale(w: Work, part: str, page: torch.Tensor, offset: torch.Tensor, scale: Any) -> Any:
     return w.scales[part].reshape(-1)[0].cpu().to(w.number)  # type: ignore[union-attr]
 
 
-def _first_slot_scale(w: Work, part: str, page: torch.Tensor, slot: torch.Tensor, scale: Any) -> Any:
-    return x.scale_at(w, part, page, torch.zeros_like(slot))
+def _first_slot_scale(w: Work, part: str, page: torch.Tensor, offset: torch.Tensor, scale: Any) -> Any:
+    return oracle.scale_at(w, part, page, torch.zeros_like(offset))
 
 
-def _reversed_head_scales(w: Work, part: str, page: torch.Tensor, slot: torch.Tensor, scale: Any) -> Any:
+def _reversed_head_scales(w: Work, part: str, page: torch.Tensor, offset: torch.Tensor, scale: Any) -> Any:
     return scale.flip(1)
 
 
 def _as_format(name: str) -> Stages:
-    def decode(w: Work, part: str, raw: torch.Tensor, page: torch.Tensor, slot: torch.Tensor) -> torch.Tensor:
-        return x.as_numbers(raw, name, w.number) * x.scale_at(w, part, page, slot)
+    def decode(w: Work, part: str, raw: torch.Tensor, page: torch.Tensor, offset: torch.Tensor) -> torch.Tensor:
+        return oracle.as_numbers(raw, name, w.number) * oracle.scale_at(w, part, page, offset)
 
     return _decode(decode)
 
 
 def _limited(change: Any) -> Stages:
-    """Stored numbers before their scale, changed: `change(w, numbers)`."""
+    """Replaces stored numbers, before they are scaled, by `change(w, numbers)`."""
 
-    def decode(w: Work, part: str, raw: torch.Tensor, page: torch.Tensor, slot: torch.Tensor) -> torch.Tensor:
-        return change(w, x.as_numbers(raw, w.call.format, w.number)) * x.scale_at(w, part, page, slot)
+    def decode(w: Work, part: str, raw: torch.Tensor, page: torch.Tensor, offset: torch.Tensor) -> torch.Tensor:
+        return change(w, oracle.as_numbers(raw, w.call.format, w.number)) * oracle.scale_at(w, part, page, offset)
 
     return _decode(decode)
 
@@ -73,7 +73,7 @@ def _saturated(share: float) -> Stages:
 
 
 def _flushed(bits: int) -> Stages:
-    """Numbers below the smallest normal one, times a power of two, are zero."""
+    """Numbers below the smallest normal one times 2**bits are zero."""
 
     def change(w: Work, numbers: torch.Tensor) -> torch.Tensor:
         least = torch.finfo(TYPES[w.call.format]).smallest_normal * 2**bits
@@ -99,31 +99,31 @@ def _scale_kind(dims: int) -> Any:
 
 
 def _other_x(factor: int) -> Stages:
-    """Keys packed by x are read as if packed by another x, in the same memory."""
+    """Keys packed by x are read as if packed by x * factor, in the same memory."""
 
-    def address(w: Work, part: str, page: torch.Tensor, slot: torch.Tensor) -> torch.Tensor:
+    def address(w: Work, part: str, page: torch.Tensor, offset: torch.Tensor) -> torch.Tensor:
         if part == "v":
-            return x.address(w, part, page, slot)
+            return oracle.address(w, part, page, offset)
         size, dim, other = w.call.page_size, w.dims["k"], w.x * factor
         h = torch.arange(w.call.kv_heads).view(1, -1, 1)
         d = torch.arange(dim).view(1, 1, -1)
         stride = w.pages["k"].stride()
-        inner = (d // other) * (size * other) + slot.view(-1, 1, 1) * other + d % other
+        inner = (d // other) * (size * other) + offset.view(-1, 1, 1) * other + d % other
         return page.view(-1, 1, 1) * stride[0] + h * stride[1] + inner
 
     return PLAIN.replace(address=address)
 
 
 def _transposed(parts: str) -> Stages:
-    """nhd read as hnd or the other way round: slots and heads change places in the same memory."""
+    """nhd is read as hnd, or the reverse: slots and heads are exchanged in the same memory."""
 
-    def address(w: Work, part: str, page: torch.Tensor, slot: torch.Tensor) -> torch.Tensor:
+    def address(w: Work, part: str, page: torch.Tensor, offset: torch.Tensor) -> torch.Tensor:
         if part not in parts:
-            return x.address(w, part, page, slot)
+            return oracle.address(w, part, page, offset)
         size, heads, dim = w.call.page_size, w.call.kv_heads, w.dims[part]
         h = torch.arange(heads).view(1, -1, 1)
         d = torch.arange(dim).view(1, 1, -1)
-        at = slot.view(-1, 1, 1)
+        at = offset.view(-1, 1, 1)
         inner = (h * size + at) if w.call.layout == "nhd" else (at * heads + h)
         return page.view(-1, 1, 1) * w.pages[part].stride(0) + inner * dim + d
 
@@ -136,21 +136,21 @@ def _plain_pages(call: KernelCall) -> bool:
 
 
 def _untransposed_values() -> Stages:
-    """Values that lie dim by slot are read as if they lay slot by dim."""
+    """Values stored as [dim, offset] are read as [offset, dim]."""
 
-    def address(w: Work, part: str, page: torch.Tensor, slot: torch.Tensor) -> torch.Tensor:
+    def address(w: Work, part: str, page: torch.Tensor, offset: torch.Tensor) -> torch.Tensor:
         if part == "k":
-            return x.address(w, part, page, slot)
+            return oracle.address(w, part, page, offset)
         stride = w.pages["v"].stride()
         h, d = torch.arange(w.call.kv_heads).view(1, -1, 1), torch.arange(w.dims["v"]).view(1, 1, -1)
-        return page.view(-1, 1, 1) * stride[0] + h * stride[1] + slot.view(-1, 1, 1) * w.dims["v"] + d
+        return page.view(-1, 1, 1) * stride[0] + h * stride[1] + offset.view(-1, 1, 1) * w.dims["v"] + d
 
     return PLAIN.replace(address=address)
 
 
 def _gather(change: Any) -> Stages:
     def gather(w: Work, s: Stages, at: Indices, sequence: BatchSequence) -> Values:
-        return change(w, sequence, x.gather(w, s, at, sequence))
+        return change(w, sequence, oracle.gather(w, s, at, sequence))
 
     return PLAIN.replace(gather=gather)
 
@@ -159,73 +159,73 @@ STORED = (
     Fault(
         "k-scale-missing",
         "scales",
-        "logits are off by the scale of K",
-        "the scale is folded into the softmax scale on one path and forgotten on the other",
+        "logits lack the factor k_scale",
+        "the scale is folded into the softmax scale on one code path only",
         lambda: _only("k", lambda scale: 1.0),
         _is_quantised,
     ),
     Fault(
         "v-scale-missing",
         "scales",
-        "outputs are off by the scale of V",
-        "the scale is to be applied once at the end, and one path returns earlier",
+        "outputs lack the factor v_scale",
+        "the scale is applied once at the end, and one code path returns earlier",
         lambda: _only("v", lambda scale: 1.0),
         _is_quantised,
     ),
     Fault(
         "k-scale-twice",
         "scales",
-        "logits are nearly all alike, or far too sharp",
-        "applied when bytes are decoded, and again with the softmax scale",
+        "logits contain the factor k_scale twice",
+        "the scale is applied when elements are decoded, and again with the softmax scale",
         lambda: _only("k", lambda scale: scale * scale),
         _is_quantised,
     ),
     Fault(
         "v-scale-twice",
         "scales",
-        "outputs are too small by the scale of V",
-        "applied when bytes are decoded, and again to the accumulator",
+        "outputs contain the factor v_scale twice",
+        "the scale is applied when elements are decoded, and again to the accumulator",
         lambda: _only("v", lambda scale: scale * scale),
         _is_quantised,
     ),
     Fault(
         "scales-swapped",
         "scales",
-        "logits and outputs are both off by the quotient of the two scales",
-        "two arguments of the same type, side by side",
+        "logits contain the factor v_scale, and outputs the factor k_scale",
+        "two adjacent arguments of the same type are exchanged",
         lambda: _rescaled(_swapped_scales),
         _is_quantised,
     ),
     Fault(
         "head-scale-read-as-tensor",
         "scales",
-        "the first kv head is right, the others are off by a factor of their own",
-        "a kernel loads one scalar where a vector was passed",
+        "kv head 0 is correct; each other kv head is wrong by a factor of its own",
+        "the kernel loads one scalar although one scale per head was passed",
         lambda: _rescaled(_first_scale),
         _scale_kind(1),
     ),
     Fault(
         "head-scales-in-wrong-order",
         "scales",
-        "every kv head is off by a factor of its own",
-        "scales indexed by another head than the keys",
+        "each kv head is wrong by a factor of its own",
+        "scales are indexed by another head than the keys",
         lambda: _rescaled(_reversed_head_scales),
         _scale_kind(1),
     ),
     Fault(
         "token-scale-of-first-slot",
         "scales",
-        "only the first token of each page is right",
-        "a scale per page is expected where there is one per token",
+        "only the first token of each page is correct",
+        "the kernel expects one scale per page where there is one per token",
         lambda: _rescaled(_first_slot_scale),
         _scale_kind(3),
-        issues=("AITER: scales per page beside scales per token",),
+        issues=("AITER has scales per page and scales per token",),
     ),
     Fault(
         "e4m3fn-read-as-fnuz",
         "formats",
-        "everything from the cache is half as large",
-        "the flavour of fp8 follows the GPU that runs, not the one that wrote",
+        "all keys and values of the cache are half as large",
+        "the fp8 format is chosen by the GPU that reads the cache instead of the one that wrote it",
         lambda: _as_format("e4m3fnuz"),
         _is("e4m3fn"),
         issues=("vLLM: gfx942 stores fnuz, gfx950 and NVIDIA fn",),
@@ -233,8 +233,8 @@ STORED = (
     Fault(
         "stored-numbers-saturated",
         "formats",
-        "large keys and values are cut off at one number",
-        "the write clamps to the range of another format, or of a scale that is too small",
+        "large keys and values are clipped to one magnitude",
+        "the write clamps to the range of another format, or the scale is too small",
         _saturated,
         _eight_bit_floats,
         ({"share": 0.5}, {"share": 240 / 448}, {"share": 0.25}),
@@ -243,7 +243,7 @@ STORED = (
         "small-stored-numbers-flushed",
         "formats",
         "small keys and values are zero",
-        "numbers below the smallest normal one are flushed to zero when they are written or read",
+        "subnormal numbers are flushed to zero when they are written or read",
         _flushed,
         _eight_bit_floats,
         ({"bits": 4}, {"bits": 0}, {"bits": 1}, {"bits": 2}, {"bits": 3}),
@@ -251,16 +251,16 @@ STORED = (
     Fault(
         "fnuz-read-as-e4m3fn",
         "formats",
-        "everything from the cache is twice as large",
-        "the flavour of fp8 follows the GPU that runs, not the one that wrote",
+        "all keys and values of the cache are twice as large",
+        "the fp8 format is chosen by the GPU that reads the cache instead of the one that wrote it",
         lambda: _as_format("e4m3fn"),
         _is("e4m3fnuz"),
     ),
     Fault(
         "e5m2-read-as-e4m3",
         "formats",
-        "numbers keep their sign and little else",
-        "'fp8' is taken to mean e4m3",
+        "stored numbers keep their sign but have other magnitudes",
+        "'fp8' is assumed to mean e4m3",
         lambda: _as_format("e4m3fn"),
         _is("e5m2"),
         issues=("vLLM triton_reshape_and_cache_flash views e5m2 caches as e4m3", "SGLang #18550"),
@@ -268,16 +268,16 @@ STORED = (
     Fault(
         "e4m3-read-as-e5m2",
         "formats",
-        "numbers keep their sign and little else",
-        "'fp8' is taken to mean e5m2",
+        "stored numbers keep their sign but have other magnitudes",
+        "'fp8' is assumed to mean e5m2",
         lambda: _as_format("e5m2"),
         _is("e4m3fn", "e4m3fnuz"),
     ),
     Fault(
         "bytes-read-as-int8",
         "formats",
-        "numbers keep their order of magnitude only by accident",
-        "bytes without a format are taken for whole numbers",
+        "stored numbers have unrelated magnitudes",
+        "bytes without a declared format are read as integers",
         lambda: _as_format("int8"),
         _is("e4m3fn", "e4m3fnuz", "e5m2"),
     ),
@@ -285,17 +285,17 @@ STORED = (
         "fp16-read-as-bf16",
         "formats",
         "numbers of either 16-bit type are read as the other",
-        "the cache's type is taken from the query",
+        "the dtype of the cache is taken from the query",
         lambda: _decode(
-            lambda w, part, raw, page, slot: x.as_numbers(raw, "bf16" if w.call.format == "fp16" else "fp16", w.number)
+            lambda w, part, raw, page, offset: oracle.as_numbers(raw, "bf16" if w.call.format == "fp16" else "fp16", w.number)
         ),
         _is("fp16", "bf16"),
     ),
     Fault(
         "x-of-8-read-as-16",
         "layouts",
-        "elements of neighbouring slots are mixed",
-        "x is 16 bytes, so it doubles when elements halve: somebody kept the old one",
+        "elements of adjacent slots are mixed",
+        "x spans 16 bytes: its number of elements doubles when their size halves, and x was not updated",
         lambda factor: _other_x(factor),
         lambda call: call.layout in ("vllm_x", "aiter") and call.q.shape[2] % (2 * call.k_pages.shape[-1]) == 0,
         ({"factor": 2},),
@@ -304,8 +304,8 @@ STORED = (
     Fault(
         "layout-read-as-another",
         "layouts",
-        "slots and heads change places within a page",
-        "NHD and HND have the same size, and nothing in a tensor says which it is",
+        "slots and heads are exchanged within a page",
+        "NHD and HND pages have the same size, and a tensor does not state its layout",
         lambda parts: _transposed(parts),
         _plain_pages,
         ({"parts": "kv"}, {"parts": "k"}, {"parts": "v"}),
@@ -314,8 +314,8 @@ STORED = (
     Fault(
         "values-not-transposed",
         "layouts",
-        "values of a page are scrambled among slots and dims",
-        "the values of this layout lie dim by slot",
+        "values are mixed between the slots and dims of a page",
+        "the layout stores values as [dim, offset], and the kernel reads them as [offset, dim]",
         lambda: _untransposed_values(),
         lambda call: call.layout == "vllm_x",
     ),
@@ -323,7 +323,7 @@ STORED = (
         "k-and-v-swapped",
         "layouts",
         "logits come from values and outputs from keys",
-        "two arguments of the same shape, or the two halves of a joint page",
+        "two arguments of the same shape, or the two halves of a joint page, are exchanged",
         lambda: _gather(lambda w, sequence, kv: Values(kv.v, kv.k)),
         lambda call: call.q.shape[2] == call.out.shape[2],
     ),

@@ -1,1 +1,1 @@
-"""The exact computation in float64, and how far from it a kernel may be."""
+"""The oracle: the exact computation in float64, and the error that a kernel may have."""

@@ -1,10 +1,10 @@
-"""How far from exact a kernel may be: twice what an honest computation in the same precision loses on the same call.
+"""The error budget of a kernel: twice the error of a straightforward computation in the same precision on the same call.
 
-The honest computations are the exact pipeline, run in fp32, and, where a kernel gets 16-bit queries, run in fp32 with queries,
-keys, weights and values each rounded once to that type before they are multiplied: what matrix units do. Their error, relative to
-the weighted magnitudes of the values, is taken at its worst over the call, so that luck in one row buys nothing; on top comes one
-rounding of the output itself. Under `out_scale` all of this is divided by the scale, and an output beyond the range of its fp8 type
-must be the largest number of the type.
+The straightforward computation is the exact pipeline in fp32. With 16-bit queries it is also run with queries, keys, weights and
+values each rounded once to that type before they are multiplied, as matrix units do. Its error, relative to the weighted magnitudes
+of the values, is the largest over the call, so that one accurate row does not tighten the budget. One rounding of the output is
+added. With `out_scale`, outputs and budgets are divided by the scale, and an output beyond the range of its fp8 type must be the
+largest number of the type.
 """
 
 from __future__ import annotations
@@ -16,16 +16,17 @@ import torch
 
 from quire.conformance.cases.call import KernelCall
 from quire.conformance.oracle.exact import PLAIN, Outcome, Stages, exact
-from quire.conformance.oracle.rounding import Narrow
+from quire.conformance.oracle.rounding import ReducedPrecision
 
 SMALL = 2.0**-23
 LOG2_E = 1.4426950408889634
-LIFT = 2.0
+SAFETY_FACTOR = 2.0
+"""How many times the error of the straightforward computation is allowed."""
 
 
 @dataclass
 class Truth:
-    """What a call must give, and how far off it may be."""
+    """The correct result of a call, and the error budget of every element."""
 
     outcome: Outcome
     budget: torch.Tensor
@@ -35,33 +36,33 @@ class Truth:
 
 
 def truth(call: KernelCall, stages: Stages = PLAIN, losses: tuple[float, float] | None = None, only: int | None = None) -> Truth:
-    """The pipeline's outcome with its budget. `losses` are those of the plain call, if they are known: a fault does not make
-    arithmetic coarser."""
+    """The outcome of the pipeline and its budget. `losses` are the `rounding_losses` of the correct call, if they are known; they
+    are the same with a fault."""
     outcome = as_stored(call, exact(call, stages, only=only))
-    lost, lost_lse = honest_losses(call) if losses is None else losses
+    lost, lost_lse = rounding_losses(call) if losses is None else losses
     budget = allowed(lost, outcome.weighted, outcome.out, call.out.dtype)
-    lse_budget = LIFT * lost_lse + 8 * SMALL * outcome.lse.abs().nan_to_num(0.0, 0.0, 0.0).clamp(min=1)
+    lse_budget = SAFETY_FACTOR * lost_lse + 8 * SMALL * outcome.lse.abs().nan_to_num(0.0, 0.0, 0.0).clamp(min=1)
     return Truth(outcome, budget, lse_budget)
 
 
 def allowed(lost: float, weighted: torch.Tensor, out: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """How far each element of an output of this type may be off: twice what an honest computation loses, and one rounding."""
+    """The budget of each element of an output of this dtype: `SAFETY_FACTOR` times the loss, and one rounding of the output."""
     rounding = torch.finfo(dtype).eps / 2
     smallest = torch.finfo(dtype).smallest_normal * rounding
-    # What is rounded is not the exact number but one that is `lost` away from it: with few bits this counts.
-    return LIFT * lost * (1 + rounding) * weighted + rounding * out.abs() + smallest
+    # The number that is rounded is up to `lost` away from the exact one, which matters for types with few bits.
+    return SAFETY_FACTOR * lost * (1 + rounding) * weighted + rounding * out.abs() + smallest
 
 
 def least_loss(top: float, step: float, head_dim: int = 64) -> float:
-    """The least loss that is allowed for: an fp32 rounding of the largest logit, in base 2 as kernels compute it; the roundings of
-    a sum over `head_dim` products; and one step of the type that factors are rounded to."""
+    """The smallest loss that is allowed: one fp32 rounding of the largest logit, in base 2 as kernels compute it; the roundings of
+    a sum over `head_dim` products; and one rounding step of the type of the factors."""
     # A sequential fp32 sum of n terms rounds n times, each time by up to half a unit of the partial sum. For partial sums that grow
     # like sqrt(i) the standard deviation is about 0.2 * sqrt(n) units of the final sum.
     return max(4.0, top * (LOG2_E + math.sqrt(head_dim) / 4)) * SMALL + step
 
 
 def as_stored(call: KernelCall, outcome: Outcome) -> Outcome:
-    """An outcome in the units of the output: divided by `out_scale` and saturated, before the last rounding."""
+    """An outcome in the units of the output: divided by `out_scale` and saturated, but not rounded."""
     if call.out_scale is None:
         return outcome
     largest = torch.finfo(call.out.dtype).max
@@ -69,14 +70,15 @@ def as_stored(call: KernelCall, outcome: Outcome) -> Outcome:
     return replace(outcome, out=out, weighted=outcome.weighted / call.out_scale)
 
 
-def honest_losses(call: KernelCall, stages: Stages = PLAIN, narrow: Narrow | None = None) -> tuple[float, float]:
-    """The worst relative error of an honest computation, and the worst error of its LSE; if its factors are as narrow as that."""
+def rounding_losses(call: KernelCall, stages: Stages = PLAIN, factors: ReducedPrecision | None = None) -> tuple[float, float]:
+    """The largest relative error of a straightforward computation in the precision of a kernel, and the largest error of its LSE.
+    `factors` is the type to which factors are rounded, by default that of the queries."""
     right = exact(call, stages)
-    factors = factor_type(call) if narrow is None else narrow
+    rounded = factor_type(call) if factors is None else factors
     tries = [exact(call, stages, torch.float32)]
-    if factors is not None:
-        tries.append(exact(call, stages, torch.float32, factors))
-    step = 0.0 if factors is None else factors.step if isinstance(factors, Narrow) else torch.finfo(factors).eps / 2
+    if rounded is not None:
+        tries.append(exact(call, stages, torch.float32, rounded))
+    step = 0.0 if rounded is None else rounded.step if isinstance(rounded, ReducedPrecision) else torch.finfo(rounded).eps / 2
     lost, lost_lse = least_loss(right.top, step, call.q.shape[2]), 0.0
     live = slice(0, call.live)
     for plain in tries:
@@ -89,17 +91,17 @@ def honest_losses(call: KernelCall, stages: Stages = PLAIN, narrow: Narrow | Non
 
 
 def factor_type(call: KernelCall) -> torch.dtype | None:
-    """The type that a kernel's factors may have: that of its queries, unless they are fp32."""
+    """The type to which a kernel may round factors: that of the queries; None if they are fp32."""
     return None if call.q.dtype is torch.float32 else call.q.dtype
 
 
 def distance(out: torch.Tensor, lse: torch.Tensor | None, unwritten: torch.Tensor, want: Truth, live: int) -> tuple[float, float]:
-    """How far an output is from a truth, in budgets: at most 1 is a match. For the output and for the LSE."""
+    """The largest error divided by its budget, of the output and of the LSE: a match is at most 1."""
     return float(ratios(out, unwritten, want, live).max()) if live else 0.0, lse_distance(lse, want, live)
 
 
 def ratios(out: torch.Tensor, unwritten: torch.Tensor, want: Truth, live: int) -> torch.Tensor:
-    """Error over budget of every live element; infinite where a number is missing or should be missing."""
+    """Error divided by budget, for every element of a live row; infinite where a number is missing or must not be written."""
     got, right = out[:live].double(), want.outcome.out[:live]
     off = (got - right).abs() / want.budget[:live]
     off = torch.where((got == right) | (got.isnan() & right.isnan()), 0.0, off).nan_to_num(torch.inf, torch.inf, torch.inf)
@@ -113,7 +115,7 @@ def lse_distance(lse: torch.Tensor | None, want: Truth, live: int) -> float:
 
 
 def lse_ratios(lse: torch.Tensor, want: Truth, live: int) -> torch.Tensor:
-    """Error over budget of every live LSE. A fault that does not say what becomes of an LSE predicts NaN there."""
+    """Error divided by budget, for the LSE of every live row. A NaN in `want` means that a fault does not predict this LSE."""
     got, right = lse[:live].double(), want.outcome.lse[:live]
     off = (got - right).abs() / want.lse_budget[:live]
     free = right.isnan() | ~want.outcome.written[:live, :, 0]

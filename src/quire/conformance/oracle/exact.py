@@ -1,20 +1,21 @@
-"""The exact computation: one pipeline, in stages with names, any of which a fault can replace.
+"""The exact computation: a pipeline of named stages. A fault replaces one or more of them.
 
-    read      the three index tensors, as numbers
-    sequences which rows of q belong to which sequence, and how many keys it has
-    locate    page and slot of every key
-    address   where in memory each of its elements lies
-    decode    bytes to numbers, times their scale
-    gather    keys and values of a sequence: from the cache, and the new ones that are passed beside it
-    kv_head   which kv head a query head reads
-    score     logits: q·k, scale, softcap
-    see       who sees whom
-    bias      what is added to the logits
-    weigh     softmax with the sink, times the values; the LSE
-    store     rows of the output
+    read        the index tensors page_table, kv_lens and q_starts
+    sequences   the rows of q of each sequence, and its number of keys
+    locate      the page of each key, and its offset in the page
+    address     the memory address of each element, counted in elements
+    decode      stored elements to numbers, times their scale
+    gather      keys and values of a sequence: from the cache, and new ones that are passed as arguments
+    kv_head     the kv head of each query head
+    score       logits: q·k, scale, softcap
+    visibility  visibility mask, bool [queries, keys]: causality or tree mask, and window
+    bias        added to the logits: ALiBi
+    softmax     weights with the sink, times the values; the LSE
+    store       the results of a sequence to the rows of the output
+    finish      the whole outcome of the call
 
-The plain pipeline is Quire's definition of paged attention (`quire.reference`) with the reading of the cache before it. It is run
-in float64 for what is right, and in the precision of a kernel for what an honest kernel may lose.
+Without a fault, the pipeline is Quire's definition of paged attention (`quire.reference`), preceded by reading the cache. It runs
+in float64 for the correct result, and in the precision of a kernel for the rounding error that a kernel may have.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from quire.conformance.cases.build import TYPES, WHERE, flat_of
+from quire.conformance.cases.build import LAYOUT_INDEX, TYPES, flat_of
 from quire.conformance.cases.call import KernelCall
-from quire.conformance.oracle.rounding import Narrow
+from quire.conformance.oracle.rounding import ReducedPrecision
 
 LOG2E = 1.4426950408889634
 
@@ -40,7 +41,7 @@ class Indices(NamedTuple):
 
 
 class BatchSequence(NamedTuple):
-    """A sequence as it was read."""
+    """A sequence of the batch: its index, its first row of q, and its lengths."""
 
     seq: int
     first: int
@@ -53,9 +54,11 @@ class BatchSequence(NamedTuple):
 
 
 class Work:
-    """A call that is being computed: in which numbers, and with factors rounded to which type."""
+    """A call to compute, the dtype of the computation, and the type to which factors of products are rounded."""
 
-    def __init__(self, call: KernelCall, number: torch.dtype = torch.float64, factors: torch.dtype | Narrow | None = None):
+    def __init__(
+        self, call: KernelCall, number: torch.dtype = torch.float64, factors: torch.dtype | ReducedPrecision | None = None
+    ):
         self.call, self.number, self.factors = call, number, factors
         self.flat = {"k": flat_of(call.k_pages), "v": flat_of(call.v_pages)}
         self.pages = {"k": call.k_pages, "v": call.v_pages}
@@ -65,10 +68,10 @@ class Work:
         self.v_x = call.v_pages.shape[-1] if call.layout == "aiter" else 1
         self.dims = {"k": call.q.shape[2], "v": call.out.shape[2]}
         self.top = 0.0
-        """The largest logit that was seen: what rounding errors of logits are relative to."""
+        """The largest magnitude of a logit so far: rounding errors of logits are relative to it."""
 
     def rounded(self, x: torch.Tensor) -> torch.Tensor:
-        if isinstance(self.factors, Narrow):
+        if isinstance(self.factors, ReducedPrecision):
             return self.factors(x)
         return x if self.factors is None else x.to(self.factors).to(self.number)
 
@@ -84,12 +87,12 @@ class SequenceResult(NamedTuple):
     out: torch.Tensor
     lse: torch.Tensor
     weighted: torch.Tensor
-    """The output over the magnitudes of the values."""
+    """The weighted magnitudes of the values: as `out`, computed with abs(v)."""
 
 
 @dataclass
 class Outcome:
-    """What a pipeline gives: elements that are not `written` keep what they held."""
+    """The result of a call. Elements of the output that are not `written` keep their previous content."""
 
     out: torch.Tensor
     lse: torch.Tensor
@@ -98,7 +101,7 @@ class Outcome:
     top: float = 0.0
 
 
-# The stages.
+# Stages.
 
 
 def read(w: Work) -> Indices:
@@ -113,33 +116,35 @@ def sequences(w: Work, at: Indices) -> list[BatchSequence]:
 def locate(w: Work, at: Indices, sequence: BatchSequence, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     size = w.call.page_size
     if not at.table.shape[1]:
-        # No cell at all: legal where no query sees a key of the cache.
+        # A table without columns is legal if no key of the cache is visible.
         return torch.full_like(positions, -1), positions % size
     column = (positions // size).clamp(max=at.table.shape[1] - 1)
     return at.table[sequence.seq, column], positions % size
 
 
-def address(w: Work, part: str, page: torch.Tensor, slot: torch.Tensor) -> torch.Tensor:
-    """Offsets of elements from the first of the pages, [keys, kv_heads, dim]."""
+def address(w: Work, part: str, page: torch.Tensor, offset: torch.Tensor) -> torch.Tensor:
+    """Addresses of elements relative to page 0, counted in elements, [keys, kv_heads, dim]."""
     tensor = w.pages[part]
     h = torch.arange(w.call.kv_heads).view(1, -1, 1)
     d = torch.arange(w.dims[part]).view(1, 1, -1)
-    index = WHERE[w.call.layout][part == "v"](page.view(-1, 1, 1), slot.view(-1, 1, 1), h, d, w.x if part == "k" else w.v_x)
+    index = LAYOUT_INDEX[w.call.layout][part == "v"](
+        page.view(-1, 1, 1), offset.view(-1, 1, 1), h, d, w.x if part == "k" else w.v_x
+    )
     total = torch.zeros((), dtype=torch.int64)
     for i, stride in zip(index, tensor.stride()):
         total = total + i * stride
     return total.expand(page.numel(), w.call.kv_heads, w.dims[part])
 
 
-def load(w: Work, part: str, offset: torch.Tensor) -> torch.Tensor:
-    """What lies at these offsets, in the type of the storage; what is out of reach is the nearest that is not."""
+def load(w: Work, part: str, addresses: torch.Tensor) -> torch.Tensor:
+    """The elements at these addresses, in the dtype of the storage; addresses are clamped to the allocation."""
     flat = w.flat[part]
-    at = (offset + int(w.pages[part].storage_offset())).clamp(0, flat.numel() - 1)
+    at = (addresses + int(w.pages[part].storage_offset())).clamp(0, flat.numel() - 1)
     return flat[at.to(flat.device)].cpu()
 
 
-def decode(w: Work, part: str, raw: torch.Tensor, page: torch.Tensor, slot: torch.Tensor) -> torch.Tensor:
-    return as_numbers(raw, w.call.format, w.number) * scale_at(w, part, page, slot)
+def decode(w: Work, part: str, raw: torch.Tensor, page: torch.Tensor, offset: torch.Tensor) -> torch.Tensor:
+    return as_numbers(raw, w.call.format, w.number) * scale_at(w, part, page, offset)
 
 
 def as_numbers(raw: torch.Tensor, format: str, number: torch.dtype) -> torch.Tensor:
@@ -148,13 +153,13 @@ def as_numbers(raw: torch.Tensor, format: str, number: torch.dtype) -> torch.Ten
     return typed.to(number)
 
 
-def scale_at(w: Work, part: str, page: torch.Tensor, slot: torch.Tensor) -> torch.Tensor | float:
+def scale_at(w: Work, part: str, page: torch.Tensor, offset: torch.Tensor) -> torch.Tensor | float:
     scale = w.scales[part]
     if scale is None:
         return 1.0
     scale = scale.cpu().to(w.number)
     if scale.dim() == 3:
-        return scale[page.clamp(0, scale.shape[0] - 1), slot].unsqueeze(-1)
+        return scale[page.clamp(0, scale.shape[0] - 1), offset].unsqueeze(-1)
     return scale.reshape(1, -1, 1)
 
 
@@ -164,9 +169,9 @@ def gather(w: Work, s: Stages, at: Indices, sequence: BatchSequence) -> Values:
     positions = torch.arange(from_cache)
     parts = []
     for part in ("k", "v"):
-        page, slot = s.locate(w, at, sequence, positions)
+        page, offset = s.locate(w, at, sequence, positions)
         page = page.clamp(min=-(w.pages[part].storage_offset() // max(w.pages[part].stride(0), 1)), max=w.call.pages - 1)
-        value = s.decode(w, part, load(w, part, s.address(w, part, page, slot)), page, slot)
+        value = s.decode(w, part, load(w, part, s.address(w, part, page, offset)), page, offset)
         fresh = w.new[part]
         if fresh is not None:
             value = torch.cat((value, fresh[sequence.first : sequence.first + sequence.q_len].cpu().to(w.number)))
@@ -184,7 +189,7 @@ def score(w: Work, q: torch.Tensor, k: torch.Tensor, heads: torch.Tensor) -> tor
 
 
 def factor(w: Work, q: torch.Tensor, scale: float) -> torch.Tensor:
-    """Queries times the scale. Kernels that round them have log2(e) in them too, for exp2: never a power of two."""
+    """Queries times the scale. Kernels that round them multiply by log2(e) before, for exp2, which affects the rounding."""
     return q * scale if w.factors is None else w.rounded(q * (scale * LOG2E)) / LOG2E
 
 
@@ -202,12 +207,12 @@ def capped(w: Work, logits: torch.Tensor) -> torch.Tensor:
 
 
 def places(w: Work, sequence: BatchSequence, keys: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Positions of queries and of keys."""
-    q_at, k_at = torch.arange(sequence.context, sequence.context + sequence.q_len), torch.arange(keys)
+    """Positions of the queries and of the keys."""
+    q_pos, k_pos = torch.arange(sequence.context, sequence.context + sequence.q_len), torch.arange(keys)
     if w.call.positions is not None:
-        q_at = w.call.positions[sequence.first : sequence.first + sequence.q_len].cpu().long()
-        k_at = torch.cat((k_at[: max(sequence.context, 0)], q_at))[:keys]
-    return q_at, k_at
+        q_pos = w.call.positions[sequence.first : sequence.first + sequence.q_len].cpu().long()
+        k_pos = torch.cat((k_pos[: max(sequence.context, 0)], q_pos))[:keys]
+    return q_pos, k_pos
 
 
 def is_causal(w: Work, sequence: BatchSequence) -> bool:
@@ -215,37 +220,38 @@ def is_causal(w: Work, sequence: BatchSequence) -> bool:
     return bool(causal[sequence.seq]) if isinstance(causal, torch.Tensor) else causal
 
 
-def see(w: Work, sequence: BatchSequence, keys: int) -> torch.Tensor:
-    """Who sees whom, bool [queries, keys]."""
-    q_at, k_at = places(w, sequence, keys)
-    return within(w, sequence, q_at[:, None] - k_at[None, :], w.call.window)
+def visibility(w: Work, sequence: BatchSequence, keys: int) -> torch.Tensor:
+    """Visibility mask, bool [queries, keys]."""
+    q_pos, k_pos = places(w, sequence, keys)
+    return within(w, sequence, q_pos[:, None] - k_pos[None, :], w.call.window)
 
 
 def within(
-    w: Work, sequence: BatchSequence, far: torch.Tensor, window: tuple[int | None, int | None], now: int = 0
+    w: Work, sequence: BatchSequence, distances: torch.Tensor, window: tuple[int | None, int | None], ahead: int = 0
 ) -> torch.Tensor:
-    """Whom causality (or the tree) and the window let through, by distance. A causal query sees up to `now` keys ahead."""
+    """Visibility from causality (or the tree mask) and the window, given the distances q_pos - k_pos. Only faults use `ahead`: a
+    causal query then sees that many later keys."""
     left, right = window
-    visible = torch.ones(far.shape, dtype=torch.bool)
+    visible = torch.ones(distances.shape, dtype=torch.bool)
     if w.call.mask is not None:
         visible[:, sequence.context :] = w.call.mask[
-            sequence.first : sequence.first + sequence.q_len, : far.shape[1] - sequence.context
+            sequence.first : sequence.first + sequence.q_len, : distances.shape[1] - sequence.context
         ].cpu()
     elif is_causal(w, sequence):
-        visible &= far >= -now
+        visible &= distances >= -ahead
     if left is not None:
-        visible &= far <= left
+        visible &= distances <= left
     if right is not None:
-        visible &= far >= -right - now
+        visible &= distances >= -right - ahead
     return visible
 
 
 def bias(w: Work, sequence: BatchSequence, keys: int) -> torch.Tensor | float:
-    """What is added to logits, [q_heads, queries, keys]."""
+    """Added to the logits: ALiBi, [q_heads, queries, keys]."""
     if w.call.alibi is None:
         return 0.0
-    q_at, k_at = places(w, sequence, keys)
-    return -slopes(w) * (q_at[:, None] - k_at[None, :]).abs()
+    q_pos, k_pos = places(w, sequence, keys)
+    return -slopes(w) * (q_pos[:, None] - k_pos[None, :]).abs()
 
 
 def slopes(w: Work) -> torch.Tensor:
@@ -257,8 +263,8 @@ def sink(w: Work) -> torch.Tensor | None:
     return None if w.call.sinks is None else w.call.sinks.cpu().to(w.number)[:, None, None]
 
 
-def weigh(w: Work, logits: torch.Tensor, v: torch.Tensor, heads: torch.Tensor) -> SequenceResult:
-    """Softmax over the keys and the sink, times the values."""
+def softmax(w: Work, logits: torch.Tensor, v: torch.Tensor, heads: torch.Tensor) -> SequenceResult:
+    """Softmax over the keys and the sink, times the values; and the LSE."""
     extra = sink(w)
     top = logits.amax(-1, keepdim=True) if logits.shape[-1] else logits.new_full((*logits.shape[:2], 1), -torch.inf)
     if extra is not None:
@@ -274,7 +280,7 @@ def weigh(w: Work, logits: torch.Tensor, v: torch.Tensor, heads: torch.Tensor) -
 
 
 def mix(e: torch.Tensor, v: torch.Tensor, heads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Weights [q_heads, queries, keys] times values and their magnitudes: [queries, q_heads, dim] twice."""
+    """Weights [q_heads, queries, keys] times the values, and times their magnitudes: two tensors [queries, q_heads, dim]."""
     both = torch.cat((v, v.abs()), -1)
     out = e.new_empty(e.shape[1], e.shape[0], both.shape[-1])
     for g in sorted(set(heads.tolist())):
@@ -296,6 +302,8 @@ def finish(w: Work, into: Outcome) -> Outcome:
 
 @dataclass(frozen=True)
 class Stages:
+    """The stages of a pipeline; the defaults give the correct result."""
+
     read: Callable[..., Indices] = read
     sequences: Callable[..., list[BatchSequence]] = sequences
     locate: Callable[..., tuple[torch.Tensor, torch.Tensor]] = locate
@@ -304,13 +312,13 @@ class Stages:
     gather: Callable[..., Values] = gather
     kv_head: Callable[..., torch.Tensor] = kv_head
     score: Callable[..., torch.Tensor] = score
-    see: Callable[..., torch.Tensor] = see
+    visibility: Callable[..., torch.Tensor] = visibility
     bias: Callable[..., torch.Tensor | float] = bias
-    weigh: Callable[..., SequenceResult] = weigh
+    softmax: Callable[..., SequenceResult] = softmax
     store: Callable[..., None] = store
     finish: Callable[..., Outcome] = finish
     keep_unseen: bool = False
-    """Whether keys that no query sees stay as they are: their weight is 0, but 0 times NaN is not."""
+    """Whether keys that no query sees are kept. By default they are zeroed: with weight 0, a NaN would still give NaN."""
 
     def replace(self, **changes: Any) -> Stages:
         return dataclasses.replace(self, **changes)
@@ -320,7 +328,7 @@ PLAIN = Stages()
 
 
 def _values(w: Work, s: Stages, at: Indices, sequence: BatchSequence) -> Values:
-    """Keys and values of a sequence. Where nothing in the reading is at fault they are read once for all faults."""
+    """Keys and values of a sequence. If no stage of the reading is replaced, they are read once and reused for all faults."""
     if any(getattr(s, name) is not getattr(PLAIN, name) for name in ("read", "sequences", "locate", "address", "decode", "gather")):
         return s.gather(w, s, at, sequence)
     key = (sequence.seq, w.number)
@@ -333,10 +341,10 @@ def exact(
     call: KernelCall,
     stages: Stages = PLAIN,
     number: torch.dtype = torch.float64,
-    factors: torch.dtype | Narrow | None = None,
+    factors: torch.dtype | ReducedPrecision | None = None,
     only: int | None = None,
 ) -> Outcome:
-    """Runs the pipeline, for all sequences or for one. Always on the host: the arithmetic of one machine judges all others."""
+    """Runs the pipeline for all sequences, or for one. Always on the CPU, so that all devices are compared with the same result."""
     w, s = Work(call, number, factors), stages
     shape = tuple(call.out.shape)
     into = Outcome(
@@ -356,7 +364,7 @@ def exact(
         sequence = sequence._replace(kv_len=max(sequence.kv_len, 0))
         k, v = _values(w, s, at, sequence)
         keys = k.shape[0]
-        visible = s.see(w, sequence, keys)
+        visible = s.visibility(w, sequence, keys)
         if not s.keep_unseen and not bool(visible.any(0).all()):
             seen = visible.any(0)[:, None, None]
             k, v = torch.where(seen, k, 0.0), torch.where(seen, v, 0.0)
@@ -364,6 +372,6 @@ def exact(
         logits = logits.masked_fill(~visible, -torch.inf)
         if keys:
             w.top = max(w.top, float(logits.masked_fill(~visible, 0.0).nan_to_num(0.0, 0.0, 0.0).abs().max()))
-        s.store(w, sequence, s.weigh(w, logits, v, heads), into)
+        s.store(w, sequence, s.softmax(w, logits, v, heads), into)
     into.top = w.top
     return s.finish(w, into)

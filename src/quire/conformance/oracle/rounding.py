@@ -1,4 +1,4 @@
-"""Types that factors of a product may be rounded to on their way to a matrix unit, and how."""
+"""Reduced-precision types to which the factors of a product may be rounded for a matrix unit."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import NamedTuple
 import torch
 
 KEPT = {"tf32": 10, "fp16": 10, "bf16": 7}
-"""Bits of the fraction that a type keeps."""
+"""Fraction bits of each type."""
 ROUNDINGS = ("truncated", "nearest", "ties away")
-"""Matrix units drop bits; conversions round, ties to even or away from zero."""
+"""Matrix units truncate; conversions round to nearest, ties to even or away from zero."""
 
 
-class Narrow(NamedTuple):
-    """A type, and how numbers get into it."""
+class ReducedPrecision(NamedTuple):
+    """A type, and how numbers are rounded to it."""
 
     type: str
     rounding: str = "nearest"
@@ -24,7 +24,7 @@ class Narrow(NamedTuple):
         return 2.0 ** -(KEPT[self.type] + (self.rounding != "truncated"))
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """The same numbers as this type holds them; they come as fp32 does."""
+        """Numbers, taken as fp32, rounded to this type; the dtype of the tensor does not change."""
         drop = 23 - KEPT[self.type]
         bits = x.to(torch.float32).contiguous().view(torch.int32)
         if self.rounding == "nearest":
@@ -32,6 +32,6 @@ class Narrow(NamedTuple):
         elif self.rounding == "ties away":
             bits = bits + (1 << (drop - 1))
         kept = (bits & -(1 << drop)).view(torch.float32)
-        # What is too small or too large for fp16 is so however its fraction was cut.
+        # The range of fp16 is smaller than that of fp32: underflow and overflow do not depend on the rounding.
         kept = kept.to(torch.float16) if self.type == "fp16" else kept
         return torch.where(x.isfinite(), kept.to(x.dtype), x)

@@ -13,7 +13,7 @@ from quire.conformance.cases.call import KernelCall, guarded
 from quire.conformance.diagnosis.attempt import Attempt
 from quire.conformance.diagnosis.candidates import matches
 from quire.conformance.diagnosis.locate import spread, where
-from quire.conformance.oracle.budget import honest_losses, ratios, truth
+from quire.conformance.oracle.budget import ratios, rounding_losses, truth
 from quire.conformance.recording.record import Recorded
 from quire.conformance.reporting.report import UNKNOWN, Finding
 from quire.conformance.runner.threads import as_given, on_host
@@ -77,7 +77,7 @@ def judge(recorded: Recorded, name: str, run: Callable[[KernelCall], None], with
 
 def _judge(recorded: Recorded, name: str, run: Callable[[KernelCall], None], with_lse: bool) -> Verdict:
     call = call_of(recorded, with_lse)
-    losses = honest_losses(call)
+    losses = rounding_losses(call)
     done = Attempt(call, truth(call, losses=losses), losses)
     try:
         with as_given():
@@ -96,7 +96,7 @@ def _judge(recorded: Recorded, name: str, run: Callable[[KernelCall], None], wit
         place = where(done, best.fault.change(**best.parameters))
         margin = min((off for other, off in far if other not in alike), default=torch.inf)
         finding = Finding(
-            best.fault.name, alike, {}, best.distance, margin, place, best.fault.looks, evidence=(spread(done),), ranking=ranking
+            best.fault.name, alike, {}, best.distance, margin, place, best.fault.effect, evidence=(spread(done),), ranking=ranking
         )
     else:
         nearest = ", ".join(f"{other} ({away:.3g} budgets away)" for other, away in far[:2])
@@ -131,7 +131,7 @@ def call_of(recorded: Recorded, with_lse: bool) -> KernelCall:
         **_options(options, q.shape[2]),
         max_q_len=recorded.batch.max_q_len,
         max_kv_len=recorded.batch.max_kv_len,
-    ).seal()
+    ).take_checksums()
 
 
 def _options(options: Options, head_dim: int) -> dict[str, Any]:

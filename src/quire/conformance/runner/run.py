@@ -95,15 +95,15 @@ def _count(done: Attempt) -> tuple[float, int]:
 
 
 def _broken(case: Case, call: KernelCall) -> Iterable[Finding]:
-    seals = call.broken_seals()
+    changed = call.changed_inputs()
     groups = {
-        "writes-padding-rows": [s for s in seals if s.startswith("padding")],
-        "writes-outside-output": [s for s in seals if s.startswith(("before", "behind"))],
-        "changes-inputs": [s for s in seals if " " not in s],
+        "writes-padding-rows": [s for s in changed if s.startswith("padding")],
+        "writes-outside-output": [s for s in changed if s.startswith(("before", "behind"))],
+        "changes-inputs": [s for s in changed if " " not in s],
     }
     for name, parts in groups.items():
         if parts:
-            yield Finding(name, (name,), summary=f"{BY_NAME[name].looks}: {', '.join(parts)}", reproduce=str(case))
+            yield Finding(name, (name,), summary=f"{BY_NAME[name].effect}: {', '.join(parts)}", reproduce=str(case))
 
 
 def _picture(done: Attempt, findings: Sequence[Finding]) -> Picture:
@@ -238,7 +238,7 @@ def survive(case: Case, target: Target, trusted: frozenset[str] | None = frozens
 def _renamed(finding: Finding, fault: str) -> Finding:
     """The same finding by another name that fits it as well: parameters were those of the first."""
     kept = {name: value for name, value in finding.parameters.items() if name == "only"}
-    return replace(finding, fault=fault, summary=BY_NAME[fault].looks, parameters=kept)
+    return replace(finding, fault=fault, summary=BY_NAME[fault].effect, parameters=kept)
 
 
 def consistent(results: list[Result]) -> list[Result]:

@@ -99,7 +99,7 @@ class TargetWorker(SubprocessWorker):
             if is_lost(answer.error):
                 self.stop()
             raise Failure(answer.error, "crashes" if is_lost(answer.error) else "raises", answer.at)
-        call.broken_elsewhere = answer.broken
+        call.changed_in_subprocess = answer.broken
         if answer.lse is None:
             call.lse = None
         for tensor, data in ((call.out, answer.out), (call.lse, answer.lse)):
@@ -192,7 +192,7 @@ def _answer(target: Target, call: KernelCall) -> Answer:
         with all_threads():
             target.run(call)
         out, lse = (None if t is None else _bytes(whole_of(t)) for t in (call.out, call.lse))
-        return Answer(out or b"", lse, tuple(call.broken_seals()))
+        return Answer(out or b"", lse, tuple(call.changed_inputs()))
     except Exception as error:
         failure = Failure.of(error)
         return Answer(error=str(failure), at=failure.at)

@@ -34,7 +34,7 @@ from typing import Any
 import torch
 
 import quire
-from quire.conformance.cases.call import FEATURES, KernelCall
+from quire.conformance.cases.call import OPTIONAL_ARGUMENTS, KernelCall
 from quire.contract.call import Call
 from quire.dispatch.catalogue import CATALOGUE
 from quire.errors import ArgumentError
@@ -44,7 +44,7 @@ from quire.problem import FIELDS, Extent, Problem
 NEEDED = ("q", "k_pages", "v_pages", "page_table", "kv_lens", "q_starts", "out", "scale")
 INDISPENSABLE = NEEDED[:6]
 """Without these nobody can find the keys of a sequence; a function may return its output, and know its scale."""
-OPTIONAL = (*FEATURES, "lse", "layout", "format", "max_q_len", "max_kv_len")
+OPTIONAL = (*OPTIONAL_ARGUMENTS, "lse", "layout", "format", "max_q_len", "max_kv_len")
 EXTENT = Extent._fields
 LIMITED = (*FIELDS, *EXTENT, "contiguous")
 """What `SUPPORTS` may be about."""

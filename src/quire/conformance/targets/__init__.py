@@ -1,4 +1,4 @@
-"""Peers under test. Each file translates a call into a peer's own words, and says what that peer declares not to support."""
+"""Other libraries as targets. Each module translates a call to the arguments of a library and declares what it does not support."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ TARGETS: dict[str, str] = {
     "transformers.eager": "transformers",
     "transformers.sdpa": "transformers",
 }
-"""Name -> the file here whose `target(name, device)` makes it."""
+"""Name of a target -> module of this package whose `target(name, device)` returns it."""
 
 
 def load(name: str, device: str | None = None) -> Target:
-    """The peer of this name, which must be installed."""
+    """The target of this name, whose library must be installed."""
     module = import_module(f"quire.conformance.targets.{TARGETS[name]}")
     try:
         found: Target = module.target(name, device)
     except ImportError as error:
-        raise ArgumentError("target", f"{name}, which cannot be imported ({error})", "a peer that is installed here") from error
+        raise ArgumentError("target", f"{name}, which cannot be imported ({error})", "a library that is installed") from error
     if found.device.startswith("cuda") and not torch.cuda.is_available():
-        raise ArgumentError("target", f"{name} on {found.device}", "a peer that runs here: torch sees no GPU")
+        raise ArgumentError("target", f"{name} on {found.device}", "a GPU, which torch does not find")
     return found

@@ -1,4 +1,4 @@
-"""FlashAttention 2 and 3 over a page table, through vLLM's build of both or through the package of that name."""
+"""FlashAttention 2 and 3 over a page table, through vLLM's build of both or through the flash_attn package."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from quire.conformance.targets.peer import Rules, View, cannot_view, peer, relea
 
 _RULES: Rules = {
     "head_dim up to 256, in multiples of 8": lambda p: p.head_dim <= 256 and p.head_dim % 8 == 0,
-    "values of the keys' head_dim": lambda p: p.v_head_dim == p.head_dim,
+    "v_head_dim equal to head_dim": lambda p: p.v_head_dim == p.head_dim,
     "int32 indices": lambda p: p.index == "int32",
     "one causality for all sequences": lambda p: p.causal != "per-sequence",
 }
 RULES: dict[int, Rules] = {
     2: {
         **_RULES,
-        "queries in fp16 or bf16, and a cache of the same": lambda p: p.q_dtype in ("fp16", "bf16") and p.format == p.q_dtype,
+        "queries in fp16 or bf16, and a cache of the same type": lambda p: p.q_dtype in ("fp16", "bf16") and p.format == p.q_dtype,
         "page_size in multiples of 16": lambda p: p.page_size % 16 == 0,
     },
     3: {
         **_RULES,
-        "queries in fp16, bf16 or e4m3, and a cache of the same": lambda p: (
+        "queries in fp16, bf16 or e4m3, and a cache of the same type": lambda p: (
             p.q_dtype in ("fp16", "bf16", "e4m3fn") and p.format == p.q_dtype
         ),
-        "one scale a tensor or a head": lambda p: p.scales != "token",
+        "one scale per tensor or per head": lambda p: p.scales != "token",
     },
 }
 UPSTREAM_RULES: Rules = {**RULES[2], "page_size in multiples of 256": lambda p: p.page_size % 256 == 0}
@@ -77,14 +77,14 @@ def built_by_vllm(name: str, function: Callable[..., Any], version: int, device:
             **scales,
         )
         if call.lse is not None:
-            call.lse[: call.live] = result[1].T  # [heads, tokens] there
+            call.lse[: call.live] = result[1].T  # FlashAttention returns [heads, tokens]
 
     takes, rules = TAKES[version], RULES[version]
     return peer(name, run, device, takes=takes, rules=rules, cannot=cannot_view, refuses=True, version=built)
 
 
 def _upstream(name: str, device: str | None) -> Target:
-    """The package itself: FlashAttention 2, whose pages are large."""
+    """The flash_attn package: FlashAttention 2 with pages in multiples of 256."""
     import flash_attn
 
     def run(call: View) -> None:

@@ -1,4 +1,4 @@
-"""FlashInfer's paged wrappers: one for decodes, one for any mix of lengths."""
+"""FlashInfer's paged wrappers: one for decode sequences, one for any mix of lengths."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ WORKSPACE = 1 << 29
 """Bytes for partial results."""
 RULES: Rules = {
     "queries in fp16 or bf16": lambda p: p.q_dtype in ("fp16", "bf16"),
-    "a cache of q's type, or fp8": lambda p: p.format in (p.q_dtype, "e4m3fn", "e5m2"),
-    "one scale a tensor": lambda p: p.scales in ("none", "tensor"),
+    "a cache of the type of q, or fp8": lambda p: p.format in (p.q_dtype, "e4m3fn", "e5m2"),
+    "one scale per tensor": lambda p: p.scales in ("none", "tensor"),
     "head_dim of 64, 128, 256 or 512": lambda p: p.head_dim in (64, 128, 256, 512),
-    "values of the keys' head_dim": lambda p: p.v_head_dim == p.head_dim,
+    "v_head_dim equal to head_dim": lambda p: p.v_head_dim == p.head_dim,
     "int32 indices": lambda p: p.index == "int32",
     "one causality for all sequences": lambda p: p.causal != "per-sequence",
     "windows to the left": lambda p: p.causal == "yes" or p.window[1] is None,
 }
 DECODE_RULES: Rules = {**RULES, "windows to the left": lambda p: True}
-"""A row of one new token, the last, has nobody to its right."""
+"""A sequence of one new token has no key to the right of its query."""
 
 
 def target(name: str, device: str | None) -> Target:
@@ -37,11 +37,11 @@ def target(name: str, device: str | None) -> Target:
     def run(call: View) -> None:
         if "workspace" not in buffers:
             buffers["workspace"] = torch.zeros(WORKSPACE, dtype=torch.uint8, device=call.device)
-        ask(flashinfer, call, buffers["workspace"], decode)
+        plan_and_run(flashinfer, call, buffers["workspace"], decode)
 
     def cannot(call: KernelCall) -> str | None:
         if decode and not bool((call.q_starts.diff() == 1).all()):
-            return "rows of other than one new token"
+            return "sequences with other than one new token"
         if call.live < call.tokens and decode:
             return "padding rows"
         return cannot_view(call)
@@ -51,7 +51,7 @@ def target(name: str, device: str | None) -> Target:
     return peer(name, run, where, takes=takes, rules=rules, cannot=cannot, version=flashinfer.__version__)
 
 
-def ask(flashinfer: Any, call: View, workspace: torch.Tensor, decode: bool) -> None:
+def plan_and_run(flashinfer: Any, call: View, workspace: torch.Tensor, decode: bool) -> None:
     """Plans and runs one call."""
     k, v = call.token_major
     counts = -(-call.kv_lens.long() // call.page_size)
@@ -77,4 +77,4 @@ def ask(flashinfer: Any, call: View, workspace: torch.Tensor, decode: bool) -> N
     scales = {} if call.k_scale is None else {"k_scale": float(call.k_scale), "v_scale": float(call.v_scale)}
     result = wrapper.run(call.q[: call.live], (k, v), out=call.out[: call.live], return_lse=call.lse is not None, **scales)
     if call.lse is not None:
-        call.lse[: call.live] = result[1] * math.log(2.0)  # base 2 there
+        call.lse[: call.live] = result[1] * math.log(2.0)  # FlashInfer returns base 2

@@ -1,4 +1,4 @@
-"""What the adapters share: limits as data, and a call's cache in the shapes that peers take."""
+"""Shared by the adapters: declared limits as data, and the cache of a call in the shapes that other libraries take."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from quire.conformance.runner.target import Target, facts
 from quire.problem import Problem
 
 Rules = dict[str, Callable[[Problem], bool]]
-"""What a peer asks of a call, in words, and whether a call is so."""
+"""The requirements of a library: a description, and a function that checks a call."""
 
 LARGEST_COPY = 2**32
-"""Bytes of a cache that an adapter is ready to lay out anew."""
+"""The most bytes of a cache that an adapter converts to another layout."""
 
 
 def peer(
@@ -36,14 +36,14 @@ def peer(
     refuses: bool = False,
     version: str = "",
 ) -> Target:
-    """A target from what a peer `takes` (the names of options it has arguments for), the rules it declares, and what of a call
-    `cannot` be said to it at all. Unless it `refuses` by itself, it is not called beyond its rules."""
+    """A target for a library that `takes` these optional arguments and declares these rules. `cannot` returns a reason if a call
+    cannot be expressed in its arguments. Unless the library `refuses` unsupported calls itself, such calls are skipped."""
     known = set(takes.split())
 
     def limits(call: KernelCall) -> str | None:
         problem = facts(call)
         broken = [words for words, holds in rules.items() if not holds(problem)]
-        return f"it takes {'; '.join(broken)}" if broken else None
+        return f"it requires {'; '.join(broken)}" if broken else None
 
     def missing(call: KernelCall) -> str | None:
         lacks = [feature for feature, present in call.features.items() if present and feature not in known]
@@ -55,7 +55,7 @@ def peer(
 
 
 def release(package: str, module: ModuleType) -> str:
-    """The version of an installed package; where only its files are there, a checksum of the one that is put to the test."""
+    """The version of an installed package; without metadata, a checksum of the file under test."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -64,7 +64,7 @@ def release(package: str, module: ModuleType) -> str:
 
 
 class View:
-    """A call as peers want to see it. Nothing is copied that needs not be."""
+    """A call in the shapes that other libraries take. Nothing is copied unless the shape requires it."""
 
     def __init__(self, call: KernelCall):
         self.call = call
@@ -74,8 +74,8 @@ class View:
 
     @cached_property
     def page_table(self) -> torch.Tensor:
-        """The table as engines keep it for these peers: a cell that nobody needs may be -1 here; there it names page 0. Following
-        -1 would be no finding, and on a GPU the end of the run."""
+        """The page table as engines pass it to these libraries: an entry of -1, which must not be read, becomes 0. They
+        may read such entries, and -1 would be an illegal address on a GPU."""
         return self.call.page_table.clamp(min=0)
 
     @cached_property
@@ -84,7 +84,7 @@ class View:
 
     @property
     def max_q(self) -> int:
-        """The longest query, as it is: for the peers this is no hint."""
+        """The largest q_len, computed: these libraries rely on it, while a hint of a case may be too low."""
         return int(self.q_lens.max()) if self.q_lens.numel() else 0
 
     @property
@@ -93,7 +93,7 @@ class View:
 
     @property
     def sides(self) -> tuple[int, int]:
-        """The window in FlashAttention's words: -1 is unbounded, and a causal row looks right at nobody."""
+        """The window in FlashAttention's convention: -1 is unbounded, and the right side of a causal call is 0."""
         left, right = self.call.window
         return -1 if left is None else left, 0 if self.call.causal is True else -1 if right is None else right
 
@@ -106,7 +106,7 @@ class View:
 
     @cached_property
     def new_tokens(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The new tokens' keys and values, [tokens, kv_heads, dim] in q's type: those beside the cache, or those in it."""
+        """Keys and values of the new tokens, [tokens, kv_heads, dim] in the dtype of q: from the call, or read from the cache."""
         if self.call.new is not None:
             return self.call.new
         call, (k, v) = self.call, loose(self.call)
@@ -130,7 +130,7 @@ class View:
 
 
 def token_major(call: KernelCall) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """K and V as [pages, page_size, kv_heads, dim] without a copy; None if the layout splits an axis of theirs."""
+    """K and V as [pages, page_size, kv_heads, dim] without a copy; None if the layout splits an axis."""
     layout, found = layout_named(call.layout), []
     for order, pages in ((layout.k, call.k_pages), (layout.v, call.v_pages)):
         view = order.view(pages)
@@ -141,7 +141,7 @@ def token_major(call: KernelCall) -> tuple[torch.Tensor, torch.Tensor] | None:
 
 
 def loose(call: KernelCall) -> tuple[torch.Tensor, torch.Tensor]:
-    """K and V as [pages, page_size, kv_heads, dim], copied where they must be."""
+    """K and V as [pages, page_size, kv_heads, dim], copied if the layout requires it."""
     layout = layout_named(call.layout)
     return token_major(call) or (
         typed(call, layout.k.unpack(movable(call.k_pages)).view(call.k_pages.dtype)),
@@ -150,13 +150,13 @@ def loose(call: KernelCall) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def cannot_repack(call: KernelCall) -> str | None:
-    """Whether laying a cache out anew would take too much memory: pages may be spread over more than there is."""
+    """A reason if converting the cache to another layout would take too much memory."""
     size = call.k_pages.numel() * call.k_pages.element_size()
-    return f"a cache of {size >> 30} GiB, to be laid out anew" if size > LARGEST_COPY else None
+    return f"a cache of {size >> 30} GiB that must be converted to another layout" if size > LARGEST_COPY else None
 
 
 def cannot_view(call: KernelCall) -> str | None:
-    return None if token_major(call) is not None else f"layout {call.layout}: it takes pages of whole slots and dims"
+    return None if token_major(call) is not None else f"layout {call.layout}, which splits an axis"
 
 
 def plain(x: torch.Tensor, scale: torch.Tensor | None, page: torch.Tensor, offset: torch.Tensor) -> torch.Tensor:
@@ -167,12 +167,12 @@ def plain(x: torch.Tensor, scale: torch.Tensor | None, page: torch.Tensor, offse
 
 
 def typed(call: KernelCall, pages: torch.Tensor) -> torch.Tensor:
-    """Bytes under the type of their format."""
+    """Pages in the dtype of their format; bytes are reinterpreted."""
     return pages.view(FORMATS[call.format].dtype) if pages.dtype is torch.uint8 else pages
 
 
 def movable(pages: torch.Tensor) -> torch.Tensor:
-    """One-byte floats as bytes, which every operator can move."""
+    """One-byte floats as bytes, which every operator can copy."""
     return pages.view(torch.uint8) if pages.element_size() == 1 else pages
 
 

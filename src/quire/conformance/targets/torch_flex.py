@@ -15,11 +15,11 @@ from quire.conformance.targets.peer import Rules, View, cannot_view, peer
 
 LARGEST_TILE = 64
 RECOMPILES = 4096
-"""More than the suite has cases: at torch's own limit of eight it would go on uncompiled, and another kernel would be judged."""
+"""More than the number of cases. Beyond its limit, by default eight, torch falls back to another, uncompiled kernel."""
 MOST = 2**27
-"""Scores that a call may make where it is not compiled: they are all there at once."""
+"""The most scores of an uncompiled call, which holds all of them in memory."""
 RULES: Rules = {
-    "queries in fp32, fp16 or bf16, and a cache of the same": lambda p: (
+    "queries in fp32, fp16 or bf16, and a cache of the same type": lambda p: (
         p.q_dtype in ("fp32", "fp16", "bf16") and p.format == p.q_dtype
     ),
 }
@@ -35,21 +35,21 @@ def target(name: str, device: str | None) -> Target:
     attention: Any = torch.compile(flex_attention, dynamic=False) if compiled else flex_attention
 
     def run(call: View) -> None:
-        """Every sequence is a row of a rectangle, its new tokens first: what is behind them sees nothing and is thrown away."""
+        """Queries are padded to [seqs, longest]; the padding sees no key, and its output is discarded."""
         k, v = call.token_major
         longest, width = call.max_q, max(call.max_kv, 1)
         if not longest:
             return
         pages = paged(PagedAttention, call)
         lens, q_lens, starts = call.kv_lens.long(), call.q_lens.long(), call.q_starts.long()
-        sees, bias = mask_and_bias(call, lens, q_lens, where)
-        mask = create_block_mask(sees, call.seqs, None, longest, width, device=where, BLOCK_SIZE=(128, call.page_size))
+        is_visible, bias = mask_and_bias(call, lens, q_lens, where)
+        mask = create_block_mask(is_visible, call.seqs, None, longest, width, device=where, BLOCK_SIZE=(128, call.page_size))
         padded = call.q.new_zeros(call.seqs, longest, *call.q.shape[1:])
         rows = [slice(int(starts[i]), int(starts[i + 1])) for i in range(call.seqs)]
         for i, row in enumerate(rows):
             padded[i, : row.stop - row.start] = call.q[row]
         tile = min(call.page_size & -call.page_size, LARGEST_TILE)
-        ask = partial(
+        attend = partial(
             attention,
             padded.transpose(1, 2),
             k.flatten(0, 1).transpose(0, 1)[None],
@@ -62,7 +62,7 @@ def target(name: str, device: str | None) -> Target:
             kernel_options={"BLOCK_N": tile} if compiled else None,
         )
         with torch._dynamo.config.patch(recompile_limit=RECOMPILES, accumulated_recompile_limit=RECOMPILES):
-            out, aux = ask()
+            out, aux = attend()
         for i, row in enumerate(rows):
             call.out[row] = out[i, :, : row.stop - row.start].transpose(0, 1)
             if call.lse is not None:
@@ -72,10 +72,10 @@ def target(name: str, device: str | None) -> Target:
         for seq, columns in enumerate(needed(call)):
             ids = call.page_table[seq, columns]
             if len(ids.unique()) < len(ids):
-                return "a page that is twice in one sequence"
+                return "a page that occurs twice in one sequence"
         longest = int(call.q_starts.diff().max()) if call.seqs else 0
         scores = call.seqs * call.q_heads * longest * call.pages * call.page_size
-        return f"{scores} scores at once" if scores > MOST and not compiled else cannot_view(call)
+        return f"{scores} scores in memory at once" if scores > MOST and not compiled else cannot_view(call)
 
     takes = "window softcap alibi causal lse"
     version = torch.__version__ if compiled else f"{torch.__version__}, not compiled"
@@ -88,11 +88,11 @@ def mask_and_bias(
 ) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """The mask and the bias of a call, as functions of batch, head and the indices of query and key."""
     context, alibi = lens - q_lens, call.alibi
-    # Numbers as tensors: the compiler takes a plain one that changes for a symbol, and then cannot lower the function.
+    # Numbers are passed as tensors: the compiler makes a changing Python number a symbol, and then cannot lower the function.
     left, right, cap = (None if n is None else torch.tensor(n, device=device) for n in (*call.window, call.softcap))
     causal = call.causal if isinstance(call.causal, torch.Tensor) else torch.full_like(lens, call.causal, dtype=torch.bool)
 
-    def sees(b: Any, h: Any, q: Any, key: Any) -> Any:
+    def is_visible(b: Any, h: Any, q: Any, key: Any) -> Any:
         distance = context[b] + q - key
         seen = (q < q_lens[b]) & (key < lens[b]) & ((distance >= 0) | ~causal[b])
         if left is not None:
@@ -104,11 +104,11 @@ def mask_and_bias(
             score = cap * torch.tanh(score / cap)
         return score if alibi is None else score - alibi[h] * (context[b] + q - key).abs()
 
-    return sees, bias
+    return is_visible, bias
 
 
 def paged(kind: Any, call: View) -> Any:
-    """Its page table, filled with ours: it keeps the way back too, from a page to its place in each sequence."""
+    """torch's page table with the pages of the call, and the inverse mapping from a page to its index in each sequence."""
     pages = kind(call.pages, call.page_size, call.seqs, device=str(call.device))
     for seq, columns in enumerate(needed(call.call)):
         ids = call.page_table[seq, columns].long()
@@ -119,7 +119,7 @@ def paged(kind: Any, call: View) -> Any:
 
 
 def needed(call: KernelCall) -> list[slice]:
-    """The columns of the table that each sequence needs: pages left of a window may be anybody's by now."""
+    """The columns of the page table that each sequence needs: pages left of the window may belong to other sequences."""
     left, found = call.window[0], []
     for kv_len, q_len in zip(call.kv_lens.tolist(), call.q_starts.diff().tolist()):
         first = 0 if left is None else max(0, kv_len - q_len - left) // call.page_size

@@ -1,4 +1,4 @@
-"""`torch.nn.attention.varlen`, from torch 2.12 on: attention of ragged batches, over a page table if one is given."""
+"""`torch.nn.attention.varlen`: attention of ragged batches, since torch 2.12 also with a page table."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import torch
 from quire.conformance.runner.target import Target
 from quire.conformance.targets.peer import Rules, View, cannot_view, peer
 
-GPU = "a GPU: torch has no kernel of it for CPUs"
+GPU = "a GPU: torch has no CPU kernel for it"
 RULES: Rules = {
     GPU: lambda p: p.device == "cuda",
-    "queries in fp16 or bf16, and a cache of the same": lambda p: p.q_dtype in ("fp16", "bf16") and p.format == p.q_dtype,
+    "queries in fp16 or bf16, and a cache of the same type": lambda p: p.q_dtype in ("fp16", "bf16") and p.format == p.q_dtype,
     "head_dim up to 256, in multiples of 8": lambda p: p.head_dim <= 256 and p.head_dim % 8 == 0,
-    "values of the keys' head_dim": lambda p: p.v_head_dim == p.head_dim,
+    "v_head_dim equal to head_dim": lambda p: p.v_head_dim == p.head_dim,
     "int32 indices": lambda p: p.index == "int32",
     "one causality for all sequences": lambda p: p.causal != "per-sequence",
 }
@@ -22,7 +22,7 @@ def target(name: str, device: str | None) -> Target:
     from torch.nn.attention.varlen import AuxRequest, varlen_attn
 
     if "block_table" not in varlen_attn.__annotations__:
-        raise ImportError(f"torch {torch.__version__}: its varlen_attn takes no page table, 2.12's does")
+        raise ImportError(f"torch {torch.__version__}: varlen_attn takes a page table since torch 2.12")
 
     def run(call: View) -> None:
         k, v = call.token_major

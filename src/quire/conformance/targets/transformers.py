@@ -1,4 +1,4 @@
-"""transformers' paged functions for continuous batching: its cache writes the new tokens, gathers all of a batch's, and attends."""
+"""transformers' paged functions for continuous batching: the cache writes the new tokens and gathers all tokens of the batch."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from quire.conformance.runner.target import Target
 from quire.conformance.targets.peer import Rules, View, cannot_repack, loose, peer
 
 RULES: Rules = {
-    "queries in fp32, fp16 or bf16, and a cache of the same": lambda p: (
+    "queries in fp32, fp16 or bf16, and a cache of the same type": lambda p: (
         p.q_dtype in ("fp32", "fp16", "bf16") and p.format == p.q_dtype
     ),
-    "causal rows": lambda p: p.causal == "yes",
+    "causal sequences": lambda p: p.causal == "yes",
 }
 
 
@@ -32,12 +32,12 @@ def target(name: str, device: str | None) -> Target:
     def run(call: View) -> None:
         allocator = FullAttentionCacheAllocator.__new__(FullAttentionCacheAllocator)
         allocator.layer_type, allocator.index = "full_attention", 0
-        # The cache writes the new tokens itself: it gets a copy of its own.
+        # The cache writes the new tokens itself, so it gets a copy.
         allocator._kv_token_views = [tuple(pages.flatten(0, 1).clone() for pages in loose(call.call))]
         cache = PagedAttentionCache.__new__(PagedAttentionCache)
         cache.layer_to_allocator = [allocator]
         reads, writes = indices(call)
-        rows = call.q_lens > 0  # a sequence without new tokens is in no batch there
+        rows = call.q_lens > 0  # its batches contain no sequence without new tokens
         starts = torch.nn.functional.pad(call.kv_lens[rows].long().cumsum(0), (1, 0)).tolist()
         mask = torch.full((1, 1, call.live, len(reads)), torch.finfo(call.q.dtype).min, dtype=call.q.dtype, device=call.device)
         build_attention_mask(mask, [0, *call.q_starts[1:][rows].tolist()], starts)
@@ -55,7 +55,7 @@ def target(name: str, device: str | None) -> Target:
         result = function(module, query, key, value, mask, scaling=call.scale, cache=cache, **more)[0]
         call.out[: call.live] = result[0]
 
-    # Windows have a cache of their own there, a ring without pages.
+    # Layers with a window use another cache: a ring buffer without pages.
     takes = "new_k new_v sinks" if eager else "new_k new_v"
     where = device or ("cuda" if torch.cuda.is_available() else "cpu")
     return peer(name, run, where, takes=takes, rules=RULES, cannot=cannot_repack, version=transformers.__version__)

@@ -19,16 +19,16 @@ MODULES = {
     "vllm.unified_attention": "vllm.v1.attention.ops.triton_unified_attention",
 }
 CACHE_WORDS = {"e4m3fn": "fp8", "e5m2": "fp8_e5m2"}
-"""vLLM's names for the 8-bit formats. fp8 is the platform's e4m3, which is e4m3fn but on gfx94x."""
+"""vLLM's names for the 8-bit formats. fp8 is the platform's e4m3, which is e4m3fn except on gfx94x."""
 LEAST_PROGRAMS, SEGMENTS = 128, 16
-"""When vLLM cuts sequences into segments, and how many."""
+"""vLLM splits sequences into segments below this number of programs, and the number of segments."""
 
-_SAME_TYPE = {"a cache of q's type, or fp8": lambda p: p.format in (p.q_dtype, *CACHE_WORDS)}
+_SAME_TYPE = {"a cache of the type of q, or fp8": lambda p: p.format in (p.q_dtype, *CACHE_WORDS)}
 _PAIR_RULES: Rules = {
     "queries in fp16, bf16 or fp32": lambda p: p.q_dtype in ("fp16", "bf16", "fp32"),
     **_SAME_TYPE,
-    "one scale a tensor": lambda p: p.scales in ("none", "tensor"),
-    "values of the keys' head_dim": lambda p: p.v_head_dim == p.head_dim,
+    "one scale per tensor": lambda p: p.scales in ("none", "tensor"),
+    "v_head_dim equal to head_dim": lambda p: p.v_head_dim == p.head_dim,
     "one causality for all sequences": lambda p: p.causal != "per-sequence",
     "windows to the left": lambda p: p.causal == "yes" or p.window[1] is None,
 }
@@ -36,13 +36,13 @@ _UPSTREAM_RULES: Rules = {**_PAIR_RULES, "ALiBi without sinks": lambda p: not (p
 _UPSTREAM_MIXED_RULES: Rules = {**_UPSTREAM_RULES, "page_size of 16 or more, its smallest tile": lambda p: p.page_size >= 16}
 _UNIFIED_RULES: Rules = {
     "queries in fp16, bf16, fp32 or e4m3": lambda p: p.q_dtype in ("fp16", "bf16", "fp32", "e4m3fn"),
-    "a cache of q's type, fp8 or int8": lambda p: p.format in (p.q_dtype, "int8", *CACHE_WORDS),
-    "one scale a tensor, or one a token and head": lambda p: p.scales != "head",
-    "int8 with a scale a token": lambda p: p.format != "int8" or p.scales == "token",
-    "values of the keys' head_dim": lambda p: p.v_head_dim == p.head_dim,
+    "a cache of the type of q, fp8 or int8": lambda p: p.format in (p.q_dtype, "int8", *CACHE_WORDS),
+    "one scale per tensor, or per token and head": lambda p: p.scales != "head",
+    "int8 with a scale per token": lambda p: p.format != "int8" or p.scales == "token",
+    "v_head_dim equal to head_dim": lambda p: p.v_head_dim == p.head_dim,
     "head_dim of 32 or more": lambda p: p.head_dim >= 32,
     "page_size in multiples of 16": lambda p: p.page_size % 16 == 0,
-    "windows as wide to the right, where rows are not causal": lambda p: p.causal == "yes" or p.window[0] == p.window[1],
+    "symmetric windows unless causal": lambda p: p.causal == "yes" or p.window[0] == p.window[1],
 }
 
 
@@ -57,8 +57,8 @@ def target(name: str, device: str | None) -> Target:
 
 
 def _pair(name: str, function: Callable[..., Any], device: str, version: str) -> Target:
-    """The two that take new tokens beside a cache of x-packed pages. What is in the cache already is handed over beside it too, as
-    vLLM's own backend does."""
+    """The two operators that take new tokens as arguments, and a cache of x-packed pages. New tokens are passed as arguments also
+    if they are in the cache, as vLLM's backend does."""
     mixed = name.endswith("chunked_prefill_paged_decode")
 
     def run(call: View) -> None:
@@ -89,9 +89,9 @@ def _pair(name: str, function: Callable[..., Any], device: str, version: str) ->
 
     def cannot(call: KernelCall) -> str | None:
         if mixed and call.new is not None and bool((call.q_starts.diff() == 1).any()):
-            return "rows of one new token read the cache alone: their token must be there"
+            return "context form with a sequence of one new token, which it reads from the cache"
         if bool((call.q_starts.diff() > call.kv_lens).any()):
-            return "rows of more new tokens than tokens: new ones are among them there"
+            return "sequences with more new tokens than keys"
         head_dim = call.q.shape[2]
         if head_dim % (16 // call.k_pages.element_size()):
             return f"head_dim {head_dim} has no x-packed layout"
@@ -103,7 +103,7 @@ def _pair(name: str, function: Callable[..., Any], device: str, version: str) ->
 
 
 def _unified(name: str, function: Callable[..., Any], device: str, version: str) -> Target:
-    """The one that reads everything from the cache. Short batches get the buffers that vLLM's backend would give them."""
+    """The operator that reads everything from the cache, with the segment buffers that vLLM's backend passes for small batches."""
 
     def run(call: View) -> None:
         k, v = call.token_major

@@ -1,4 +1,4 @@
-"""The native CPU kernel on every instruction set that this CPU has, through the conformance kit."""
+"""The native CPU kernel passes the standard suite on every instruction set of this CPU."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from support.kernels import levels
 
 
 @pytest.mark.parametrize("level", levels())
-def test_every_case_is_right(level: str) -> None:
+def test_standard_suite_passes(level: str) -> None:
     with library.forced(level):
         report = conform(find("native", "cpu"), cases("standard"), "standard")
     wrong = {result.case.name: result.reason for result in report.results if result.status != "right"}

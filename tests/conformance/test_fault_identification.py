@@ -1,4 +1,4 @@
-"""A planted fault is named; one that nobody thought of is not given a wrong name; a right kernel is not given any."""
+"""An injected fault is identified, an unknown fault gets no wrong name, and a correct kernel has no findings."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from quire.conformance.cases.call import KernelCall
 from quire.conformance.cases.case import Case
 from quire.conformance.cases.suite import cases_of
 from quire.conformance.faults import CATALOGUE
-from quire.conformance.faults.planted import BEHAVIOUR, compute, planted
-from quire.conformance.oracle import exact as x
+from quire.conformance.faults.injected import BEHAVIOUR, compute, injected
+from quire.conformance.oracle import exact as oracle
 from quire.conformance.oracle.exact import PLAIN, SequenceResult, Stages
 from quire.conformance.reporting.report import Finding
 from quire.conformance.runner.run import examine
@@ -30,7 +30,7 @@ PLACES = (
     *("alibi-sinks", "extreme", "strided", "strided-context"),
 )
 CHAOTIC = ("fp16-read-as-bf16", "lse-without-log", "accumulated-in-16-bits")
-"""Numbers that overflow or explode, or are nothing but roundings: no prediction is within a budget everywhere."""
+"""Outputs that overflow, or consist of rounding errors: no prediction is within the budget everywhere."""
 
 
 def place_of(name: str) -> Case | None:
@@ -49,10 +49,10 @@ FAULTS = [fault.name for fault in CATALOGUE if fault.predicted and fault.name no
 
 
 @pytest.mark.parametrize("name", FAULTS[::4])
-def test_planted_fault_is_named(name: str) -> None:
+def test_injected_fault_is_identified(name: str) -> None:
     case = place_of(name)
     assert case is not None
-    result = examine(case, planted(name))
+    result = examine(case, injected(name))
     assert result.status == "wrong"
     first = result.findings[0]
     assert _is_named(name, first), first
@@ -60,33 +60,37 @@ def test_planted_fault_is_named(name: str) -> None:
 
 
 def _is_named(name: str, found: Finding) -> bool:
-    """Whether a finding has this name; a symptom is no name, and is told as what one sees."""
+    """Whether a finding has this name; a symptom has no name, but its effect is reported."""
     fault = FAULT[name]
-    return (found.fault, found.symptom) == ("unknown", fault.looks) if fault.symptom else name in (found.fault, *found.alike)
+    return (found.fault, found.symptom) == ("unknown", fault.effect) if fault.symptom else name in (found.fault, *found.alike)
 
 
 @pytest.mark.parametrize("name", BEHAVIOUR)
-def test_behaviour_is_named(name: str) -> None:
+def test_behavioural_fault_is_identified(name: str) -> None:
     place = "fp32" if name.startswith("products") else "invariant" if name == "depends-on-batch" else "edges"
-    result = examine(BY_NAME[place], planted(name))
+    result = examine(BY_NAME[place], injected(name))
     assert result.failed
     assert result.findings[0].fault == name
 
 
-def _weigh(change: Any) -> Stages:
-    def weigh(w: Any, logits: torch.Tensor, v: torch.Tensor, heads: torch.Tensor) -> SequenceResult:
+def _with_softmax(change: Any) -> Stages:
+    def softmax(w: Any, logits: torch.Tensor, v: torch.Tensor, heads: torch.Tensor) -> SequenceResult:
         return change(w, logits, v, heads)
 
-    return PLAIN.replace(weigh=weigh)
+    return PLAIN.replace(softmax=softmax)
 
 
 INVENTED = {
     "outputs shifted": PLAIN.replace(finish=lambda w, into: _with(into, into.out + 0.05)),
     "outputs clipped": PLAIN.replace(finish=lambda w, into: _with(into, into.out.clamp(-0.3, 0.3))),
-    "negative logits dropped": _weigh(lambda w, s, v, h: x.weigh(w, torch.where(s > -torch.inf, s.clamp(min=0), s), v, h)),
-    "values squared": _weigh(lambda w, s, v, h: x.weigh(w, s, v * v, h)),
-    "values of the next key": _weigh(lambda w, s, v, h: x.weigh(w, s, v.roll(1, 0), h)),
-    "two faults at once": _weigh(lambda w, s, v, h: x.weigh(w, torch.cat((s[..., :-1] * 2, s[..., -1:] - torch.inf), -1), v, h)),
+    "negative logits dropped": _with_softmax(
+        lambda w, s, v, h: oracle.softmax(w, torch.where(s > -torch.inf, s.clamp(min=0), s), v, h)
+    ),
+    "values squared": _with_softmax(lambda w, s, v, h: oracle.softmax(w, s, v * v, h)),
+    "values of the next key": _with_softmax(lambda w, s, v, h: oracle.softmax(w, s, v.roll(1, 0), h)),
+    "two faults at once": _with_softmax(
+        lambda w, s, v, h: oracle.softmax(w, torch.cat((s[..., :-1] * 2, s[..., -1:] - torch.inf), -1), v, h)
+    ),
 }
 
 
@@ -97,7 +101,7 @@ def _with(into: Any, out: torch.Tensor) -> Any:
 
 @pytest.mark.parametrize("name", INVENTED)
 @pytest.mark.parametrize("place", ["mixed", "window-needle"])
-def test_what_is_not_in_the_catalogue_is_unknown(name: str, place: str) -> None:
+def test_fault_outside_the_catalogue_is_unknown(name: str, place: str) -> None:
     def run(call: KernelCall) -> None:
         compute(call, INVENTED[name])
 
@@ -111,15 +115,15 @@ def test_what_is_not_in_the_catalogue_is_unknown(name: str, place: str) -> None:
 
 
 @pytest.mark.parametrize("case", [*cases_of("smoke"), *cases_of("standard")[::3]], ids=lambda case: case.name)
-def test_our_kernel_raises_no_alarm(case: Case) -> None:
+def test_correct_kernel_has_no_findings(case: Case) -> None:
     result = examine(case, ours("torch"))
     assert result.status == "right", result.findings
 
 
-def test_where_it_is() -> None:
-    """The place of a finding is the key at fault: its page and its slot."""
+def test_location_of_a_finding_is_the_wrong_key() -> None:
+    """The location contains the page of the key and its offset."""
     case = Case("one-decode", q_lens=(1, 1), kv_lens=(20, 40))
-    result = examine(case, planted("last-token-missing"))
+    result = examine(case, injected("last-token-missing"))
     where = result.findings[0].where
     call = build(case)
     assert (where.key, where.slot) in ((19, 3), (39, 7))
@@ -136,14 +140,14 @@ def test_where_it_is() -> None:
         ("several new tokens after others", lambda q_len, kv_len: 1 < q_len < kv_len),
     ],
 )
-def test_a_fault_of_one_of_two_kernels_is_named(kind: str, belongs: Callable[[int, int], bool]) -> None:
+def test_fault_of_one_of_two_kernels_is_identified(kind: str, belongs: Callable[[int, int], bool]) -> None:
     """Operators for mixed batches are often two kernels, and only one of them has the fault."""
     case = Case("window", q_lens=(1, 30, 9, 20), kv_lens=(80, 40, 33, 20), window=(15, 0))
 
     def run(call: KernelCall) -> None:
         compute(call)
         right, starts = call.out.clone(), call.q_starts.tolist()
-        planted("window-ignored").run(call)
+        injected("window-ignored").run(call)
         for start, end, kv_len in zip(starts, starts[1:], call.kv_lens.tolist()):
             if not belongs(end - start, kv_len):
                 call.out[start:end] = right[start:end]
@@ -154,27 +158,27 @@ def test_a_fault_of_one_of_two_kernels_is_named(kind: str, belongs: Callable[[in
     assert all(belongs(*lens) for lens in zip(again.q_lens, again.kv_lens))
 
 
-def test_one_miss_is_not_forgiven_if_it_is_a_miss_everywhere() -> None:
-    """With needles a softmax that drops small weights looks like one that is too sharp; with other numbers it does not."""
+def test_match_on_needle_data_only_is_unknown() -> None:
+    """With needle data a softmax that drops small weights matches one that is too sharp; with other data it does not."""
 
     def sharp(w: Any, logits: torch.Tensor, v: torch.Tensor, heads: torch.Tensor) -> SequenceResult:
-        return x.weigh(w, torch.where(logits < logits.amax(-1, keepdim=True) - 2, -torch.inf, logits), v, heads)
+        return oracle.softmax(w, torch.where(logits < logits.amax(-1, keepdim=True) - 2, -torch.inf, logits), v, heads)
 
-    result = examine(BY_NAME["decode-needle"], Target("sharp", lambda call: compute(call, _weigh(sharp))))
+    result = examine(BY_NAME["decode-needle"], Target("sharp", lambda call: compute(call, _with_softmax(sharp))))
     assert result.findings[0].fault == "unknown"
 
 
 @pytest.mark.parametrize("place", ["long-bf16", "long-needle"])
-def test_a_chance_fit_is_not_a_name(place: str) -> None:
-    """A page that weighs nothing, at the place of a key that is missing, explains a row. Nothing speaks for that page."""
+def test_page_without_weight_is_no_evidence_for_a_wrong_page(place: str) -> None:
+    """A page without weight, in place of a missing key, explains a row as well; that is no evidence for this page."""
 
-    def which(w: Any, row: x.BatchSequence, keys: int) -> torch.Tensor:
-        visible = x.see(w, row, keys)
+    def which(w: Any, row: oracle.BatchSequence, keys: int) -> torch.Tensor:
+        visible = oracle.visibility(w, row, keys)
         visible[:, keys - 1 :] &= keys % w.call.page_size != 1
         return visible
 
     case = BY_NAME[place]
-    result = examine(case, Target("drops the last key of some", lambda call: compute(call, PLAIN.replace(see=which))))
+    result = examine(case, Target("drops the last key of some", lambda call: compute(call, PLAIN.replace(visibility=which))))
     assert result.findings[0].fault == "unknown", result.findings[0]
 
 
@@ -199,7 +203,7 @@ MOVES = {"heads-swapped": _swap_heads, "rows-swapped": _swap_rows, "row-zero": _
 @pytest.mark.parametrize(
     "name", [*MOVES, "kv-heads-interleaved", "query-off-by-one", "query-heads-reversed", "table-row-off-by-one"]
 )
-def test_a_fault_is_named_whether_or_not_the_lse_has_it(name: str, follows: bool) -> None:
+def test_fault_is_identified_with_or_without_a_wrong_lse(name: str, follows: bool) -> None:
     def run(call: KernelCall) -> None:
         compute(call)
         live, right = call.live, call.lse
@@ -209,7 +213,7 @@ def test_a_fault_is_named_whether_or_not_the_lse_has_it(name: str, follows: bool
             call.out[:live] = MOVES[name](call.out[:live])
             right[:live] = MOVES[name](kept)
         else:
-            planted(name).run(call)
+            injected(name).run(call)
         if not follows:
             right[:live] = kept
 
@@ -217,15 +221,15 @@ def test_a_fault_is_named_whether_or_not_the_lse_has_it(name: str, follows: bool
     assert _is_named(name, first), first
 
 
-def test_the_smaller_case_has_no_name_either() -> None:
-    """Alone, a sequence that lacks its last key is one of a fault with a name; among others that do not, it is not."""
+def test_reduced_case_of_an_unknown_fault_is_unknown_too() -> None:
+    """A single sequence without its last key matches a fault of the catalogue; in a batch of complete sequences it does not."""
 
-    def see(w: Any, row: x.BatchSequence, keys: int) -> torch.Tensor:
-        visible = x.see(w, row, keys)
+    def visibility(w: Any, row: oracle.BatchSequence, keys: int) -> torch.Tensor:
+        visible = oracle.visibility(w, row, keys)
         visible[:, keys - 1 :] &= row.seq != 2 and w.call.seqs > 1
         return visible
 
-    target = Target("drops the last key of one", lambda call: compute(call, PLAIN.replace(see=see)))
+    target = Target("drops the last key of one", lambda call: compute(call, PLAIN.replace(visibility=visibility)))
     first = examine(BY_NAME["decode-needle"], target).findings[0]
     assert first.fault == "unknown"
     again = Case.parse(first.reproduce)
@@ -235,25 +239,25 @@ def test_the_smaller_case_has_no_name_either() -> None:
 
 @pytest.mark.parametrize("bits", [15, 16])
 @pytest.mark.parametrize("place", ["high-pages", "decode-high-pages"])
-def test_ids_in_so_many_bits(place: str, bits: int) -> None:
-    first = examine(BY_NAME[place], planted(f"page-ids-wrapped-at-2^{bits}")).findings[0]
+def test_wrapped_page_ids_are_identified_with_their_bits(place: str, bits: int) -> None:
+    first = examine(BY_NAME[place], injected(f"page-ids-wrapped-at-2^{bits}")).findings[0]
     assert first.alike == (f"page-ids-wrapped-at-2^{bits}",)
 
 
-def test_a_row_that_looks_like_its_neighbour_is_not_swapped_with_it() -> None:
-    """Where a query sees one key, the value of the one before is the result of the row before; which keeps its own."""
+def test_row_with_the_result_of_a_correct_row_is_not_swapped() -> None:
+    """If a query sees one key, the value of the previous key is the result of the previous row, which is itself correct."""
 
     def before(w: Any, logits: torch.Tensor, v: torch.Tensor, heads: torch.Tensor) -> SequenceResult:
         borders = torch.arange(v.shape[0]) % w.call.page_size == 0
-        return x.weigh(w, logits, torch.where(borders[:, None, None], v.roll(1, 0), v), heads)
+        return oracle.softmax(w, logits, torch.where(borders[:, None, None], v.roll(1, 0), v), heads)
 
     case = Case("window-1", q_lens=(20, 5), kv_lens=(20, 40), window=(0, 0))
-    first = examine(case, Target("the value before", lambda call: compute(call, _weigh(before)))).findings[0]
+    first = examine(case, Target("the value before", lambda call: compute(call, _with_softmax(before)))).findings[0]
     assert first.fault == "unknown", first
 
 
-def test_factors_that_change_with_the_numbers_are_no_factors() -> None:
-    """In one row every head may be off by a factor of its own. It must be the same factor the next time."""
+def test_factors_that_depend_on_the_data_are_unknown() -> None:
+    """In one row each head may be wrong by its own factor, but the factors must be the same in other calls."""
 
     def finish(w: Any, into: Any) -> Any:
         return _with(into, into.out * (1 + 0.2 * torch.sin(9 * into.lse)).unsqueeze(-1))
@@ -263,24 +267,24 @@ def test_factors_that_change_with_the_numbers_are_no_factors() -> None:
     assert first.fault == "unknown", first
 
 
-def test_what_depends_on_a_page_is_not_taken_for_what_depends_on_lengths() -> None:
-    """Page 0 is taken for no page. Where it happens to be the last one of a sequence, its keys are those of the last tile."""
+def test_fault_of_one_page_id_is_not_identified_as_a_fault_of_lengths() -> None:
+    """Page 0 is treated as no page. If it is the last page of a sequence, its keys are those of the last tile."""
 
-    def see(w: Any, row: x.BatchSequence, keys: int) -> torch.Tensor:
-        page, _ = x.locate(w, x.read(w), row, torch.arange(keys))
-        return x.see(w, row, keys) & (page != 0)
+    def visibility(w: Any, row: oracle.BatchSequence, keys: int) -> torch.Tensor:
+        page, _ = oracle.locate(w, oracle.read(w), row, torch.arange(keys))
+        return oracle.visibility(w, row, keys) & (page != 0)
 
     case = Case("null", q_lens=(20,), kv_lens=(20,), seed=27)
     assert build(case).page_table[0, 1] == 0
-    first = examine(case, Target("null page", lambda call: compute(call, PLAIN.replace(see=see)))).findings[0]
+    first = examine(case, Target("null page", lambda call: compute(call, PLAIN.replace(visibility=visibility)))).findings[0]
     assert first.fault in ("unknown", "keys-missing"), first
-    assert first.parameters.get("last") != 1 << 40, "the end of a sequence is no number"
+    assert first.parameters.get("last") != 1 << 40, "the end of a sequence is not a position"
 
 
 @pytest.mark.parametrize("each", [2, 3, 5])
 @pytest.mark.parametrize("start", range(3))
-def test_a_race_is_no_state_that_leaks_and_no_nan(each: int, start: int) -> None:
-    """Wrong now and then, whatever was called before and whatever stands where nobody may look."""
+def test_race_is_identified_as_nondeterminism(each: int, start: int) -> None:
+    """Some calls are wrong at random, independently of earlier calls and of poison values."""
     chance = random.Random(60 * each + start)
 
     def run(call: KernelCall) -> None:
@@ -294,7 +298,7 @@ def test_a_race_is_no_state_that_leaks_and_no_nan(each: int, start: int) -> None
     assert "several tries" in found[0].summary or "once in" in found[0].summary
 
 
-def test_a_page_of_the_call_before_is_a_state_also_where_short_rows_do_not_touch_it() -> None:
+def test_page_kept_from_an_earlier_long_call_is_a_state_leak() -> None:
     last: list[int] = []
 
     def keeps_a_page(call: KernelCall) -> None:
@@ -310,6 +314,6 @@ def test_a_page_of_the_call_before_is_a_state_also_where_short_rows_do_not_touch
     assert examine(decode, Target("keeps a page", keeps_a_page)).findings[0].fault == "state-leaks"
 
 
-def test_what_comes_back_after_another_call_each_time_is_a_state() -> None:
-    finding = examine(BY_NAME["mixed"], planted("state-leaks")).findings[0]
+def test_reproducible_dependence_on_an_earlier_call_is_a_state_leak() -> None:
+    finding = examine(BY_NAME["mixed"], injected("state-leaks")).findings[0]
     assert finding.fault == "state-leaks"

@@ -1,4 +1,4 @@
-"""Faults planted in an honest kernel: what a target with that fault would do."""
+"""Targets with one injected fault, computed by the oracle in the precision of a kernel."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from quire.conformance.faults import BY_NAME
 from quire.conformance.faults.behaviour import nan_leak
 from quire.conformance.oracle.budget import as_stored, factor_type
 from quire.conformance.oracle.exact import PLAIN, Outcome, Stages, exact
-from quire.conformance.oracle.rounding import Narrow
+from quire.conformance.oracle.rounding import ReducedPrecision
 from quire.conformance.runner.target import Target
 from quire.conformance.runner.threads import one_thread
 
 
 def put(call: KernelCall, outcome: Outcome) -> None:
-    """Writes an outcome as a kernel would: rounded to the output's type, and only where something is written."""
+    """Writes an outcome as a kernel does: rounded to the dtype of the output, and only `written` elements."""
     live = call.live
     keep = outcome.written[:live].to(call.device)
     new = as_stored(call, outcome).out[:live].to(call.out.dtype).to(call.device)
@@ -29,25 +29,25 @@ def put(call: KernelCall, outcome: Outcome) -> None:
 
 
 def compute(call: KernelCall, stages: Stages = PLAIN) -> None:
-    """An honest kernel: fp32, with factors rounded as matrix units do it."""
+    """Computes a call as a straightforward kernel does: in fp32, with factors rounded as for matrix units."""
     with one_thread():
         put(call, exact(call, stages, torch.float32, factor_type(call)))
 
 
-def planted(name: str, parameters: dict[str, Any] | None = None) -> Target:
-    """A target that is right but for one fault."""
+def injected(name: str, parameters: dict[str, Any] | None = None) -> Target:
+    """A target that is correct except for one fault."""
     fault = BY_NAME[name]
     if name in BEHAVIOUR:
-        return Target(f"planted {name}", BEHAVIOUR[name]())
+        return Target(f"injected {name}", BEHAVIOUR[name]())
 
     def run(call: KernelCall) -> None:
         stages = PLAIN
         if fault.applies(call):
             assert fault.change is not None
-            stages = fault.change(**(fault.planted(call) if parameters is None else parameters))
+            stages = fault.change(**(fault.injected_parameters(call) if parameters is None else parameters))
         compute(call, stages)
 
-    return Target(f"planted {name}", run)
+    return Target(f"injected {name}", run)
 
 
 def _leaks() -> Callable[[KernelCall], None]:
@@ -131,7 +131,7 @@ def _raises() -> Callable[[KernelCall], None]:
 def _products(type: str) -> Callable[[], Callable[[KernelCall], None]]:
     def run(call: KernelCall) -> None:
         with one_thread():
-            put(call, exact(call, PLAIN, torch.float32, Narrow(type, "truncated" if type == "tf32" else "nearest")))
+            put(call, exact(call, PLAIN, torch.float32, ReducedPrecision(type, "truncated" if type == "tf32" else "nearest")))
 
     return lambda: run
 

@@ -1,6 +1,6 @@
-"""The peers' adapters: a call in a peer's own words is the same call, and what a peer cannot be asked is said.
+"""Adapters of other libraries: they translate a call correctly, and give a reason for a call that a library does not support.
 
-Peers that need a GPU are played here by stand-ins, which do what the peer's documentation says with what they are handed.
+Libraries that need a GPU are replaced by stand-ins, which compute what the documentation of the library specifies.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from quire.reference import attention
 CASES = {
     "mixed batch": Case("plain"),
     "decodes": Case("decode", q_lens=(1, 1, 1), kv_lens=(37, 64, 1)),
-    "a row without new tokens": Case("none", q_lens=(0, 3, 1), kv_lens=(5, 9, 20)),
+    "a sequence without new tokens": Case("none", q_lens=(0, 3, 1), kv_lens=(5, 9, 20)),
     "padding": Case("padding", padding=3),
     "hnd": Case("hnd", layout="hnd"),
     "vllm_x": Case("x", layout="vllm_x"),
@@ -38,7 +38,7 @@ CASES = {
     "padded pages": Case("padded", storage="padded"),
     "window": Case("window", window=(7, 0)),
     "window to both sides": Case("both", window=(7, 7), causal="no"),
-    "not causal": Case("sight", causal="no"),
+    "not causal": Case("non-causal", causal="no"),
     "softcap": Case("cap", softcap=5.0),
     "alibi": Case("alibi", alibi=True),
     "sinks": Case("sinks", sinks=True),
@@ -48,13 +48,13 @@ CASES = {
     "fp8": Case("fp8", format="e4m3fn", scales="tensor"),
     "e5m2 as bytes": Case("bytes", format="e5m2", scales="tensor", storage="bytes"),
     "int8 by token": Case("int8", format="int8", scales="token"),
-    "a scale a head": Case("head", format="e4m3fn", scales="head"),
+    "a scale per head": Case("head", format="e4m3fn", scales="head"),
     "tree mask": Case("tree", mask=True),
 }
 
 PAGED = {"hnd", "joint", "padded pages"}
-COMMON = {"mixed batch", "decodes", "a row without new tokens", "padding", *PAGED}
-RIGHT: dict[str, set[str]] = {
+COMMON = {"mixed batch", "decodes", "a sequence without new tokens", "padding", *PAGED}
+SUPPORTED: dict[str, set[str]] = {
     "quire.compat.vllm.chunked_prefill_paged_decode": {
         *COMMON, "vllm_x", "window", "not causal", "alibi", "sinks", "int64", "context form", "fp8", "e5m2 as bytes",
     },
@@ -72,7 +72,7 @@ RIGHT: dict[str, set[str]] = {
     "flashinfer.decode": {"decodes"},
     "torch.varlen": {*COMMON, "window", "window to both sides", "not causal", "lse"},
 }  # fmt: skip
-"""Which cases each can be asked, and answers rightly. The others it is not asked, for a reason."""
+"""The cases that each library supports. For all others its adapter gives a reason."""
 
 
 def by_reference(
@@ -107,7 +107,7 @@ def flash_attn(**given: Any) -> Any:
 
 
 def varlen_attn(q, k, v, cu_seq_q, cu_seq_k, max_q, max_k, *, block_table, seqused_k, scale, window_size, enable_gqa, return_aux):
-    """torch's, as its page says: causality is a window that does not look right."""
+    """torch's function as documented: causality is a window whose right side is 0."""
     assert cu_seq_k is None and enable_gqa
     out, lse = by_reference(q, k, v, block_table, seqused_k, cu_seq_q, scale=scale, causal=False, window=sided(window_size))
     return out if return_aux is None else (out, lse.T)
@@ -117,7 +117,7 @@ varlen_attn.__annotations__ = {"block_table": torch.Tensor}
 
 
 class Wrapper:
-    """FlashInfer's wrappers: pages as lists one after the other, the LSE to base 2."""
+    """FlashInfer's wrappers: concatenated lists of pages, and the LSE to base 2."""
 
     decode = False
 
@@ -149,7 +149,7 @@ class DecodeWrapper(Wrapper):
 
 @pytest.fixture
 def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Peers that cannot be here, under their own names."""
+    """Stand-ins for libraries that cannot run on a CPU, under their names."""
 
     def module(name: str, **members: Any) -> None:
         made = ModuleType(name)
@@ -162,7 +162,7 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
     wrappers = {"BatchPrefillWithPagedKVCacheWrapper": Wrapper, "BatchDecodeWithPagedKVCacheWrapper": DecodeWrapper}
     module("flashinfer", __version__="0.0", **wrappers)
     module("torch.nn.attention.varlen", varlen_attn=varlen_attn, AuxRequest=lambda lse: lse)
-    # What stands in for it runs here.
+    # The stand-in runs on a CPU.
     monkeypatch.delitem(torch_varlen.RULES, torch_varlen.GPU)
 
 
@@ -176,17 +176,19 @@ def why_not(target: Target, case: Case) -> str | None:
     return target.missing(call) or target.limits(call)
 
 
-# FlexAttention traces its functions anew for every call: seconds each, so it is asked less.
-ASKED = [(name, case) for name in RIGHT for case in (CASES if name != "torch.flex" else (*sorted(RIGHT[name]), "fp8", "vllm_x"))]
+# FlexAttention traces its functions in every call, which takes seconds: it gets fewer cases.
+CALLS = [
+    (name, case) for name in SUPPORTED for case in (CASES if name != "torch.flex" else (*sorted(SUPPORTED[name]), "fp8", "vllm_x"))
+]
 
 
-@pytest.mark.parametrize("name, case", ASKED)
-def test_a_peer_gets_the_same_call(name: str, case: str, stand_ins: None) -> None:
+@pytest.mark.parametrize("name, case", CALLS)
+def test_library_gets_the_same_call_or_a_reason_is_given(name: str, case: str, stand_ins: None) -> None:
     target = targets.load(name, "cpu")
-    # Without a compiler FlexAttention multiplies every page with every weight, zero or not.
+    # Uncompiled, FlexAttention multiplies all pages by their weights, also by 0.
     call = build(CASES[case].replace(poison="zero") if name == "torch.flex" else CASES[case])
     reason = target.missing(call) or target.limits(call)
-    if case not in RIGHT[name]:
+    if case not in SUPPORTED[name]:
         assert reason
         return
     assert reason is None
@@ -194,11 +196,11 @@ def test_a_peer_gets_the_same_call(name: str, case: str, stand_ins: None) -> Non
         warnings.simplefilter("ignore")
         target.run(call)
     assert max(distance(call.out, call.lse, call.unwritten(), right(call.case), call.live)) <= 1
-    assert call.broken_seals() == []
+    assert call.changed_inputs() == []
 
 
 @pytest.mark.parametrize("name", ["flash_attn.fa3", "flashinfer.prefill", "quire.compat.vllm.unified_attention"])
-def test_cells_that_nobody_needs_name_a_page(name: str, stand_ins: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unused_table_entries_are_valid_page_ids(name: str, stand_ins: None, monkeypatch: pytest.MonkeyPatch) -> None:
     tables: list[torch.Tensor] = []
     seen = View.page_table.func
     monkeypatch.setattr(View, "page_table", property(lambda view: tables.append(seen(view)) or tables[-1]))
@@ -208,8 +210,8 @@ def test_cells_that_nobody_needs_name_a_page(name: str, stand_ins: None, monkeyp
     assert tables and all((table >= 0).all() for table in tables)
 
 
-def test_a_wrong_translation_is_seen(stand_ins: None) -> None:
-    """The stand-ins are no rubber stamps: a window one key too narrow is one."""
+def test_stand_in_detects_a_wrong_translation(stand_ins: None) -> None:
+    """A window that is one key too narrow gives a wrong result."""
     call = build(CASES["window"])
     call.window = (6, 0)
     targets.load("flash_attn.fa3", "cpu").run(call)
@@ -222,28 +224,28 @@ def test_a_wrong_translation_is_seen(stand_ins: None) -> None:
         ("flash_attn.fa3", "int64", "int32 indices"),
         ("flash_attn.fa3", "alibi", "no argument for alibi"),
         ("flash_attn.fa2", "fp8", "no argument for k_scale"),
-        ("flashinfer.decode", "mixed batch", "rows of other than one new token"),
+        ("flashinfer.decode", "mixed batch", "sequences with other than one new token"),
         ("quire.compat.vllm.unified_attention", "vllm_x", "layout vllm_x"),
-        ("quire.compat.vllm.chunked_prefill_paged_decode", "a scale a head", "one scale a tensor"),
+        ("quire.compat.vllm.chunked_prefill_paged_decode", "a scale per head", "one scale per tensor"),
         ("torch.flex", "fp8", "no argument for k_scale"),
     ],
 )
-def test_what_cannot_be_asked_is_said(name: str, case: str, says: str, stand_ins: None) -> None:
+def test_reason_for_an_unsupported_call(name: str, case: str, says: str, stand_ins: None) -> None:
     assert says in str(why_not(targets.load(name, "cpu"), CASES[case]))
 
 
-def test_decode_rows_in_context_form_are_not_asked_of_vllm(stand_ins: None) -> None:
+def test_decode_sequences_in_context_form_are_skipped_for_vllm(stand_ins: None) -> None:
     target = targets.load("quire.compat.vllm.chunked_prefill_paged_decode", "cpu")
-    assert "read the cache alone" in str(why_not(target, Case("context", form="context")))
+    assert "which it reads from the cache" in str(why_not(target, Case("context", form="context")))
 
 
 @pytest.mark.parametrize("name", ["chunked_prefill_paged_decode", "context_attention_fwd"])
-def test_cross_attention_is_not_asked_of_vllm(name: str) -> None:
+def test_cross_attention_is_skipped_for_vllm(name: str) -> None:
     case = Case("cross", q_lens=(20, 3), kv_lens=(7, 40), causal="no")
-    assert "more new tokens than tokens" in str(why_not(targets.load(f"quire.compat.vllm.{name}", "cpu"), case))
+    assert "more new tokens than keys" in str(why_not(targets.load(f"quire.compat.vllm.{name}", "cpu"), case))
 
 
-def test_what_vllm_refuses_by_itself_is_a_limit() -> None:
+def test_limits_of_vllm_itself_do_not_apply_to_quire() -> None:
     for name, asked, says in (
         ("context_attention_fwd", Case("both", alibi=True, sinks=True), "ALiBi without sinks"),
         ("chunked_prefill_paged_decode", Case("small", page_size=8), "page_size of 16"),
@@ -253,14 +255,14 @@ def test_what_vllm_refuses_by_itself_is_a_limit() -> None:
         assert says in (theirs.limits(call) or "") and ours.limits(call) is None
 
 
-def test_flex_is_asked_for_tiles_that_divide_a_page() -> None:
+def test_flex_requires_tiles_that_divide_a_page() -> None:
     taken = [
         all(rule(Case("p", page_size=size).problem) for rule in torch_flex.COMPILED_RULES.values()) for size in (1, 8, 16, 24, 48)
     ]
     assert taken == [False, False, True, False, True]
 
 
-def test_a_release_is_told_by_the_package_or_by_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_release_is_the_package_version_or_a_checksum(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "somepeer.py").write_text("x = 1\n")
     monkeypatch.syspath_prepend(tmp_path)
     module = import_module("somepeer")
@@ -272,18 +274,18 @@ def test_a_release_is_told_by_the_package_or_by_the_file(tmp_path: Path, monkeyp
     assert release("somepeer", module) == "3.4"
 
 
-def test_a_peer_that_is_not_here_is_named() -> None:
+def test_missing_library_is_an_argument_error() -> None:
     with pytest.raises(ArgumentError, match=r"vllm\.unified_attention, which cannot be imported \(No module named 'vllm"):
         targets.load("vllm.unified_attention", "cpu")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
-def test_a_peer_that_needs_a_gpu_says_so(stand_ins: None) -> None:
-    with pytest.raises(ArgumentError, match=r"flash_attn\.fa3 on cuda; allowed: a peer that runs here"):
+def test_library_that_needs_a_gpu_is_an_argument_error(stand_ins: None) -> None:
+    with pytest.raises(ArgumentError, match=r"flash_attn\.fa3 on cuda; allowed: a GPU, which torch does not find"):
         targets.load("flash_attn.fa3")
 
 
-def test_transformers_if_it_is_here() -> None:
+def test_transformers_gives_correct_results() -> None:
     pytest.importorskip("transformers", reason="transformers is not installed")
     for name in ("transformers.eager", "transformers.sdpa"):
         target = targets.load(name, "cpu")
