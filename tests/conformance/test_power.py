@@ -6,8 +6,8 @@ import pytest
 
 from quire.conformance.cases.case import Case
 from quire.conformance.cases.suite import cases_of
-from quire.conformance.diagnosis.power import ALWAYS_SHOW, never_exposed, power_of
 from quire.conformance.faults import CATALOGUE
+from quire.conformance.runner.power import ALWAYS_SHOW, never_exposed, power_of
 
 COVER = (
     *("very-far", "hints-low", "fp8-context", "e5m2-tensor", "e4m3fnuz-tensor", "e4m3fn-tokens", "fp8-queries", "scale"),

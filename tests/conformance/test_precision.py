@@ -114,7 +114,7 @@ def test_other_errors_of_that_size_are_unknown(name: str) -> None:
 
 
 def test_all_bits_are_right() -> None:
-    assert examine(FP32, Target("honest", online)).status == "right"
+    assert examine(FP32, Target("honest", online)).status == "correct"
 
 
 @pytest.mark.parametrize("type", KEPT)

@@ -134,7 +134,7 @@ def test_a_recorded_call_with_out_scale_is_judged(call: dict[str, Any], tmp_path
     with quire.record(tmp_path / "call"):
         quire.attend(**call, options=quire.Options(out_scale=0.01))
     (recorded,) = load(tmp_path / "call")
-    assert (then(recorded).status, here(recorded).status) == ("right", "right")
+    assert (then(recorded).status, here(recorded).status) == ("correct", "correct")
     assert recorded.out is not None
     recorded.out.view(torch.uint8)[3] ^= 0x40  # another exponent
     assert then(recorded).status == "wrong"

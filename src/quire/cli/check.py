@@ -1,4 +1,4 @@
-"""`quire check`: whether a recorded call keeps the contract, and whether the tokens that it wrote are where they belong."""
+"""`quire check`: whether a recorded call keeps the contract, and whether the tokens that it wrote are in their slots."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from quire.cli.command import INTERRUPTED, Args, Argument, Command
 from quire.cli.command import answer as give
 from quire.conformance.recording.record import Recorded, load
 
-HELP = "Says which rules of the contract a recorded call breaks, and where. Nothing is run again."
+HELP = "Lists the rules of the contract that a recorded call violates, and where. Nothing is run again."
 EXAMPLES = """\
 examples:
   quire check call.safetensors            every call of a file that quire.record wrote
   quire check call.safetensors --json     for programs
 
-exit status: 0 if every call keeps the contract, 1 if one does not, 2 an argument is wrong, 130 interrupted
+exit status: 0 if every call keeps the contract, 1 if one does not, 2 invalid arguments, 130 interrupted
 """
 
 
@@ -34,21 +34,21 @@ def run(args: Args) -> int:
 
 
 def answer(call: Recorded) -> dict[str, Any]:
-    """What was found, for programs."""
+    """The result for one call, as in the JSON output."""
     found, lost = call.violations(), call.lost_tokens()
     return {
-        "operation": call.notes["operation"],
+        "operation": call.metadata["operation"],
         "problem": str(call.problem),
-        "device": call.notes["device"],
-        "error": call.notes["error"],
+        "device": call.metadata["device"],
+        "error": call.metadata["error"],
         "violations": [violation.to_dict() for violation in found],
         "lost_tokens": lost,
-        "holds": not lost and not call.notes["error"] and all(violation.harmless for violation in found),
+        "holds": not lost and not call.metadata["error"] and all(violation.harmless for violation in found),
     }
 
 
 def _words(number: int, call: Recorded, found: dict[str, Any]) -> str:
-    saved = call.notes["pages"]
+    saved = call.metadata["pages"]
     lines = [
         f"call {number}: quire.{found['operation']} on {found['device']}, {saved['saved']} of {saved['of']} pages saved",
         f"  {found['problem']}",

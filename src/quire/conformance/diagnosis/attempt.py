@@ -1,4 +1,4 @@
-"""One call of a target: what it gave, what it should have given, and how far a prediction is from what it gave."""
+"""One call of a target: its result, the exact result, and the distance of a prediction from its result."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ COARSEST = 256.0
 
 @dataclass
 class Attempt:
-    """A call that was run, and what it should have given."""
+    """A call that was run, and its exact result."""
 
     call: KernelCall
     right: Truth
@@ -43,7 +43,7 @@ class Attempt:
         return max(self.distances) if not self.error else torch.inf
 
     @property
-    def is_right(self) -> bool:
+    def is_correct(self) -> bool:
         return not self.error and self.off <= 1
 
     @property
@@ -161,13 +161,13 @@ def try_case(case: Case, target: Target) -> Attempt | None:
         return None
 
 
-def asking(target: Target) -> precision.Answer:
+def run_on(target: Target) -> precision.RunCase:
     """Runs cases on a target, for `precision`."""
 
-    def ask(case: Case) -> tuple[KernelCall, Truth] | None:
+    def run_case(case: Case) -> tuple[KernelCall, Truth] | None:
         if not can_run(case, target):
             return None
         done = attempt(case, target)
         return None if done.error else (done.call, done.right)
 
-    return ask
+    return run_case

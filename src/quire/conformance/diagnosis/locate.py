@@ -1,4 +1,4 @@
-"""Where an error is: the worst element with its expected and actual value, the key at fault, and the extent of the error."""
+"""Where an error is: the worst element with its expected and actual value, the faulty key, and the extent of the error."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ SHOWN = 8
 
 
 def where(done: Attempt, stages: Stages | None = None) -> Where:
-    """The worst element, and the key at fault if the fault has one."""
+    """The worst element, and the faulty key if the fault has one."""
     if done.error or not done.call.live:
         return Where()
     row, head, dim = worst_element(done)
     call = done.call
     starts, lens = call.q_starts.tolist(), call.kv_lens.tolist()
     seq = max((i for i in range(call.seqs) if starts[i] <= row), default=0)
-    token = lens[seq] - (starts[seq + 1] - starts[seq]) + row - starts[seq]
-    key, page, slot = _key(call, seq, row - starts[seq], stages)
-    return Where(seq, row, token, head, dim, key, page, slot)
+    position = lens[seq] - (starts[seq + 1] - starts[seq]) + row - starts[seq]
+    key, page, offset = _key(call, seq, row - starts[seq], stages)
+    return Where(seq, row, position, head, dim, key, page, offset)
 
 
 def worst_element(done: Attempt) -> tuple[int, int, int | None]:
@@ -60,7 +60,7 @@ def spread(done: Attempt) -> str:
     starts = done.call.q_starts.tolist()
     seqs = [i for i in range(done.call.seqs) if bool(rows[starts[i] : starts[i + 1]].any())]
     words = [
-        f"{int(wrong.sum())} of {wrong.numel()} " + ("elements" if of_lse is None else "LSEs, while the output is right"),
+        f"{int(wrong.sum())} of {wrong.numel()} " + ("elements" if of_lse is None else "LSEs, while the output is correct"),
         f"sequences {_some(seqs, done.call.seqs)}",
         f"rows {_some(rows.nonzero().flatten().tolist(), live)}",
         f"heads {_some(heads.nonzero().flatten().tolist(), done.call.q_heads)}",
@@ -72,7 +72,7 @@ def spread(done: Attempt) -> str:
 
 
 def _constant_error(done: Attempt, wrong: torch.Tensor) -> str:
-    """By how much LSEs are off, if it is the same everywhere."""
+    """The error of the LSEs, if it is the same everywhere."""
     assert done.lse is not None
     steps = (done.lse[: done.call.live].double() - done.right.outcome.lse[: done.call.live])[wrong]
     same = float(steps.max() - steps.min()) <= 2 * float(done.right.lse_budget.max())
@@ -94,7 +94,7 @@ def _lse_alone(done: Attempt) -> torch.Tensor | None:
 
 
 def _key(call: KernelCall, seq: int, query: int, stages: Stages | None) -> tuple[int | None, int | None, int | None]:
-    """Position, page and slot of the first key that a fault treats differently: one it sees or hides, or one it reads elsewhere."""
+    """Position, page and offset of the first key that a fault hides or shows wrongly, or reads from another slot."""
     if stages is None:
         return None, None, None
     try:
@@ -126,7 +126,7 @@ def _changed_key(call: KernelCall, seq: int, query: int, stages: Stages) -> int 
 
 
 def cell(finding: Finding, call: KernelCall) -> tuple[int, int] | None:
-    """Sequence and column of the page at fault, where one is known."""
+    """Sequence and column of the page of the faulty key, where one is known."""
     place = finding.where
     if place.sequence is None or place.key is None:
         return None

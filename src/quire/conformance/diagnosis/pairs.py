@@ -1,4 +1,4 @@
-"""Two faults at once: the first is named on a case without options, the second beside it on the case that fails."""
+"""Two faults at once: the first is named on a case without options, the second together with it on the failing case."""
 
 from __future__ import annotations
 
@@ -44,25 +44,25 @@ def without_options(case: Case) -> Case:
 
 
 def pair_of_faults(case: Case, target: Target, done: Attempt, named_alone: Callable[[Case, Attempt], list[Match]]) -> Pair | None:
-    """The pair that explains a result, confirmed by probes; None if there is none, or the first fault is never alone."""
+    """The pair that explains a result, confirmed by probes; None if there is none, or no case shows the first fault alone."""
     bare = without_options(case)
     if bare == case:
         return None
     alone = try_case(bare, target)
-    if alone is None or alone.is_right or alone.error:
+    if alone is None or alone.is_correct or alone.error:
         return None
     for first in named_alone(bare, alone)[:1]:
-        found = [beside for fault in NAMED if (beside := _beside(first, fault, done)) is not None]
-        for both, second in found:
-            kept, said = confirm([both], case, target)
+        found = [both for fault in NAMED if (both := _with_second(first, fault, done)) is not None]
+        for pair, second in found:
+            kept, lines = confirm([pair], case, target)
             if kept:
-                evidence = (f"{first.fault.name} alone explains {bare.name} without options", *said)
-                return Pair((first, second), (bare, None), both.distance, evidence)
+                evidence = (f"{first.fault.name} alone explains {bare.name} without options", *lines)
+                return Pair((first, second), (bare, None), pair.distance, evidence)
     return None
 
 
-def _beside(first: Match, fault: Fault, done: Attempt) -> tuple[Match, Match] | None:
-    """A second fault whose stages, beside those of the first, predict the result."""
+def _with_second(first: Match, fault: Fault, done: Attempt) -> tuple[Match, Match] | None:
+    """A second fault whose stages, together with those of the first, predict the result."""
     if fault.solve is not None or fault.name == first.fault.name or not fault.applies(done.call):
         return None
     for parameters in fault.tries:
