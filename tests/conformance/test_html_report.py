@@ -186,5 +186,5 @@ def test_a_browser_runs_it(html: str, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert not re.findall(r"CONSOLE.*(?:Error|Uncaught)", done.stderr), done.stderr
     assert 'data-ready="6"' in done.stdout  # the map's script has run over all its tokens
-    assert "row 3, sequence 1, position 37, head 1: 3.00e+4 budgets off" in done.stdout
+    assert "row 3, sequence 1, position 37, head 1: 3.00e+4 error budgets" in done.stdout
     assert "<title>6 x 2</title>" in done.stdout

@@ -59,7 +59,7 @@ def test_a_wrong_token_is_found(finished: DemoEngine, monkeypatch: pytest.Monkey
     monkeypatch.setattr(request, "tokens", tokens)
     found = Proof.of(proof.tokens(finished))
     assert not found.holds
-    assert f"request 2, token {request.wanted - 1}: '#' was made, alone it makes '" in found.where
+    assert f"request 2, token {request.wanted - 1}: '#' was sampled, alone it samples '" in found.where
 
 
 def test_another_prompt_is_found(finished: DemoEngine, monkeypatch: pytest.MonkeyPatch) -> None:
