@@ -266,7 +266,7 @@ def _finding(report: Report, finding: Finding, cases: Sequence[str]) -> Iterator
     yield f"{finding.title}{given}, {which}"
     yield f"  {finding.summary}"
     if finding.undiagnosed:
-        yield f"  diagnosed  {len(cases)} of the failing cases; {finding.undiagnosed} were not diagnosed and may have other faults"
+        yield f"  note       {finding.undiagnosed} failing cases were not diagnosed: they may have this fault or others"
     if len(ways) == 1 and len(cases) > 1:
         yield f"  in         {_few(cases)}"
     elif len(ways) > 1:

@@ -61,12 +61,12 @@ def spread(done: Attempt) -> str:
     seqs = [i for i in range(done.call.seqs) if bool(rows[starts[i] : starts[i + 1]].any())]
     words = [
         f"{int(wrong.sum())} of {wrong.numel()} " + ("elements" if of_lse is None else "LSEs, while the output is correct"),
-        f"sequences {_some(seqs, done.call.seqs)}",
-        f"rows {_some(rows.nonzero().flatten().tolist(), live)}",
-        f"heads {_some(heads.nonzero().flatten().tolist(), done.call.q_heads)}",
+        _some("sequences", seqs, done.call.seqs),
+        _some("rows", rows.nonzero().flatten().tolist(), live),
+        _some("heads", heads.nonzero().flatten().tolist(), done.call.q_heads),
         _constant_error(done, wrong[..., 0])
         if of_lse is not None
-        else f"dims {_some(dims.nonzero().flatten().tolist(), wrong.shape[2])}",
+        else _some("dims", dims.nonzero().flatten().tolist(), wrong.shape[2]),
     ]
     return ", ".join(word for word in words if word)
 
@@ -79,10 +79,12 @@ def _constant_error(done: Attempt, wrong: torch.Tensor) -> str:
     return f"each by {float(steps.mean()):+.4g}" if same else ""
 
 
-def _some(numbers: list[int], of: int) -> str:
+def _some(name: str, numbers: list[int], of: int) -> str:
+    """`all rows`, or `rows 1,2,3`."""
     if len(numbers) == of:
-        return "all"
-    return ",".join(map(str, numbers[:SHOWN])) + (f" and {len(numbers) - SHOWN} more" if len(numbers) > SHOWN else "")
+        return f"all {name}"
+    more = f" and {len(numbers) - SHOWN} more" if len(numbers) > SHOWN else ""
+    return f"{name} {','.join(map(str, numbers[:SHOWN]))}{more}"
 
 
 def _lse_alone(done: Attempt) -> torch.Tensor | None:

@@ -124,7 +124,7 @@ def _text(finding: Finding, cases: Sequence[str], several: bool) -> str:
     more = f" and {len(cases) - MOST_CASES} more" if len(cases) > MOST_CASES else ""
     sentences.append(f"Found in {len(cases)} case{'s' if len(cases) != 1 else ''}: {', '.join(cases[:MOST_CASES])}{more}.")
     if finding.undiagnosed:
-        sentences.append(f"{finding.undiagnosed} more failing case{'s were' if finding.undiagnosed > 1 else ' was'} not diagnosed.")
+        sentences.append(f"{finding.undiagnosed} failing cases were not diagnosed: they may have this fault or others.")
     return " ".join(sentences)
 
 

@@ -96,7 +96,7 @@ class Finding:
     contrast: str = ""
     """What all cases with this finding have in common and no passing case has."""
     undiagnosed: int = 0
-    """How many failing cases of the run were not diagnosed: they may have this fault, too."""
+    """How many failing cases of the run were not diagnosed and may have this fault, too."""
     expected: float | None = None
     actual: float | None = None
     """The value of the worst element, as it should be and as it is."""

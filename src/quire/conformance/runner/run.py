@@ -29,6 +29,8 @@ from quire.conformance.runner.threads import one_thread
 
 ROWS_DRAWN = 512
 """Rows of an error map, at most."""
+ALWAYS_CHECKED = ("writes-padding-rows", "writes-outside-output", "changes-inputs", "raises", "crashes", "hangs")
+"""Faults that are found without a diagnosis, in every case that has them."""
 
 
 def examine(case: Case, target: Target, trusted: frozenset[str] | None = frozenset()) -> Result:
@@ -197,17 +199,18 @@ def with_contrast(report: Report, run_case: RunCase | None = None) -> Report:
     for result in report.results:
         for finding in result.findings:
             kinds.setdefault(finding.kind, []).append(result)
-    failing, undiagnosed = sum(result.failed for result in report.results), report.undiagnosed
+    failing = sum(result.failed for result in report.results)
     contrasts = {}
     for kind, mine in kinds.items():
         if len(mine) == failing:
             contrasts[kind] = overall
         else:
             contrasts[kind] = contrast(mine, passing, run_case) if passing else f"in {len(mine)} of {failing} failing cases"
-    results = [
-        replace(result, findings=tuple(replace(f, contrast=contrasts[f.kind], undiagnosed=undiagnosed) for f in result.findings))
-        for result in report.results
-    ]
+    results = []
+    for result in report.results:
+        left = {f.fault: 0 if f.fault in ALWAYS_CHECKED else report.undiagnosed for f in result.findings}
+        findings = (replace(f, contrast=contrasts[f.kind], undiagnosed=left[f.fault]) for f in result.findings)
+        results.append(replace(result, findings=tuple(findings)))
     return replace(report, results=results, contrast=overall)
 
 
