@@ -21,7 +21,7 @@ from quire.conformance.runner.run import conform
 from quire.demo import requests
 from quire.demo.engine import DemoEngine
 from quire.demo.model import DemoModel
-from quire.demo.proof import Proof, outputs, tokens
+from quire.demo.verification import Verification, outputs, tokens
 from quire.kernels.native import library
 from support.scenario import Scenario, build
 
@@ -137,7 +137,7 @@ def test_the_demo() -> None:
     with one_thread():
         for _ in zip(range(4), engine.run()):
             pass
-        assert Proof.of(outputs(engine)).holds and Proof.of(tokens(engine)).holds
+        assert Verification.of(outputs(engine)).holds and Verification.of(tokens(engine)).holds
 
 
 CONSTRUCTORS = (

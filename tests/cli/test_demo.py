@@ -11,8 +11,8 @@ import pytest
 from quire.cli import demo, main
 from quire.contract.rule import Violation
 from quire.demo.injected_faults import INJECTED_FAULTS
-from quire.demo.proof import Comparison, Proof
 from quire.demo.report import DemoReport
+from quire.demo.verification import Comparison, Verification
 from support.kernels import levels
 
 FEW = ("--requests", "4")
@@ -47,7 +47,7 @@ def test_every_output_and_token_is_compared(report: DemoReport) -> None:
     assert report.tokens.compared == sum(request.wanted for request in report.engine.requests)
 
 
-BAD = Proof(1, Comparison(1, 2.0, 1.0), "here")
+BAD = Verification(1, Comparison(1, 2.0, 1.0), "here")
 
 
 @pytest.mark.parametrize(

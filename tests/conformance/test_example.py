@@ -1,4 +1,4 @@
-"""The adapter of examples/05 is right wherever it is asked, though it knows nothing of an LSE."""
+"""The adapter of examples/05 is correct in every case that it supports; it returns no LSE."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "05_is_my_kernel_right.py"
         ("two_rows_in_one", Case("lse", lse=True), "wrong", "rows-swapped"),
     ],
 )
-def test_the_example_gets_its_verdict(function: str, case: Case, status: str, fault: str | None) -> None:
+def test_verdicts_of_the_example(function: str, case: Case, status: str, fault: str | None) -> None:
     result = examine(case, find(f"{EXAMPLE}:{function}"))
     assert result.status == status, result.reason
     assert (result.findings[0].fault if result.findings else None) == fault

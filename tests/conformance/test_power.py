@@ -1,4 +1,4 @@
-"""Every case can fail: it notices every fault of behaviour that can occur in it, and honest kernels pass."""
+"""Every case detects every fault of behaviour that can occur in it, and a correct kernel passes."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ COVER = (
     *("everything", "tree-window", "window-both-sides", "causal-mixed", "sinks", "int64-needle", "heads-4-3", "long-random"),
     *("cross", "fp32", "extreme", "strided", "strided-context", "invariant"),
 )
-"""Cases that, with those of smoke, expose every fault there is; the whole matrix is `quire conform --power --level standard`."""
+"""Cases that, with those of smoke, detect every fault; `quire conform --power --level standard` prints the matrix."""
 CASES = [*cases_of("smoke"), *(case for case in cases_of("standard") if case.name in COVER)]
 FOUND = {}
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_case_notices_faults_and_no_others(case: Case) -> None:
+def test_case_detects_faults_without_false_alarm(case: Case) -> None:
     found = FOUND[case.name] = power_of(case)
-    assert not found.alarm, "an honest kernel fails"
+    assert not found.alarm, "a correct kernel fails"
     assert not found.missed
 
 
-def test_every_fault_is_exposed() -> None:
+def test_every_fault_is_detected() -> None:
     if len(FOUND) < len(CASES):
         pytest.skip("needs the whole file in one process")
     assert never_exposed(list(FOUND.values())) == []
@@ -38,7 +38,7 @@ def test_the_catalogue() -> None:
     assert set(ALWAYS_SHOW) <= set(names)
 
 
-def test_a_case_without_power_is_noticed() -> None:
+def test_weak_data_do_not_detect_scale_faults() -> None:
     """Numbers of ±0.001: the softmax is flat, and a doubled scale passes."""
     weak = Case("weak", data="weak", q_dtype="bf16", format="bf16", poison="zero")
     assert {"scale-doubled", "exp2-without-log2e"} <= set(power_of(weak).passed)

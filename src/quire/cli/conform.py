@@ -220,7 +220,7 @@ def exit_status(report: Report) -> int:
     """The exit status of a run."""
     if report.interrupted:
         return INTERRUPTED
-    return NOTHING_RAN if not report.answered and not report.unexpected else report.exit_code
+    return NOTHING_RAN if not report.computed and not report.unexpected else report.exit_code
 
 
 def _line(result: Result) -> str:
@@ -292,7 +292,7 @@ def _verdict(report: Report) -> str:
     passing = [result.case.name for result in report.unexpected if result.known]
     if any(not result.known for result in failed):
         return "WRONG"
-    if not report.answered:
+    if not report.computed:
         return "NOTHING WAS COMPUTED: every case was refused or skipped"
     if passing:
         return f"known failures that now pass: {', '.join(passing)}; remove them from the file of --known"

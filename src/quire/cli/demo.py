@@ -15,9 +15,9 @@ from quire.demo import requests
 from quire.demo.engine import DemoEngine
 from quire.demo.injected_faults import INJECTED_FAULTS
 from quire.demo.model import HEAD_DIM, KV_HEADS, Q_HEADS, DemoModel
-from quire.demo.proof import Proof, outputs, tokens
 from quire.demo.report import DemoReport
 from quire.demo.screen import screen
+from quire.demo.verification import Verification, outputs, tokens
 from quire.dispatch.choose import choose
 from quire.errors import ArgumentError
 
@@ -88,7 +88,7 @@ def demonstrate(count: int, seed: int, fault: str | None = None, quiet: bool = T
             pass  # the steps until now are verified
     if fault and not engine.injected and all(request.state == "done" for request in engine.requests):
         raise ArgumentError("--inject", fault, "with more --requests: the run ended before a page was released")
-    return DemoReport(engine, Proof.of(outputs(engine)), Proof.of(tokens(engine)), violations)
+    return DemoReport(engine, Verification.of(outputs(engine)), Verification.of(tokens(engine)), violations)
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from typing import Any
 import click
 import torch
 
-from quire.cli.check import answer as contract_of
+from quire.cli.check import check_call
 from quire.cli.command import INTERRUPTED, Args, Argument, Command, Option, Whole, answer
 from quire.conformance.recording.record import Recorded, load
 from quire.conformance.recording.replay import Verdict, here, then
@@ -47,7 +47,7 @@ def run(args: Args) -> int:
     if args.call >= len(calls):
         raise ArgumentError("--call", args.call, f"0 to {len(calls) - 1}: {args.file} has {len(calls)}")
     call = calls[args.call]
-    contract, verdicts, interrupted = contract_of(call), list[Verdict](), False
+    contract, verdicts, interrupted = check_call(call), list[Verdict](), False
     try:
         verdicts.append(then(call))
         if all(violation["harmless"] for violation in contract["violations"]):

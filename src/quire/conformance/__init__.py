@@ -1,1 +1,1 @@
-"""The conformance kit: cases that can fail, faults that are named, for anybody's paged attention."""
+"""The conformance kit: test cases and a catalogue of faults for any paged-attention kernel."""

@@ -9,8 +9,8 @@ from typing import Any
 from quire.contract.rule import Violation
 from quire.demo.engine import DemoEngine
 from quire.demo.model import LAYERS
-from quire.demo.proof import Proof
 from quire.demo.screen import speed, why
+from quire.demo.verification import Verification
 
 
 @dataclass(frozen=True)
@@ -18,8 +18,8 @@ class DemoReport:
     """A run, its verification, and the contract violations that ended it, if any."""
 
     engine: DemoEngine
-    outputs: Proof
-    tokens: Proof
+    outputs: Verification
+    tokens: Verification
     violations: tuple[Violation, ...] = ()
 
     @property

@@ -29,7 +29,7 @@ class Attempt:
     """A call that was run, and its exact result."""
 
     call: KernelCall
-    right: Truth
+    truth: Truth
     losses: tuple[float, float]
     failure: Failure | None = None
 
@@ -48,7 +48,7 @@ class Attempt:
 
     @property
     def distances(self) -> tuple[float, float]:
-        return distance(self.out, self.lse, self.bare, self.right, self.call.live)
+        return distance(self.out, self.lse, self.bare, self.truth, self.call.live)
 
     def distance_to(self, stages: Stages) -> float:
         """How far the result is from what these stages predict, in budgets."""
@@ -74,14 +74,14 @@ class Attempt:
     @cached_property
     def ratios(self) -> torch.Tensor:
         """Error over budget of every live element, [rows, q_heads, v_head_dim]."""
-        return ratios(self.out, self.bare, self.right, self.call.live)
+        return ratios(self.out, self.bare, self.truth, self.call.live)
 
     @cached_property
     def wrong_rows(self) -> torch.Tensor:
         """Rows with an element, or an LSE, beyond its budget: bool [rows]."""
         wrong = self.ratios.amax((1, 2)) > 1 if self.ratios.numel() else torch.zeros(self.call.live, dtype=torch.bool)
         if self.lse is not None and self.call.live:
-            wrong = wrong | (lse_ratios(self.lse, self.right, self.call.live).amax(1) > 1)
+            wrong = wrong | (lse_ratios(self.lse, self.truth, self.call.live).amax(1) > 1)
         return wrong
 
     @cached_property
@@ -92,7 +92,7 @@ class Attempt:
 
     @cached_property
     def seen(self) -> Seen:
-        return Seen(self.call, self.right)
+        return Seen(self.call, self.truth)
 
     @cached_property
     def worst(self) -> int | None:
@@ -102,7 +102,7 @@ class Attempt:
             return None
         row = int(self.ratios.amax((1, 2)).argmax())
         if self.lse is not None and self.distances[1] > self.distances[0]:
-            row = int(lse_ratios(self.lse, self.right, live).amax(1).argmax())
+            row = int(lse_ratios(self.lse, self.truth, live).amax(1).argmax())
         starts = self.call.q_starts.tolist()
         return next(i for i in range(self.call.seqs) if starts[i] <= row < starts[i + 1])
 
@@ -129,7 +129,7 @@ class Attempt:
         off = float(ratios(self.out, self.bare, want, live)[rows].max())
         if self.lse is None:
             return off
-        return max(off, min(float(lse_ratios(self.lse, each, live)[rows].max()) for each in (want, self.right)))
+        return max(off, min(float(lse_ratios(self.lse, each, live)[rows].max()) for each in (want, self.truth)))
 
 
 def attempt(case: Case, target: Target, call: KernelCall | None = None) -> Attempt:
@@ -168,6 +168,6 @@ def run_on(target: Target) -> precision.RunCase:
         if not can_run(case, target):
             return None
         done = attempt(case, target)
-        return None if done.error else (done.call, done.right)
+        return None if done.error else (done.call, done.truth)
 
     return run_case

@@ -131,7 +131,7 @@ def _by_stamp(state: DiagnosisState) -> DiagnosisState:
 def _of_whole_output(state: DiagnosisState) -> Diagnosis | None:
     """A symptom that says nothing about the cause: the whole output is zero, or not finite, or was not written."""
     done = state.done
-    out, right = done.out[: done.call.live], done.right.outcome.out[: done.call.live]
+    out, right = done.out[: done.call.live], done.truth.outcome.out[: done.call.live]
     if not out.numel() or not bool((right != 0).any()):
         return None
     bare = done.bare[: done.call.live]

@@ -71,7 +71,7 @@ def _factors(done: Attempt, mine: Inside, query: int, row: int, got: torch.Tenso
     total = (weights * expected).sum(-1, keepdim=True).clamp(min=1e-30)
     weights = weights / total
     values = mine.v[:, mine.heads].transpose(0, 1)  # [q_heads, keys, dim]
-    budget = done.right.budget[row].clamp(min=1e-30)
+    budget = done.truth.budget[row].clamp(min=1e-30)
     a = (weights[..., None] * (values - got[:, None, :]) / budget[:, None, :]).transpose(1, 2).reshape(-1, expected.numel())
     b = torch.zeros(a.shape[0], dtype=a.dtype)
     if mine.sinks is not None:

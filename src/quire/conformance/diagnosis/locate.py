@@ -47,8 +47,8 @@ def values_at_worst(done: Attempt) -> tuple[float | None, float | None]:
     row, head, dim = worst_element(done)
     if dim is None:
         assert done.lse is not None
-        return float(done.right.outcome.lse[row, head]), float(done.lse[row, head])
-    return float(done.right.outcome.out[row, head, dim]), float(done.out[row, head, dim])
+        return float(done.truth.outcome.lse[row, head]), float(done.lse[row, head])
+    return float(done.truth.outcome.out[row, head, dim]), float(done.out[row, head, dim])
 
 
 def spread(done: Attempt) -> str:
@@ -74,8 +74,8 @@ def spread(done: Attempt) -> str:
 def _constant_error(done: Attempt, wrong: torch.Tensor) -> str:
     """The error of the LSEs, if it is the same everywhere."""
     assert done.lse is not None
-    steps = (done.lse[: done.call.live].double() - done.right.outcome.lse[: done.call.live])[wrong]
-    same = float(steps.max() - steps.min()) <= 2 * float(done.right.lse_budget.max())
+    steps = (done.lse[: done.call.live].double() - done.truth.outcome.lse[: done.call.live])[wrong]
+    same = float(steps.max() - steps.min()) <= 2 * float(done.truth.lse_budget.max())
     return f"each by {float(steps.mean()):+.4g}" if same else ""
 
 
@@ -91,7 +91,7 @@ def _lse_alone(done: Attempt) -> torch.Tensor | None:
     """Error over budget of every LSE, if it is wrong and the output is not."""
     if done.lse is None or bool((done.ratios > 1).any()):
         return None
-    found = lse_ratios(done.lse, done.right, done.call.live)
+    found = lse_ratios(done.lse, done.truth, done.call.live)
     return found if bool((found > 1).any()) else None
 
 

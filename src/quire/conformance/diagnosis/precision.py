@@ -9,7 +9,7 @@ narrower type only if it returns exactly the numbers of that type:
     equal weights    values are whole numbers, every weight is 1, every sum is exact in fp32: a sum that is rounded to 16 bits after
                      every tile is a different number, which can be predicted.
 
-What is found must also be enough to explain the error: an honest kernel with as few bits must be as far off.
+What is found must also be enough to explain the error: a straightforward computation in that precision must have as large an error.
 """
 
 from __future__ import annotations
@@ -183,7 +183,7 @@ def _predicted_output(v: torch.Tensor, tile: int, type: torch.dtype, backwards: 
 
 
 def _lost(call: KernelCall, tile: int, type: str) -> tuple[float, float]:
-    """What an honest kernel with such sums may lose."""
+    """The losses of a straightforward computation with such sums."""
     lost, lost_lse = honest_losses(call)
     right = x.exact(call)
     for online in (False, True):

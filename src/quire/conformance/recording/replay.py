@@ -88,7 +88,7 @@ def _judge(recorded: Recorded, name: str, run: Callable[[KernelCall], None], wit
     if off <= 1:
         return Verdict(name, "correct", off)
     found, far = matches(done)
-    wrong = int((ratios(call.out.cpu(), call.unwritten().cpu(), done.right, call.live) > 1).sum())
+    wrong = int((ratios(call.out.cpu(), call.unwritten().cpu(), done.truth, call.live) > 1).sum())
     ranking = tuple(far[:8])
     if found:
         best, names = found[0], tuple(match.fault.name for match in found)

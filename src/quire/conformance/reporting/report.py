@@ -219,14 +219,14 @@ class Report:
         return [r for r in self.results if r.failed != bool(r.known) and r.status != "skipped"]
 
     @property
-    def answered(self) -> bool:
+    def computed(self) -> bool:
         """Whether the target was tested at all: a run in which every case was refused or skipped shows nothing."""
         return any(result.status in ("correct", "wrong", "raised") for result in self.results)
 
     @property
     def exit_code(self) -> int:
         """0: correct in every case that ran. 1: an unexpected failure, or no case ran."""
-        return 1 if self.unexpected or not self.answered else 0
+        return 1 if self.unexpected or not self.computed else 0
 
     def to_dict(self) -> dict[str, Any]:
         return {

@@ -91,7 +91,7 @@ def failed(case: Case, failure: Failure) -> Result:
 def _count(done: Attempt) -> tuple[float, int]:
     """The largest error in budgets, and how many elements of the output are beyond theirs."""
     live = done.call.live
-    off = ratios(done.call.out.cpu(), done.call.unwritten().cpu(), done.right, live)
+    off = ratios(done.call.out.cpu(), done.call.unwritten().cpu(), done.truth, live)
     return done.off, int((off > 1).sum())
 
 
@@ -111,7 +111,7 @@ def _broken(case: Case, call: KernelCall) -> Iterable[Finding]:
 def _picture(done: Attempt, findings: Sequence[Finding]) -> Picture:
     call = done.call
     live = call.live
-    off = ratios(call.out.cpu(), call.unwritten().cpu(), done.right, live)[:ROWS_DRAWN].amax(-1).clamp(max=1e9)
+    off = ratios(call.out.cpu(), call.unwritten().cpu(), done.truth, live)[:ROWS_DRAWN].amax(-1).clamp(max=1e9)
     bare = call.unwritten()[:live].cpu()[:ROWS_DRAWN].all(-1)
     bad = next((found for finding in findings if (found := cell(finding, call)) is not None), None)
     return Picture(

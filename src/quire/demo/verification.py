@@ -46,7 +46,7 @@ class Comparison(NamedTuple):
         return f"largest error {self.error:.2g}, allowed {self.allowed:.2g}"
 
 
-class Proof(NamedTuple):
+class Verification(NamedTuple):
     """The summary of all comparisons."""
 
     compared: int
@@ -59,7 +59,7 @@ class Proof(NamedTuple):
         return self.compared > 0 and self.worst.used <= 1
 
     @classmethod
-    def of(cls, comparisons: Iterable[Comparison]) -> Proof:
+    def of(cls, comparisons: Iterable[Comparison]) -> Verification:
         every = list(comparisons)
         worst = max(every, key=lambda c: c.used, default=Comparison(0, 0.0, 1.0))
         return cls(sum(c.values for c in every), worst, next((c.where for c in every if c.where), ""))

@@ -1,4 +1,4 @@
-"""A planted fault is named; one that nobody thought of is not given a wrong name; a right kernel is not given any."""
+"""Diagnosis: an injected fault is named, a fault outside the catalogue gets no false name, and a correct kernel has no finding."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ PLACES = (
     *("alibi-sinks", "extreme", "strided", "strided-context"),
 )
 CHAOTIC = ("fp16-read-as-bf16", "lse-without-log", "accumulated-in-16-bits")
-"""Numbers that overflow or explode, or are nothing but roundings: no prediction is within a budget everywhere."""
+"""Faults with overflows or with rounding errors only: no prediction is within the budget at every element."""
 
 
 def place_of(name: str) -> Case | None:
@@ -50,7 +50,7 @@ FAULTS = [fault.name for fault in CATALOGUE if fault.predicted and fault.name no
 
 
 @pytest.mark.parametrize("name", FAULTS[::4])
-def test_planted_fault_is_named(name: str) -> None:
+def test_an_injected_fault_is_named(name: str) -> None:
     case = place_of(name)
     assert case is not None
     result = examine(case, planted(name))
@@ -102,7 +102,7 @@ def _with(into: Any, out: torch.Tensor) -> Any:
 
 @pytest.mark.parametrize("name", INVENTED)
 @pytest.mark.parametrize("place", ["mixed", "window-needle"])
-def test_what_is_not_in_the_catalogue_is_unknown(name: str, place: str) -> None:
+def test_a_fault_outside_the_catalogue_is_unknown(name: str, place: str) -> None:
     def run(call: KernelCall) -> None:
         compute(call, INVENTED[name])
 
@@ -116,12 +116,12 @@ def test_what_is_not_in_the_catalogue_is_unknown(name: str, place: str) -> None:
 
 
 @pytest.mark.parametrize("case", [*cases_of("smoke"), *cases_of("standard")[::3]], ids=lambda case: case.name)
-def test_our_kernel_raises_no_alarm(case: Case) -> None:
+def test_a_correct_kernel_has_no_finding(case: Case) -> None:
     result = examine(case, ours("torch"))
     assert result.status == "correct", result.findings
 
 
-def test_where_it_is() -> None:
+def test_the_faulty_key_is_located() -> None:
     """The place of a finding is the key at fault: its page and its slot."""
     case = Case("one-decode", q_lens=(1, 1), kv_lens=(20, 40))
     result = examine(case, planted("last-token-missing"))
@@ -159,7 +159,7 @@ def test_a_fault_of_one_of_two_kernels_is_named(kind: str, belongs: Callable[[in
     assert all(belongs(*lens) for lens in zip(again.q_lens, again.kv_lens))
 
 
-def test_one_miss_is_not_forgiven_if_it_is_a_miss_everywhere() -> None:
+def test_a_prediction_that_misses_elements_in_every_probe_is_rejected() -> None:
     """With needles a softmax that drops small weights looks like one that is too sharp; with other numbers it does not."""
 
     def sharp(w: Any, logits: torch.Tensor, v: torch.Tensor, heads: torch.Tensor) -> SequenceResult:
@@ -222,7 +222,7 @@ def test_a_fault_is_named_whether_or_not_the_lse_has_it(name: str, follows: bool
     assert _is_named(name, first), first
 
 
-def test_the_smaller_case_has_no_name_either() -> None:
+def test_the_smaller_case_has_no_other_name() -> None:
     """Alone, a sequence that lacks its last key is one of a fault with a name; among others that do not, it is not."""
 
     def see(w: Any, row: x.BatchSequence, keys: int) -> torch.Tensor:
@@ -240,7 +240,7 @@ def test_the_smaller_case_has_no_name_either() -> None:
 
 @pytest.mark.parametrize("bits", [15, 16])
 @pytest.mark.parametrize("place", ["high-pages", "decode-high-pages"])
-def test_ids_in_so_many_bits(place: str, bits: int) -> None:
+def test_the_number_of_bits_of_wrapped_page_ids(place: str, bits: int) -> None:
     first = examine(BY_NAME[place], planted(f"page-ids-wrapped-at-2^{bits}")).findings[0]
     assert first.equivalent_faults == (f"page-ids-wrapped-at-2^{bits}",)
 
@@ -257,7 +257,7 @@ def test_a_row_that_looks_like_its_neighbour_is_not_swapped_with_it() -> None:
     assert first.fault == "unknown", first
 
 
-def test_factors_that_change_with_the_numbers_are_no_factors() -> None:
+def test_a_factor_that_depends_on_the_data_is_not_a_factor() -> None:
     """In one row every head may be off by a factor of its own. It must be the same factor the next time."""
 
     def finish(w: Any, into: Any) -> Any:
@@ -268,7 +268,7 @@ def test_factors_that_change_with_the_numbers_are_no_factors() -> None:
     assert first.fault == "unknown", first
 
 
-def test_what_depends_on_a_page_is_not_taken_for_what_depends_on_lengths() -> None:
+def test_a_fault_of_one_page_is_not_named_as_one_of_lengths() -> None:
     """Page 0 is taken for no page. Where it happens to be the last one of a sequence, its keys are those of the last tile."""
 
     def see(w: Any, row: x.BatchSequence, keys: int) -> torch.Tensor:
@@ -284,7 +284,7 @@ def test_what_depends_on_a_page_is_not_taken_for_what_depends_on_lengths() -> No
 
 @pytest.mark.parametrize("each", [2, 3, 5])
 @pytest.mark.parametrize("start", range(3))
-def test_a_race_is_no_state_that_leaks_and_no_nan(each: int, start: int) -> None:
+def test_a_race_is_neither_a_state_leak_nor_a_nan_leak(each: int, start: int) -> None:
     """Wrong now and then, whatever was called before and whatever stands where nobody may look."""
     chance = random.Random(60 * each + start)
 
@@ -299,7 +299,7 @@ def test_a_race_is_no_state_that_leaks_and_no_nan(each: int, start: int) -> None
     assert "several tries" in found[0].summary or "once in" in found[0].summary
 
 
-def test_a_page_of_the_call_before_is_a_state_also_where_short_rows_do_not_touch_it() -> None:
+def test_a_page_kept_from_the_previous_call_is_a_state_leak() -> None:
     last: list[int] = []
 
     def keeps_a_page(call: KernelCall) -> None:
@@ -315,6 +315,6 @@ def test_a_page_of_the_call_before_is_a_state_also_where_short_rows_do_not_touch
     assert examine(decode, Target("keeps a page", keeps_a_page)).findings[0].fault == "state-leaks"
 
 
-def test_what_comes_back_after_another_call_each_time_is_a_state() -> None:
+def test_a_change_after_every_other_call_is_a_state_leak() -> None:
     finding = examine(BY_NAME["mixed"], planted("state-leaks")).findings[0]
     assert finding.fault == "state-leaks"

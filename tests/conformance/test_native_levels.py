@@ -12,7 +12,7 @@ from support.kernels import levels
 
 
 @pytest.mark.parametrize("level", levels())
-def test_every_case_is_right(level: str) -> None:
+def test_every_case_is_correct(level: str) -> None:
     with library.forced(level):
         report = conform(find("native", "cpu"), cases("standard"), "standard")
     wrong = {result.case.name: result.reason for result in report.results if result.status != "correct"}

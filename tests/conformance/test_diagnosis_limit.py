@@ -1,4 +1,4 @@
-"""A kernel that fails in every case is not diagnosed in every case; one that is right somewhere is diagnosed on."""
+"""A kernel that fails in every case is diagnosed only a few times; one that is correct somewhere is diagnosed further."""
 
 from __future__ import annotations
 
