@@ -15,7 +15,7 @@ from quire.conformance.runner.run import examine
 from quire.conformance.runner.target import wrap
 
 SUPPORTS = {"q_dtype": ("fp16", "bf16", "fp32"), "format": ("fp16", "bf16", "fp32"), "v_head_dim": range(8, 513)}
-"""Its limits: beyond them it must raise or be correct. Cases that need an argument it does not have are not applicable."""
+"""Its limits: beyond them it must raise or be correct. Cases that need an argument it does not have are skipped."""
 
 
 def attention(*, q, k_pages, v_pages, page_table, kv_lens, q_starts, out, scale, window):

@@ -16,12 +16,12 @@ from quire.conformance.cases.case import Case
 from quire.conformance.faults.injected import injected
 from quire.conformance.recording.record import load
 from quire.conformance.recording.replay import here, then
+from quire.conformance.runner.find_target import find
 from quire.conformance.runner.run import conform
-from quire.conformance.runner.target import find
 from quire.demo import requests
 from quire.demo.engine import DemoEngine
 from quire.demo.model import DemoModel
-from quire.demo.proof import Proof, outputs, tokens
+from quire.demo.verification import Verification, outputs, tokens
 from quire.kernels.native import library
 from support.scenario import Scenario, build
 
@@ -98,7 +98,7 @@ def test_a_pool_and_its_caches(dtype: torch.dtype, ledger: bool, tmp_path: Path)
         out = quire.step(q[:3], k[:3], v[:3], cache, batch)
     assert out.device.type == "cpu"
     (recorded,) = load(tmp_path / "call")
-    assert (then(recorded).status, here(recorded).status) == ("right", "right")
+    assert (then(recorded).status, here(recorded).status) == ("correct", "correct")
     if ledger:  # written twice: the rule is of the ledger
         with pytest.raises(quire.ContractError, match="ownership"):
             quire.write(k[:3], v[:3], cache, batch)
@@ -127,8 +127,8 @@ def test_the_kit(fault: str) -> None:
     case = Case("small", q_lens=(1, 5), kv_lens=(20, 33), kv_heads=1, group=2, head_dim=16, window=(8, 0), sinks=True)
     report = conform(injected(fault) if fault else find("torch"), [case])
     (result,) = report.results
-    assert result.status == ("wrong" if fault else "right"), result.reason
-    assert [fault in finding.alike for finding in result.findings] == ([True] if fault else [])
+    assert result.status == ("wrong" if fault else "correct"), result.reason
+    assert [fault in finding.equivalent_faults for finding in result.findings] == ([True] if fault else [])
 
 
 @pytest.mark.usefixtures("elsewhere")
@@ -137,7 +137,7 @@ def test_the_demo() -> None:
     with one_thread():
         for _ in zip(range(4), engine.run()):
             pass
-        assert Proof.of(outputs(engine)).holds and Proof.of(tokens(engine)).holds
+        assert Verification.of(outputs(engine)).holds and Verification.of(tokens(engine)).holds
 
 
 CONSTRUCTORS = (

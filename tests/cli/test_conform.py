@@ -1,4 +1,4 @@
-"""Questions that cannot be asked are refused before a case runs; the verdict says what the exit status means."""
+"""Wrong arguments are refused before a case runs; the verdict agrees with the exit status."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from quire.cli import main
         (["cpu", "--html", "/no/such/folder/page.html"], "--html: given /no/such/folder/page.html; allowed: a file in a folder"),
         (["cpu", "--junit", "/no/such/folder/x.xml"], "--junit: given /no/such/folder/x.xml"),
         (["cpu", "--case", "mixed q_lens=5 kv_lens=3"], "--case: given q_len 5 over kv_len 3"),
-        (["cpu", "--case", "mixed", "--only", "window"], "--only: given window; allowed: none beside --case"),
+        (["cpu", "--case", "mixed", "--only", "window"], "--only: given window; allowed: none with --case"),
         (["cpu", "--case", "nonsense"], "--case: given 'nonsense'; allowed: NAME FIELD=VALUE"),
-        (["cpu", "--names", "3"], "--names: given 3; allowed: only beside --power"),
+        (["cpu", "--names", "3"], "--names: given 3; allowed: only with --power"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -45,7 +45,7 @@ def test_a_kernel_of_a_gpu_needs_one(monkeypatch: pytest.MonkeyPatch, capsys: py
     assert "TARGET: given triton-mixed; allowed: cpu, torch or native" in capsys.readouterr().err
 
 
-def test_a_run_without_an_answer_is_not_green(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_without_a_result_is_not_a_success(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "zeros.py").write_text(WRONG)
     asked = [f"{tmp_path}/zeros.py:attention", "--in-process", "--case", "capped softcap=5.0"]
     assert main(["conform", *asked]) == 3
@@ -65,7 +65,7 @@ def attention(*, q, k_pages, v_pages, page_table, kv_lens, q_starts, out, scale)
 """
 
 
-def test_the_verdict_knows_what_is_known(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_verdict_accounts_for_known_failures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "zeros.py").write_text(WRONG)
     target, known = f"{tmp_path}/zeros.py:attention", tmp_path / "known.txt"
     asked = ["conform", target, "--in-process", "--case", "mixed"]
@@ -74,9 +74,9 @@ def test_the_verdict_knows_what_is_known(tmp_path: Path, capsys: pytest.CaptureF
     assert said.endswith("verdict: WRONG\n")
     known.write_text(f"{target} mixed it writes zeros\ncpu mixed it was wrong once\n")
     assert main([*asked, "--known", str(known)]) == 0
-    assert capsys.readouterr().out.endswith("verdict: wrong only where that is known\n")
+    assert capsys.readouterr().out.endswith("verdict: wrong only in known failures\n")
     assert main(["conform", "cpu", "--case", "mixed", "--known", str(known)]) == 1
-    assert "known failures that are right now, so the list is out of date: mixed" in capsys.readouterr().out
+    assert "verdict: known failures that now pass: mixed" in capsys.readouterr().out
 
 
 STALE_LSE = """
@@ -94,9 +94,9 @@ def attention(*, q, k_pages, v_pages, page_table, kv_lens, q_starts, out, scale,
 """
 
 
-def test_a_wrong_lse_beside_a_right_output_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_lse_with_a_correct_output_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "stale.py").write_text(STALE_LSE)
     assert main(["conform", f"{tmp_path}/stale.py:attention", "--in-process", "--case", "mixed lse=yes"]) == 1
     said = capsys.readouterr().out
-    assert "LSEs, while the output is right, sequences 1," in said and "each by +0.25" in said
+    assert "LSEs, while the output is correct, sequences 1," in said and "each by +0.25" in said
     assert " dim " not in said and "sequence 1" in said

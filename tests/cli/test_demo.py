@@ -1,4 +1,4 @@
-"""`quire demo`: a right run is called right, a wrong one wrong, with the place and a picture."""
+"""`quire demo`: the verdict of a correct run, and of a wrong one with the place and a picture."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import pytest
 
 from quire.cli import demo, main
 from quire.contract.rule import Violation
-from quire.demo.plants import PLANTS
-from quire.demo.proof import Comparison, Proof
+from quire.demo.injected_faults import INJECTED_FAULTS
 from quire.demo.report import DemoReport
+from quire.demo.verification import Comparison, Verification
 from support.kernels import levels
 
 FEW = ("--requests", "4")
@@ -26,28 +26,28 @@ def report() -> DemoReport:
         return demo.demonstrate(10, 0)
 
 
-def test_the_run_is_right(report: DemoReport) -> None:
-    assert report.right
-    assert str(report).splitlines()[-1] == "verdict: right"
+def test_the_run_is_correct(report: DemoReport) -> None:
+    assert report.correct
+    assert str(report).splitlines()[-1] == "verdict: correct"
     assert "WRONG" not in str(report)
 
 
-def test_the_run_shows_what_it_is_about(report: DemoReport) -> None:
+def test_the_run_has_forks_copies_and_waits(report: DemoReport) -> None:
     engine = report.engine
     assert engine.forks >= 10 and engine.copies >= 10 and engine.waits >= 1
     assert engine.high_water == engine.pool.pages
-    told = " ".join(event.text for event in engine.events)
+    events = " ".join(event.text for event in engine.events)
     for words in ("the prefix is computed", "forks the prefix", "is shared: copied to", "out of pages", "is done"):
-        assert words in told
+        assert words in events
 
 
-def test_the_proofs_are_about_everything(report: DemoReport) -> None:
+def test_every_output_and_token_is_compared(report: DemoReport) -> None:
     numbers = sum(record.out.numel() for record in report.engine.records)
     assert report.outputs.compared == numbers > 1_000_000
     assert report.tokens.compared == sum(request.wanted for request in report.engine.requests)
 
 
-BAD = Proof(1, Comparison(1, 2.0, 1.0), "here")
+BAD = Verification(1, Comparison(1, 2.0, 1.0), "here")
 
 
 @pytest.mark.parametrize(
@@ -55,18 +55,18 @@ BAD = Proof(1, Comparison(1, 2.0, 1.0), "here")
     [{"outputs": BAD}, {"tokens": BAD}, {"violations": (Violation("table", "page_table[0, 0]", "9", "a page id in [0, 4)"),)}],
     ids=lambda changed: next(iter(changed)),
 )
-def test_each_proof_counts(report: DemoReport, changed: dict[str, Any]) -> None:
-    assert not replace(report, **changed).right
+def test_each_check_can_fail(report: DemoReport, changed: dict[str, Any]) -> None:
+    assert not replace(report, **changed).correct
     assert str(replace(report, **changed)).count("WRONG") == 2
 
 
 @pytest.mark.parametrize("left", ["a page is held", "a request is not done"])
-def test_what_is_left_over_counts(report: DemoReport, left: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_held_page_or_unfinished_request_is_wrong(report: DemoReport, left: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if left == "a page is held":
         monkeypatch.setattr(report.engine.pool._free, "count", report.engine.pool._free.count - 1)
     else:
         monkeypatch.setattr(report.engine.requests[3], "state", "decode")
-    assert not report.right
+    assert not report.correct
 
 
 def test_lines(capsys: pytest.CaptureFixture[str]) -> None:
@@ -75,12 +75,12 @@ def test_lines(capsys: pytest.CaptureFixture[str]) -> None:
     assert "step   2  request 0 forks the prefix" in out
     assert "step  10  0 waiting, 0 prefill, 2 decode, 0 done;" in out
     assert f"kernel of all layers: {BEST}, because it is the first whose limits all hold" in out
-    assert out.endswith("verdict: right\n")
+    assert out.endswith("verdict: correct\n")
 
 
 def test_quiet(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["demo", *FEW, "--quiet", "--seed", "5"]) == 0
-    assert capsys.readouterr().out == "verdict: right\n"
+    assert capsys.readouterr().out == "verdict: correct\n"
 
 
 def run_json(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, dict[str, Any]]:
@@ -90,7 +90,7 @@ def run_json(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, dict[
 
 def test_json(capsys: pytest.CaptureFixture[str]) -> None:
     code, answer = run_json(capsys, *FEW)
-    assert (code, answer["verdict"], answer["violations"], answer["planted"]) == (0, "right", [], None)
+    assert (code, answer["verdict"], answer["violations"], answer["injected"]) == (0, "correct", [], None)
     assert answer["steps"] > 20 and answer["tokens"] > answer["tokens_made"] > 100 and answer["tokens_per_second"] > 0
     assert 0 < answer["max_error"] < answer["budget"] < 1e-3
     assert [proof["holds"] for proof in answer["proofs"].values()] == [True, True]
@@ -103,32 +103,43 @@ def test_json(capsys: pytest.CaptureFixture[str]) -> None:
 
 SEEN = {
     "drop-token": ("[residency] cache", "never written", "page_table[2]", "^^^^  position 107: offset 11"),
-    "stale-page": ("[residency] cache", "stale: freed after it was written", "^^^  position 16: offset 0", "and 15 more like it"),
+    "stale-page": (
+        "[residency] cache",
+        "stale: freed after it was written",
+        "^^^  position 16: offset 0",
+        "and 15 more violations of this call",
+    ),
     "swap-heads": ("[output] step 12, layer 3", "largest error by head", "^^^^^^^^^  dim"),
 }
 
 
-@pytest.mark.parametrize("plant", PLANTS)
-def test_a_planted_fault_is_seen(plant: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["demo", *FEW, "--quiet", "--plant", plant]) == 1
+@pytest.mark.parametrize("fault", INJECTED_FAULTS)
+def test_an_injected_fault_is_detected(fault: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["demo", *FEW, "--quiet", "--inject", fault]) == 1
     out = capsys.readouterr().out
-    for words in SEEN[plant]:
+    for words in SEEN[fault]:
         assert words in out
     assert out.endswith("verdict: WRONG\n")
 
 
+def test_the_earlier_name_of_inject(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_json(capsys, *FEW, "--plant", "drop-token")[1]["injected"]
+    assert main(["demo", "--help"]) == 0
+    assert "--plant" not in capsys.readouterr().out
+
+
 def test_a_violation_in_json(capsys: pytest.CaptureFixture[str]) -> None:
-    code, answer = run_json(capsys, *FEW, "--plant", "drop-token")
+    code, answer = run_json(capsys, *FEW, "--inject", "drop-token")
     assert (code, answer["verdict"]) == (1, "wrong")
-    assert answer["planted"] == "one token is never written, in step 12, layer 2"
+    assert answer["injected"] == "one token is never written, in step 12, layer 2"
     assert [(v["rule"], v["seq"], v["token"], v["page"], v["slot"]) for v in answer["violations"]] == [
         ("residency", 2, 107, 14, 235)
     ]
-    assert [proof["holds"] for proof in answer["proofs"].values()] == [True, True]  # what came before was right
+    assert [proof["holds"] for proof in answer["proofs"].values()] == [True, True]  # everything before it was correct
 
 
 def test_a_wrong_number_in_json(capsys: pytest.CaptureFixture[str]) -> None:
-    code, answer = run_json(capsys, *FEW, "--plant", "swap-heads")
+    code, answer = run_json(capsys, *FEW, "--inject", "swap-heads")
     assert (code, answer["verdict"], answer["violations"]) == (1, "wrong", [])
     assert answer["max_error"] > 100 * answer["budget"]
     assert [proof["holds"] for proof in answer["proofs"].values()] == [False, False]
@@ -139,18 +150,18 @@ def test_a_wrong_number_in_json(capsys: pytest.CaptureFixture[str]) -> None:
     [
         (("--requests", "0"), "--requests: given 0; allowed: a whole number, 1 to 64"),
         (("--seed", "-1"), "--seed: given -1; allowed: a whole number, 0 to"),
-        (("--plant", "nothing"), "--plant: given 'nothing'; allowed: drop-token"),
-        (("--plant", "stale-page", "--requests", "1", "--quiet"), "--plant: given stale-page; allowed: with more --requests"),
+        (("--inject", "nothing"), "--inject: given 'nothing'; allowed: drop-token"),
+        (("--inject", "stale-page", "--requests", "1", "--quiet"), "--inject: given stale-page; allowed: with more --requests"),
     ],
 )
-def test_a_wrong_question(args: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_arguments(args: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["demo", *args])
     assert ended.value.code == 2
     assert message in capsys.readouterr().err
 
 
-def test_threads_are_given_back() -> None:
+def test_the_thread_count_is_restored() -> None:
     import torch
 
     before = torch.get_num_threads()

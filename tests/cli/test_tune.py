@@ -66,7 +66,7 @@ class Field:
 
         return BoundCandidate(run, lambda: self.spills(row))
 
-    def is_right(self, out: torch.Tensor) -> bool:
+    def is_correct(self, out: torch.Tensor) -> bool:
         return out is RIGHT
 
     def timer(self, run: Callable[[], Any]) -> list[float]:
@@ -276,13 +276,13 @@ def test_the_first_right_output_is_the_measure() -> None:
     ground = GpuWorkload("decode", SMALL, "cpu")
     right = attend(ground.case.q, ground.case.cache, ground.case.batch)
     for spoiled in (right + 1, torch.full_like(right, torch.nan)):
-        assert not ground.is_right(spoiled) and ground.right is None
-    assert ground.is_right(right) and ground.is_right(right.clone())
+        assert not ground.is_correct(spoiled) and ground.right is None
+    assert ground.is_correct(right) and ground.is_correct(right.clone())
     for value in (torch.nan, 9.0):
         for token in range(len(right)):
             spoiled = right.clone()
             spoiled[token, -1, -1] = value
-            assert not ground.is_right(spoiled)
+            assert not ground.is_correct(spoiled)
 
 
 def error_of(arguments: Sequence[str], capsys: pytest.CaptureFixture[str]) -> str:

@@ -1,4 +1,4 @@
-"""A name needs probes that bear it out; what only describes is a symptom; two faults at once are told apart; pictures of keys."""
+"""A name needs probes that confirm it; otherwise there is a symptom; two faults at once are separated; pictures of keys."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def hiding(which: Callable[[oracle.BatchSequence, torch.Tensor], torch.Tensor]) 
     return kernel(lambda call: PLAIN.replace(visibility=visibility))
 
 
-def test_a_solved_parameter_that_a_probe_refutes_is_no_name() -> None:
+def test_a_solved_parameter_that_a_probe_refutes_is_not_reported() -> None:
     """A factor on the scores that depends on the length: each call has its own, and none has the next one's."""
 
     def stages(call: KernelCall) -> Stages:
@@ -115,7 +115,7 @@ def test_findings_are_in_the_order_of_how_many_cases_they_explain() -> None:
     assert [finding.fault for finding, _ in Report("t", "", "cpu", results).findings] == [UNKNOWN, "causal-ignored"]
 
 
-def test_a_run_says_what_failing_cases_have_in_common() -> None:
+def test_a_report_has_what_failing_cases_have_in_common() -> None:
     cases = [CASE, CASE.replace(name="capped", softcap=2.0), CASE.replace(name="window", window=(9, 0))]
     report = conform(injected("softcap-missing"), cases)
     assert report.contrast.startswith("only with softcap (capped passes without it")

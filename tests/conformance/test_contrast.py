@@ -1,15 +1,19 @@
-"""What failing cases have in common and passing ones have not: from results alone, and confirmed by running cases."""
+"""What all failing cases have in common and no passing case has: from results alone, and confirmed by running cases."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
+from quire.cli.conform import _summary
 from quire.conformance.cases.case import Case
 from quire.conformance.diagnosis.contrast import contrast_of
 from quire.conformance.diagnosis.facts import queried
-from quire.conformance.reporting.report import Result
+from quire.conformance.reporting.html_report import html_report
+from quire.conformance.reporting.report import NOT_DIAGNOSED, Finding, Report, Result
+from quire.conformance.runner.run import with_contrast
 
 LENS = {"q_lens": (1, 5), "kv_lens": (37, 40)}
 CASES = (
@@ -37,7 +41,7 @@ Fails = Callable[[Case], bool]
 def results(fails: Fails, sequences: Callable[[Case, int], bool] | None = None) -> list[Result]:
     def one(case: Case) -> Result:
         wrong = tuple(i for i in queried(case) if sequences(case, i)) if sequences and fails(case) else ()
-        return Result(case, "wrong" if fails(case) else "right", wrong_sequences=wrong)
+        return Result(case, "wrong" if fails(case) else "correct", wrong_sequences=wrong)
 
     return [one(case) for case in CASES]
 
@@ -76,7 +80,7 @@ def test_threshold_is_bisected() -> None:
     assert found.startswith("only from kv_len 1025 on (correct up to 1024"), found
 
 
-def test_sequences_of_a_failing_case_are_told_apart() -> None:
+def test_wrong_and_correct_sequences_of_a_failing_case_are_distinguished() -> None:
     """Only sequences that fill their last page are wrong; the others of the same case are correct."""
 
     def full(case: Case, i: int) -> bool:
@@ -95,7 +99,7 @@ def test_a_fact_that_merely_coincides_is_refuted() -> None:
     def fails(case: Case) -> bool:
         return max(case.kv_lens) >= 3000
 
-    given = [Result(case, "wrong" if fails(case) else "right") for case in cases]
+    given = [Result(case, "wrong" if fails(case) else "correct") for case in cases]
     found = contrast_of(given, lambda case: not fails(case))
     assert found.startswith("only from kv_len 3000 on"), found
 
@@ -103,13 +107,35 @@ def test_a_fact_that_merely_coincides_is_refuted() -> None:
 def test_a_fact_that_some_passing_cases_share_is_necessary() -> None:
     """A fault that data hide in one case."""
     given = [
-        Result(case, "wrong" if case.softcap is not None and case.name != "capped" else "right")
+        Result(case, "wrong" if case.softcap is not None and case.name != "capped" else "correct")
         for case in (*CASES, Case("third", **LENS, softcap=9.0, window=(9, 0)))
     ]
     found = contrast_of(given, lambda case: case.softcap is None)
     assert "only" in found and "softcap" in found, found
 
 
-def test_nothing_is_said_where_nothing_is_known() -> None:
-    assert contrast_of([Result(case, "right") for case in CASES]) == ""
-    assert contrast_of([Result(case, "wrong") for case in CASES]) == f"in all {len(CASES)} cases that were run"
+def test_without_passing_or_failing_cases() -> None:
+    assert contrast_of([Result(case, "correct") for case in CASES]) == ""
+    everywhere = [Result(case, "wrong") for case in CASES]
+    assert contrast_of(everywhere) == f"in all {len(CASES)} cases that were run"
+    refused = Result(Case("refused", head_dim=512), "refused")
+    assert contrast_of([*everywhere, refused]) == f"in all {len(CASES)} cases that were run and not refused"
+
+
+def test_a_finding_in_some_failing_cases_does_not_claim_all() -> None:
+    """Two of the failing cases were diagnosed."""
+    finding = Finding("nan-leak", ("nan-leak",), summary="NaN")
+    diagnosed = [Result(case, "wrong", findings=(finding,)) for case in CASES[:2]]
+    rest = [Result(case, "wrong", NOT_DIAGNOSED) for case in CASES[2:]]
+    report = with_contrast(Report("target", "", "cpu", [*diagnosed, *rest]))
+    ((found, names),) = report.findings
+    assert names == [case.name for case in CASES[:2]]
+    assert found.contrast == f"in 2 of {len(CASES)} failing cases" and found.undiagnosed == report.undiagnosed == len(CASES) - 2
+    assert report.contrast == f"in all {len(CASES)} cases that were run"
+    summary = _summary(report)
+    assert f"nan-leak, in 2 of {len(CASES)} failing cases\n" in summary
+    note = f"{len(CASES) - 2} failing cases were not diagnosed: they may have this fault or others"
+    assert note in summary and note in html_report(report)
+    padding = replace(finding, fault="writes-padding-rows")  # checked in every case
+    results = [replace(diagnosed[0], findings=(padding,)), *rest]
+    assert with_contrast(replace(report, results=results)).findings[0][0].undiagnosed == 0

@@ -19,8 +19,9 @@ from quire.conformance.faults.injected import BEHAVIOUR, compute, injected
 from quire.conformance.oracle import exact as oracle
 from quire.conformance.oracle.exact import PLAIN, SequenceResult, Stages
 from quire.conformance.reporting.report import Finding
+from quire.conformance.runner.find_target import ours
 from quire.conformance.runner.run import examine
-from quire.conformance.runner.target import Target, ours
+from quire.conformance.runner.target import Target
 
 BY_NAME = {case.name: case for case in (*cases_of("smoke"), *cases_of("standard"))}
 PLACES = (
@@ -62,7 +63,11 @@ def test_injected_fault_is_identified(name: str) -> None:
 def _is_named(name: str, found: Finding) -> bool:
     """Whether a finding has this name; a symptom has no name, but its effect is reported."""
     fault = FAULT[name]
-    return (found.fault, found.symptom) == ("unknown", fault.effect) if fault.symptom else name in (found.fault, *found.alike)
+    return (
+        (found.fault, found.symptom) == ("unknown", fault.effect)
+        if fault.symptom
+        else name in (found.fault, *found.equivalent_faults)
+    )
 
 
 @pytest.mark.parametrize("name", BEHAVIOUR)
@@ -117,7 +122,7 @@ def test_fault_outside_the_catalogue_is_unknown(name: str, place: str) -> None:
 @pytest.mark.parametrize("case", [*cases_of("smoke"), *cases_of("standard")[::3]], ids=lambda case: case.name)
 def test_correct_kernel_has_no_findings(case: Case) -> None:
     result = examine(case, ours("torch"))
-    assert result.status == "right", result.findings
+    assert result.status == "correct", result.findings
 
 
 def test_location_of_a_finding_is_the_wrong_key() -> None:
@@ -126,7 +131,7 @@ def test_location_of_a_finding_is_the_wrong_key() -> None:
     result = examine(case, injected("last-token-missing"))
     where = result.findings[0].where
     call = build(case)
-    assert (where.key, where.slot) in ((19, 3), (39, 7))
+    assert (where.key, where.offset) in ((19, 3), (39, 7))
     assert where.sequence is not None and where.key is not None
     assert where.page == int(call.page_table[where.sequence, where.key // 16])
     assert result.picture is not None and result.picture.bad_cell == (where.sequence, where.key // 16)
@@ -241,7 +246,7 @@ def test_reduced_case_of_an_unknown_fault_is_unknown_too() -> None:
 @pytest.mark.parametrize("place", ["high-pages", "decode-high-pages"])
 def test_wrapped_page_ids_are_identified_with_their_bits(place: str, bits: int) -> None:
     first = examine(BY_NAME[place], injected(f"page-ids-wrapped-at-2^{bits}")).findings[0]
-    assert first.alike == (f"page-ids-wrapped-at-2^{bits}",)
+    assert first.equivalent_faults == (f"page-ids-wrapped-at-2^{bits}",)
 
 
 def test_row_with_the_result_of_a_correct_row_is_not_swapped() -> None:

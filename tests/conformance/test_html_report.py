@@ -22,7 +22,7 @@ BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "
 
 
 def report() -> Report:
-    """A window off by one in a mixed batch, something unknown, and what was right."""
+    """A window off by one in a mixed batch, an unknown fault, a correct case and a skipped one."""
     case = Case("window <edge>", q_lens=(1, 5), kv_lens=(37, 40), window=(7, 0))
     ratio = [[0.4, 0.2]] + [[0.5, 3e4]] * 3 + [[-1.0, -1.0], [0.1, 1e9]]
     picture = Picture(ratio, [0, 1, 6], [37, 40], [[4, 9, 2, 7], [1, 0, 3, 7]], 16, bad_cell=(1, 2))
@@ -48,10 +48,10 @@ def report() -> Report:
         "standard",
         "cpu",
         [
-            Result(Case("plain"), "right", error=0.4),
+            Result(Case("plain"), "correct", error=0.4),
             Result(case, "wrong", error=3e4, wrong=5, findings=(finding,), picture=picture),
             Result(Case("softcap", softcap=5.0), "wrong", error=9.0, wrong=1, findings=(unknown,), known="it is being mended"),
-            Result(Case("sinks", sinks=True), "unsupported", "no argument for sinks"),
+            Result(Case("sinks", sinks=True), "skipped", "no argument for sinks"),
         ],
         1.5,
         {"quire": "0.1.0"},
@@ -64,12 +64,13 @@ def html() -> str:
     return html_report(report())
 
 
-def test_it_says_what_is_wrong_and_where(html: str) -> None:
+def test_report_has_findings_places_and_reasons(html: str) -> None:
     for words in (
         "Wrong in 2 of 3 cases, 1 of them known. Found: window-left-off, symptom: rows of the output are zero.",
         "one key too few at the left edge",
-        "sequence 1, row 3, token 37, head 1, dim 39, key 32, page 3, slot 0",
-        "token-missing-at-distance",
+        "sequence 1, row 3, position 37, head 1, dim 39, key 32, page 3, offset 0",
+        "Indistinguishable in this case: token-missing-at-distance.",
+        "largest error that rounding explains",
         "quire conform kernel.py:attention --case &#39;window &lt;edge&gt; q_lens=1,5 kv_lens=37,40 window=7,0&#39;",
         "wrong too with &lt;decoys&gt;",
         "it is being mended",
@@ -84,7 +85,7 @@ def test_it_says_what_is_wrong_and_where(html: str) -> None:
         assert words in html, words
 
 
-def test_the_bad_cell_is_marked_and_only_it(html: str) -> None:
+def test_only_the_faulty_cell_is_marked(html: str) -> None:
     assert re.findall(r'<td class="bad">(-?\d+)</td>', html) == ["3"]
     # 37 and 40 tokens in pages of 16 need three cells each.
     assert re.findall(r'<td class="free">(-?\d+)</td>', html) == ["7", "7"]
@@ -98,8 +99,7 @@ def test_the_best_prediction_comes_first_and_is_marked(html: str) -> None:
     ]
 
 
-def test_the_most_telling_case_is_drawn() -> None:
-    """Right beside wrong says more than all wrong, and thirty tokens more than one."""
+def test_the_map_is_of_a_case_with_correct_and_wrong_elements_and_about_32_tokens() -> None:
     whole = report()
     (case,) = (result for result in whole.results if result.picture)
     one = replace(case, case=case.case.replace(name="one"), picture=replace(case.picture, ratio=[[9.0, 9.0]], q_starts=[0, 1, 1]))
@@ -119,7 +119,7 @@ def test_a_map_is_shown_only_with_the_finding_that_its_run_produced() -> None:
     assert "changes-inputs" in second_card and "Error map" not in second_card
 
 
-def test_a_right_output_has_no_error_map() -> None:
+def test_a_correct_output_has_no_error_map() -> None:
     """Where the LSE alone is wrong."""
     whole = report()
     (case,) = (result for result in whole.results if result.picture)
@@ -136,9 +136,9 @@ def test_nothing_is_fetched(html: str) -> None:
     assert "http" not in html and "url(" not in html and "@import" not in html
 
 
-def test_a_right_run_says_so() -> None:
-    right = Report("cpu", "smoke", "cpu", [Result(Case("plain"), "right", error=0.4)])
-    assert "Correct in all 1 cases that it ran." in html_report(right) and "What is wrong" not in html_report(right)
+def test_a_correct_run_has_no_findings() -> None:
+    correct = Report("cpu", "smoke", "cpu", [Result(Case("plain"), "correct", error=0.4)])
+    assert "Correct in all 1 cases that were run." in html_report(correct) and "What is wrong" not in html_report(correct)
 
 
 def test_pixels_are_where_they_belong() -> None:
@@ -186,5 +186,5 @@ def test_a_browser_runs_it(html: str, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert not re.findall(r"CONSOLE.*(?:Error|Uncaught)", done.stderr), done.stderr
     assert 'data-ready="6"' in done.stdout  # the map's script has run over all its tokens
-    assert "row 3, sequence 1, position 37, head 1: 3.00e+4 budgets off" in done.stdout
+    assert "row 3, sequence 1, position 37, head 1: 3.00e+4 error budgets" in done.stdout
     assert "<title>6 x 2</title>" in done.stdout

@@ -41,4 +41,4 @@ def test_no_false_alarm(kernel: str, right: list[str], refused: list[str]) -> No
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     statuses = {result["name"]: result["status"] for result in json.loads(done.stdout)["results"]}
-    assert statuses == dict.fromkeys(right, "right") | dict.fromkeys(refused, "refused")
+    assert statuses == dict.fromkeys(right, "correct") | dict.fromkeys(refused, "refused")

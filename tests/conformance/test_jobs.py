@@ -1,4 +1,4 @@
-"""Cases shared among processes give the report of one process, whatever becomes of those processes."""
+"""Cases divided over processes give the report of one process, even if processes crash."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from quire.cli import main
 from quire.conformance.cases.case import Case
 from quire.conformance.reporting.report import INTERRUPTED, Result
 from quire.conformance.runner import run
+from quire.conformance.runner.find_target import find
 from quire.conformance.runner.jobs import _share, conform_in
 from quire.conformance.runner.run import conform, survive
-from quire.conformance.runner.subprocess_target import apart
-from quire.conformance.runner.target import find
+from quire.conformance.runner.subprocess_target import in_subprocess
 
 ADAPTER = """
 import os, time
@@ -28,7 +28,7 @@ def attention(*, q, k_pages, v_pages, page_table, kv_lens, q_starts, out, scale,
     if window[0] == 1:
         os.abort()
     if window[0] == 100:
-        raise KeyboardInterrupt  # as if somebody had pressed Ctrl-C then
+        raise KeyboardInterrupt  # as Ctrl-C does
     if window[0] == 0:
         time.sleep(0.3)  # the first case is the last to be done
     (compute if window[0] is None else injected("window-ignored").run)(call)
@@ -47,7 +47,7 @@ def gist(results: Any) -> list[tuple[str, str, list[str]]]:
     return [(result.case.name, result.status, [finding.fault for finding in result.findings]) for result in results]
 
 
-def test_the_report_is_that_of_one_process_and_a_death_is_a_finding(adapter: str) -> None:
+def test_report_equals_that_of_one_process_and_a_crash_is_a_finding(adapter: str) -> None:
     told: list[Result] = []
     dies = CASES[0].replace(name="dies", window=(1, 0))
     known = {"window-2": "why"}
@@ -58,64 +58,64 @@ def test_the_report_is_that_of_one_process_and_a_death_is_a_finding(adapter: str
     assert (report.target, report.level, report.device, report.versions) == (alone.target, "some", alone.device, alone.versions)
 
 
-def test_what_is_too_late_is_not_asked(adapter: str) -> None:
-    late = {("unsupported", "the 1e-09 s were over")}
+def test_cases_after_the_time_limit_are_skipped(adapter: str) -> None:
+    late = {("skipped", "not run: the time limit --within 1e-09 s was reached")}
     alone = conform(find(adapter), CASES, within=1e-9).results
     assert {(result.status, result.reason) for result in alone[1:]} == late
-    told: list[Result] = []
-    shared = _share([], CASES, {}, told.append, start=0.0, within=1e-9)
-    assert {(result.status, result.reason) for result in shared} == late and [result.case for result in told] == CASES
+    reported: list[Result] = []
+    shared = _share([], CASES, {}, reported.append, start=0.0, within=1e-9)
+    assert {(result.status, result.reason) for result in shared} == late and [result.case for result in reported] == CASES
 
 
-def test_an_interrupt_loses_nothing(adapter: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_results_before_an_interrupt_are_reported(adapter: str, capsys: pytest.CaptureFixture[str]) -> None:
     interrupts = CASES[0].replace(name="interrupts", window=(100, 0))
-    asked, rest = CASES[1:3], [("unsupported", INTERRUPTED)] * 2
+    asked, rest = CASES[1:3], [("skipped", INTERRUPTED)] * 2
     alone = conform(find(adapter), [*asked, interrupts, CASES[3]]).results
-    assert gist(alone)[:2] == [("window-None", "right", []), ("window-2", "wrong", ["window-ignored"])]
+    assert gist(alone)[:2] == [("window-None", "correct", []), ("window-2", "wrong", ["window-ignored"])]
     assert [(result.status, result.reason) for result in alone[2:]] == rest
 
-    class Impatient:
-        """Somebody presses Ctrl-C when it is asked."""
+    class InterruptedWorker:
+        """A worker whose first request is interrupted by Ctrl-C."""
 
         case = None
 
-        def ask(self, *question: Any) -> None:
+        def request(self, *message: Any) -> None:
             raise KeyboardInterrupt
 
-    shared = _share([Impatient()], CASES[:2], {}, lambda result: None, start=0.0, within=math.inf)  # type: ignore[list-item]
+    shared = _share([InterruptedWorker()], CASES[:2], {}, lambda result: None, start=0.0, within=math.inf)  # type: ignore[list-item]
     assert [(result.status, result.reason) for result in shared] == rest
     assert main(["conform", adapter, "--in-process", "--json", "--case", str(interrupts)]) == 130
     said = json.loads(capsys.readouterr().out)
-    assert said["interrupted"] and said["counts"]["unsupported"] == 1
+    assert said["interrupted"] and said["counts"]["skipped"] == 1
 
 
 FULL = """
 import torch
-from quire.conformance.runner import subprocess_target as apart
+from quire.conformance.runner import subprocess_target
 from quire.conformance.runner import run
 
-def no_room(*question):
+def no_memory(*arguments):
     raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 4.00 GiB. GPU 0 has other users")
 
-IN.build = no_room
+IN.build = no_memory
 
 def attention(*, q, k_pages, v_pages, page_table, kv_lens, q_starts, out, scale, window):
     raise AssertionError("it is not to be called")
 """
 
 
-@pytest.mark.parametrize("where", ["run", "apart"])
-def test_a_full_card_is_no_fault_of_the_target(where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither if this process, nor if the target's own has no memory for the tensors of a case."""
+@pytest.mark.parametrize("where", ["run", "subprocess_target"])
+def test_out_of_memory_skips_the_case(where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both if this process and if the target's subprocess has no memory for the tensors of a case."""
     monkeypatch.setattr(run, "build", run.build)  # undoes what the file does in this process
     file = tmp_path / "kernel.py"
     file.write_text(FULL.replace("IN", where))
     if where == "run":
         result = survive(CASES[1], find(f"{file}:attention"))
     else:
-        with apart(f"{file}:attention") as target:
+        with in_subprocess(f"{file}:attention") as target:
             result = survive(CASES[1], target)
-    assert (result.status, result.reason) == ("unsupported", "no room for it on the device: CUDA out of memory")
+    assert (result.status, result.reason) == ("skipped", "not enough device memory: CUDA out of memory")
 
 
 def test_the_command(adapter: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -140,13 +140,13 @@ def test_the_command(adapter: str, capsys: pytest.CaptureFixture[str]) -> None:
     )
     said = json.loads(capsys.readouterr().out)
     found = [(result["name"], result["status"]) for result in said["results"]]
-    assert found == [("mixed", "right"), ("one-of-each", "right"), ("window-1", "wrong")]
+    assert found == [("mixed", "correct"), ("one-of-each", "correct"), ("window-1", "wrong")]
 
 
 @pytest.mark.parametrize(
     "wrong", [["torch", "--jobs", "0"], ["none.py:f", "--jobs", "2", "--only", "mixed"]], ids=["no job", "no file"]
 )
-def test_bad_questions(wrong: list[str]) -> None:
+def test_bad_arguments(wrong: list[str]) -> None:
     with pytest.raises(SystemExit) as stop:
         main(["conform", *wrong])
     assert stop.value.code == 2

@@ -1,4 +1,4 @@
-"""An illegal access in a target ends the questions, not the report."""
+"""After an illegal access in a target the remaining cases are skipped, and the report is complete."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CASES = [Case("first"), Case("second", window=(7, 0)), Case("third"), Case("four
 
 
 def target(message: str, where: str) -> Target:
-    """Right, until a window is asked for."""
+    """A target that is correct, except that it raises for a window."""
 
     def run(call: KernelCall) -> None:
         compute(call)
@@ -22,7 +22,7 @@ def target(message: str, where: str) -> Target:
             raise RuntimeError(message)
 
     def limits(call: KernelCall) -> str | None:
-        if call.window != (None, None) and where == "later":  # where somebody waits next
+        if call.window != (None, None) and where == "later":  # an asynchronous error, reported by a later call
             raise RuntimeError(message)
         return None
 
@@ -30,16 +30,16 @@ def target(message: str, where: str) -> Target:
 
 
 @pytest.mark.parametrize("where", ["at once", "later"])
-def test_the_rest_is_not_asked(where: str) -> None:
+def test_remaining_cases_are_skipped(where: str) -> None:
     report = conform(target("CUDA error: an illegal memory access was encountered", where), CASES)
-    assert [result.status for result in report.results] == ["right", "raised", "unsupported", "unsupported"]
+    assert [result.status for result in report.results] == ["correct", "raised", "skipped", "skipped"]
     assert "the device was lost in case second" in report.results[-1].reason
     assert report.exit_code == 1 and report.findings[0][0].fault == "raises"
 
 
-def test_other_errors_of_a_kernel_go_on() -> None:
+def test_the_run_continues_after_other_errors() -> None:
     report = conform(target("no such window", "at once"), CASES)
-    assert [result.status for result in report.results] == ["right", "raised", "right", "right"]
+    assert [result.status for result in report.results] == ["correct", "raised", "correct", "correct"]
 
 
 def test_errors_of_the_kit_are_not_hidden() -> None:

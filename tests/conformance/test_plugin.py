@@ -13,7 +13,7 @@ import pytest
 
 import quire
 from quire.conformance.cases.case import Case
-from quire.conformance.plugin import tell
+from quire.conformance.plugin import format_failure
 from quire.conformance.reporting.report import Finding, Picture, Result, Where
 from quire.conformance.runner.known_failures import read
 from quire.errors import ArgumentError
@@ -73,7 +73,7 @@ def test_a_fault_is_named(run: Run) -> None:
     assert re.search(r"collected \d+ items / \d+ deselected / 3 selected", done.stdout)
 
 
-def test_a_known_fault_is_expected_and_a_mended_one_reported(run: Run, tmp_path: Path) -> None:
+def test_a_known_failure_is_expected_and_one_that_passes_fails(run: Run, tmp_path: Path) -> None:
     (tmp_path / "known.txt").write_text("# target case why\n* window-needle it is narrow\nother decode-needle not ours\n")
     chosen = ("--quire-target", "kernel.py:attention", "--quire-known", "known.txt", "-k", "window-needle or decode-needle", "-rA")
     done = run(*chosen)
@@ -82,7 +82,7 @@ def test_a_known_fault_is_expected_and_a_mended_one_reported(run: Run, tmp_path:
     (tmp_path / "known.txt").write_text("kernel.py:attention decode-needle it was short\n* misspelt why\n")
     done = run(*chosen[:4], "-k", "decode-needle")
     assert done.returncode == 1
-    assert "known to fail (it was short), and it is right" in done.stdout
+    assert "known to fail (it was short), but correct: remove it from known.txt" in done.stdout
     assert "--quire-known: no case is named misspelt" in done.stdout and "no case is named decode" not in done.stdout
 
 
@@ -94,7 +94,7 @@ def test_a_known_fault_is_expected_and_a_mended_one_reported(run: Run, tmp_path:
         (("--quire-target", "cpu", "--quire-level", "hard"), "smoke"),
     ],
 )
-def test_a_wrong_question_is_a_usage_error(args: tuple[str, ...], says: str, run: Run) -> None:
+def test_a_wrong_argument_is_a_usage_error(args: tuple[str, ...], says: str, run: Run) -> None:
     done = run(*args)
     assert done.returncode == 4
     assert says in done.stderr + done.stdout
@@ -105,43 +105,44 @@ def test_without_a_target_nothing_is_added(run: Run) -> None:
     assert done.returncode == 5 and "no tests ran" in done.stdout
 
 
-def test_a_death_is_a_failed_test_if_the_target_runs_apart(run: Run) -> None:
-    """A window kills the process; the session goes on."""
-    done = run("--quire-target", "kernel.py:dies", "--quire-apart", "-k", "mixed or window-needle or edges")
+def test_a_crash_in_a_subprocess_is_a_failed_test(run: Run) -> None:
+    """A window crashes the subprocess; the session continues."""
+    done = run("--quire-target", "kernel.py:dies", "--quire-subprocess", "-k", "mixed or window-needle or edges")
     assert counts(done) == {"passed": 2, "failed": 1}, done.stdout + done.stderr
     assert "crashes: its process died with SIGABRT (at kernel.py:" in done.stdout
 
 
-def test_a_teams_own_tests_run_beside_it(run: Run, tmp_path: Path) -> None:
+def test_other_tests_of_the_session_also_run(run: Run, tmp_path: Path) -> None:
     (tmp_path / "test_own.py").write_text("def test_own(): pass\n")
     done = run("--quire-target", "kernel:attention", "-k", "own or decode-needle")
     assert done.returncode == 0 and counts(done) == {"passed": 2}, done.stdout + done.stderr
 
 
-def test_a_file_is_known_however_the_way_to_it_is_spelt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_known_files_are_compared_by_resolved_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "known").write_text(f"{tmp_path}/sub/../kernel.py:f  mixed  why\nkernel.py:g  edges  another function\n")
     monkeypatch.chdir(tmp_path)
     assert read("known", "kernel.py:f") == {"mixed": "why"} == read("known", f"{tmp_path}/kernel.py:f")
 
 
-def test_the_known_are_read_line_by_line(tmp_path: Path) -> None:
+def test_known_failures_are_read_line_by_line(tmp_path: Path) -> None:
     file = tmp_path / "known.txt"
-    file.write_text("# a comment\n\nmine  far   wraps at 2^31\n*     tree  not promised\nother far nobody asked\n")
+    file.write_text("# a comment\n\nmine  far   wraps at 2^31\n*     tree  not promised\nother far another target\n")
     assert read(file, "mine") == {"far": "wraps at 2^31", "tree": "not promised"}
     file.write_text("mine far\n")
     with pytest.raises(ArgumentError, match=r"known.txt:1: mine far; allowed: a target or \*, a case, and why"):
         read(file, "mine")
 
 
-def test_a_failure_is_told_whole() -> None:
+def test_failure_text_has_all_parts() -> None:
     finding = Finding(
         "stale-page", ("stale-page", "neighbour-page"), {"page": 3}, 0.4, 90.0, Where(1, 2, 30, 0, 5, 17, 9, 1), "old tokens",
         "mixed q_lens=1", ("wrong too with decoys",), (("stale-page", 0.4), ("row-zero", 90.0)),
     )  # fmt: skip
     picture = Picture([[2.0]], [0, 1], [20], [[4, 9]], 16, (0, 1))
-    text = tell(Result(Case("mixed"), "wrong", error=7.0, wrong=3, findings=(finding,), picture=picture), "my.py:kernel")
+    text = format_failure(Result(Case("mixed"), "wrong", error=7.0, wrong=3, findings=(finding,), picture=picture), "my.py:kernel")
     for words in (
-        "stale-page: old tokens", "sequence 1, row 2", "page=3", "or         neighbour-page", "wrong too with decoys", "[9]",
-        "row-zero (90)", "quire conform my.py:kernel --case 'mixed q_lens=1'", "3 elements are off, the worst by 7 budgets",
+        "stale-page: old tokens", "sequence 1, row 2", "page=3",
+        "or         indistinguishable in this case: neighbour-page", "wrong too with decoys", "[9]",
+        "row-zero (90)", "quire conform my.py:kernel --case 'mixed q_lens=1'", "3 elements are wrong, the worst by 7 error budgets",
     ):  # fmt: skip
         assert words in text, words

@@ -1,4 +1,4 @@
-"""A kernel that computes in fewer bits than it got is told so, by the bits; noise of the same size is not given that name."""
+"""Reduced precision is named if the bits match that of the type; noise of the same size is not."""
 
 from __future__ import annotations
 
@@ -104,12 +104,12 @@ OTHER: dict[str, Callable[[KernelCall], None]] = {
 
 
 @pytest.mark.parametrize("name", NARROW)
-def test_too_few_bits_are_named(name: str) -> None:
+def test_reduced_precision_is_named(name: str) -> None:
     case, run, fault, parameters = NARROW[name]
     first = examine(case, Target(name, run)).findings[0]
     assert first.fault == fault, first
     assert not parameters or first.parameters == parameters
-    assert "the very" in first.evidence[-1]
+    assert "exactly the" in first.evidence[-1]
 
 
 @pytest.mark.parametrize("name", OTHER)
@@ -118,12 +118,12 @@ def test_other_errors_of_that_size_are_unknown(name: str) -> None:
     assert first.fault == "unknown", first
 
 
-def test_all_bits_are_right() -> None:
-    assert examine(FP32, Target("honest", online)).status == "right"
+def test_full_precision_is_correct() -> None:
+    assert examine(FP32, Target("correct", online)).status == "correct"
 
 
 @pytest.mark.parametrize("type", KEPT)
-def test_reduced_precision_rounds_to_the_type(type: str) -> None:
+def test_rounding_matches_the_type(type: str) -> None:
     numbers = torch.randn(1000, generator=torch.Generator().manual_seed(1)) * 100
     kept = ReducedPrecision(type)(numbers)
     if type != "tf32":

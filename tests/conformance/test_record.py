@@ -1,4 +1,4 @@
-"""Recording: a call comes back as it was, with no more than it needs, and recordings stay out of everybody else's way."""
+"""Recording: a call is restored exactly, with only the pages that it needs, and other calls are not affected."""
 
 from __future__ import annotations
 
@@ -53,13 +53,13 @@ def file(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("cache", CACHES.values(), ids=CACHES)
-def test_a_step_comes_back(cache: dict[str, Any], file: Path) -> None:
+def test_a_step_is_restored(cache: dict[str, Any], file: Path) -> None:
     program = Program(**cache)
     options = quire.Options(sinks=torch.randn(4), softcap=30.0, window=(8, 0))
     with quire.record(file):
         out, lse = program.step(options, lse=True)
     (call,) = load(file)
-    assert call.notes["operation"] == "step"
+    assert call.metadata["operation"] == "step"
     assert call.cache.format is FORMATS[program.cache.format.name] and call.cache.layout is program.cache.layout
     for got, want in zip((call.out, call.lse), (out, lse)):
         assert torch.equal(got, want)
@@ -69,26 +69,26 @@ def test_a_step_comes_back(cache: dict[str, Any], file: Path) -> None:
     assert call.problem.features == ("softcap", "sinks", "lse", "window")
 
 
-def test_context_form_and_its_types_come_back(file: Path) -> None:
+def test_context_form_and_its_types_are_restored(file: Path) -> None:
     program = Program()
     batch = quire.Batch(program.batch.page_table.long(), program.batch.kv_lens.long(), program.batch.q_starts, max_kv_len=64)
     causal = torch.tensor([True, False])
     with quire.record(file):
         out = quire.attend(program.q[:4], program.cache, batch, quire.Options(causal=causal), new=(program.k[:4], program.v[:4]))
     (call,) = load(file)
-    assert call.notes["operation"] == "attend" and call.new is not None
+    assert call.metadata["operation"] == "attend" and call.new is not None
     assert call.batch.page_table.dtype is torch.int64 and call.batch.q_starts.dtype is torch.int32 and call.batch.max_kv_len == 64
     assert torch.equal(call.replay()[0], out)
 
 
-def test_only_needed_pages_are_kept(file: Path) -> None:
+def test_only_needed_pages_are_saved(file: Path) -> None:
     program = Program()
     with quire.record(file):
         program.step(quire.Options(window=2))
     (call,) = load(file)
     # 11 tokens of which the last 2 are seen, and 10 of which the last 4 are: columns 2, and 1 to 2.
     assert call.batch.page_table.tolist() == [[-1, -1, 0], [-1, 1, 2]]
-    assert call.cache.pages == 3 and call.notes["pages"] == {"saved": 3, "of": 32}
+    assert call.cache.pages == 3 and call.metadata["pages"] == {"saved": 3, "of": 32}
     assert torch.equal(call.cache.k, program.cache.k[call.page_ids])
     with quire.record(file, pages="all"):
         program.step(quire.Options(window=2))
@@ -96,7 +96,7 @@ def test_only_needed_pages_are_kept(file: Path) -> None:
     assert torch.equal(load(file)[0].batch.page_table, program.batch.page_table)
 
 
-def test_so_many_calls_and_no_more(file: Path) -> None:
+def test_the_number_of_calls_is_limited(file: Path) -> None:
     program = Program()
     with quire.record(file, calls=2):
         outs = [quire.attend(program.q[i : i + 4], program.cache, program.batch) for i in range(3)]
@@ -104,19 +104,19 @@ def test_so_many_calls_and_no_more(file: Path) -> None:
     assert len(load(file)) == 2
 
 
-def test_a_call_that_breaks_the_contract_is_kept(file: Path) -> None:
+def test_a_call_that_violates_the_contract_is_saved(file: Path) -> None:
     program = Program()
     program.batch.page_table[1, 1] = 71
     with pytest.raises(quire.ContractError), quire.record(file):
         program.step()
     (call,) = load(file)
-    assert call.out is None and "table" in call.notes["error"]
+    assert call.out is None and "table" in call.metadata["error"]
     assert [(v.rule, v.seq) for v in call.violations()] == [("table", 1)]
     assert int(call.batch.page_table[1, 1]) >= call.cache.pages
     assert main(["check", str(file)]) == 1
 
 
-def test_a_kernel_that_raises_is_kept(file: Path) -> None:
+def test_a_call_that_raises_is_saved(file: Path) -> None:
     program = Program()
     q, recorder = program.q[:4], Recorder(str(file), 1, "needed")
 
@@ -126,10 +126,10 @@ def test_a_kernel_that_raises_is_kept(file: Path) -> None:
     launcher = recorder.around("attend", broken, quire.explain(q, program.cache, program.batch))
     with pytest.raises(RuntimeError):
         launcher(Call(program.cache, program.batch, q, out=torch.zeros_like(q)))
-    assert [call.notes["error"] for call in load(file)] == ["RuntimeError: out of registers"]
+    assert [call.metadata["error"] for call in load(file)] == ["RuntimeError: out of registers"]
 
 
-def test_a_lost_token_is_seen(file: Path) -> None:
+def test_a_lost_token_is_detected(file: Path) -> None:
     program = Program()
     with quire.record(file):
         program.step()
@@ -138,14 +138,14 @@ def test_a_lost_token_is_seen(file: Path) -> None:
     assert call.lost_tokens() == [3]
 
 
-def test_what_a_ledger_knew_comes_along(file: Path) -> None:
+def test_violations_of_the_ledger_are_saved(file: Path) -> None:
     program = Program(ledger=True)
     with pytest.raises(quire.ContractError), quire.record(file):
         quire.attend(program.q[:4], program.cache, program.batch)  # nobody has written the new tokens
     assert {v.rule for v in load(file)[0].violations()} == {"residency"}
 
 
-def test_nothing_to_record_is_said(file: Path) -> None:
+def test_a_recording_without_calls_raises(file: Path) -> None:
     with pytest.raises(quire.QuireError, match="this thread made no call of attend or step"), quire.record(file):
         pass
     assert not file.exists()
@@ -170,7 +170,7 @@ def test_wrong_arguments_are_named(how: dict[str, Any], argument: str, file: Pat
         pass
 
 
-def test_outside_of_it_nobody_is_told(file: Path) -> None:
+def test_calls_outside_the_context_are_not_recorded(file: Path) -> None:
     assert not is_watched()
     recorder = Recorder(str(file), 1, "needed")
     recorder.closed = True
@@ -185,7 +185,7 @@ def test_outside_of_it_nobody_is_told(file: Path) -> None:
     assert recorder.around("audit", told.append, decision) == told.append
 
 
-def test_no_launcher_of_a_recording_is_kept(file: Path) -> None:
+def test_launchers_of_a_recording_are_not_cached(file: Path) -> None:
     """A call before a recording, one within it and one behind it: the second alone is saved, though all have one launcher."""
     program = Program()
     quire.attend(program.q[:4], program.cache, program.batch)
@@ -228,12 +228,12 @@ TYPES = [
 ]
 
 
-def test_tensors_come_back_bit_by_bit(tmp_path: Path) -> None:
+def test_tensors_are_restored_bit_by_bit(tmp_path: Path) -> None:
     tensors = {str(dtype): torch.randn(3, 5, generator=torch.Generator().manual_seed(0)).to(dtype) for dtype in TYPES}
     tensors |= {"empty": torch.zeros(0, 4), "scalar": torch.tensor(1.5), "strided": torch.arange(12).view(3, 4).T}
     tensor_file.save(tmp_path / "t", tensors, {"words": "ä"})
-    back, notes = tensor_file.load(tmp_path / "t")
-    assert notes["words"] == "ä" and set(back) == set(tensors)
+    back, metadata = tensor_file.load(tmp_path / "t")
+    assert metadata["words"] == "ä" and set(back) == set(tensors)
     assert int.from_bytes((tmp_path / "t").read_bytes()[:8], "little") % 8 == 0  # readers that map the file want it aligned
     for name, tensor in tensors.items():
         assert back[name].dtype is tensor.dtype and back[name].shape == tensor.shape
@@ -241,14 +241,14 @@ def test_tensors_come_back_bit_by_bit(tmp_path: Path) -> None:
 
 
 def test_a_file_of_the_hand_written_writer_is_read(tmp_path: Path) -> None:
-    """Releases before safetensors was used: the header is padded with spaces, 8-bit floats are bytes that the notes name."""
+    """Releases before safetensors was used: the header is padded with spaces, 8-bit floats are bytes that the metadata name."""
     k, lens = torch.randn(2, 3).to(torch.float8_e5m2), torch.tensor([7, 9])
-    notes = {"version": 1, "calls": [], "float8": {"0.k_pages": "torch.float8_e5m2"}}
+    metadata = {"version": 1, "calls": [], "float8": {"0.k_pages": "torch.float8_e5m2"}}
     header = json.dumps(
         {
             "0.kv_lens": {"dtype": "I64", "shape": [2], "data_offsets": [0, 16]},
             "0.k_pages": {"dtype": "U8", "shape": [2, 3], "data_offsets": [16, 22]},
-            "__metadata__": {"format": "pt", "quire": json.dumps(notes)},
+            "__metadata__": {"format": "pt", "quire": json.dumps(metadata)},
         }
     ).encode()
     header += b" " * (-len(header) % 8)
@@ -259,14 +259,14 @@ def test_a_file_of_the_hand_written_writer_is_read(tmp_path: Path) -> None:
     assert back["0.k_pages"].dtype is k.dtype and torch.equal(back["0.k_pages"].float(), k.float())
 
 
-def test_a_missing_safetensors_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_safetensors_package_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "safetensors", None)
     for use in (lambda: tensor_file.load(tmp_path / "t"), lambda: tensor_file.save(tmp_path / "t", {}, {})):
         with pytest.raises(quire.QuireError, match="install the package safetensors"):
             use()
 
 
-def test_check_and_explain_answer(file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_and_explain_read_a_file(file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     program = Program()
     with quire.record(file):
         program.step()
@@ -288,23 +288,23 @@ def test_check_and_explain_answer(file: Path, capsys: pytest.CaptureFixture[str]
 
 def altered(file: Path, change: Any) -> None:
     """The file of a program whose kernel gave something else."""
-    tensors, notes = tensor_file.load(file)
+    tensors, metadata = tensor_file.load(file)
     change(tensors)
-    tensor_file.save(file, tensors, notes)
+    tensor_file.save(file, tensors, metadata)
 
 
-def test_diagnose_finds_a_right_call_right(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_diagnose_of_a_correct_call(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     program = Program()
     with quire.record(file):
         program.step(lse=True)
     assert main(["diagnose", str(file), "--json"]) == 0
     answer = json.loads(capsys.readouterr().out)
-    assert [verdict["status"] for verdict in answer["verdicts"]] == ["right", "right"] and answer["right"]
+    assert [verdict["status"] for verdict in answer["verdicts"]] == ["correct", "correct"] and answer["correct"]
     assert main(["diagnose", str(file), "--kernel", "torch"]) == 0
     assert "recorded on cpu by " in capsys.readouterr().out
 
 
-def test_diagnose_names_what_another_kernel_did(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_diagnose_names_the_fault_of_the_recorded_kernel(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The program's kernel took a window for one key less: what it gave is in the file, and here the call is right."""
     program = Program()
     with quire.record(file):
@@ -314,13 +314,13 @@ def test_diagnose_names_what_another_kernel_did(file: Path, capsys: pytest.Captu
     altered(file, lambda tensors: tensors["0.out"].copy_(wrong))
     assert main(["diagnose", str(file), "--json"]) == 1
     there, replayed = json.loads(capsys.readouterr().out)["verdicts"]
-    assert (there["status"], replayed["status"]) == ("wrong", "right")
+    assert (there["status"], replayed["status"]) == ("wrong", "correct")
     assert "window" in there["finding"]["fault"] and there["finding"]["distance"] <= 1
     assert main(["diagnose", str(file)]) == 1
     assert there["finding"]["fault"] in capsys.readouterr().out
 
 
-def test_diagnose_says_unknown_where_nothing_explains_it(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_diagnose_reports_unknown_without_a_matching_fault(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     program = Program()
     with quire.record(file):
         program.step()
@@ -337,7 +337,7 @@ def test_diagnose_says_unknown_where_nothing_explains_it(file: Path, capsys: pyt
         (["FILE", "--call", "3"], "--call: given 3; allowed: 0 to 0"),
     ],
 )
-def test_diagnose_asks_back(argv: list[str], says: str, file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_diagnose_refuses_wrong_arguments(argv: list[str], says: str, file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     program = Program()
     with quire.record(file):
         program.step()
@@ -356,9 +356,9 @@ def test_a_call_of_a_gpu_is_replayed_on_the_cpu(cache: dict[str, Any], file: Pat
     with quire.record(file):
         program.step(quire.Options(softcap=30.0, window=(8, 0)), lse=True)
     (call,) = load(file)
-    assert call.notes["device"].startswith("cuda") and call.q.device.type == "cpu" and call.violations() == []
+    assert call.metadata["device"].startswith("cuda") and call.q.device.type == "cpu" and call.violations() == []
     assert call.lost_tokens() == []
-    assert [verdict.status for verdict in (then(call), here(call), here(load(file, "cuda")[0]))] == ["right"] * 3
+    assert [verdict.status for verdict in (then(call), here(call), here(load(file, "cuda")[0]))] == ["correct"] * 3
 
 
 @needs_gpu

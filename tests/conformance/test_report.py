@@ -1,4 +1,4 @@
-"""What a run says: statuses, known failures, JSON, JUnit, exit codes; and the command."""
+"""The report of a run: statuses, known failures, JSON, JUnit, exit codes; and the command."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CASES = [Case("a"), Case("b", window=(3, 0)), Case("c", seed=5)]
 
 def test_a_run_names_one_fault_in_all_cases_that_show_it() -> None:
     report = conform(injected("window-ignored"), CASES)
-    assert [result.status for result in report.results] == ["right", "wrong", "right"]
+    assert [result.status for result in report.results] == ["correct", "wrong", "correct"]
     (finding, cases), *rest = report.findings
     assert finding.fault == "window-ignored" and cases == ["b"] and not rest
     assert report.exit_code == 1
@@ -37,8 +37,8 @@ def test_a_run_names_one_fault_in_all_cases_that_show_it() -> None:
 def test_a_known_failure_is_expected_and_must_fail() -> None:
     known = {"b": "upstream knows"}
     assert conform(injected("window-ignored"), CASES, known=known).exit_code == 0
-    mended = conform(injected("causal-top-left"), [Case("b", q_lens=(5,), kv_lens=(5,))], known=known)
-    assert [result.status for result in mended.results] == ["right"] and mended.exit_code == 1
+    passing = conform(injected("causal-top-left"), [Case("b", q_lens=(5,), kv_lens=(5,))], known=known)
+    assert [result.status for result in passing.results] == ["correct"] and passing.exit_code == 1
 
 
 def test_json_has_numbers_only() -> None:
@@ -57,6 +57,8 @@ def test_junit() -> None:
     assert known.attrib["failures"] == "0" and known.attrib["skipped"] == "1"
     (skipped,) = known.iter("skipped")
     assert skipped.attrib["message"].startswith("known (upstream knows): window-ignored")
+    statuses = [one.attrib["value"] for one in root.iter("property") if one.attrib["name"] == "status"]
+    assert statuses == ["correct", "wrong", "correct"]
 
 
 def test_the_document_of_faults_is_what_the_catalogue_prints() -> None:
@@ -68,7 +70,7 @@ def test_the_document_of_faults_is_what_the_catalogue_prints() -> None:
 def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert main(["conform", "cpu", "--json", "--only", "^(mixed|edges)$", "--junit", str(tmp_path / "j.xml")]) == 0
     said = json.loads(capsys.readouterr().out)
-    assert said["counts"]["right"] == 2 and (tmp_path / "j.xml").exists()
+    assert said["counts"]["correct"] == 2 and (tmp_path / "j.xml").exists()
     file = tmp_path / "mine.py"
     file.write_text("def f(*, q, k_pages, v_pages, page_table, kv_lens, q_starts, out, scale):\n    out[:] = 0\n")
     assert main(["conform", f"{file}:f", "--case", "mixed kv_lens=5,6 q_lens=1,2"]) == 1
@@ -76,7 +78,7 @@ def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None
     assert "symptom: every element of the output is zero" in said and "verdict: WRONG" in said
 
 
-def test_the_table_goes_on_where_a_run_left_nothing(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_the_table_skips_files_without_a_report(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     whole = conform(injected("window-ignored"), CASES).to_json()
     for name, text in {"whole": whole, "empty": "", "cut": whole[: len(whole) // 2], "other": '{"a": 1}'}.items():
         (tmp_path / f"{name}.json").write_text(text)
@@ -88,10 +90,10 @@ def test_the_table_goes_on_where_a_run_left_nothing(capsys: pytest.CaptureFixtur
     assert findings.main(paths[1:2]) == 0 and not capsys.readouterr().err
 
 
-def test_the_table_keeps_what_has_no_name_apart() -> None:
+def test_the_table_lists_unnamed_findings_case_by_case() -> None:
     finding = {"fault": "unknown", "summary": "s", "parameters": {}, "reproduce": "r"}
     results = [{"name": f"case {n}", "findings": [{**finding, "summary": f"summary {n}"}]} for n in range(3)]
-    counts = {"right": 0, "refused": 0, "wrong": 3, "raised": 0, "unsupported": 0}
+    counts = {"correct": 0, "refused": 0, "wrong": 3, "raised": 0, "skipped": 0}
     report = {"target": "t", "device": "cpu", "versions": {}, "counts": counts, "results": results}
     said = findings.table([{**report, "findings": [{**finding, "cases": ["case 0", "case 1", "case 2"]}]}], "today")
     assert all(f"summary {n} | 1: case {n}" in said for n in range(3))
@@ -114,13 +116,13 @@ def test_power_of_one_case(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     "arguments", [[], ["cpu", "--only", "("], ["cpu", "--only", "nothing"], ["cpu", "--power"], ["no-such-target"]]
 )
-def test_bad_questions(arguments: list[str]) -> None:
+def test_bad_arguments(arguments: list[str]) -> None:
     with pytest.raises(SystemExit) as stop:
         main(["conform", *arguments])
     assert stop.value.code == 2
 
 
-def test_a_summary_tells_parameters_apart() -> None:
+def test_a_summary_lists_the_parameters_of_a_fault() -> None:
     def run(call: KernelCall) -> None:
         injected("query-off-by-one", {"by": 1 if call.window[0] else -1}).run(call)
 
@@ -135,9 +137,9 @@ def test_a_summary_tells_parameters_apart() -> None:
     assert "; other cases show it with other parameters" in html_report(report)
 
 
-def test_a_known_failure_that_no_case_is_named_after_is_said(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_known_failure_without_a_case_is_reported(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     known = tmp_path / "known.txt"
-    known.write_text("cpu misspelt why\ncpu window-needle not asked today\nother gone why\n")
+    known.write_text("cpu misspelt why\ncpu window-needle not run today\nother gone why\n")
     asked = ["conform", "cpu", "--only", "^mixed$", "--known", str(known)]
     assert main(asked) == 0
     assert "known failures that no case is named after: misspelt\n" in capsys.readouterr().out
@@ -145,9 +147,9 @@ def test_a_known_failure_that_no_case_is_named_after_is_said(capsys: pytest.Capt
     assert json.loads(capsys.readouterr().out)["known_without_case"] == ["misspelt"]
 
 
-def test_a_finding_that_others_rename_is_told_as_what_it_is_then() -> None:
-    def result(name: str, fault: str, *alike: str) -> Result:
-        return Result(Case(name), "wrong", findings=(Finding(fault, alike, {"by": 1, "only": "rows"}, summary="first"),))
+def test_an_equivalent_fault_that_other_cases_report_becomes_the_name() -> None:
+    def result(name: str, fault: str, *equivalent: str) -> Result:
+        return Result(Case(name), "wrong", findings=(Finding(fault, equivalent, {"by": 1, "only": "rows"}, summary="first"),))
 
     both = ("window-ignored", "causal-ignored")
     kept = consistent([result("a", *both[:1], *both), result("b", *both[1:], *both[1:]), result("c", *both[1:], *both[1:])])

@@ -1,4 +1,4 @@
-"""Functions under test: what a signature says, what limits say, and what is refused."""
+"""Functions under test: their arguments, their limits, and what is refused."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ import torch
 
 from quire import reference
 from quire.conformance.cases.case import Case
+from quire.conformance.runner.find_target import adapter, find
 from quire.conformance.runner.run import conform, examine
-from quire.conformance.runner.target import adapter, find, wrap
+from quire.conformance.runner.target import wrap
 from quire.errors import ArgumentError
 
 
 def attention(*, q: Any, k_pages: Any, v_pages: Any, page_table: Any, kv_lens: Any, q_starts: Any, out: Any, scale: float) -> None:
-    """Somebody's kernel: causal, plain, slow."""
+    """A kernel without options: causal, slow."""
     for i, n in enumerate(kv_lens.tolist()):
         rows = slice(int(q_starts[i]), int(q_starts[i + 1]))
         at = torch.arange(n)
@@ -37,11 +38,11 @@ def returns(**tensors: Any) -> torch.Tensor:
     return out
 
 
-def test_a_plain_function_is_right_and_is_not_asked_for_what_it_has_no_argument_for() -> None:
+def test_cases_that_need_an_undeclared_argument_are_skipped() -> None:
     report = conform(
         wrap(attention, "mine"), [Case("a", lse=True), Case("b", window=(3, 0)), Case("c", layout="hnd"), Case("d", alibi=True)]
     )
-    assert [result.status for result in report.results] == ["right", "unsupported", "unsupported", "unsupported"]
+    assert [result.status for result in report.results] == ["correct", "skipped", "skipped", "skipped"]
     assert "window" in report.results[1].reason and report.exit_code == 0
 
 
@@ -51,10 +52,10 @@ def test_a_function_may_return_its_output() -> None:
             q=q, k_pages=k_pages, v_pages=v_pages, page_table=page_table, kv_lens=kv_lens, q_starts=q_starts, out=out, scale=scale
         )
 
-    assert examine(Case("a", padding=2), wrap(mine, "mine")).status == "right"
+    assert examine(Case("a", padding=2), wrap(mine, "mine")).status == "correct"
 
 
-def test_beyond_its_limits_a_target_must_refuse_or_be_right() -> None:
+def test_beyond_its_limits_a_target_must_raise_or_be_correct() -> None:
     case, limits = Case("a", page_size=8), {"page_size": (16,)}
 
     def strict(**tensors: Any) -> None:
@@ -65,15 +66,15 @@ def test_beyond_its_limits_a_target_must_refuse_or_be_right() -> None:
 
     assert examine(case, wrap(strict, "strict", supports=limits)).status == "refused"
     assert examine(case, wrap(strict, "strict")).status == "raised"
-    assert examine(case, wrap(attention, "right", supports=limits)).status == "right"
+    assert examine(case, wrap(attention, "correct", supports=limits)).status == "correct"
     said = examine(case, wrap(wrong, "wrong", supports=limits))
     assert said.status == "wrong" and "beyond its limits" in said.reason
-    assert examine(case, wrap(wrong, "wrong", supports=limits, refuses=False)).status == "unsupported"
+    assert examine(case, wrap(wrong, "wrong", supports=limits, refuses=False)).status == "skipped"
 
 
 def test_a_limit_may_be_a_function_or_a_range() -> None:
     target = wrap(attention, "mine", supports={"head_dim": lambda n: n % 8 == 0, "max_q_len": range(2)}, refuses=False)
-    assert examine(Case("a", q_lens=(1, 1), kv_lens=(5, 9)), target).status == "right"
+    assert examine(Case("a", q_lens=(1, 1), kv_lens=(5, 9)), target).status == "correct"
     assert examine(Case("a"), target).reason == "max_q_len = 20"
 
 
@@ -92,7 +93,7 @@ def test_adapters_are_found_by_file_and_name(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["nothing", "nothing.py:f", "quire.nothing:f"])
-def test_what_is_not_there_is_refused(name: str) -> None:
+def test_unknown_targets_are_refused(name: str) -> None:
     with pytest.raises(ArgumentError):
         find(name)
 
@@ -106,7 +107,7 @@ def test_strange_arguments_and_limits_are_refused() -> None:
         wrap(attention, "mine", supports={"page_sizes": (16,)})
 
 
-def test_who_needs_contiguous_tensors_can_say_so() -> None:
+def test_contiguous_is_a_limit() -> None:
     def strict(*, q: Any, k_pages: Any, v_pages: Any, page_table: Any, kv_lens: Any, q_starts: Any, out: Any, scale: float) -> None:
         if not (q.is_contiguous() and page_table.is_contiguous()):
             raise ValueError("contiguous tensors only")
@@ -117,16 +118,16 @@ def test_who_needs_contiguous_tensors_can_say_so() -> None:
         attention(**locals())
 
     case, limits = Case("a", strides="views"), {"contiguous": (True,)}
-    assert examine(case, wrap(attention, "mine")).status == "right"
+    assert examine(case, wrap(attention, "mine")).status == "correct"
     assert examine(case, wrap(strict, "strict", supports=limits)).status == "refused"
     assert examine(case, wrap(strict, "strict")).status == "raised"
-    assert examine(case, wrap(blind, "blind", supports=limits, refuses=False)).status == "unsupported"
+    assert examine(case, wrap(blind, "blind", supports=limits, refuses=False)).status == "skipped"
     wrong = examine(case, wrap(blind, "blind"))
     assert wrong.findings[0].fault == "q-strides-ignored"
 
 
 @pytest.mark.parametrize("shape", [(), (27, 4), (27, 4, 32), (3, 4, 64)])
-def test_a_result_of_another_shape_is_told_beside_the_one_that_is_due(shape: tuple[int, ...]) -> None:
+def test_a_result_of_another_shape_raises_with_both_shapes(shape: tuple[int, ...]) -> None:
     def mine(*, q: Any, k_pages: Any, v_pages: Any, page_table: Any, kv_lens: Any, q_starts: Any, out: Any, scale: float) -> Any:
         return torch.zeros(shape)
 

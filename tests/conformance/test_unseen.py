@@ -17,8 +17,8 @@ import run as unseen  # noqa: E402
 
 from quire.conformance.cases.case import Case  # noqa: E402
 from quire.conformance.cases.suite import cases, cases_of  # noqa: E402
+from quire.conformance.runner.find_target import adapter  # noqa: E402
 from quire.conformance.runner.run import conform  # noqa: E402
-from quire.conformance.runner.target import adapter  # noqa: E402
 
 LENS = {"q_lens": (1, 5, 20), "kv_lens": (37, 40, 20)}
 CASES = (

@@ -1,4 +1,4 @@
-"""One run of the engine for every test that looks at it."""
+"""One run of the engine, shared by all tests."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from quire.demo.model import HEAD_DIM, LAYERS, VOCABULARY, DemoModel, _rotate, _rotation
-from quire.demo.proof import attention
+from quire.demo.verification import attention
 
 
 def forward(model: DemoModel, tokens: list[int]) -> torch.Tensor:
@@ -33,7 +33,7 @@ def test_logits_depend_on_the_whole_context() -> None:
     assert (one[-1] - other[-1]).abs().max() > 1e-3
 
 
-def test_every_layer_counts() -> None:
+def test_every_layer_affects_the_logits() -> None:
     model = DemoModel.make(0)
     whole = forward(model, [1, 2, 3])
     for layer in range(len(LAYERS)):
@@ -50,7 +50,7 @@ def test_scores_depend_on_distance_alone() -> None:
     assert torch.allclose(score(9, 4), score(109, 104)) and not torch.allclose(score(9, 4), score(9, 5))
 
 
-def test_what_follows_is_a_likelihood() -> None:
+def test_bigram_logits_are_log_probabilities() -> None:
     follows = DemoModel.make(0).weights["follows"].double().exp()
     assert follows.shape == (VOCABULARY, VOCABULARY)
     assert torch.allclose(follows.sum(1), torch.ones(VOCABULARY, dtype=torch.float64))

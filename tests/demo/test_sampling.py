@@ -1,4 +1,4 @@
-"""The demo's sampling: repeatable, from the top k, and in the right proportions."""
+"""The demo's sampling: repeatable, from the top k, with the probabilities of the softmax."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from quire.demo.sampling import SamplingParams, distance, pick
 LOGITS = torch.tensor([2.0, 1.0, 0.5, -1.0, 1.9])
 
 
-def test_one_choice_is_the_best() -> None:
+def test_top_1_is_the_maximum() -> None:
     assert {pick(LOGITS, SamplingParams(1.0, 1, seed), 3) for seed in range(50)} == {0}
 
 
-def test_the_top_k_are_all_that_is_picked() -> None:
+def test_only_the_top_k_are_sampled() -> None:
     assert {pick(LOGITS, SamplingParams(1.0, 3, seed), 3) for seed in range(300)} == {0, 1, 4}
 
 
@@ -29,7 +29,7 @@ def test_proportions(temperature: float) -> None:
     assert (drawn - want).abs().max() < 4 * (0.25 / count) ** 0.5
 
 
-def test_noise_is_of_the_request_and_the_position() -> None:
+def test_noise_depends_on_request_and_position() -> None:
     picks = [pick(LOGITS, SamplingParams(1.0, 5, 9), at) for at in range(40)]
     assert picks == [pick(LOGITS, SamplingParams(1.0, 5, 9), at) for at in range(40)]
     assert picks != [pick(LOGITS, SamplingParams(1.0, 5, 10), at) for at in range(40)]
@@ -37,7 +37,7 @@ def test_noise_is_of_the_request_and_the_position() -> None:
 
 @pytest.mark.parametrize("token", range(5))
 @pytest.mark.parametrize("position", range(6))
-def test_distance_is_how_far_logits_must_move(token: int, position: int) -> None:
+def test_distance_is_the_smallest_change_of_logits(token: int, position: int) -> None:
     sampling = SamplingParams(0.7, 3, 0)
     far = distance(token, LOGITS, sampling, position)
     assert (far == 0) == (pick(LOGITS, sampling, position) == token)

@@ -1,4 +1,4 @@
-"""The demo's screen: lines that tell everything once, and a live table that holds what it promises."""
+"""The demo's screen: lines that print every event once, and the live table."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def started() -> DemoEngine:
     return engine
 
 
-def test_lines_tell_everything_once(started: DemoEngine, capsys: pytest.CaptureFixture[str]) -> None:
+def test_lines_print_every_event_once(started: DemoEngine, capsys: pytest.CaptureFixture[str]) -> None:
     lines = Lines(every=12)
     lines.show(started)
     lines.show(started)
@@ -39,7 +39,7 @@ def test_lines_tell_everything_once(started: DemoEngine, capsys: pytest.CaptureF
 
 
 @pytest.mark.parametrize("quiet, shown", [(True, False), (False, True)])
-def test_quiet_is_quiet(quiet: bool, shown: bool, started: DemoEngine, capsys: pytest.CaptureFixture[str]) -> None:
+def test_quiet_prints_nothing(quiet: bool, shown: bool, started: DemoEngine, capsys: pytest.CaptureFixture[str]) -> None:
     with screen(quiet) as show:
         show(started)
     assert bool(capsys.readouterr().out) == shown
@@ -55,9 +55,7 @@ def test_a_terminal_gets_the_table(
     assert "request" in out and "held" in out and "█" in out
 
 
-def test_without_rich_there_are_lines(
-    started: DemoEngine, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_lines_without_rich(started: DemoEngine, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     monkeypatch.setattr("quire.demo.screen.find_spec", lambda name: None)
     with screen(quiet=False) as show:
@@ -65,7 +63,7 @@ def test_without_rich_there_are_lines(
     assert capsys.readouterr().out.startswith("step   1  the prefix is computed")
 
 
-def test_the_table_holds_what_it_promises(started: DemoEngine) -> None:
+def test_contents_of_the_live_table(started: DemoEngine) -> None:
     from rich.console import Console
 
     console = Console(width=140, record=True, file=io.StringIO())

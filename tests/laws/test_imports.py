@@ -37,7 +37,7 @@ NAMES_FROM_DATA = {
     "quire": "the table of public names",
     "quire.dispatch.kernel": "the catalogue names the kernels' modules",
     "quire.kernels.triton.compiler.report": "every module of its own folder",
-    "quire.conformance.runner.target": "the user names the module under test",
+    "quire.conformance.runner.find_target": "the user names the module under test",
     "quire.conformance.targets.vllm": "a table of other packages' modules, and quire.compat.vllm",
     "quire.conformance.targets.peer": "other packages",
 }

@@ -1,4 +1,4 @@
-"""`quire conform`: is a paged-attention function right, and if not, what is wrong with it?"""
+"""`quire conform`: whether a paged-attention function is correct, and what is wrong if it is not."""
 
 from __future__ import annotations
 
@@ -35,74 +35,78 @@ if TYPE_CHECKING:
     from quire.conformance.reporting.report import Finding, Report, Result
 
 SHOWN = 8
-"""How much of a long list a summary shows."""
+"""Entries of a long list that a summary shows."""
 NOTHING_RAN = 3
 """The exit status of a run that computed nothing."""
-HELP = "Runs any paged-attention function through cases that can fail, and names what is wrong with it."
+HELP = "Runs any paged-attention function through a suite of test cases, and names what is wrong with it."
 EXAMPLES = """\
 examples:
-  quire conform cpu                                     our own kernel of this CPU, in seconds
-  quire conform my_kernel.py:attention --level standard a function of yours; 20 lines make an adapter (quire example 05)
-  quire conform vllm.unified_attention --html out.html  a peer that is installed, and a report with figures
+  quire conform cpu                                     Quire's kernel for this CPU, in seconds
+  quire conform my_kernel.py:attention --level standard a function of yours; an adapter takes 20 lines (quire example 05)
+  quire conform vllm.unified_attention --html out.html  an installed peer, and a report with figures
   quire conform triton-mixed --level standard --jobs 16 on a GPU: 16 processes, which compile in parallel
   quire conform triton-mixed --case 'window q_lens=1,9 kv_lens=40,50 window=7,0'
                                                         one case again, from the line that a report prints
-  quire conform --power --level standard                plant every fault in every case: what can the suite see?
-  quire conform --compare                               how many of the faults do other projects' tests see?
+  quire conform --power --level standard                inject every fault into every case: which are detected?
+  quire conform --compare                               how many of the faults do other projects' tests detect?
 
 A function takes its tensors by name: q, k_pages, v_pages, page_table, kv_lens, q_starts, out, scale, and an argument for each
-feature it supports: window, alibi, sinks, causal, mask, positions, k_scale, v_scale, new_k, new_v, lse, ... A feature it has no
-argument for is one it does not support; `SUPPORTS = {"page_size": (16, 32)}` in its file declares finer limits.
-`python -c 'import quire.conformance.runner.target as t; help(t)'` has the whole signature, docs/faults.md every fault.
+feature it supports: window, alibi, sinks, causal, mask, positions, k_scale, v_scale, new_k, new_v, lse, ... Cases with a
+feature that it has no argument for are skipped; `SUPPORTS = {"page_size": (16, 32)}` in its file declares finer limits.
+`python -c 'import quire.conformance.runner.target as t; help(t)'` prints the whole signature; docs/faults.md lists the faults.
 
-exit status: 0 if the target is right in every case that it supports, 1 if not, 2 an argument is wrong, 3 nothing was computed:
-every case was refused or skipped, 130 interrupted: what was found until then is reported
+statuses: correct; wrong; raised: an exception, a crash or a hang; refused: an exception beyond the declared limits, as expected;
+skipped: not run
+
+exit status: 0 if the target is correct in every case that was run, 1 if not, 2 invalid arguments, 3 nothing was computed: every
+case was refused or skipped, 130 interrupted: what was found until then is reported
 """
 _WHAT, _HOW, _ALONE = "what is tested", "how it is run", "without a target"
 PARAMETERS: list[click.Parameter] = [
-    Argument("target", "a kernel of ours, a peer, file.py:function or package.module:function", required=False, metavar="[TARGET]"),
+    Argument("target", "a kernel of Quire, a peer, file.py:function or module:function", required=False, metavar="[TARGET]"),
     Option(
         "--level",
         type=ChoiceOf(("smoke", "standard", "full")),
         default="smoke",
         group=_WHAT,
-        help="how much: seconds, minutes, or all (smoke)",
+        help="smoke: seconds; standard: up to a minute; full: minutes (smoke)",
     ),
-    Option("--only", metavar="REGEX", group=_WHAT, help="cases whose name matches"),
-    Option("--case", metavar="LINE", group=_WHAT, help="one case, from the line that was printed for it"),
+    Option("--only", metavar="REGEX", group=_WHAT, help="only the cases whose name matches"),
+    Option("--case", metavar="LINE", group=_WHAT, help="one case, by its name or by the line that a report prints"),
     Option(
-        "--known", metavar="FILE", group=_WHAT, help="known failures, a line each: target, case, why; one that passes is reported"
+        "--known",
+        metavar="FILE",
+        group=_WHAT,
+        help="known failures, one per line: target, case, reason; reports those that pass",
     ),
-    Option("--device", metavar="NAME", group=_HOW, help="where to run it (where the target says)"),
-    Option(
-        "--timeout", metavar="SECONDS", type=Number(0, "seconds"), default=120.0, group=_HOW, help="how long a call may take (120)"
-    ),
+    Option("--device", metavar="NAME", group=_HOW, help="device (default: declared by the target)"),
+    Option("--timeout", metavar="SECONDS", type=Number(0, "seconds"), default=120.0, group=_HOW, help="time limit of a call (120)"),
     Option(
         "--within",
         metavar="SECONDS",
         type=Number(0, "seconds"),
         default=float("inf"),
         group=_HOW,
-        help="begin no case after so long; those that are left are reported as skipped (no limit)",
+        help="start no new case after SECONDS; remaining cases are reported as skipped (no limit)",
     ),
     Option(
         "--jobs",
         type=Count,
         default=1,
         group=_HOW,
-        help="share the cases among N processes; on a GPU most of the time goes into compiling (1)",
+        help="divide the cases over N processes; on a GPU most of the time is compilation (1)",
     ),
     flag("--in-process", "run a function or a peer in this process (for a debugger), not in a subprocess", _HOW),
-    flag("--power", "plant every fault in every case, and prove that each case sees what it must", _ALONE),
+    flag("--power", "inject every fault into every case, and verify that the cases detect them", _ALONE),
     Option(
         "--names",
         metavar="N",
         type=Whole(0),
         default=0,
         group=_ALONE,
-        help="with --power: also diagnose every N-th planted fault (none)",
+        help="with --power: also diagnose every N-th injected fault (none)",
     ),
-    flag("--compare", "plant the same faults under other suites' inputs and tolerances", _ALONE),
+    flag("--compare", "inject the same faults under the inputs and tolerances of other suites", _ALONE),
     Option("--junit", metavar="FILE", type=Writable(), group="output", help="write JUnit XML"),
     Option("--html", metavar="FILE", type=Writable(), group="output", help="write a report with figures"),
 ]
@@ -110,19 +114,19 @@ PARAMETERS: list[click.Parameter] = [
 
 def run(args: Args) -> int:
     if args.power and args.compare:
-        raise ArgumentError("--compare", "beside --power", "one of them")
+        raise ArgumentError("--compare", "with --power", "one of the two")
     if args.power or args.compare:
         from quire.cli import conform_power
 
         if args.target is not None:
             raise ArgumentError(
-                "TARGET", args.target, "none beside --power or --compare: faults are planted in a kernel of the kit's"
+                "TARGET", args.target, "none with --power or --compare: faults are injected into a kernel of the kit"
             )
         return conform_power.power(args, find_cases(args)) if args.power else conform_power.compare(args)
     if args.target is None:
         raise ArgumentError("TARGET", "nothing", "a kernel, a peer or file.py:function; or --power, or --compare")
     if args.names:
-        raise ArgumentError("--names", args.names, "only beside --power")
+        raise ArgumentError("--names", args.names, "only with --power")
     return _conform(args)
 
 
@@ -132,7 +136,7 @@ def find_cases(args: Args) -> list[Case]:
 
     if args.case is not None:
         if args.only is not None:
-            raise ArgumentError("--only", args.only, "none beside --case, which is one case")
+            raise ArgumentError("--only", args.only, "none with --case, which is one case")
         if "=" not in args.case:
             return [_case_named(args.case.strip())]
         case = Case.parse(args.case)
@@ -150,7 +154,7 @@ def find_cases(args: Args) -> list[Case]:
 
 
 def _case_named(name: str) -> Case:
-    """A case of the suite. A name alone says nothing about a case that is not there."""
+    """A case of the suite, by its name."""
     from quire.conformance.cases.suite import cases
 
     known = {case.name: case for case in cases("full")}
@@ -160,10 +164,10 @@ def _case_named(name: str) -> Case:
 
 
 def _check_device(target: str, device: str | None) -> None:
-    """Raises if a kernel of ours would run on a GPU and there is none. Any other target looks for its own device."""
+    """Raises if a kernel of Quire would run on a GPU and there is none. Other targets check their own device."""
     import torch
 
-    from quire.conformance.runner.target import is_ours, ours
+    from quire.conformance.runner.find_target import is_ours, ours
 
     no_gpu = not torch.cuda.is_available()
     if (device or "").startswith("cuda") and no_gpu:
@@ -174,10 +178,10 @@ def _check_device(target: str, device: str | None) -> None:
 
 def _conform(args: Args) -> int:
     from quire.conformance.runner import known_failures as known
+    from quire.conformance.runner.find_target import find, is_ours
     from quire.conformance.runner.jobs import conform_in
     from quire.conformance.runner.run import conform
-    from quire.conformance.runner.subprocess_target import apart
-    from quire.conformance.runner.target import find, is_ours
+    from quire.conformance.runner.subprocess_target import in_subprocess
 
     cases = find_cases(args)
     _check_device(args.target, args.device)
@@ -189,8 +193,8 @@ def _conform(args: Args) -> int:
         here = args.in_process or is_ours(args.target)
         target = None
         if args.jobs == 1:
-            alone = apart(args.target, args.device, args.timeout)
-            target = find(args.target, args.device) if here else stack.enter_context(alone)
+            subprocess = in_subprocess(args.target, args.device, args.timeout)
+            target = find(args.target, args.device) if here else stack.enter_context(subprocess)
         tell = stack.enter_context(progress(len(cases), quiet=is_quiet(args)))
 
         def each(result: Result) -> None:
@@ -213,43 +217,36 @@ def _conform(args: Args) -> int:
 
 
 def exit_status(report: Report) -> int:
-    """What a run of the suite means to a program."""
+    """The exit status of a run."""
     if report.interrupted:
         return INTERRUPTED
-    return NOTHING_RAN if not report.answered and not report.unexpected else report.exit_code
+    return NOTHING_RAN if not report.computed and not report.unexpected else report.exit_code
 
 
 def _line(result: Result) -> str:
     """One case in one line."""
-    mark = {"right": "ok     ", "refused": "ok     ", "unsupported": "-      ", "wrong": "WRONG  ", "raised": "RAISED "}[
-        result.status
-    ]
-    said = {
-        "right": f"error {result.error:.2f} of the budget",
-        "refused": f"refused, as it should: {result.reason}",
-        "unsupported": f"skipped: {result.reason}",
-    }.get(result.status, "")
-    if result.failed:
-        said = "; ".join(str(finding) for finding in result.findings) or result.reason
+    status = result.status.upper() if result.failed else result.status
+    text = result.reason
+    if result.status == "correct":
+        text = f"error {result.error:.2f} of the budget"
+    elif result.failed:
+        text = "; ".join(str(finding) for finding in result.findings) or result.reason
     if result.known:
-        said = f"known ({result.known}): {said}" if result.failed else f"KNOWN TO FAIL, BUT RIGHT ({result.known})"
-    return f"{mark}{result.case.name:28} {said}"
-
-
-STATUS_WORDS = {
-    "right": "right",
-    "wrong": "wrong",
-    "raised": "without a result",
-    "refused": "rightly refused",
-    "unsupported": "skipped",
-}
+        text = f"known ({result.known}): {text}" if result.failed else f"KNOWN TO FAIL, BUT CORRECT ({result.known})"
+    return f"{status:8} {result.case.name:28} {text}"
 
 
 def _summary(report: Report) -> str:
-    """What a person can act on: counts, what failing cases have in common, the findings, and the verdict."""
+    """The text of a report: counts, what failing cases have in common, the findings, and the verdict."""
+    from quire.conformance.reporting.report import BUDGETS
+
     counts = report.counts()
-    counted = ", ".join(f"{counts[status]} {word}" for status, word in STATUS_WORDS.items() if counts[status])
+    counted = ", ".join(f"{count} {status}" for status, count in counts.items() if count)
     lines = ["", f"{counted}, {report.seconds:.1f} s"]
+    if counts["correct"] or counts["wrong"]:
+        lines.append(BUDGETS)
+    if report.undiagnosed:
+        lines.append(f"{report.undiagnosed} of the failing cases were not diagnosed; --case diagnoses one.")
     if report.contrast:
         lines += ["", f"Fails {report.contrast}."]
     for finding, cases in report.findings:
@@ -265,21 +262,23 @@ def _finding(report: Report, finding: Finding, cases: Sequence[str]) -> Iterator
     given = f" ({ways[0][0]})" if len(ways) == 1 and ways[0][0] else ""
     which = f"in {len(cases)} case{'s' if len(cases) > 1 else ''}"
     if finding.contrast:
-        which = finding.contrast if finding.contrast.startswith("in all") else f"{finding.contrast}, {which}"
+        which = finding.contrast if finding.contrast.startswith("in ") else f"{finding.contrast}, {which}"
     yield f"{finding.title}{given}, {which}"
     yield f"  {finding.summary}"
+    if finding.undiagnosed:
+        yield f"  note       {finding.undiagnosed} failing cases were not diagnosed: they may have this fault or others"
     if len(ways) == 1 and len(cases) > 1:
         yield f"  in         {_few(cases)}"
     elif len(ways) > 1:
         yield from (f"  with       {way or 'no parameters'}: {_few(which)}" for way, which in ways[:SHOWN])
         if len(ways) > SHOWN:
-            yield f"             and {len(ways) - SHOWN} more ways"
+            yield f"             and {len(ways) - SHOWN} other parameters"
     if str(finding.where):
         yield f"  at         {finding.where}{f': {finding.values}' if finding.values else ''}"
     yield from (f"  keys       {line}" for line in finding.picture.splitlines())
-    others = [name for name in finding.alike if name != finding.fault]
+    others = [name for name in finding.equivalent_faults if name != finding.fault]
     if others:
-        yield f"  or         {', '.join(others)}, which give the same result here"
+        yield f"  or         indistinguishable in this case: {', '.join(others)}"
     yield from (f"  probe      {line}" for line in finding.evidence)
     yield f"  reproduce  quire conform {report.target} --case '{finding.reproduce}'"
 
@@ -290,14 +289,14 @@ def _few(cases: Sequence[str]) -> str:
 
 def _verdict(report: Report) -> str:
     failed = [result for result in report.results if result.failed]
-    mended = [result.case.name for result in report.unexpected if result.known]
+    passing = [result.case.name for result in report.unexpected if result.known]
     if any(not result.known for result in failed):
         return "WRONG"
-    if not report.answered:
+    if not report.computed:
         return "NOTHING WAS COMPUTED: every case was refused or skipped"
-    if mended:
-        return f"known failures that are right now, so the list is out of date: {', '.join(mended)}"
-    return "wrong only where that is known" if failed else "the target is right in every case that it supports"
+    if passing:
+        return f"known failures that now pass: {', '.join(passing)}; remove them from the file of --known"
+    return "wrong only in known failures" if failed else "correct in every case that was run"
 
 
 COMMAND = Command("conform", run, HELP, PARAMETERS, EXAMPLES)

@@ -8,7 +8,7 @@ from typing import Any
 import click
 import torch
 
-from quire.cli.check import answer as contract_of
+from quire.cli.check import check_call
 from quire.cli.command import INTERRUPTED, Args, Argument, Command, Option, Whole, answer
 from quire.conformance.recording.record import Recorded, load
 from quire.conformance.recording.replay import Verdict, here, then
@@ -23,22 +23,20 @@ examples:
   quire diagnose call.safetensors   run a recorded call again, compare with the reference, name the fault
   quire diagnose call.safetensors --kernel triton-mixed
                                     the same on another kernel of this machine
-  quire example rocm_story          a failure of the field, rebuilt and solved
+  quire example rocm_story          a reported failure, reproduced and explained
 
-exit status: 0 if nothing is wrong, 1 if something is, 2 an argument is wrong, 130 interrupted: what was found until then is shown
+exit status: 0 if both results are correct and the contract holds, 1 if not, 2 invalid arguments, 130 interrupted: what was found
+until then is shown
 """
 PARAMETERS: list[click.Parameter] = [
     Argument("file", "calls that quire.record saved", metavar="FILE", required=False),
-    Option("--kernel", metavar="NAME", help="the kernel to run it with (the one that fits this machine)"),
-    Option("--device", metavar="NAME", help="where to run it (cuda if there is one, else cpu)"),
+    Option("--kernel", metavar="NAME", help="the kernel to run it with (default: chosen for this machine)"),
+    Option("--device", metavar="NAME", help="device (cuda if there is one, else cpu)"),
     Option("--call", type=Whole(0), default=0, help="which call of the file, from 0 (0)"),
-    Option("--story", hidden=True, metavar="NAME"),
 ]
 
 
 def run(args: Args) -> int:
-    if args.story is not None:
-        raise ArgumentError("--story", args.story, "none: the story is an example now; run `quire example rocm_story`")
     if args.file is None:
         raise ArgumentError("FILE", "nothing", "a file that quire.record saved")
     names = [kernel.name for kernel in CATALOGUE if kernel.operation == "attend"]
@@ -49,25 +47,25 @@ def run(args: Args) -> int:
     if args.call >= len(calls):
         raise ArgumentError("--call", args.call, f"0 to {len(calls) - 1}: {args.file} has {len(calls)}")
     call = calls[args.call]
-    contract, verdicts, interrupted = contract_of(call), list[Verdict](), False
+    contract, verdicts, interrupted = check_call(call), list[Verdict](), False
     try:
         verdicts.append(then(call))
         if all(violation["harmless"] for violation in contract["violations"]):
             verdicts.append(here(call, args.kernel))
         else:
-            verdicts.append(Verdict(f"this machine, {device}", "raised", reason="not run: the call breaks the contract"))
+            verdicts.append(Verdict(f"this machine, {device}", "raised", reason="not run: the call violates the contract"))
     except KeyboardInterrupt:
         interrupted = True
-    right = contract["holds"] and not interrupted and all(verdict.status == "right" for verdict in verdicts)
-    found = {"file": args.file, "call": args.call, "contract": contract, "right": right, "interrupted": interrupted}
+    correct = contract["holds"] and not interrupted and all(verdict.status == "correct" for verdict in verdicts)
+    found = {"file": args.file, "call": args.call, "contract": contract, "correct": correct, "interrupted": interrupted}
     found["verdicts"] = [verdict.to_dict() for verdict in verdicts]
 
     answer(args, found, lambda: _report(f"call {args.call} of {args.file}", call, contract, verdicts, interrupted))
-    return INTERRUPTED if interrupted else 0 if right else 1
+    return INTERRUPTED if interrupted else 0 if correct else 1
 
 
 def _report(title: str, call: Recorded, contract: dict[str, Any], verdicts: Sequence[Verdict], interrupted: bool) -> None:
-    """Prints what was found."""
+    """Prints the diagnosis."""
     sheet = printer()
     sheet.heading(f"{title}: quire.{contract['operation']}")
     sheet.text(contract["problem"])
@@ -75,7 +73,9 @@ def _report(title: str, call: Recorded, contract: dict[str, Any], verdicts: Sequ
         sheet.quote(str(violation))
     if contract["lost_tokens"]:
         tokens = contract["lost_tokens"]
-        sheet.item("WRONG", "lost in the write", f"tokens {tokens} of k and v: their slots do not hold what was written there")
+        sheet.item(
+            "WRONG", "lost in the write", f"tokens {tokens} of k and v: their slots do not hold the values that were written"
+        )
     for verdict in verdicts:
         _show(verdict, sheet)
     if interrupted:
@@ -83,16 +83,21 @@ def _report(title: str, call: Recorded, contract: dict[str, Any], verdicts: Sequ
 
 
 def _show(verdict: Any, show: Printer) -> None:
-    word = {"right": "ok", "wrong": "WRONG", "raised": "raised"}[verdict.status]
+    word = {"correct": "ok", "wrong": "WRONG", "raised": "raised"}[verdict.status]
     if verdict.finding is None:
-        show.item(word, verdict.of, verdict.reason or f"off by {verdict.error:.2g} of what its precision may lose")
+        show.item(word, verdict.of, verdict.reason or f"error {verdict.error:.2g} of the budget")
         return
     finding = verdict.finding
-    lines = [finding.summary, f"at {finding.where}", f"{verdict.wrong} elements beyond what precision may lose"]
-    if len(finding.alike) > 1:
-        lines.append(f"on this call the same as: {', '.join(name for name in finding.alike if name != finding.fault)}")
+    lines = [
+        finding.summary,
+        f"at {finding.where}",
+        f"{verdict.wrong} elements beyond the error budget, the largest error that rounding explains",
+    ]
+    if len(finding.equivalent_faults) > 1:
+        others = ", ".join(name for name in finding.equivalent_faults if name != finding.fault)
+        lines.append(f"indistinguishable in this call: {others}")
     show.item(word, f"{verdict.of}: {finding.fault}", *lines)
-    show.table(("nearest predictions", "off by, in budgets"), [(name, f"{off:.3g}") for name, off in finding.ranking[:5]])
+    show.table(("nearest predictions", "distance in budgets"), [(name, f"{off:.3g}") for name, off in finding.ranking[:5]])
 
 
 COMMAND = Command("diagnose", run, HELP, PARAMETERS, EXAMPLES)

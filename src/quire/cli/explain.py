@@ -79,12 +79,12 @@ def _recorded(args: Args, platform: Platform) -> int:
 
     def text() -> None:
         for number, (call, decision) in enumerate(zip(calls, decisions)):
-            made = call.decision or f"nothing: it raised {call.notes['error']}"
-            print(f"call {number}, as it was decided on {call.notes['device']}:\n{made}\n\nand on {platform.name}:")
+            made = call.decision or f"nothing: it raised {call.metadata['error']}"
+            print(f"call {number}, as it was decided on {call.metadata['device']}:\n{made}\n\nand on {platform.name}:")
             _show(args, decision)
             print()
 
-    answers = [{"there": call.notes["decision"], "here": decision.to_dict()} for call, decision in zip(calls, decisions)]
+    answers = [{"there": call.metadata["decision"], "here": decision.to_dict()} for call, decision in zip(calls, decisions)]
     answer(args, {"file": args.file, "calls": answers}, text)
     return 0 if all(decision.chosen for decision in decisions) else 1
 

@@ -1,8 +1,8 @@
 """The suite in a team's own pytest: `pytest --quire-target my_kernels.attention:paged`. Every case is a test.
 
-A case that the target declares not to support is skipped, with the reason. A failure says which fault it is, where, and how to see
-it again. `--quire-known FILE` names failures that are known: they are expected, and one that passes is a failure. `--quire-apart`
-gives the target a process of its own: if that dies, a test fails and the session goes on.
+A case that the target does not support is skipped, with the reason. A failure names the fault, its place, and the command that
+reproduces it. `--quire-known FILE` lists known failures: they are expected, and one that passes is a failure. `--quire-subprocess`
+runs the target in a subprocess: a crash is a failed test, and the session continues.
 """
 
 from __future__ import annotations
@@ -21,21 +21,23 @@ if TYPE_CHECKING:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    group = parser.getgroup("quire", "quire: is a paged-attention function right?")
-    group.addoption("--quire-target", metavar="TARGET", help="module:function, file.py:function, a kernel of Quire's or a peer")
-    group.addoption("--quire-level", metavar="LEVEL", default="smoke", help="smoke (seconds), standard (minutes) or full (smoke)")
-    group.addoption("--quire-device", metavar="NAME", help="where to run it; by default where the target says")
-    group.addoption("--quire-apart", action="store_true", help="in a process of its own, which may crash: that is a failed test")
-    group.addoption("--quire-known", metavar="FILE", help="failures that are known, a line each: target, case, why")
+    group = parser.getgroup("quire", "quire: conformance tests of a paged-attention function")
+    group.addoption("--quire-target", metavar="TARGET", help="module:function, file.py:function, a kernel of Quire or a peer")
+    group.addoption(
+        "--quire-level", metavar="LEVEL", default="smoke", help="smoke: seconds; standard: up to a minute; full: minutes (smoke)"
+    )
+    group.addoption("--quire-device", metavar="NAME", help="device (default: declared by the target)")
+    group.addoption("--quire-subprocess", action="store_true", help="run the target in a subprocess; a crash is a failed test")
+    group.addoption("--quire-known", metavar="FILE", help="known failures, one per line: target, case, reason")
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_make_collect_report(collector: pytest.Collector) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
-    """Adds the suite to whatever else the session collects, an empty folder included."""
+    """Adds the suite to the tests that the session collects, also in an empty folder."""
     report = yield
-    asked = collector.config.getoption("--quire-target")
-    if asked and isinstance(collector, pytest.Session) and report.passed:
-        report.result.append(Suite.of(collector, asked))
+    target = collector.config.getoption("--quire-target")
+    if target and isinstance(collector, pytest.Session) and report.passed:
+        report.result.append(Suite.of(collector, target))
     return report
 
 
@@ -47,25 +49,25 @@ class Suite(pytest.Collector):
     known: dict[str, str]
 
     @classmethod
-    def of(cls, session: pytest.Session, asked: str) -> Suite:
+    def of(cls, session: pytest.Session, target: str) -> Suite:
         from quire.conformance.cases import suite
         from quire.conformance.runner import known_failures as known
-        from quire.conformance.runner.subprocess_target import apart
-        from quire.conformance.runner.target import find
+        from quire.conformance.runner.find_target import find
+        from quire.conformance.runner.subprocess_target import in_subprocess
         from quire.errors import ArgumentError
 
-        made: Suite = cls.from_parent(session, name=asked, nodeid=f"quire {asked}")
+        made: Suite = cls.from_parent(session, name=target, nodeid=f"quire {target}")
         option = session.config.getoption
         here = str(session.config.invocation_params.dir)
         if here not in sys.path:  # as `python -m pytest` would
             sys.path.insert(0, here)
         try:
-            if option("--quire-apart"):
+            if option("--quire-subprocess"):
                 stack = ExitStack()
                 session.config.add_cleanup(stack.close)
-                made.target = stack.enter_context(apart(asked, option("--quire-device")))
+                made.target = stack.enter_context(in_subprocess(target, option("--quire-device")))
             else:
-                made.target = find(asked, option("--quire-device"))
+                made.target = find(target, option("--quire-device"))
             made.cases = suite.cases(option("--quire-level"))
             made.known = known.read(option("--quire-known"), made.target.name) if option("--quire-known") else {}
             for name in known.unmatched(made.known):
@@ -93,20 +95,21 @@ class CaseItem(pytest.Item):
 
         result = survive(self.case, self.target)
         self.user_properties.append(("quire", result.status))
-        if result.status == "unsupported":
+        if result.status == "skipped":
             pytest.skip(result.reason)
         if result.failed and self.known:
             pytest.xfail(f"{self.known} ({_first(result)})")
         if result.failed:
             raise Wrong(result)
         if self.known:
-            raise Mended(self.known)
+            raise UnexpectedPass(self.known)
 
     def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: Any = None) -> Any:
         if isinstance(excinfo.value, Wrong):
-            return tell(excinfo.value.result, self.target.name)
-        if isinstance(excinfo.value, Mended):
-            return f"known to fail ({excinfo.value}), and it is right: take it off the list"
+            return format_failure(excinfo.value.result, self.target.name)
+        if isinstance(excinfo.value, UnexpectedPass):
+            file = self.config.getoption("--quire-known")
+            return f"known to fail ({excinfo.value}), but correct: remove it from {file}"
         return super().repr_failure(excinfo)
 
     def reportinfo(self) -> tuple[Any, None, str]:
@@ -114,14 +117,14 @@ class CaseItem(pytest.Item):
 
 
 class Wrong(Exception):
-    """The target gave a wrong answer, or none."""
+    """The result is wrong, or the target raised."""
 
     def __init__(self, result: Result):
         self.result = result
         super().__init__(_first(result))
 
 
-class Mended(Exception):
+class UnexpectedPass(Exception):
     """A known failure that did not fail."""
 
 
@@ -129,9 +132,9 @@ def _first(result: Result) -> str:
     return str(result.findings[0]) if result.findings else result.reason
 
 
-def tell(result: Result, target: str) -> str:
-    """A failure for a person to act on."""
-    from quire.conformance.reporting.report import brief
+def format_failure(result: Result, target: str) -> str:
+    """The text of a failed test."""
+    from quire.conformance.reporting.report import BUDGETS, brief
     from quire.contract.picture import row_picture
 
     lines = []
@@ -141,13 +144,13 @@ def tell(result: Result, target: str) -> str:
             lines.append(f"  at         {finding.where}")
         if finding.parameters:
             lines.append(f"  with       {brief(finding.parameters)}")
-        others = [name for name in finding.alike if name != finding.fault]
+        others = [name for name in finding.equivalent_faults if name != finding.fault]
         if others:
-            lines.append(f"  or         {', '.join(others)}, which give the same result here")
+            lines.append(f"  or         indistinguishable in this case: {', '.join(others)}")
         lines += [f"  probe      {line}" for line in finding.evidence]
         if len(finding.ranking) > 1:
             nearest = ", ".join(f"{name} ({off:.3g})" for name, off in finding.ranking[:3])
-            lines.append(f"  nearest    {nearest}, in budgets: 1 or less explains it")
+            lines.append(f"  nearest    {nearest}: distance in error budgets, up to 1 explains the result")
         picture = result.picture
         if picture is not None and picture.bad_cell is not None:
             seq, column = picture.bad_cell
@@ -157,6 +160,6 @@ def tell(result: Result, target: str) -> str:
             lines.append(f"  reproduce  quire conform {target} --case '{finding.reproduce}'")
     if not lines:
         lines.append(result.reason)
-    return "\n".join(
-        [*lines, f"  {result.wrong} elements are off, the worst by {result.error:.3g} budgets"] if result.wrong else lines
-    )
+    if result.wrong:
+        lines += [f"  {result.wrong} elements are wrong, the worst by {result.error:.3g} error budgets", f"  {BUDGETS}"]
+    return "\n".join(lines)

@@ -15,8 +15,8 @@ import torch
 
 import quire
 from quire.cache.format import FORMATS
+from quire.demo.injected_faults import InjectedFault
 from quire.demo.model import HEAD_DIM, KV_HEADS, LAYERS, DemoModel
-from quire.demo.plants import InjectedFault
 from quire.demo.requests import DemoRequest, DenseCache, SampledFrom
 from quire.demo.sampling import pick
 from quire.dispatch.decision import Decision
@@ -46,10 +46,10 @@ class DemoEngine:
     """One run of the demo. `run` makes the steps; the attributes are for display and verification."""
 
     def __init__(
-        self, model: DemoModel, prefix: DemoRequest, requests: list[DemoRequest], pages: int, plant: InjectedFault | None = None
+        self, model: DemoModel, prefix: DemoRequest, requests: list[DemoRequest], pages: int, fault: InjectedFault | None = None
     ):
         device = model.weights["embed"].device
-        self.model, self.prefix, self.requests, self.plant = model, prefix, requests, plant
+        self.model, self.prefix, self.requests, self.fault = model, prefix, requests, fault
         self.pool = quire.PagePool(pages, page_size=16, device=device)
         self.caches = [
             quire.KVCache.allocate(
@@ -71,12 +71,12 @@ class DemoEngine:
         self.events: list[Event] = []
         self.decisions: dict[tuple[int, str], tuple[int, Decision]] = {}
         """The number of calls of each kernel in each layer, and its latest decision."""
-        self.planted: str | None = None
-        """The fault that was injected, and where."""
+        self.injected: str | None = None
+        """The fault that was injected, and where; None before."""
         self._full = False
 
     def run(self) -> Iterator[None]:
-        """Steps until all requests are done; yields after each."""
+        """Runs steps until all requests are done; yields after each step."""
         prefix = self.prefix
         prefix.sequence, prefix.state = self.pool.sequence(), "prefill"
         self.running.append(prefix)
@@ -91,6 +91,7 @@ class DemoEngine:
             yield
 
     def _arrive(self) -> None:
+        """Admits one waiting request: it forks the prefix. None is admitted after the pool was full, until a request is done."""
         for request in self.requests:
             if request.state == "to come" and request.arrives <= self.step:
                 request.state = "waiting"
@@ -172,9 +173,9 @@ class DemoEngine:
         calls, _ = self.decisions.get((layer, name), (0, decision))
         self.decisions[layer, name] = calls + 1, decision
         attention = quire.step
-        if self.plant and not self.planted and self.plant.ready(self.step, layer, cache):
-            attention, self.planted = self.plant.attention, f"{self.plant.summary}, in step {self.step}, layer {layer}"  # type: ignore[assignment]
-            self._log(f"planted: {self.planted}")
+        if self.fault and not self.injected and self.fault.ready(self.step, layer, cache):
+            attention, self.injected = self.fault.attention, f"{self.fault.summary}, in step {self.step}, layer {layer}"  # type: ignore[assignment]
+            self._log(f"injected fault: {self.injected}")
         out = attention(q, k, v, cache, batch, options)
         assert isinstance(out, torch.Tensor)
         for request, row in rows.items():
@@ -197,6 +198,7 @@ class DemoEngine:
             self._full = False
 
     def _leave(self, request: DemoRequest, state: str = "done") -> None:
+        """Releases the pages of a request."""
         assert request.sequence is not None
         self.pool.free(request.sequence)
         request.sequence, request.state = None, state

@@ -100,8 +100,8 @@ def _norm(x: torch.Tensor) -> torch.Tensor:
 
 def _rotation(positions: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """Cosine and sine of each position's angles, `[tokens, 1, HEAD_DIM / 2]`."""
-    pace = 10_000.0 ** -(torch.arange(0, HEAD_DIM, 2, device=positions.device, dtype=torch.float64) / HEAD_DIM)
-    angle = positions.double()[:, None, None] * pace
+    frequency = 10_000.0 ** -(torch.arange(0, HEAD_DIM, 2, device=positions.device, dtype=torch.float64) / HEAD_DIM)
+    angle = positions.double()[:, None, None] * frequency
     return angle.cos().to(dtype), angle.sin().to(dtype)
 
 

@@ -9,8 +9,8 @@ from typing import Any
 from quire.contract.rule import Violation
 from quire.demo.engine import DemoEngine
 from quire.demo.model import LAYERS
-from quire.demo.proof import Proof
 from quire.demo.screen import speed, why
+from quire.demo.verification import Verification
 
 
 @dataclass(frozen=True)
@@ -18,8 +18,8 @@ class DemoReport:
     """A run, its verification, and the contract violations that ended it, if any."""
 
     engine: DemoEngine
-    outputs: Proof
-    tokens: Proof
+    outputs: Verification
+    tokens: Verification
     violations: tuple[Violation, ...] = ()
 
     @property
@@ -28,11 +28,11 @@ class DemoReport:
 
     @property
     def held(self) -> int:
-        """Number of pages that are still held."""
+        """Number of pages that are not free."""
         return self.engine.pool.pages - self.engine.pool.free_pages
 
     @property
-    def right(self) -> bool:
+    def correct(self) -> bool:
         return self.finished and not self.held and not self.violations and self.outputs.holds and self.tokens.holds
 
     def to_dict(self) -> dict[str, Any]:
@@ -49,10 +49,10 @@ class DemoReport:
             for (layer, kernel), (calls, decision) in engine.decisions.items()
         ]
         return {
-            "verdict": "right" if self.right else "wrong",
+            "verdict": "correct" if self.correct else "wrong",
             "device": str(engine.pool.device),
             "requests": len(engine.requests),
-            "planted": engine.planted,
+            "injected": engine.injected,
             "steps": engine.step,
             "tokens": engine.tokens,
             "tokens_made": sum(len(request.made) for request in engine.requests),
@@ -84,9 +84,9 @@ class DemoReport:
         pages = f"{engine.high_water} of {engine.pool.pages} in use at most, {self.held} "
         proved = (
             (not self.violations, "contract", f"checked in full before each of {calls} calls{refused}"),
-            (outputs.holds, "outputs", f"{outputs.compared} numbers against the reference in float64: {outputs.worst}"),
-            (tokens.holds, "tokens", f"{tokens.compared} sampled again by each request alone, without pages: {tokens.worst}"),
-            (self.finished and not self.held, "pages", pages + ("at the end" if self.finished else "when the run was cut short")),
+            (outputs.holds, "outputs", f"{outputs.compared} numbers compared with the reference in float64: {outputs.worst}"),
+            (tokens.holds, "tokens", f"{tokens.compared} sampled again with each request run alone, without pages: {tokens.worst}"),
+            (self.finished and not self.held, "pages", pages + ("at the end" if self.finished else "when the run ended early")),
         )
         lines = [
             "",
@@ -98,9 +98,9 @@ class DemoReport:
         if self.violations:
             lines += ["", str(self.violations[0])]
         if len(self.violations) > 1:
-            lines.append(f"  and {len(self.violations) - 1} more like it")
+            lines.append(f"  and {len(self.violations) - 1} more violations of this call")
         lines += [text for proof in (outputs, tokens) if proof.where for text in ("", proof.where)]
-        return "\n".join((*lines, "", f"verdict: {'right' if self.right else 'WRONG'}"))
+        return "\n".join((*lines, "", f"verdict: {'correct' if self.correct else 'WRONG'}"))
 
 
 def _finite(number: float) -> float | None:

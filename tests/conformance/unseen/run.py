@@ -29,8 +29,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 from kernels import KERNELS  # noqa: E402
 from quire.conformance.cases.suite import cases  # noqa: E402
 from quire.conformance.reporting.report import UNKNOWN, Report  # noqa: E402
+from quire.conformance.runner.find_target import adapter  # noqa: E402
 from quire.conformance.runner.run import conform  # noqa: E402
-from quire.conformance.runner.target import adapter  # noqa: E402
 
 MARKER = "<!-- Everything below is written by tests/conformance/unseen/run.py --markdown. -->"
 

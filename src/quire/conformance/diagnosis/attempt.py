@@ -1,4 +1,4 @@
-"""One call of a target: what it gave, what it should have given, and how far a prediction is from what it gave."""
+"""One call of a target: its result, the exact result, and the distance of a prediction from its result."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ COARSEST = 256.0
 
 @dataclass
 class Attempt:
-    """A call that was run, and what it should have given."""
+    """A call that was run, and its exact result."""
 
     call: KernelCall
-    right: Truth
+    truth: Truth
     losses: tuple[float, float]
     failure: Failure | None = None
 
@@ -43,12 +43,12 @@ class Attempt:
         return max(self.distances) if not self.error else torch.inf
 
     @property
-    def is_right(self) -> bool:
+    def is_correct(self) -> bool:
         return not self.error and self.off <= 1
 
     @property
     def distances(self) -> tuple[float, float]:
-        return distance(self.out, self.lse, self.bare, self.right, self.call.live)
+        return distance(self.out, self.lse, self.bare, self.truth, self.call.live)
 
     def distance_to(self, stages: Stages) -> float:
         """How far the result is from what these stages predict, in budgets."""
@@ -71,9 +71,9 @@ class Attempt:
         if not live:
             return False
         nothing = torch.zeros_like(self.bare)
-        off = float(ratios(want.outcome.out, nothing, self.right, live).max())
+        off = float(ratios(want.outcome.out, nothing, self.truth, live).max())
         if self.lse is not None:
-            off = max(off, float(lse_ratios(want.outcome.lse, self.right, live).max()))
+            off = max(off, float(lse_ratios(want.outcome.lse, self.truth, live).max()))
         return not off <= 1
 
     def share_missed(self, stages: Stages) -> float:
@@ -85,14 +85,14 @@ class Attempt:
     @cached_property
     def ratios(self) -> torch.Tensor:
         """Error over budget of every live element, [rows, q_heads, v_head_dim]."""
-        return ratios(self.out, self.bare, self.right, self.call.live)
+        return ratios(self.out, self.bare, self.truth, self.call.live)
 
     @cached_property
     def wrong_rows(self) -> torch.Tensor:
         """Rows with an element, or an LSE, beyond its budget: bool [rows]."""
         wrong = self.ratios.amax((1, 2)) > 1 if self.ratios.numel() else torch.zeros(self.call.live, dtype=torch.bool)
         if self.lse is not None and self.call.live:
-            wrong = wrong | (lse_ratios(self.lse, self.right, self.call.live).amax(1) > 1)
+            wrong = wrong | (lse_ratios(self.lse, self.truth, self.call.live).amax(1) > 1)
         return wrong
 
     @cached_property
@@ -103,7 +103,7 @@ class Attempt:
 
     @cached_property
     def seen(self) -> Seen:
-        return Seen(self.call, self.right)
+        return Seen(self.call, self.truth)
 
     @cached_property
     def worst(self) -> int | None:
@@ -113,7 +113,7 @@ class Attempt:
             return None
         row = int(self.ratios.amax((1, 2)).argmax())
         if self.lse is not None and self.distances[1] > self.distances[0]:
-            row = int(lse_ratios(self.lse, self.right, live).amax(1).argmax())
+            row = int(lse_ratios(self.lse, self.truth, live).amax(1).argmax())
         starts = self.call.q_starts.tolist()
         return next(i for i in range(self.call.seqs) if starts[i] <= row < starts[i + 1])
 
@@ -140,7 +140,7 @@ class Attempt:
         off = float(ratios(self.out, self.bare, want, live)[rows].max())
         if self.lse is None:
             return off
-        return max(off, min(float(lse_ratios(self.lse, each, live)[rows].max()) for each in (want, self.right)))
+        return max(off, min(float(lse_ratios(self.lse, each, live)[rows].max()) for each in (want, self.truth)))
 
 
 def attempt(case: Case, target: Target, call: KernelCall | None = None) -> Attempt:
@@ -172,13 +172,13 @@ def try_case(case: Case, target: Target) -> Attempt | None:
         return None
 
 
-def asking(target: Target) -> precision.Answer:
+def run_on(target: Target) -> precision.RunCase:
     """Runs cases on a target, for `precision`."""
 
-    def ask(case: Case) -> tuple[KernelCall, Truth] | None:
+    def run_case(case: Case) -> tuple[KernelCall, Truth] | None:
         if not can_run(case, target):
             return None
         done = attempt(case, target)
-        return None if done.error else (done.call, done.right)
+        return None if done.error else (done.call, done.truth)
 
-    return ask
+    return run_case

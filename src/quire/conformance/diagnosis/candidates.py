@@ -1,4 +1,4 @@
-"""Faults of the catalogue whose prediction is what a target gave: candidates for the name of what is wrong."""
+"""Candidates: faults of the catalogue whose prediction matches the result of a target."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Match(NamedTuple):
 
 
 SOLVED = 0.01
-"""How far two solutions for the same number may be apart, relatively."""
+"""The largest relative difference of two solutions for the same number."""
 NAMED = tuple(fault for fault in CATALOGUE if fault.predicted and not fault.symptom)
 SYMPTOMS = tuple(fault for fault in CATALOGUE if fault.predicted and fault.symptom)
 
@@ -48,13 +48,13 @@ def matches(done: Attempt, faults: tuple[Fault, ...] = NAMED) -> tuple[list[Matc
 
 
 def tries(fault: Fault, done: Attempt) -> Iterator[Match]:
-    """A fault with each of its parameters; of solved ones, up to the first that explains the result."""
+    """A fault with each of its parameter values; of solved ones, up to the first that explains the result."""
     proposals: list[Parameters] = list(fault.tries)
     if fault.solve is not None:
         try:
             proposals += fault.solve(done.seen)
         except (RuntimeError, IndexError, ValueError):
-            # A solver reads numbers that may be anything, and proposes nothing where it cannot interpret them.
+            # The result may hold any numbers; a solver that cannot interpret them proposes nothing.
             proposals = list(fault.tries)
     for parameters in proposals:
         match = Match(fault, parameters, 0.0)

@@ -22,16 +22,16 @@ class Confirmation:
     evidence: list[str] = field(default_factory=list)
     held: set[str] = field(default_factory=set)
     """Faults that some probe supports."""
-    right: list[str] = field(default_factory=list)
+    correct: list[str] = field(default_factory=list)
     """Probes with a correct result."""
     missed_once: bool = False
 
     def take(self, probe: Probe, done: Attempt) -> None:
-        """What one probe says about every candidate."""
+        """Drops the candidates that a probe refutes."""
         if done.error:
             return
-        if done.is_right:
-            self.right.append(probe.what)
+        if done.is_correct:
+            self.correct.append(probe.what)
             self._keep([m for m in self.found if not _shows(m, done)], f"{probe.what}: correct, so not")
             return
         kept = self._supported(probe, done)
@@ -64,7 +64,7 @@ class Confirmation:
 
 
 def confirm(found: list[Match], case: Case, target: Target) -> tuple[list[Match], list[str]]:
-    """The candidates that probes support, and what the probes said. Where several explain all required probes, more are run until
+    """The candidates that probes support, and the evidence. Where several explain all required probes, more are run until
     one is left."""
     state = Confirmation(found)
     for probe in probes(case):
@@ -77,7 +77,7 @@ def confirm(found: list[Match], case: Case, target: Target) -> tuple[list[Match]
     if alone:
         state.evidence.append(f"no other case shows {', '.join(alone)}")
     kept = [match for match in state.found if match.fault.name in state.held]
-    return kept, [*state.evidence, *([f"correct with {', with '.join(state.right)}"] if state.right else [])]
+    return kept, [*state.evidence, *([f"correct with {', with '.join(state.correct)}"] if state.correct else [])]
 
 
 def _shows(match: Match, done: Attempt) -> bool:

@@ -1,4 +1,4 @@
-"""Names that the other failing cases of a run do not bear out."""
+"""Drops names that the other failing cases of a run contradict."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MOST_BUILT = 24
 
 def without_minority_names(results: Sequence[Result]) -> list[Result]:
     """A name that explains fewer failing cases than it leaves unexplained, of those in which the fault would show, becomes a
-    symptom: what a kernel does there looks like that fault, and something else is wrong."""
+    symptom: the result looks like that fault, but something else is wrong."""
     names = dict.fromkeys(f.fault for result in results for f in result.findings if _is_predicted(f.fault))
     doubtful = {name for name in names if _left_unexplained(name, results) > _explained(name, results)}
     kept = [tuple(_demoted(f) if f.fault in doubtful else f for f in result.findings) for result in results]
@@ -27,7 +27,7 @@ def _is_predicted(name: str) -> bool:
 
 
 def _explained(name: str, results: Sequence[Result]) -> int:
-    return sum(any(name in (f.fault, *f.alike) for f in result.findings) for result in results)
+    return sum(any(name in (f.fault, *f.equivalent_faults) for f in result.findings) for result in results)
 
 
 def _left_unexplained(name: str, results: Sequence[Result]) -> int:
@@ -39,4 +39,4 @@ def _left_unexplained(name: str, results: Sequence[Result]) -> int:
 
 def _demoted(finding: Finding) -> Finding:
     looks = f"in a few of the failing cases it looks like {finding.fault} ({BY_NAME[finding.fault].effect})"
-    return replace(finding, fault=UNKNOWN, alike=(UNKNOWN,), symptom=looks)
+    return replace(finding, fault=UNKNOWN, equivalent_faults=(UNKNOWN,), symptom=looks)

@@ -1,8 +1,8 @@
 """What all failing cases have in common and no passing case has: "only with sinks", "only from kv_len 257 on".
 
-Single facts come first, then pairs of facts. A statement must hold for every failing case and for no passing one. Where the target
-can be asked, the smallest failing case is run with each of its facts removed, and must pass: facts that only coincide are dropped.
-Where no statement separates the cases, facts whose removal makes the smallest failing case pass are stated as necessary.
+Single facts come first, then pairs of facts. A statement must hold for every failing case and for no passing one. With
+`run_case`, the smallest failing case is also run with each of its facts removed, and must pass: facts that only coincide are
+dropped. Where no statement separates the cases, facts whose removal makes the smallest failing case pass are stated as necessary.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from quire.conformance.cases.case import Case
 from quire.conformance.diagnosis.facts import Fact, field_facts, queried, sequence_facts, shape_facts, thresholds
 from quire.conformance.reporting.report import Result
 
-Ask = Callable[[Case], "bool | None"]
+RunCase = Callable[[Case], "bool | None"]
 """Runs a case: whether it passes; None if the target cannot run it."""
 MOST_STATEMENTS = 12
 """How many statements are tested by running cases."""
@@ -33,8 +33,9 @@ class Evidence:
     passing: list[Case]
     wrong: dict[Case, tuple[int, ...]] = field(default_factory=dict)
     """Of failing cases: the sequences with wrong rows, where they are known."""
-    ask: Ask | None = None
-    asked: dict[Case, bool | None] = field(default_factory=dict)
+    run_case: RunCase | None = None
+    passed: dict[Case, bool | None] = field(default_factory=dict)
+    """Results of `run_case`."""
 
     @property
     def smallest(self) -> Case:
@@ -48,31 +49,33 @@ class Evidence:
         return bad, good
 
     def passes(self, case: Case | None) -> bool | None:
-        if case is None or self.ask is None:
+        """Whether a case passes, by running it once; None if it cannot be run."""
+        if case is None or self.run_case is None:
             return None
-        if case not in self.asked:
+        if case not in self.passed:
             try:
-                self.asked[case] = self.ask(case)
+                self.passed[case] = self.run_case(case)
             except (ValueError, IndexError, RuntimeError):
-                self.asked[case] = None
-        return self.asked[case]
+                self.passed[case] = None
+        return self.passed[case]
 
 
-def contrast_of(results: Sequence[Result], ask: Ask | None = None) -> str:
+def contrast_of(results: Sequence[Result], run_case: RunCase | None = None) -> str:
     """What distinguishes the failing cases of a run from the passing ones; empty if nothing does."""
     failing = [result for result in results if result.failed]
-    passing = [result for result in results if result.status == "right"]
-    return contrast(failing, passing, ask)
+    passing = [result for result in results if result.status == "correct"]
+    if not passing and len(failing) > 1:
+        refused = any(result.status == "refused" for result in results)
+        return f"in all {len(failing)} cases that were run{' and not refused' if refused else ''}"
+    return contrast(failing, passing, run_case)
 
 
-def contrast(failing: Sequence[Result], passing: Sequence[Result], ask: Ask | None = None) -> str:
-    """As `contrast_of`, for some of the failing cases."""
-    if not failing:
+def contrast(failing: Sequence[Result], passing: Sequence[Result], run_case: RunCase | None = None) -> str:
+    """As `contrast_of`, for some of the failing cases; empty without passing cases."""
+    if not failing or not passing:
         return ""
-    if not passing:
-        return f"in all {len(failing)} cases that were run" if len(failing) > 1 else ""
     wrong = {result.case: result.wrong_sequences for result in failing if result.wrong_sequences}
-    evidence = Evidence([r.case for r in failing], [r.case for r in passing], wrong, ask)
+    evidence = Evidence([r.case for r in failing], [r.case for r in passing], wrong, run_case)
     return next(_statements(evidence), "") or _necessary(evidence)
 
 
@@ -80,9 +83,9 @@ def _statements(evidence: Evidence) -> Iterator[str]:
     """Statements that separate failing from passing, those that no run refutes."""
     tested = 0
     for facts in _separating(evidence):
-        said = _tested(facts, evidence)
-        if said:
-            yield said
+        statement = _tested(facts, evidence)
+        if statement:
+            yield statement
         tested += 1
         if tested >= MOST_STATEMENTS:
             return
@@ -138,7 +141,7 @@ def _tested(facts: tuple[Fact, ...], evidence: Evidence) -> str:
 
 
 def _sharpened(fact: Fact, evidence: Evidence) -> Fact:
-    """A threshold, with the smallest number that fails: by bisection, where the target can be asked."""
+    """A threshold, with the smallest number that fails: found by bisection, where cases can be run."""
     limit = fact.threshold
     if limit is None:
         return fact
@@ -154,7 +157,7 @@ def _sharpened(fact: Fact, evidence: Evidence) -> Fact:
 
 def _necessary(evidence: Evidence) -> str:
     """Facts of all failing cases whose removal makes the smallest one pass. Some passing cases have them too."""
-    if evidence.ask is None:
+    if evidence.run_case is None:
         return ""
     cases = ([(case, 0) for case in evidence.failing], [(case, 0) for case in evidence.passing])
     sequences = evidence.places()
@@ -164,7 +167,7 @@ def _necessary(evidence: Evidence) -> str:
     for fact in facts[:MOST_NECESSARY]:
         good = sequences[1] if fact.of_sequence else cases[1]
         if sum(fact.holds(*place) for place in good) * 2 > len(good):
-            continue  # it holds for most of what passes, and says nothing
+            continue  # it holds for most passing cases, so it explains nothing
         if evidence.passes(fact.without(evidence.smallest)) is True:
             found.append(fact)
     if not found:

@@ -1,4 +1,4 @@
-"""Whether a call gives the same bits again: at once, after another call, and for a sequence alone where that is promised."""
+"""Whether a call returns the same bits again: at once, after another call, and for a sequence alone where that is promised."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ KEPT = (
     *("kv_heads", "group", "head_dim", "v_head_dim", "page_size", "layout", "x", "format", "scales", "storage", "q_dtype", "index"),
     "strides",
 )
-"""Fields that such a call takes from the case beside it."""
+"""Fields that such a call takes from the case under test."""
 
 
 def check_repetition(case: Case, target: Target, first: Attempt) -> tuple[str, str] | None:
-    """For a correct result: whether it comes again, at once and after another call. If not, the fault's name and what one sees."""
+    """Repeats a correct call, at once and after another call. If the bits differ, the fault's name and a description."""
     again = repeated(case, target)
     if isinstance(again, Failure) or not same(first.call, again):
         return check_determinism(case, target, first) or (
@@ -66,26 +66,26 @@ def check_batch_invariance(case: Case, target: Target, first: Attempt) -> tuple[
 
 
 def check_determinism(case: Case, target: Target, first: Attempt) -> tuple[str, str] | None:
-    """Repeats a call. If the bits differ, the fault's name and what one sees."""
+    """Repeats a call. If the bits differ, the fault's name and a description."""
     again = [repeated(case, target) for _ in range(REPEATS)]
     gone = next((call for call in again if isinstance(call, Failure)), None)
     if gone is not None:
-        return gone.fault, f"it answers, but not each time: {gone}; the command may need several tries to show it"
+        return gone.fault, f"it fails only in some calls: {gone}; the command may need several tries to show it"
     calls = [call for call in again if isinstance(call, KernelCall)]
     if all(same(first.call, call) for call in calls):
         return None
-    alike = all(same(calls[0], call) for call in calls)
-    if alike and _depends_on_other_call(case, target, calls[0]):
+    agree = all(same(calls[0], call) for call in calls)
+    if agree and _depends_on_other_call(case, target, calls[0]):
         return "state-leaks", BY_NAME["state-leaks"].effect
     changed = sum(not same(first.call, call) for call in calls)
-    seen = f"{changed} of {REPEATS} repeated calls gave other bits"
-    if alike:
-        seen = f"the {REPEATS} calls after the first agree with each other, and not with it"
+    seen = f"{changed} of {REPEATS} repeated calls returned other bits"
+    if agree:
+        seen = f"the {REPEATS} calls after the first agree with each other, but not with it"
     return "two-runs-differ", f"{BY_NAME['two-runs-differ'].effect}: {seen}; the command may need several tries to show it"
 
 
 def _depends_on_other_call(case: Case, target: Target, usual: KernelCall) -> bool:
-    """Whether another call changes what a case gives, each time, and in the same way: a race would not."""
+    """Whether another call changes the result of a case, each time and in the same way. A race would not."""
     return any(_changes(case, target, usual, other) for other in others(case))
 
 
@@ -102,8 +102,8 @@ def _changes(case: Case, target: Target, usual: KernelCall, other: Case) -> bool
 
 
 def others(case: Case) -> Iterator[Case]:
-    """Calls to make between two of a case, which every target of the case can run: one of short sequences; and the same with other
-    pages and numbers, which leaves behind whatever a call of this shape leaves."""
+    """Calls to make between two calls of a case, which every target of the case can run: one of short sequences, and one of the
+    same shape with other pages and numbers, which leaves the same kind of state behind."""
     lens = {"q_lens": (1,) * case.seqs, "kv_lens": tuple(5 + n for n in range(case.seqs))}
     yield OTHER.replace(**{name: getattr(case, name) for name in KEPT}, **lens)
     yield case.replace(seed=case.seed + 1)

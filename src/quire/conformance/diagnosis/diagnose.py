@@ -17,7 +17,7 @@ import torch
 
 from quire.conformance.cases.case import Case
 from quire.conformance.diagnosis import precision
-from quire.conformance.diagnosis.attempt import Attempt, asking, attempt, try_case
+from quire.conformance.diagnosis.attempt import Attempt, attempt, run_on, try_case
 from quire.conformance.diagnosis.candidates import SYMPTOMS, Match, matches
 from quire.conformance.diagnosis.confirm import confirm
 from quire.conformance.diagnosis.determinism import check_determinism
@@ -52,8 +52,8 @@ class Diagnosis:
 
 
 @dataclass
-class Question:
-    """A wrong result that is being diagnosed."""
+class DiagnosisState:
+    """A wrong result and what is known about it so far."""
 
     case: Case
     target: Target
@@ -61,152 +61,156 @@ class Question:
     trusted: frozenset[str] = frozenset()
     """Faults that were confirmed before in this run: where one of them explains the result, no probe is run."""
     shrinks: bool = True
+    """Whether to look for a smaller failing case, for sub-batches, pairs and symptoms."""
     evidence: tuple[str, ...] = ()
+    """What repeated calls and probes showed."""
 
-    def also(self, *said: str) -> Question:
-        return replace(self, evidence=(*self.evidence, *said))
+    def with_evidence(self, *lines: str) -> DiagnosisState:
+        return replace(self, evidence=(*self.evidence, *lines))
 
 
 def diagnose(
     case: Case, target: Target, first: Attempt, *, trusted: frozenset[str] = frozenset(), shrinks: bool = True
 ) -> Diagnosis:
-    """What is wrong with a target, given a wrong result of it."""
-    asked = Question(case, target, first, trusted, shrinks)
+    """Names the fault behind a wrong result of a target."""
+    state = DiagnosisState(case, target, first, trusted, shrinks)
     if first.failure is not None:
-        return _named(first.failure.fault, asked, first.error)
+        return _named(first.failure.fault, state, first.error)
     differs = check_determinism(case, target, first)
     if differs is not None:
-        return _named(differs[0], asked, differs[1])
-    found = _by_poison(asked)
+        return _named(differs[0], state, differs[1])
+    found = _by_poison(state)
     if isinstance(found, Diagnosis):
         return found
-    asked = _by_stamp(found)
-    if asked.done.failure is not None:
-        return _named(asked.done.failure.fault, asked, asked.done.error)
-    return _of_whole_output(asked) or _by_prediction(asked)
+    state = _by_stamp(found)
+    if state.done.failure is not None:
+        return _named(state.done.failure.fault, state, state.done.error)
+    return _of_whole_output(state) or _by_prediction(state)
 
 
-def _by_poison(asked: Question) -> Diagnosis | Question:
+def _by_poison(state: DiagnosisState) -> Diagnosis | DiagnosisState:
     """Replaces what don't-care memory holds by plain numbers. If that makes the result correct, the kernel reads that memory."""
-    case, target, first = asked.case, asked.target, asked.done
+    case, target, first = state.case, state.target, state.done
     if case.poison not in ("decoy", "decoy2"):
         here = case.replace(poison="decoy")
         done = attempt(here, target)
-        if done.is_right:
-            # A kernel that is wrong now and then may have been right just now.
+        if done.is_correct:
+            # A kernel that is wrong only sometimes may have been correct this time.
             differs = check_determinism(here, target, done) or check_determinism(case, target, first)
             if differs is not None:
-                return _named(differs[0], asked, differs[1])
-            said = f"correct when don't-care slots hold numbers, wrong when they hold {case.poison}"
-            return _named("nan-leak", asked.also(said))
-        asked = replace(asked, case=here, done=done).also(f"wrong too when don't-care slots hold numbers instead of {case.poison}")
-    if asked.case.tail != "page" and asked.done.is_right is False:
-        here = asked.case.replace(tail="page")
+                return _named(differs[0], state, differs[1])
+            line = f"correct when don't-care slots hold numbers, wrong when they hold {case.poison}"
+            return _named("nan-leak", state.with_evidence(line))
+        state = replace(state, case=here, done=done).with_evidence(
+            f"also wrong when don't-care slots hold numbers instead of {case.poison}"
+        )
+    if state.case.tail != "page" and state.done.is_correct is False:
+        here = state.case.replace(tail="page")
         done = attempt(here, target)
-        if done.is_right:
-            said = "correct when cells behind a sequence's end hold ids of pages, wrong when they hold -1"
-            return _named("table-tail-read", replace(asked, done=first, case=case).also(said))
-        asked = replace(asked, case=here, done=done)
-    return asked
+        if done.is_correct:
+            line = "correct when page-table cells beyond a sequence's end hold valid page ids, wrong when they hold -1"
+            return _named("table-tail-read", replace(state, done=first, case=case).with_evidence(line))
+        state = replace(state, case=here, done=done)
+    return state
 
 
-def _by_stamp(asked: Question) -> Question:
+def _by_stamp(state: DiagnosisState) -> DiagnosisState:
     """Fills the output with other bytes before the call, where some elements were not written."""
-    done = asked.done
+    done = state.done
     if done.error or not bool(done.bare[: done.call.live].any()):
-        return asked
-    again = attempt(asked.case.replace(fill_byte=0x7A), asked.target)
+        return state
+    again = attempt(state.case.replace(fill_byte=0x7A), state.target)
     if again.error:
-        return asked
+        return state
     bare = done.bare[: done.call.live]
     same = bool((again.bare[: done.call.live] == bare).all())
-    kept = f"{int(bare.sum())} elements keep either of two byte patterns"
-    return asked.also(kept if same else "other elements are unwritten when the output held other bytes before")
+    kept = f"{int(bare.sum())} elements are never written: they keep the bytes that the output was filled with"
+    return state.with_evidence(kept if same else "which elements are not written depends on what the output held before the call")
 
 
-def _of_whole_output(asked: Question) -> Diagnosis | None:
+def _of_whole_output(state: DiagnosisState) -> Diagnosis | None:
     """A symptom that says nothing about the cause: the whole output is zero, or not finite, or was not written."""
-    done = asked.done
-    out, right = done.out[: done.call.live], done.right.outcome.out[: done.call.live]
+    done = state.done
+    out, right = done.out[: done.call.live], done.truth.outcome.out[: done.call.live]
     if not out.numel() or not bool((right != 0).any()):
         return None
     bare = done.bare[: done.call.live]
     if bool(bare.all()):
-        return _symptom("no element of the output is written", asked)
+        return _symptom("no element of the output is written", state)
     if bool((out == 0).all()):
-        return _symptom("every element of the output is zero", asked)
+        return _symptom("every element of the output is zero", state)
     if bool(out.isnan().all()):
-        return _symptom("every element of the output is NaN", asked)
+        return _symptom("every element of the output is NaN", state)
     return None
 
 
-def _by_prediction(asked: Question) -> Diagnosis:
+def _by_prediction(state: DiagnosisState) -> Diagnosis:
     """Faults of the catalogue, then pairs of them, then symptoms."""
-    case, target, done = asked.case, asked.target, asked.done
-    narrow = precision.products(case, done.call, asking(target))
+    case, target, done = state.case, state.target, state.done
+    narrow = precision.products(case, done.call, run_on(target))
     if narrow is not None:
-        return _of_precision(narrow, asked)
+        return _of_precision(narrow, state)
     found, far = matches(done)
     # A fault that was confirmed before is not confirmed again, unless one with fewer free parameters explains this.
-    known = [match for match in found if match.fault.name in asked.trusted and match.fault.solve is None]
-    said: list[str] = []
+    known = [match for match in found if match.fault.name in state.trusted and match.fault.solve is None]
+    evidence: list[str] = []
     if not known:
-        known, said = confirm(found, case, target)
+        known, evidence = confirm(found, case, target)
     if known:
-        return _of_matches(known, far, asked.also(*said))
-    narrow = precision.sums(case, done.call, asking(target))
+        return _of_matches(known, far, state.with_evidence(*evidence))
+    narrow = precision.sums(case, done.call, run_on(target))
     if narrow is not None:
-        return _of_precision(narrow, asked.also(*said))
-    asked = asked.also(*said)
-    if asked.shrinks is False:
-        # SequenceResult of another diagnosis, which looks for these itself.
-        return _unknown(asked)
-    return _of_some_lengths(asked) or _of_pair(asked) or _of_symptom(asked) or _unknown(asked)
+        return _of_precision(narrow, state.with_evidence(*evidence))
+    state = state.with_evidence(*evidence)
+    if state.shrinks is False:
+        # Called by another diagnosis, which tries sub-batches, pairs and symptoms itself.
+        return _unknown(state)
+    return _of_some_lengths(state) or _of_pair(state) or _of_symptom(state) or _unknown(state)
 
 
-def _of_matches(found: list[Match], far: list[tuple[str, float]], asked: Question) -> Diagnosis:
-    best, alike = found[0], tuple(dict.fromkeys(match.fault.name for match in found))
+def _of_matches(found: list[Match], far: list[tuple[str, float]], state: DiagnosisState) -> Diagnosis:
+    best, equivalent = found[0], tuple(dict.fromkeys(match.fault.name for match in found))
     finding = Finding(
         best.fault.name,
-        alike,
+        equivalent,
         _plain(best.parameters),
         best.distance,
-        min((off for name, off in far if name not in alike), default=torch.inf),
+        min((off for name, off in far if name not in equivalent), default=torch.inf),
         summary=best.fault.effect,
         ranking=tuple(far[:8]),
     )
-    return _diagnosis(finding, asked, best)
+    return _diagnosis(finding, state, best)
 
 
-def _of_some_lengths(asked: Question) -> Diagnosis | None:
+def _of_some_lengths(state: DiagnosisState) -> Diagnosis | None:
     """A fault of one of the kernels that share a batch: sequences of other lengths are correct. The wrong ones are run alone."""
-    case, wrong = asked.case, set(asked.done.wrong_sequences)
+    case, wrong = state.case, set(state.done.wrong_sequences)
     queried = {i for i in range(case.seqs) if case.q_lens[i]}
     for lengths, belongs in LENGTHS.items():
         mine = {i for i in queried if belongs(case.q_lens[i], case.kv_lens[i])}
         if not wrong <= mine < queried:
             continue
         alone = keep(case, tuple(sorted(mine)))
-        again = try_case(alone, asked.target)
+        again = try_case(alone, state.target)
         if again is None or again.error or again.off <= 1:
             continue
-        found = diagnose(alone, asked.target, again, trusted=asked.trusted, shrinks=False)
+        found = diagnose(alone, state.target, again, trusted=state.trusted, shrinks=False)
         if found.name != UNKNOWN:
-            said = f"only sequences of {lengths} are wrong, and they are wrong without the others"
+            line = f"only sequences of {lengths} are wrong, and they are wrong without the others"
             first = found.findings[0]
             parameters = {"only": f"sequences of {lengths}", **first.parameters}
-            evidence = (*asked.evidence, said, *first.evidence)
+            evidence = (*state.evidence, line, *first.evidence)
             return replace(found, findings=[replace(first, parameters=parameters, evidence=evidence), *found.findings[1:]])
     return None
 
 
-def _of_pair(asked: Question) -> Diagnosis | None:
+def _of_pair(state: DiagnosisState) -> Diagnosis | None:
     """Two faults at once, the first of which can be reproduced alone."""
 
     def named_alone(case: Case, done: Attempt) -> list[Match]:
-        return confirm(matches(done)[0], case, asked.target)[0]
+        return confirm(matches(done)[0], case, state.target)[0]
 
-    pair = pair_of_faults(asked.case, asked.target, asked.done, named_alone)
+    pair = pair_of_faults(state.case, state.target, state.done, named_alone)
     if pair is None:
         return None
     found = []
@@ -214,60 +218,60 @@ def _of_pair(asked: Question) -> Diagnosis | None:
         finding = Finding(
             match.fault.name, (match.fault.name,), _plain(match.parameters), pair.distance, summary=match.fault.effect
         )
-        finding = _diagnosis(finding, asked.also(*pair.evidence), match).findings[0]
-        found.append(replace(finding, reproduce=str(alone or asked.case)))
-    return Diagnosis(found, asked.done)
+        finding = _diagnosis(finding, state.with_evidence(*pair.evidence), match).findings[0]
+        found.append(replace(finding, reproduce=str(alone or state.case)))
+    return Diagnosis(found, state.done)
 
 
-def _of_symptom(asked: Question) -> Diagnosis | None:
-    """A symptom of the catalogue that explains the result, and those of probes."""
-    found, _ = matches(asked.done, SYMPTOMS)
-    found, said = confirm(found, asked.case, asked.target)
+def _of_symptom(state: DiagnosisState) -> Diagnosis | None:
+    """A symptom of the catalogue that explains the result, and the results of probes."""
+    found, _ = matches(state.done, SYMPTOMS)
+    found, evidence = confirm(found, state.case, state.target)
     if not found:
         return None
-    return _symptom(found[0].fault.effect, asked.also(*said), found[0])
+    return _symptom(found[0].fault.effect, state.with_evidence(*evidence), found[0])
 
 
-def _symptom(effect: str, asked: Question, match: Match | None = None) -> Diagnosis:
+def _symptom(looks: str, state: DiagnosisState, match: Match | None = None) -> Diagnosis:
     parameters = {} if match is None else _plain(match.parameters)
-    finding = Finding(UNKNOWN, (UNKNOWN,), parameters, symptom=effect, summary=spread(asked.done))
-    return _diagnosis(finding, asked, match)
+    finding = Finding(UNKNOWN, (UNKNOWN,), parameters, symptom=looks, summary=spread(state.done))
+    return _diagnosis(finding, state, match)
 
 
-def _unknown(asked: Question) -> Diagnosis:
-    if asked.shrinks:
+def _unknown(state: DiagnosisState) -> Diagnosis:
+    if state.shrinks:
         # The smallest case that fails shows the place best.
-        small = shrink(asked.case, asked.target, lambda case, done: _has_no_name(case, asked.target, done))
-        done = try_case(small, asked.target) if small != asked.case else None
+        small = shrink(state.case, state.target, lambda case, done: _has_no_name(case, state.target, done))
+        done = try_case(small, state.target) if small != state.case else None
         if done is not None and not done.error and done.off > 1:
-            asked = replace(asked, case=small, done=done)
-    finding = Finding(UNKNOWN, (UNKNOWN,), summary=f"no fault of the catalogue explains it; wrong are {spread(asked.done)}")
-    return _diagnosis(finding, asked)
+            state = replace(state, case=small, done=done)
+    finding = Finding(UNKNOWN, (UNKNOWN,), summary=f"no fault of the catalogue explains it; wrong: {spread(state.done)}")
+    return _diagnosis(finding, state)
 
 
 def _has_no_name(case: Case, target: Target, done: Attempt) -> bool:
     return diagnose(case, target, done, shrinks=False).name == UNKNOWN
 
 
-def _of_precision(found: precision.Found, asked: Question) -> Diagnosis:
+def _of_precision(found: precision.Found, state: DiagnosisState) -> Diagnosis:
     finding = Finding(found.fault, (found.fault,), found.parameters, summary=BY_NAME[found.fault].effect)
-    return _diagnosis(finding, asked.also(found.said))
+    return _diagnosis(finding, state.with_evidence(found.evidence))
 
 
-def _named(name: str, asked: Question, summary: str = "") -> Diagnosis:
+def _named(name: str, state: DiagnosisState, summary: str = "") -> Diagnosis:
     """A fault that shows in how a kernel behaves."""
-    return _diagnosis(Finding(name, (name,), summary=summary or BY_NAME[name].effect), asked)
+    return _diagnosis(Finding(name, (name,), summary=summary or BY_NAME[name].effect), state)
 
 
-def _diagnosis(finding: Finding, asked: Question, match: Match | None = None) -> Diagnosis:
+def _diagnosis(finding: Finding, state: DiagnosisState, match: Match | None = None) -> Diagnosis:
     """A finding with its place, values, picture, evidence and the line that reproduces it."""
-    done = asked.done
+    done = state.done
     expected, actual = values_at_worst(done)
     finding = replace(
         finding,
         where=where(done, None if match is None else match.stages),
-        reproduce=str(asked.case),
-        evidence=asked.evidence,
+        reproduce=str(state.case),
+        evidence=state.evidence,
         expected=expected,
         actual=actual,
         picture="" if done.error else key_picture(done),

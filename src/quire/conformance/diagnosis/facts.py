@@ -1,7 +1,7 @@
 """Facts about cases and sequences that a failure may depend on, and how to make a case without one.
 
 Most facts follow from the fields of `Case`: a field has another value than its default, or a number is at least so large. The
-others are about a sequence's lengths beside the page size and the window.
+others relate a sequence's lengths to the page size and the window.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from typing import Any, NamedTuple
 
 from quire.conformance.cases.case import Case
 
-IGNORED = ("name", "q_lens", "kv_lens", "seed", "fill_byte", "x", "poison", "only")
-"""Fields that say nothing about a kernel, or that other facts are about."""
+IGNORED = ("name", "q_lens", "kv_lens", "seed", "stamp", "x", "poison", "only")
+"""Fields that a kernel does not depend on, or that other facts cover."""
 WORDS = {
-    "lse": "with the LSE asked for",
+    "lse": "with LSE output",
     "form": "in the {} form",
     "mask": "with a tree mask",
     "causal": "with causal={}",
     "alibi": "with ALiBi",
     "padding": "with padding rows",
-    "tail": "with page-table cells of {} behind a sequence's end",
+    "tail": "with page-table cells of {} beyond a sequence's end",
     "strides": "with queries, table and new tokens that are views of wider tensors",
     "hints": "with host maxima that are {}",
     "table": "with a page table that is {}",
@@ -33,7 +33,7 @@ WORDS = {
     "q_dtype": "with {} queries",
 }
 """How a fact about a field is worded; otherwise the field's name and its value."""
-NUMBERS = ("kv_heads", "group", "head_dim", "page_size")
+SIZES = ("kv_heads", "group", "head_dim", "page_size")
 """Numeric fields for which thresholds make sense."""
 
 
@@ -54,7 +54,7 @@ class Fact:
 
 
 class Threshold(NamedTuple):
-    """The number that a fact about "at least so many" is about."""
+    """The number in a fact such as "from kv_len 257 on"."""
 
     what: str
     value: int
@@ -149,7 +149,7 @@ def _reset(name: str, value: Any) -> Callable[[Case], Case | None]:
 
 
 def shape_facts() -> Iterator[Fact]:
-    """Odd groups, numbers that are no power of two, empty sequences."""
+    """Odd groups, sizes that are no power of two, empty sequences."""
 
     def power_of_two(n: int) -> bool:
         return n & (n - 1) == 0
@@ -197,7 +197,7 @@ def _lens(case: Case, change: Callable[[int, int], tuple[int, int]]) -> Case:
 
 
 def sequence_facts() -> Iterator[Fact]:
-    """A sequence's lengths beside the page size and the window. Removing one changes the lengths by a few tokens."""
+    """Relations of a sequence's lengths to the page size and the window. Removing one changes the lengths by a few tokens."""
 
     def fact(text: str, holds: Callable[[Case, int, int], bool], change: Callable[[Case, int, int], tuple[int, int]]) -> Fact:
         return Fact(
@@ -235,7 +235,7 @@ def _to_page_end(case: Case, q: int, n: int) -> tuple[int, int]:
 
 
 def thresholds(failing: list[tuple[Case, int]], passing: list[tuple[Case, int]], of_sequence: bool) -> Iterator[Fact]:
-    """Numbers that are larger, or smaller, wherever it fails than wherever it passes."""
+    """Numbers that are larger, or smaller, in all failing cases or sequences than in the passing ones."""
     for number in OF_SEQUENCES if of_sequence else OF_CASES:
         bad, good = [number.value(*one) for one in failing], [number.value(*one) for one in passing]
         under = [n for n in good if n < min(bad, default=0)]
@@ -285,7 +285,7 @@ def _with_sequences(case: Case, n: int) -> Case:
     return case.replace(q_lens=(case.q_lens * times)[:n], kv_lens=(case.kv_lens * times)[:n])
 
 
-OF_CASES = (*map(_of_field, NUMBERS), CaseNumber("a number of sequences of", lambda case, i: case.seqs, _with_sequences))
+OF_CASES = (*map(_of_field, SIZES), CaseNumber("a number of sequences of", lambda case, i: case.seqs, _with_sequences))
 OF_SEQUENCES = (
     CaseNumber(
         "kv_len",

@@ -1,4 +1,4 @@
-"""A picture in text: which keys each query of a sequence misses, counts twice, or sees though they are hidden.
+"""A picture in text: for each query of a sequence, which keys are missing, counted twice, or visible but should be hidden.
 
 A query's output is a mean of values. If a kernel multiplies the weight of key k by r_k (0: missing, 2: counted twice), then
 
@@ -19,11 +19,11 @@ MOST_KEYS = 96
 MOST_QUERIES = 12
 EXPLAINED = 6.0
 """Budgets by which the factors may miss the output."""
-MARKS = "`.` weighs as it should, `x` missing, `2` counted twice, `+` seen though hidden"
+MARKS = "`.` correct weight, `x` missing, `2` counted twice, `+` visible but should be hidden"
 
 
 def key_picture(done: Attempt) -> str:
-    """The picture of the first wrong sequence that is short enough; empty if there is none, or nothing to see in it."""
+    """The picture of the first wrong sequence that is short enough; empty if there is none, or it shows no such key."""
     call = done.call
     if call.live == 0 or call.out_scale is not None or not bool((done.ratios > 1).any()):
         return ""
@@ -71,7 +71,7 @@ def _factors(done: Attempt, mine: Inside, query: int, row: int, got: torch.Tenso
     total = (weights * expected).sum(-1, keepdim=True).clamp(min=1e-30)
     weights = weights / total
     values = mine.v[:, mine.heads].transpose(0, 1)  # [q_heads, keys, dim]
-    budget = done.right.budget[row].clamp(min=1e-30)
+    budget = done.truth.budget[row].clamp(min=1e-30)
     a = (weights[..., None] * (values - got[:, None, :]) / budget[:, None, :]).transpose(1, 2).reshape(-1, expected.numel())
     b = torch.zeros(a.shape[0], dtype=a.dtype)
     if mine.sinks is not None:

@@ -1,4 +1,4 @@
-"""Where an error is: the worst element with its expected and actual value, the key at fault, and the extent of the error."""
+"""Where an error is: the worst element with its expected and actual value, the faulty key, and the extent of the error."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ SHOWN = 8
 
 
 def where(done: Attempt, stages: Stages | None = None) -> Where:
-    """The worst element, and the key at fault if the fault has one."""
+    """The worst element, and the faulty key if the fault has one."""
     if done.error or not done.call.live:
         return Where()
     row, head, dim = worst_element(done)
     call = done.call
     starts, lens = call.q_starts.tolist(), call.kv_lens.tolist()
     seq = max((i for i in range(call.seqs) if starts[i] <= row), default=0)
-    token = lens[seq] - (starts[seq + 1] - starts[seq]) + row - starts[seq]
-    key, page, slot = _key(call, seq, row - starts[seq], stages)
-    return Where(seq, row, token, head, dim, key, page, slot)
+    position = lens[seq] - (starts[seq + 1] - starts[seq]) + row - starts[seq]
+    key, page, offset = _key(call, seq, row - starts[seq], stages)
+    return Where(seq, row, position, head, dim, key, page, offset)
 
 
 def worst_element(done: Attempt) -> tuple[int, int, int | None]:
@@ -47,8 +47,8 @@ def values_at_worst(done: Attempt) -> tuple[float | None, float | None]:
     row, head, dim = worst_element(done)
     if dim is None:
         assert done.lse is not None
-        return float(done.right.outcome.lse[row, head]), float(done.lse[row, head])
-    return float(done.right.outcome.out[row, head, dim]), float(done.out[row, head, dim])
+        return float(done.truth.outcome.lse[row, head]), float(done.lse[row, head])
+    return float(done.truth.outcome.out[row, head, dim]), float(done.out[row, head, dim])
 
 
 def spread(done: Attempt) -> str:
@@ -60,41 +60,43 @@ def spread(done: Attempt) -> str:
     starts = done.call.q_starts.tolist()
     seqs = [i for i in range(done.call.seqs) if bool(rows[starts[i] : starts[i + 1]].any())]
     words = [
-        f"{int(wrong.sum())} of {wrong.numel()} " + ("elements" if of_lse is None else "LSEs, while the output is right"),
-        f"sequences {_some(seqs, done.call.seqs)}",
-        f"rows {_some(rows.nonzero().flatten().tolist(), live)}",
-        f"heads {_some(heads.nonzero().flatten().tolist(), done.call.q_heads)}",
+        f"{int(wrong.sum())} of {wrong.numel()} " + ("elements" if of_lse is None else "LSEs, while the output is correct"),
+        _some("sequences", seqs, done.call.seqs),
+        _some("rows", rows.nonzero().flatten().tolist(), live),
+        _some("heads", heads.nonzero().flatten().tolist(), done.call.q_heads),
         _constant_error(done, wrong[..., 0])
         if of_lse is not None
-        else f"dims {_some(dims.nonzero().flatten().tolist(), wrong.shape[2])}",
+        else _some("dims", dims.nonzero().flatten().tolist(), wrong.shape[2]),
     ]
     return ", ".join(word for word in words if word)
 
 
 def _constant_error(done: Attempt, wrong: torch.Tensor) -> str:
-    """By how much LSEs are off, if it is the same everywhere."""
+    """The error of the LSEs, if it is the same everywhere."""
     assert done.lse is not None
-    steps = (done.lse[: done.call.live].double() - done.right.outcome.lse[: done.call.live])[wrong]
-    same = float(steps.max() - steps.min()) <= 2 * float(done.right.lse_budget.max())
+    steps = (done.lse[: done.call.live].double() - done.truth.outcome.lse[: done.call.live])[wrong]
+    same = float(steps.max() - steps.min()) <= 2 * float(done.truth.lse_budget.max())
     return f"each by {float(steps.mean()):+.4g}" if same else ""
 
 
-def _some(numbers: list[int], of: int) -> str:
+def _some(name: str, numbers: list[int], of: int) -> str:
+    """`all rows`, or `rows 1,2,3`."""
     if len(numbers) == of:
-        return "all"
-    return ",".join(map(str, numbers[:SHOWN])) + (f" and {len(numbers) - SHOWN} more" if len(numbers) > SHOWN else "")
+        return f"all {name}"
+    more = f" and {len(numbers) - SHOWN} more" if len(numbers) > SHOWN else ""
+    return f"{name} {','.join(map(str, numbers[:SHOWN]))}{more}"
 
 
 def _lse_alone(done: Attempt) -> torch.Tensor | None:
     """Error over budget of every LSE, if it is wrong and the output is not."""
     if done.lse is None or bool((done.ratios > 1).any()):
         return None
-    found = lse_ratios(done.lse, done.right, done.call.live)
+    found = lse_ratios(done.lse, done.truth, done.call.live)
     return found if bool((found > 1).any()) else None
 
 
 def _key(call: KernelCall, seq: int, query: int, stages: Stages | None) -> tuple[int | None, int | None, int | None]:
-    """Position, page and slot of the first key that a fault treats differently: one it sees or hides, or one it reads elsewhere."""
+    """Position, page and offset of the first key that a fault hides or shows wrongly, or reads from another slot."""
     if stages is None:
         return None, None, None
     try:
@@ -126,7 +128,7 @@ def _changed_key(call: KernelCall, seq: int, query: int, stages: Stages) -> int 
 
 
 def cell(finding: Finding, call: KernelCall) -> tuple[int, int] | None:
-    """Sequence and column of the page at fault, where one is known."""
+    """Sequence and column of the page of the faulty key, where one is known."""
     place = finding.where
     if place.sequence is None or place.key is None:
         return None

@@ -62,12 +62,12 @@ def without_options(case: Case) -> Case:
 
 
 def pair_of_faults(case: Case, target: Target, done: Attempt, named_alone: Callable[[Case, Attempt], list[Match]]) -> Pair | None:
-    """The pair that explains a result, confirmed by probes; None if there is none, or the first fault is never alone."""
+    """The pair that explains a result, confirmed by probes; None if there is none, or no case shows the first fault alone."""
     bare = without_options(case)
     if bare == case:
         return None
     alone = try_case(bare, target)
-    if alone is None or alone.is_right or alone.error:
+    if alone is None or alone.is_correct or alone.error:
         return None
     for first in named_alone(bare, alone)[:1]:
         if explains(first, done):
@@ -98,7 +98,7 @@ def _second_alone(first: Match, second: Match, case: Case, target: Target) -> tu
         done = try_case(simpler, target) if simpler != case else None
         if done is None or done.error or not second.fault.applies(done.call):
             continue
-        if done.is_right:
+        if done.is_correct:
             if done.differs(second.stages):
                 return None, True
         elif not (first.fault.applies(done.call) and done.differs(first.stages)) and carries(second, done):

@@ -1,16 +1,15 @@
-"""Whether a kernel computes in fewer bits than it was given, and in which: by calls whose answer is known to the bit.
+"""Detects computation in reduced precision, and in which type, by calls whose result is known to the bit.
 
-An error that fewer bits can make looks like noise, and many things make noise. So three questions are asked, and only a kernel that
-gives the very numbers of a narrower type gets that name:
+The error of reduced precision looks like noise, and noise has many causes. So three calls are made, and a kernel is said to use a
+narrower type only if it returns exactly the numbers of that type:
 
-    one key each     its weight is 1, so the output is its value, be it large or tiny. If it is the value rounded to tf32, products
-                     are in tf32.
-    two keys each    the output is a sum of two values, so that both weights can be read off it: are they those of rounded queries
-                     and keys, or are they themselves rounded?
-    equal weights    values are whole numbers, every weight is 1, every sum exact in fp32: a sum that is rounded tile by tile
-                     to 16 bits gives other numbers, and they can be foretold.
+    one key each     its weight is 1, so the output is its value, large or tiny. If that is rounded to tf32, products are in tf32.
+    two keys each    the output is a sum of two values, so both weights can be computed from it: either queries and keys are
+                     rounded, or the weights are.
+    equal weights    values are whole numbers, every weight is 1, every sum is exact in fp32: a sum that is rounded to 16 bits after
+                     every tile is a different number, which can be predicted.
 
-What is found must also be enough to explain the error: an honest kernel with as few bits must be as far off.
+What is found must also be enough to explain the error: a straightforward computation in that precision must have as large an error.
 """
 
 from __future__ import annotations
@@ -35,28 +34,30 @@ NARROWER = {"fp32": ("tf32", "bf16", "fp16"), "fp16": ("bf16",), "bf16": ()}
 TILES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 ROWS = 12
 LONG, LONGEST = (700, 1500), 4096
-ALIKE = 0.99
-"""The share of elements that must have the foretold bits; a sum in another order may round one otherwise."""
+MIN_EQUAL_SHARE = 0.99
+"""The share of elements that must have the predicted bits; a sum in another order may round one differently."""
 
-Answer = Callable[[Case], "tuple[KernelCall, Truth] | None"]
-"""Puts a case to a target: the call with what it gave, and what is right; None if it cannot be asked that, or fails."""
+RunCase = Callable[[Case], "tuple[KernelCall, Truth] | None"]
+"""Runs a case on a target: the call with its result, and the exact result; None if the target cannot run the case, or raises."""
 
 
 class Found(NamedTuple):
+    """A fault of precision with its parameters and the evidence for it."""
+
     fault: str
     parameters: dict[str, Any]
-    said: str
+    evidence: str
 
 
 def _explains(call: KernelCall, losses: tuple[float, float]) -> bool:
-    """Whether an answer is as near as a computation with these losses may be."""
+    """Whether the error of a result is at most that of a computation with these losses."""
     want = truth(call, losses=losses)
     lse = None if call.lse is None else call.lse.cpu()
     return max(distance(call.out.cpu(), lse, call.unwritten().cpu(), want, call.live)) <= 1
 
 
 def plain(case: Case, q_lens: tuple[int, ...], kv_lens: tuple[int, ...]) -> Case:
-    """A case without options, in the same types of numbers, layout and heads."""
+    """A case without options, with the same types, layout and heads."""
     return Case(
         f"{case.name}-bits",
         q_lens,
@@ -71,14 +72,14 @@ def plain(case: Case, q_lens: tuple[int, ...], kv_lens: tuple[int, ...]) -> Case
 # Products.
 
 
-def products(case: Case, call: KernelCall, ask: Answer) -> Found | None:
-    """The type that factors of products are rounded to, given a call with a wrong answer."""
+def products(case: Case, call: KernelCall, run_case: RunCase) -> Found | None:
+    """The type that factors of products are rounded to, given a call with a wrong result."""
     narrower = NARROWER.get(case.q_dtype, ())
     types = [type for type in narrower if _explains(call, rounding_losses(call, factors=ReducedPrecision(type, "truncated")))]
     if not types:
         return None
     ones = (1,) * ROWS
-    one, two = ask(plain(case, ones, ones).replace(data="wide")), ask(plain(case, ones, (2,) * ROWS))
+    one, two = run_case(plain(case, ones, ones).replace(data="wide")), run_case(plain(case, ones, (2,) * ROWS))
     if one is None or two is None:
         return None
     lone, right = one
@@ -95,8 +96,8 @@ def products(case: Case, call: KernelCall, ask: Answer) -> Found | None:
     kind = next(n.type for n in (values, scores, weights) if n is not None)
     parts = {"values": values, "scores": scores, "weights": weights}
     of = {part: n.rounding for part, n in parts.items() if n is not None}
-    said = f"with one or two keys a sequence it gives the very numbers of {', '.join(of)} in {kind}"
-    return Found(f"products-in-{kind}", of, said)
+    evidence = f"with one or two keys per sequence it returns exactly the numbers of {', '.join(of)} in {kind}"
+    return Found(f"products-in-{kind}", of, evidence)
 
 
 def _narrows(types: list[str]) -> Iterator[ReducedPrecision]:
@@ -106,7 +107,7 @@ def _narrows(types: list[str]) -> Iterator[ReducedPrecision]:
 def _weights(
     call: KernelCall, types: list[str], values: ReducedPrecision | None
 ) -> tuple[ReducedPrecision | None, ReducedPrecision | None] | None:
-    """What scores and weights of rows with two keys are rounded to, none first; None if nothing gives the weights that are seen."""
+    """What scores and weights of rows with two keys are rounded to, no rounding first; None if nothing gives the actual weights."""
     w = x.Work(call)
     at, heads = x.read(w), x.kv_head(w)
     q, k, seen = [], [], []
@@ -130,7 +131,7 @@ def _weights(
         e = torch.exp(logits - logits.amax(-1, keepdim=True))
         ways = [e]
         if weights is not None:
-            # The second: keys in tiles of their own. The first one's weight is 1 when it is multiplied, whatever it becomes later.
+            # The second way: each key is in its own tile. The first one's weight is 1 when it is multiplied, and rescaled later.
             ways = [weights(e), torch.cat((e[..., :1], weights(e[..., 1:])), -1)]
         return any(float((way / by.sum(-1, True) - share).abs().max()) <= noise for way in ways for by in (e, way))
 
@@ -148,32 +149,32 @@ def _weights(
 # Sums.
 
 
-def sums(case: Case, call: KernelCall, ask: Answer) -> Found | None:
-    """The 16-bit type that sums are kept in, and the tiles after which they are rounded, given a call with a wrong answer."""
+def sums(case: Case, call: KernelCall, run_case: RunCase) -> Found | None:
+    """The 16-bit type of the accumulator, and the tile after which it is rounded, given a call with a wrong result."""
     if case.q_dtype not in NARROWER or max(case.kv_lens, default=0) > LONGEST:
         return None
-    done = ask(plain(case, (1, 1), LONG).replace(data="even"))
+    done = run_case(plain(case, (1, 1), LONG).replace(data="even"))
     if done is None:
         return None
     even, right = done
     got = even.out[: even.live].cpu()
-    if float((got == right.outcome.out[: even.live].to(got.dtype)).float().mean()) > ALIKE:
+    if float((got == right.outcome.out[: even.live].to(got.dtype)).float().mean()) > MIN_EQUAL_SHARE:
         return None
     w = x.Work(even)
     at, heads = x.read(w), x.kv_head(w)
-    # The shorter one first: mostly it is enough to say no.
+    # The shorter sequence first: it rejects most candidates.
     rows = [(got[sequence.first], x.gather(w, x.PLAIN, at, sequence).v[:, heads]) for sequence in x.sequences(w, at)]
     for tile, type, backwards, total in product(TILES, ("fp16", "bf16"), (False, True), (False, True)):
-        told = ((one, _told(v, tile, TYPES[type], backwards, total)) for one, v in rows)
-        alike = all(float((one == other.to(one.dtype)).float().mean()) >= ALIKE for one, other in told)
-        if alike and _explains(call, _lost(call, tile, type)):
-            said = f"with equal weights it gives the very sums that are rounded to {type} after every {tile} keys"
-            return Found("accumulated-in-16-bits", {"tile": tile, "type": type}, said)
+        predicted = ((one, _predicted_output(v, tile, TYPES[type], backwards, total)) for one, v in rows)
+        equal = all(float((one == other.to(one.dtype)).float().mean()) >= MIN_EQUAL_SHARE for one, other in predicted)
+        if equal and _explains(call, _lost(call, tile, type)):
+            evidence = f"with equal weights it returns exactly the sums that are rounded to {type} after every {tile} keys"
+            return Found("accumulated-in-16-bits", {"tile": tile, "type": type}, evidence)
     return None
 
 
-def _told(v: torch.Tensor, tile: int, type: torch.dtype, backwards: bool, total: bool) -> torch.Tensor:
-    """The output where all weights are 1 and sums are rounded after every tile; that of the weights too, or not."""
+def _predicted_output(v: torch.Tensor, tile: int, type: torch.dtype, backwards: bool, total: bool) -> torch.Tensor:
+    """The output where all weights are 1 and sums are rounded after every tile; with `total`, the sum of weights, too."""
     tiles = list(v.split(tile))
     acc, count = v.new_zeros(v.shape[1:]), v.new_zeros(())
     for part in tiles[::-1] if backwards else tiles:
@@ -184,7 +185,7 @@ def _told(v: torch.Tensor, tile: int, type: torch.dtype, backwards: bool, total:
 
 
 def _lost(call: KernelCall, tile: int, type: str) -> tuple[float, float]:
-    """What an honest kernel with such sums may lose."""
+    """The losses of a straightforward computation with such sums."""
     lost, lost_lse = rounding_losses(call)
     right = x.exact(call)
     for online in (False, True):

@@ -3,8 +3,8 @@
     with quire.record("call.safetensors"):
         model(tokens)
 
-saves the first call of `attend` or `step` within it, and any that raises: its tensors, options, output, the machine, and why its
-kernel was chosen. `quire check`, `quire explain` and `quire diagnose` take the file, on any machine.
+saves the first call of `attend` or `step` inside the context, and any call that raises: its tensors, options, output, the machine,
+and why its kernel was chosen. `quire check`, `quire explain` and `quire diagnose` take the file, on any machine.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import platform as host
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
-from importlib import metadata
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
@@ -156,7 +156,7 @@ class Recorder:
                 "lse": lse,
                 "pages": {"saved": len(ids), "of": call.cache.pages},
                 "decision": None if decision is None else decision.to_dict(),
-                "said": "" if decision is None else str(decision),
+                "explanation": "" if decision is None else str(decision),
                 "violations": [violation.to_dict() for violation in found],
                 **_facts(call),
             }
@@ -180,11 +180,12 @@ class Recorded:
     """In a step: the tokens that were written just before, `k`, `v`, and `slots` if they were given."""
     page_ids: torch.Tensor
     """The ids that the saved pages had in the program."""
-    notes: dict[str, Any] = field(repr=False)
+    metadata: dict[str, Any] = field(repr=False)
+    """Everything about the call that is not a tensor: operation, error, decision, violations, machine, versions."""
 
     @property
     def problem(self) -> Problem:
-        call = Call(self.cache, self.batch, self.q, self.options, self.new, with_lse=bool(self.notes["lse"]))
+        call = Call(self.cache, self.batch, self.q, self.options, self.new, with_lse=bool(self.metadata["lse"]))
         return described("attend", call)[0]
 
     @property
@@ -194,11 +195,11 @@ class Recorded:
     @property
     def decision(self) -> str:
         """The dispatch decision where it ran, in words; empty if the call was refused before."""
-        return str(self.notes["said"])
+        return str(self.metadata.get("explanation", self.metadata.get("said", "")))  # "said" in older files
 
     def violations(self) -> list[Violation]:
         """Violations of the contract: those found when it was recorded, ledger included, or else those found here."""
-        then = [Violation(**violation) for violation in self.notes["violations"]]
+        then = [Violation(**violation) for violation in self.metadata["violations"]]
         return then or violations(Call(self.cache, self.batch, self.q, self.options, self.new), "full")
 
     def replay(self, kernel: str | None = None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -207,10 +208,10 @@ class Recorded:
 
     def lost_tokens(self) -> list[int]:
         """In a step: the rows of k and v whose slots do not hold the values that were written."""
-        if not self.written or self.notes["error"]:
+        if not self.written or self.metadata["error"]:
             return []
         slots = self.batch.slots_of_tokens(len(self.written["k"]), self.cache.page_size, self.written.get("slots"))
-        if "slots" in self.written and self.notes["pages"]["saved"] < self.notes["pages"]["of"]:
+        if "slots" in self.written and self.metadata["pages"]["saved"] < self.metadata["pages"]["of"]:
             slots = _renumbered(slots, self.page_ids, self.cache.page_size)
         rows = (slots >= 0).nonzero().flatten()
         wrong = torch.zeros(len(rows), dtype=torch.bool, device=self.q.device)
@@ -234,23 +235,25 @@ class Recorded:
 
 def load(path: str | os.PathLike[str], device: torch.device | str = "cpu") -> list[Recorded]:
     """The calls of a file, on a device."""
-    tensors, notes = tensor_file.load(path)
-    if notes.get("version") != VERSION:
-        raise ArgumentError("FILE", f"{path}, of version {notes.get('version')}", f"version {VERSION}")
-    return [_load(number, call, tensors, torch.device(device)) for number, call in enumerate(notes["calls"])]
+    tensors, metadata = tensor_file.load(path)
+    if metadata.get("version") != VERSION:
+        raise ArgumentError("FILE", f"{path}, of version {metadata.get('version')}", f"version {VERSION}")
+    return [_load(number, call, tensors, torch.device(device)) for number, call in enumerate(metadata["calls"])]
 
 
-def _load(number: int, notes: dict[str, Any], tensors: dict[str, torch.Tensor], device: torch.device) -> Recorded:
+def _load(number: int, metadata: dict[str, Any], tensors: dict[str, torch.Tensor], device: torch.device) -> Recorded:
     prefix = f"{number}."
     own = {name.removeprefix(prefix): tensor.to(device) for name, tensor in tensors.items() if name.startswith(prefix)}
-    given: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in notes["options"].items()}
+    given: dict[str, Any] = {
+        name: tuple(value) if isinstance(value, list) else value for name, value in metadata["options"].items()
+    }
     given |= {name: own[name] for name in OPTIONS if name in own}
-    layout, format = layout_named(notes["layout"]), FORMATS[notes["format"]]
+    layout, format = layout_named(metadata["layout"]), FORMATS[metadata["format"]]
     return Recorded(
         cache=KVCache(own["k_pages"], own["v_pages"], layout, format, own.get("k_scale"), own.get("v_scale"), None, False),
         batch=Batch(
             own["page_table"], own["kv_lens"], own["q_starts"],
-            slots=own.get("slots"), max_q_len=notes["max_q_len"], max_kv_len=notes["max_kv_len"],
+            slots=own.get("slots"), max_q_len=metadata["max_q_len"], max_kv_len=metadata["max_kv_len"],
         ),
         q=own["q"],
         options=Options(**given) if given else PLAIN,
@@ -259,7 +262,7 @@ def _load(number: int, notes: dict[str, Any], tensors: dict[str, torch.Tensor], 
         lse=own.get("lse"),
         written={name.removeprefix("written_"): tensor for name, tensor in own.items() if name.startswith("written_")},
         page_ids=own["page_ids"],
-        notes=notes,
+        metadata=metadata,
     )  # fmt: skip
 
 
@@ -297,7 +300,7 @@ def _tensors(call: Call, ids: torch.Tensor, table: torch.Tensor) -> dict[str, to
 
 
 def _facts(call: Call) -> dict[str, Any]:
-    """What a file says about a call besides its tensors."""
+    """Metadata of a call."""
     assert call.q is not None
     cache, batch = call.cache, call.batch
     options = {name: getattr(call.options, name) for name in OPTIONS}
@@ -351,7 +354,7 @@ def _versions() -> dict[str, str]:
     found = {"python": host.python_version(), "torch": str(torch.__version__)}
     for package in ("quire", "triton"):
         try:
-            found[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
+            found[package] = version(package)
+        except PackageNotFoundError:
             continue
     return found

@@ -28,7 +28,7 @@ class Verdict:
     of: str
     """The kernel and machine that it comes from."""
     status: str
-    """right, wrong, or raised."""
+    """correct, wrong, or raised."""
     error: float = 0.0
     """The largest error in budgets."""
     wrong: int = 0
@@ -42,10 +42,10 @@ class Verdict:
 
 def then(recorded: Recorded) -> Verdict:
     """Compares the result that the program got."""
-    said = recorded.notes["decision"]
-    name = f"recorded on {recorded.notes['device']}" + (f" by {said['chosen']}" if said else "")
+    decision = recorded.metadata["decision"]
+    name = f"recorded on {recorded.metadata['device']}" + (f" by {decision['chosen']}" if decision else "")
     if recorded.out is None:
-        return Verdict(name, "raised", reason=str(recorded.notes["error"]))
+        return Verdict(name, "raised", reason=str(recorded.metadata["error"]))
     out, lse = recorded.out, recorded.lse
 
     def give(call: KernelCall) -> None:
@@ -70,7 +70,7 @@ def here(recorded: Recorded, kernel: str | None = None) -> Verdict:
 
 
 def judge(recorded: Recorded, name: str, run: Callable[[KernelCall], None], with_lse: bool) -> Verdict:
-    """Runs it, compares, and names the fault. There is only one result: no further probes can be run in the program."""
+    """Runs the call, compares the result, and names the fault. No probes are run: there is only this one call."""
     with on_host():
         return _judge(recorded, name, run, with_lse)
 
@@ -86,17 +86,25 @@ def _judge(recorded: Recorded, name: str, run: Callable[[KernelCall], None], wit
         return Verdict(name, "raised", reason=f"{type(error).__name__}: {error}")
     off = done.off
     if off <= 1:
-        return Verdict(name, "right", off)
+        return Verdict(name, "correct", off)
     found, far = matches(done)
-    wrong = int((ratios(call.out.cpu(), call.unwritten().cpu(), done.right, call.live) > 1).sum())
+    wrong = int((ratios(call.out.cpu(), call.unwritten().cpu(), done.truth, call.live) > 1).sum())
     ranking = tuple(far[:8])
     if found:
-        best, alike = found[0], tuple(match.fault.name for match in found)
+        best, names = found[0], tuple(match.fault.name for match in found)
         assert best.fault.change is not None
         place = where(done, best.fault.change(**best.parameters))
-        margin = min((off for other, off in far if other not in alike), default=torch.inf)
+        margin = min((off for other, off in far if other not in names), default=torch.inf)
         finding = Finding(
-            best.fault.name, alike, {}, best.distance, margin, place, best.fault.effect, evidence=(spread(done),), ranking=ranking
+            best.fault.name,
+            names,
+            {},
+            best.distance,
+            margin,
+            place,
+            best.fault.effect,
+            evidence=(spread(done),),
+            ranking=ranking,
         )
     else:
         nearest = ", ".join(f"{other} ({away:.3g} budgets away)" for other, away in far[:2])
@@ -109,7 +117,7 @@ def _judge(recorded: Recorded, name: str, run: Callable[[KernelCall], None], wit
 
 
 def call_of(recorded: Recorded, with_lse: bool) -> KernelCall:
-    """The recorded call as a call of the kit, with stamped and guarded outputs."""
+    """The recorded call as a call of the kit, with filled and guarded outputs."""
     options, cache, q = recorded.options, recorded.cache, recorded.q
     dtype = recorded.out.dtype if recorded.out is not None else default_out_dtype(q.dtype, options.out_scale is not None)
     new_k, new_v = recorded.new or (None, None)

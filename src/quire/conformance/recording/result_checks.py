@@ -22,8 +22,8 @@ class WrongResult(QuireError):
 
     def __init__(self, verdict: Verdict):
         self.verdict, self.finding = verdict, verdict.finding
-        said = str(verdict.finding) if verdict.finding is not None else verdict.reason
-        super().__init__(f"quire.attend: {verdict.of} is wrong in {verdict.wrong} elements\n  {said}")
+        reason = str(verdict.finding) if verdict.finding is not None else verdict.reason
+        super().__init__(f"quire.attend: {verdict.of} is wrong in {verdict.wrong} elements\n  {reason}")
 
 
 class Judge:
@@ -54,16 +54,16 @@ class Judge:
             launcher(call)
             if not watched:
                 return
-            pages, notes = torch.arange(call.cache.pages, device="cpu"), {"lse": lse is not None}
-            seen = Recorded(call.cache, call.batch, q, call.options, call.new, out, lse, {}, pages, notes)
+            pages, metadata = torch.arange(call.cache.pages, device="cpu"), {"lse": lse is not None}
+            seen = Recorded(call.cache, call.batch, q, call.options, call.new, out, lse, {}, pages, metadata)
 
-            def give(asked: Any) -> None:
-                asked.out[: asked.live] = out[: asked.live]
-                if asked.lse is not None and lse is not None:
-                    asked.lse[: asked.live] = lse[: asked.live]
+            def copy(to: Any) -> None:
+                to.out[: to.live] = out[: to.live]
+                if to.lse is not None and lse is not None:
+                    to.lse[: to.live] = lse[: to.live]
 
-            verdict = judge(seen, name, give, with_lse=lse is not None)
-            if verdict.status != "right":
+            verdict = judge(seen, name, copy, with_lse=lse is not None)
+            if verdict.status != "correct":
                 raise WrongResult(verdict)
 
         return run

@@ -1,5 +1,5 @@
-"""The error map of a case: an image with one pixel for each token and head. An HTML element for each of thousands of numbers would
-be slow to open; what a pixel stands for is shown when it is pointed at."""
+"""The error map of a case: an image with one pixel for each token and head. It is an image because thousands of HTML elements would
+be slow to open; a script shows the values of the pixel under the pointer."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Color = tuple[int, int, int, int]
 
 _STEPS = ((0.0, (250, 204, 21)), (3.0, (234, 88, 12)), (9.0, (159, 18, 57)))
 """Yellow at one budget, orange at a thousand, dark red at a billion."""
-_LEGEND = {"right": 0.5, "a few budgets": 3.0, "a thousand": 1e3, "a billion, or no number": 1e9, "never written": -1.0}
+_LEGEND = {"correct": 0.5, "a few budgets": 3.0, "a thousand": 1e3, "a billion, or not finite": 1e9, "never written": -1.0}
 LEAST_GAP = 4.0
 """Percent of the width between the names of two sequences."""
 
@@ -43,7 +43,7 @@ def error_map(picture: Picture, finding: Finding) -> dict[str, Any]:
 
 
 def _names(begins: Sequence[tuple[int, float]]) -> list[dict[str, Any]]:
-    """The sequences whose names have room below the image."""
+    """The sequences whose names fit below the image without overlapping."""
     names: list[dict[str, Any]] = []
     last = -math.inf
     for seq, left in begins:
@@ -61,7 +61,7 @@ def _worst(finding: Finding, tokens: int, heads: int) -> dict[str, str] | None:
 
 
 def color(off: float) -> Color:
-    """The color of an error in budgets: -1 is an element that was never written, up to 1 is right."""
+    """The color of an error in budgets: -1 is an element that was never written, up to 1 is correct."""
     if off < 0:
         return 126, 58, 242, 255
     if off <= 1:

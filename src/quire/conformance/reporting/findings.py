@@ -20,13 +20,13 @@ def table(reports: Iterable[Mapping[str, Any]], today: str) -> str:
     lines = [
         f"Run on {today}.",
         "",
-        "| target | versions | cases right / wrong / raised / not supported | finding | in | to reproduce |",
+        "| target | versions | correct or refused / wrong / raised / skipped | finding | in | to reproduce |",
     ]
     lines.append("|---|---|---|---|---|---|")
     for report in reports:
         counts = report["counts"]
         versions = ", ".join(f"{name} {number}" for name, number in report["versions"].items() if name != "quire")
-        figures = f"{counts['right'] + counts['refused']} / {counts['wrong']} / {counts['raised']} / {counts['unsupported']}"
+        figures = f"{counts['correct'] + counts['refused']} / {counts['wrong']} / {counts['raised']} / {counts['skipped']}"
         head = f"| {report['target']} ({report['device']}) | {versions} | {figures} |"
         found = _each(report)
         if not found:
@@ -36,8 +36,8 @@ def table(reports: Iterable[Mapping[str, Any]], today: str) -> str:
             given = "; ".join(ways[:MOST]) if len(ways) > 1 else brief(finding["parameters"])
             title = f"symptom: {finding['symptom']}" if finding.get("symptom") else finding["fault"]
             contrast = f"{finding['contrast']}; " if finding.get("contrast") else ""
-            said = f"{title}{f' ({given})' if given else ''}: {contrast}{finding['summary']}".replace("|", "\\|")
-            lines.append(f"{head} {said} | {len(finding['cases'])}: {', '.join(finding['cases'][:4])} | `{finding['reproduce']}` |")
+            text = f"{title}{f' ({given})' if given else ''}: {contrast}{finding['summary']}".replace("|", "\\|")
+            lines.append(f"{head} {text} | {len(finding['cases'])}: {', '.join(finding['cases'][:4])} | `{finding['reproduce']}` |")
             head = "| | | |"
     return "\n".join(lines) + "\n"
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from quire.conformance.reporting.error_map import error_map
-from quire.conformance.reporting.report import UNKNOWN, Finding, Picture, Report, Result, brief
+from quire.conformance.reporting.report import BUDGETS, UNKNOWN, Finding, Picture, Report, Result, brief
 from quire.html import render
 
 MOST_MAPS = 12
@@ -15,9 +15,9 @@ MOST_MAPS = 12
 MOST_CASES = 12
 """Names of cases in a finding."""
 TABLE_SEQUENCES, TABLE_COLUMNS = 24, 32
-"""The part of a page table that is shown, around the cell at fault."""
-ORDER = {"wrong": 0, "raised": 1, "right": 2, "refused": 3, "unsupported": 4}
-"""Of the cases in the table."""
+"""The part of a page table that is shown, around the cell of the faulty key."""
+ORDER = {"wrong": 0, "raised": 1, "correct": 2, "refused": 3, "skipped": 4}
+"""The order of the cases in the table, by status."""
 
 
 def html_report(report: Report) -> str:
@@ -37,6 +37,7 @@ def html_report(report: Report) -> str:
         target=report.target,
         verdict=_verdict(report),
         contrast=report.contrast,
+        unit=BUDGETS,
         circumstances=f"{level}on {report.device}, {report.seconds:.1f} s. {versions}",
         counts=[{"name": name, "count": count, "tone": _tone(name, count)} for name, count in report.counts().items()],
         findings=cards,
@@ -46,29 +47,29 @@ def html_report(report: Report) -> str:
 
 def _verdict(report: Report) -> str:
     failed = [result for result in report.results if result.failed]
-    ran = [result for result in report.results if result.status != "unsupported"]
+    ran = [result for result in report.results if result.status != "skipped"]
     known = sum(bool(result.known) for result in failed)
     if not ran:
-        return "The target ran no case."
+        return "Nothing was computed: every case was refused or skipped."
     if not failed:
-        return f"Correct in all {len(ran)} cases that it ran."
+        return f"Correct in all {len(ran)} cases that were run."
     expected = f", {known} of them known" if known else ""
     return f"Wrong in {len(failed)} of {len(ran)} cases{expected}. Found: {', '.join(f.title for f, _ in report.findings)}."
 
 
 def _tone(status: str, count: int) -> str:
-    return "bad" if status in ("wrong", "raised") and count else "good" if status == "right" else ""
+    return "bad" if status in ("wrong", "raised") and count else "good" if status == "correct" else ""
 
 
 def clearest_result(results: Sequence[Result], finding: Finding) -> Result | None:
-    """The case whose error map is shown: with right and wrong side by side, of about 32 tokens. The map of a result is of the run
-    that its first finding describes, so it is shown with no other finding."""
+    """The case whose error map is shown: one with both correct and wrong elements, of about 32 tokens. The map of a result is of
+    the run that its first finding describes, so it is shown with no other finding."""
     mine = [result for result in results if _shows_errors(result) and result.findings[0].kind == finding.kind]
     return min(mine, key=_plainness, default=None)
 
 
 def _verdicts(result: Result) -> set[bool]:
-    """Whether elements of the output are right: both values, one, or none without a map."""
+    """Whether elements of the output are correct: both values, one, or none without a map."""
     return set() if result.picture is None else {0 <= off <= 1 for row in result.picture.ratio for off in row}
 
 
@@ -112,16 +113,18 @@ def _card(report: Report, finding: Finding, cases: Sequence[str], shown: Result 
 
 
 def _text(finding: Finding, cases: Sequence[str], several: bool) -> str:
-    """The parameters of a finding, faults that look the same, and the cases that show it."""
+    """The parameters of a finding, its equivalent faults, and the cases that show it."""
     sentences = []
     if finding.parameters:
-        others = "; other cases show it with other parameters" if several else ""
-        sentences.append(f"Parameters: {brief(finding.parameters)}{others}.")
-    alike = [name for name in finding.alike if name != finding.fault]
-    if alike:
-        sentences.append(f"This case cannot tell it from {', '.join(alike)}.")
+        differ = "; other cases show it with other parameters" if several else ""
+        sentences.append(f"Parameters: {brief(finding.parameters)}{differ}.")
+    others = [name for name in finding.equivalent_faults if name != finding.fault]
+    if others:
+        sentences.append(f"Indistinguishable in this case: {', '.join(others)}.")
     more = f" and {len(cases) - MOST_CASES} more" if len(cases) > MOST_CASES else ""
-    sentences.append(f"Shown by {len(cases)} case{'s' if len(cases) != 1 else ''}: {', '.join(cases[:MOST_CASES])}{more}.")
+    sentences.append(f"Found in {len(cases)} case{'s' if len(cases) != 1 else ''}: {', '.join(cases[:MOST_CASES])}{more}.")
+    if finding.undiagnosed:
+        sentences.append(f"{finding.undiagnosed} failing cases were not diagnosed: they may have this fault or others.")
     return " ".join(sentences)
 
 
@@ -136,7 +139,7 @@ def _ranking(finding: Finding) -> list[dict[str, Any]]:
 
 
 def _page_table(picture: Picture, finding: Finding) -> dict[str, Any] | None:
-    """A part of the page table: pages in use, cells beyond the end of a sequence, and the cell at fault."""
+    """A part of the page table: pages in use, cells beyond the end of a sequence, and the cell of the faulty key."""
     seqs, width = len(picture.page_table), max(map(len, picture.page_table), default=0)
     if not seqs or not width:
         return None
@@ -150,24 +153,27 @@ def _page_table(picture: Picture, finding: Finding) -> dict[str, Any] | None:
         kinds = ["bad" if (seq, column) == bad else "free" if column >= used else "" for column in columns]
         cells = [{"page": picture.page_table[seq][column], "kind": kind} for column, kind in zip(columns, kinds)]
         lines.append({"name": f"{seq} ({picture.kv_lens[seq]})", "cells": cells})
-    sentences = ["Each line is a sequence (and its length), each column is headed by the first position of its page."]
+    sentences = [
+        "Each row is a sequence, with its length in parentheses. The header of a column is the first position of its page."
+    ]
     sentences.append("Gray cells are beyond the end of the sequence.")
     place = finding.where
     if bad is not None and place.key is not None:
-        slot = "" if place.slot is None else f", slot {place.slot}"
-        sentences.append(f"The key at fault is at position {place.key} of sequence {bad[0]}: page {place.page}{slot}.")
+        offset = "" if place.offset is None else f", offset {place.offset}"
+        sentences.append(f"The faulty key is at position {place.key} of sequence {bad[0]}: page {place.page}{offset}.")
     if seqs > TABLE_SEQUENCES or width > TABLE_COLUMNS:
         sentences.append(f"A part of {seqs} sequences and {width} columns or more.")
     return {"text": " ".join(sentences), "positions": [column * picture.page_size for column in columns], "sequences": lines}
 
 
 def _case(result: Result) -> dict[str, Any]:
+    """A row of the table of all cases."""
     text = ", ".join(finding.title for finding in result.findings) or result.reason
     return {
         "status": result.status,
         "name": result.case.name,
         "text": f"{text} (known: {result.known})" if result.known else text,
-        "error": f"{result.error:.3g}" if result.status in ("right", "wrong") else "",
+        "error": f"{result.error:.3g}" if result.status in ("correct", "wrong") else "",
         "wrong": result.wrong or "",
         "line": str(result.case),
     }

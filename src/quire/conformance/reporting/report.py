@@ -12,7 +12,12 @@ from xml.etree import ElementTree
 from quire.conformance.cases.case import Case
 
 UNKNOWN = "unknown"
+STATUSES = ("correct", "wrong", "raised", "refused", "skipped")
+BUDGETS = "Errors are in multiples of the error budget, the largest error that rounding explains: up to 1 is correct."
+"""Explains the unit of errors where a report first uses it."""
 INTERRUPTED = "interrupted"
+NOT_DIAGNOSED = "not diagnosed, because enough earlier failures were: run this case alone (--case) to diagnose it"
+"""The reason of a result that is wrong and was not diagnosed."""
 PIECES = 6
 """Entries of a long list that are shown."""
 
@@ -49,19 +54,20 @@ class Where:
     sequence: int | None = None
     row: int | None = None
     """Row of q and out."""
-    token: int | None = None
+    position: int | None = None
     """Position of the query in its sequence."""
     head: int | None = None
     dim: int | None = None
     key: int | None = None
-    """Position of the key at fault in its sequence, where one is known."""
+    """Position in its sequence of the key that the fault treats differently, where one is known."""
     page: int | None = None
-    slot: int | None = None
-    """Offset of the key in its page."""
+    """Page of that key."""
+    offset: int | None = None
+    """Offset of that key in its page."""
 
     def __str__(self) -> str:
-        said = {name: value for name, value in asdict(self).items() if value is not None}
-        return ", ".join(f"{name} {value}" for name, value in said.items())
+        known = {name: value for name, value in asdict(self).items() if value is not None}
+        return ", ".join(f"{name} {value}" for name, value in known.items())
 
 
 @dataclass(frozen=True)
@@ -70,7 +76,7 @@ class Finding:
 
     fault: str
     """Its name in the catalogue, or `unknown`."""
-    alike: tuple[str, ...] = ()
+    equivalent_faults: tuple[str, ...] = ()
     """Faults that predict the same numbers on this case, the finding's own name included."""
     parameters: dict[str, Any] = field(default_factory=dict)
     distance: float = 0.0
@@ -86,9 +92,11 @@ class Finding:
     ranking: tuple[tuple[str, float], ...] = ()
     """The nearest predictions and their distances."""
     symptom: str = ""
-    """What one sees, where the fault behind it has no name: "rows of the output are zero"."""
+    """What is wrong with the output, where the fault behind it has no name: "rows of the output are zero"."""
     contrast: str = ""
     """What all cases with this finding have in common and no passing case has."""
+    undiagnosed: int = 0
+    """How many failing cases of the run were not diagnosed and may have this fault, too."""
     expected: float | None = None
     actual: float | None = None
     """The value of the worst element, as it should be and as it is."""
@@ -127,7 +135,7 @@ class Picture:
     page_table: list[list[int]]
     page_size: int
     bad_cell: tuple[int, int] | None = None
-    """Sequence and column of the page at fault, where one is known."""
+    """Sequence and column of the page of the faulty key, where one is known."""
 
 
 @dataclass(frozen=True)
@@ -136,7 +144,8 @@ class Result:
 
     case: Case
     status: str
-    """right; wrong; raised: an error instead of a result; refused: an error, as expected; unsupported: the case was not run."""
+    """correct; wrong; raised: an exception, a crash or a hang instead of a result; refused: an exception for a call beyond the
+    declared limits, as expected; skipped: the case was not run."""
     reason: str = ""
     error: float = 0.0
     """The largest error in budgets."""
@@ -197,23 +206,27 @@ class Report:
         return any(result.reason == INTERRUPTED for result in self.results)
 
     def counts(self) -> dict[str, int]:
-        statuses = ("right", "wrong", "raised", "refused", "unsupported")
-        return {status: sum(result.status == status for result in self.results) for status in statuses}
+        return {status: sum(result.status == status for result in self.results) for status in STATUSES}
+
+    @property
+    def undiagnosed(self) -> int:
+        """Failing cases that were not diagnosed: after enough failures of one kind the others are only counted."""
+        return sum(result.reason == NOT_DIAGNOSED for result in self.results)
 
     @property
     def unexpected(self) -> list[Result]:
         """Failures that are not in the list of known failures, and known failures that did not fail."""
-        return [r for r in self.results if r.failed != bool(r.known) and r.status != "unsupported"]
+        return [r for r in self.results if r.failed != bool(r.known) and r.status != "skipped"]
 
     @property
-    def answered(self) -> bool:
-        """Whether the target computed a result, right or wrong. A run without any shows nothing."""
-        return any(result.status in ("right", "wrong", "raised") for result in self.results)
+    def computed(self) -> bool:
+        """Whether the target was tested at all: a run in which every case was refused or skipped shows nothing."""
+        return any(result.status in ("correct", "wrong", "raised") for result in self.results)
 
     @property
     def exit_code(self) -> int:
-        """0: right in every case that it ran. 1: an unexpected failure, or no case ran."""
-        return 1 if self.unexpected or not self.answered else 0
+        """0: correct in every case that ran. 1: an unexpected failure, or no case ran."""
+        return 1 if self.unexpected or not self.computed else 0
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -224,6 +237,7 @@ class Report:
             "interrupted": self.interrupted,
             "seconds": round(self.seconds, 3),
             "counts": self.counts(),
+            "undiagnosed": self.undiagnosed,
             "contrast": self.contrast,
             "findings": [
                 {
@@ -242,8 +256,8 @@ class Report:
         return json.dumps(_finite(self.to_dict()), indent=2, allow_nan=False)
 
     def to_junit(self) -> str:
-        """JUnit XML: each case is a test. One that is unsupported, or known to fail, is skipped."""
-        skipped = sum(result.status == "unsupported" or bool(result.failed and result.known) for result in self.results)
+        """JUnit XML: each case is a test, with its status as a property. A known failure counts as skipped."""
+        skipped = sum(result.status == "skipped" or bool(result.failed and result.known) for result in self.results)
         suite = ElementTree.Element(
             "testsuite",
             name=f"quire conform {self.target}",
@@ -256,14 +270,16 @@ class Report:
             test = ElementTree.SubElement(
                 suite, "testcase", classname=f"quire.{self.target}", name=result.case.name, time=f"{result.seconds:.3f}"
             )
-            if result.status == "unsupported":
+            properties = ElementTree.SubElement(test, "properties")
+            ElementTree.SubElement(properties, "property", name="status", value=result.status)
+            if result.status == "skipped":
                 ElementTree.SubElement(test, "skipped", message=result.reason)
             elif result.failed:
-                said = "\n".join(str(finding) for finding in result.findings) or result.reason
-                kind, message = ("skipped", f"known ({result.known}): {said}") if result.known else ("failure", said)
-                ElementTree.SubElement(test, kind, message=message.split("\n")[0]).text = f"{said}\n{result.case}"
+                text = "\n".join(str(finding) for finding in result.findings) or result.reason
+                kind, message = ("skipped", f"known ({result.known}): {text}") if result.known else ("failure", text)
+                ElementTree.SubElement(test, kind, message=message.split("\n")[0]).text = f"{text}\n{result.case}"
             elif result.known and not result.failed:
-                ElementTree.SubElement(test, "failure", message=f"known to fail ({result.known}), but right")
+                ElementTree.SubElement(test, "failure", message=f"known to fail ({result.known}), but correct")
         return ElementTree.tostring(suite, encoding="unicode")
 
 

@@ -15,7 +15,7 @@ INDENT = 11
 """The column at which the text of an item begins, after its label."""
 GOOD, BAD = "ok", "WRONG"
 COLORS = {
-    **dict.fromkeys((GOOD, "yes", "confirmed", "cures", "PASS", "right"), "green"),
+    **dict.fromkeys((GOOD, "yes", "confirmed", "cures", "PASS", "correct"), "green"),
     **dict.fromkeys((BAD, "no", "rejected", "FAIL", "wrong"), "red"),
 }
 """Words that a table shows in color when a cell begins with one."""

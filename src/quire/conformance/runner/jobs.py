@@ -1,7 +1,7 @@
-"""Cases shared among processes: on a GPU most of the time goes into compiling, and that waits for nobody.
+"""Divides cases over processes: on a GPU most of the time is compilation, which then runs in parallel.
 
-Each process takes the next case when it is done with one. It has a target of its own, which may again have a process of its own
-(`subprocess_target`). The report is the same as that of one process: results come in the order of the cases, and what was
+Each process takes the next case when it has finished one. It has its own target, which may run in a further subprocess
+(`subprocess_target`). The report is the same as that of one process: results are in the order of the cases, and a fault that was
 confirmed in one process is trusted in all.
 """
 
@@ -19,14 +19,15 @@ import torch
 
 from quire.conformance.cases.case import Case
 from quire.conformance.reporting.report import INTERRUPTED, Report, Result
-from quire.conformance.runner.run import Diagnoses, facts_of, failed, over, report_of, survive
-from quire.conformance.runner.subprocess_target import SECONDS, apart
-from quire.conformance.runner.target import Failure, find, is_lost, is_ours
+from quire.conformance.runner.find_target import find, is_ours
+from quire.conformance.runner.run import Diagnoses, facts_of, failed, report_of, survive, time_limit
+from quire.conformance.runner.subprocess_target import SECONDS, in_subprocess
+from quire.conformance.runner.target import Failure, is_lost
 from quire.conformance.runner.worker import SubprocessWorker, begin_child
 from quire.errors import ArgumentError
 
 SECONDS_TO_END = 2.0
-"""How long a process may take to end when there are no more cases."""
+"""How long a process may take to exit when there are no more cases."""
 
 
 def conform_in(
@@ -42,10 +43,10 @@ def conform_in(
     each: Callable[[Result], None] = lambda result: None,
     within: float = math.inf,
 ) -> Report:
-    """As `conform`, in so many processes. `known` gives the failures that are known of a target of this name."""
+    """As `conform`, in `jobs` processes. `known` returns the known failures of a target by its name."""
     start = time.perf_counter()
-    how = (text, device, seconds, in_process, max(torch.get_num_threads() // jobs, 1))
-    workers = [CaseWorker(how) for _ in range(min(jobs, len(cases)))]
+    arguments = (text, device, seconds, in_process, max(torch.get_num_threads() // jobs, 1))
+    workers = [CaseWorker(arguments) for _ in range(min(jobs, len(cases)))]
     try:
         facts = workers[0].facts()
         results = _share(workers, cases, known(facts["target"]), each, start, within)
@@ -64,33 +65,33 @@ def _share(
 ) -> list[Result]:
     done: dict[int, Result] = {}
     diagnoses = Diagnoses()
-    told = 0
+    reported = 0
     waiting = list(range(len(cases)))[::-1]
     while len(done) < len(cases):
         try:
             if time.perf_counter() - start > within:
-                done |= {number: Result(cases[number], "unsupported", over(within)) for number in waiting}
+                done |= {number: Result(cases[number], "skipped", time_limit(within)) for number in waiting}
                 waiting.clear()
             for worker in workers:
                 if worker.case is None and waiting:
                     worker.case = waiting.pop()
-                    worker.ask((cases[worker.case], diagnoses.trusted))
+                    worker.request((cases[worker.case], diagnoses.trusted))
             busy = {worker.connection: worker for worker in workers if worker.case is not None}
-            for ready in wait([line for line in busy if line is not None]) if busy else ():
-                worker = busy[ready]  # type: ignore[index]
-                if worker.greeting is None:
+            for connection in wait([one for one in busy if one is not None]) if busy else ():
+                worker = busy[connection]  # type: ignore[index]
+                if not worker.is_ready:
                     worker.facts()
                     continue
                 assert worker.case is not None
                 number, worker.case = worker.case, None
                 result = worker.result(cases[number])
                 done[number] = replace(result, known=known.get(cases[number].name, ""))
-                diagnoses.note(result)
+                diagnoses.add(result)
         except KeyboardInterrupt:
-            done = {number: Result(case, "unsupported", INTERRUPTED) for number, case in enumerate(cases)} | done
-        while told in done:
-            each(done[told])
-            told += 1
+            done = {number: Result(case, "skipped", INTERRUPTED) for number, case in enumerate(cases)} | done
+        while reported in done:
+            each(done[reported])
+            reported += 1
     return [done[n] for n in range(len(cases))]
 
 
@@ -104,46 +105,48 @@ class CaseWorker(SubprocessWorker):
         self.start()
 
     def facts(self) -> dict[str, str]:
-        """What the process says about its target: the first thing it sends."""
+        """Name, device and version of the target, from the process's first message."""
         try:
-            facts: dict[str, str] = self.introduce()
+            facts: dict[str, str] = self.ready_message()
         except EOFError:
             raise ArgumentError("target", f"{self.arguments[0]}, whose process died", "a target that can be imported") from None
         return facts
 
     def result(self, case: Case) -> Result:
-        """The answer that is there, or what a death says; then another process takes over."""
+        """The result of the case that the process ran. If the process died, or lost its device, another one is started."""
         try:
-            answer: Result = self.receive()
+            result: Result = self.receive()
         except (EOFError, OSError):
-            answer = failed(case, Failure(f"the process died with status {self.exit_code()}", "crashes"))
-        if answer.status == "raised" and (not self.process.is_alive() or is_lost(answer.reason)):
+            result = failed(case, Failure(f"the process died with status {self.exit_code()}", "crashes"))
+        if result.status == "raised" and (not self.process.is_alive() or is_lost(result.reason)):
             self.stop(SECONDS_TO_END)
             self.start()
-        return answer
+        return result
 
 
 def _stop(workers: Sequence[CaseWorker]) -> None:
     for worker in workers:
-        worker.close()  # all of them end at the same time
+        worker.close()  # all of them exit at the same time
     deadline = time.monotonic() + SECONDS_TO_END
     for worker in workers:
         worker.stop(max(deadline - time.monotonic(), 0))
 
 
-def _serve(line: Connection, text: str, device: str | None, seconds: float, in_process: bool, threads: int) -> None:
+def _serve(connection: Connection, text: str, device: str | None, seconds: float, in_process: bool, threads: int) -> None:
     begin_child()
     torch.set_num_threads(threads)
     with ExitStack() as stack:
         try:
-            target = find(text, device) if in_process or is_ours(text) else stack.enter_context(apart(text, device, seconds))
+            target = (
+                find(text, device) if in_process or is_ours(text) else stack.enter_context(in_subprocess(text, device, seconds))
+            )
         except ArgumentError as error:
-            line.send((error.argument, str(error.given), error.allowed))
+            connection.send((error.argument, str(error.given), error.allowed))
             return
-        line.send(facts_of(target))
+        connection.send(facts_of(target))
         while True:
             try:
-                case, trusted = line.recv()
-                line.send(survive(case, target, trusted))
+                case, trusted = connection.recv()
+                connection.send(survive(case, target, trusted))
             except (EOFError, OSError):
-                return  # nobody asks any more
+                return  # the parent closed the connection

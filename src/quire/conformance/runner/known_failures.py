@@ -1,8 +1,8 @@
-"""Failures that are known: a plain file, a line each, of a target, a case, and why. A known failure that passes is reported.
+"""Known failures: a text file with a target, a case and a reason on each line. A known failure that passes is reported.
 
 # target                 case          why
 vllm.unified_attention   far-pages     offsets in 32 bits, upstream issue 50427
-*                        tree-window   not promised by anybody
+*                        tree-window   not supported
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from quire.errors import ArgumentError
 
 
 def read(path: str | os.PathLike[str], target: str) -> dict[str, str]:
-    """The cases that are known to fail for a target, and why."""
+    """The cases that are known to fail for a target, with the reasons."""
     try:
         lines = Path(path).read_text().splitlines()
     except OSError as error:
@@ -34,7 +34,7 @@ def read(path: str | os.PathLike[str], target: str) -> dict[str, str]:
 
 
 def _same(named: str, target: str) -> bool:
-    """A file is the same however the way to it is spelt."""
+    """Whether two names are of the same target: files are compared by their resolved paths."""
     if named == target:
         return True
     (file, _, function), (of, _, called) = named.rpartition(":"), target.rpartition(":")
@@ -42,6 +42,6 @@ def _same(named: str, target: str) -> bool:
 
 
 def unmatched(known: Iterable[str]) -> tuple[str, ...]:
-    """Those names that no case of any level has: misspelt, or of a case that is gone."""
+    """The names that no case of any level has: misspelt, or of a case that was removed."""
     names = {case.name for case in cases("full")}
     return tuple(name for name in known if name not in names)

@@ -1,4 +1,4 @@
-"""Runs a target through cases: asks, checks, and has every failure diagnosed."""
+"""Runs cases on a target, compares the results with the exact ones, and has failures diagnosed."""
 
 from __future__ import annotations
 
@@ -17,23 +17,24 @@ from quire.conformance.cases.call import KernelCall
 from quire.conformance.cases.case import Case
 from quire.conformance.diagnosis.attempt import Attempt, attempt, try_case
 from quire.conformance.diagnosis.consistency import without_minority_names
-from quire.conformance.diagnosis.contrast import Ask, contrast, contrast_of
+from quire.conformance.diagnosis.contrast import RunCase, contrast, contrast_of
 from quire.conformance.diagnosis.determinism import check_repetition
 from quire.conformance.diagnosis.diagnose import diagnose
 from quire.conformance.diagnosis.locate import cell
 from quire.conformance.faults import BY_NAME
 from quire.conformance.oracle.budget import ratios
-from quire.conformance.reporting.report import INTERRUPTED, Finding, Picture, Report, Result
+from quire.conformance.reporting.report import INTERRUPTED, NOT_DIAGNOSED, Finding, Picture, Report, Result
 from quire.conformance.runner.target import Failure, Target, is_lost
 from quire.conformance.runner.threads import one_thread
 
 ROWS_DRAWN = 512
-NOT_DIAGNOSED = "wrong; not diagnosed, since failures before it were: ask for this case alone to have it diagnosed"
+"""Rows of an error map, at most."""
+ALWAYS_CHECKED = ("writes-padding-rows", "writes-outside-output", "changes-inputs", "raises", "crashes", "hangs")
+"""Faults that are found without a diagnosis, in every case that has them."""
 
 
 def examine(case: Case, target: Target, trusted: frozenset[str] | None = frozenset()) -> Result:
-    """One case: right, wrong and why, refused, or unsupported. Faults in `trusted` were confirmed before; with None a failure is
-    not diagnosed."""
+    """Runs one case. Faults in `trusted` were confirmed before and need no probes; with None a failure is not diagnosed."""
     with one_thread():
         return _examine(case, target, trusted)
 
@@ -43,15 +44,15 @@ def _examine(case: Case, target: Target, trusted: frozenset[str] | None) -> Resu
     call = build(case, target.device)
     lacks = target.missing(call)
     if lacks is not None and case.lse:
-        # Who gives no LSE can still be asked for the output.
+        # Without an `lse` argument only the output is compared.
         case = case.replace(lse=False)
         call = build(case, target.device)
         lacks = target.missing(call)
     if lacks is not None:
-        return Result(case, "unsupported", lacks)
+        return Result(case, "skipped", lacks)
     beyond = target.limits(call)
     if beyond is not None and not target.refuses:
-        return Result(case, "unsupported", beyond)
+        return Result(case, "skipped", beyond)
     first = attempt(case, target, call)
     result = _judge(case, target, first, beyond, trusted)
     return replace(result, seconds=round(time.perf_counter() - start, 4))
@@ -64,7 +65,7 @@ def _judge(case: Case, target: Target, first: Attempt, beyond: str | None, trust
         return failed(case, first.failure)
     findings = list(_broken(case, first.call))
     error, wrong = _count(first)
-    shown, reason = first, "" if beyond is None else f"answered although {beyond} is beyond its limits"
+    shown, reason = first, "" if beyond is None else f"returned a result although {beyond} is beyond its limits"
     if error > 1 and trusted is None:
         reason = NOT_DIAGNOSED
     elif error > 1 and trusted is not None:
@@ -74,7 +75,7 @@ def _judge(case: Case, target: Target, first: Attempt, beyond: str | None, trust
         differs = check_repetition(case, target, first)
         if differs is not None:
             findings.append(Finding(differs[0], differs[:1], summary=differs[1], reproduce=str(case)))
-    status = "right" if error <= 1 and not findings else "wrong"
+    status = "correct" if error <= 1 and not findings else "wrong"
     # The map is of the run that the first finding describes.
     picture = _picture(shown, findings) if status == "wrong" else None
     places = first.wrong_sequences if error > 1 else ()
@@ -82,19 +83,20 @@ def _judge(case: Case, target: Target, first: Attempt, beyond: str | None, trust
 
 
 def failed(case: Case, failure: Failure) -> Result:
-    """No answer where one was due."""
-    said = f"{failure} (at {failure.at})" if failure.at else str(failure)
-    return Result(case, "raised", said, findings=(Finding(failure.fault, (failure.fault,), summary=said, reproduce=str(case)),))
+    """The result of a case in which the target raised, crashed or hung."""
+    text = f"{failure} (at {failure.at})" if failure.at else str(failure)
+    return Result(case, "raised", text, findings=(Finding(failure.fault, (failure.fault,), summary=text, reproduce=str(case)),))
 
 
 def _count(done: Attempt) -> tuple[float, int]:
     """The largest error in budgets, and how many elements of the output are beyond theirs."""
     live = done.call.live
-    off = ratios(done.call.out.cpu(), done.call.unwritten().cpu(), done.right, live)
+    off = ratios(done.call.out.cpu(), done.call.unwritten().cpu(), done.truth, live)
     return done.off, int((off > 1).sum())
 
 
 def _broken(case: Case, call: KernelCall) -> Iterable[Finding]:
+    """Findings of writes to guards, padding rows and inputs."""
     changed = call.changed_inputs()
     groups = {
         "writes-padding-rows": [s for s in changed if s.startswith("padding")],
@@ -109,7 +111,7 @@ def _broken(case: Case, call: KernelCall) -> Iterable[Finding]:
 def _picture(done: Attempt, findings: Sequence[Finding]) -> Picture:
     call = done.call
     live = call.live
-    off = ratios(call.out.cpu(), call.unwritten().cpu(), done.right, live)[:ROWS_DRAWN].amax(-1).clamp(max=1e9)
+    off = ratios(call.out.cpu(), call.unwritten().cpu(), done.truth, live)[:ROWS_DRAWN].amax(-1).clamp(max=1e9)
     bare = call.unwritten()[:live].cpu()[:ROWS_DRAWN].all(-1)
     bad = next((found for finding in findings if (found := cell(finding, call)) is not None), None)
     return Picture(
@@ -123,23 +125,22 @@ def _picture(done: Attempt, findings: Sequence[Finding]) -> Picture:
 
 
 class Diagnoses:
-    """Which failures of a run are still diagnosed. A diagnosis takes seconds, and a kernel may fail in every case: after
-    `enough` failures of one kind without a correct result, or after so many seconds, the others are only counted."""
+    """Decides which failures of a run are diagnosed. A diagnosis takes seconds, and a kernel may fail in every case: after `enough`
+    failures of one kind without a correct result, or after `seconds` spent on diagnoses, the others are only counted."""
 
     def __init__(self, enough: int = 3, seconds: float = 20.0):
         self.enough, self.seconds = enough, seconds
         self.counts: Counter[str] = Counter()
-        self.answered = False
-        """Whether the target was right once."""
+        self.any_correct = False
 
     @property
     def trusted(self) -> frozenset[str] | None:
         """Faults that were confirmed often enough; None if no failure is diagnosed any more."""
         often = frozenset(name for name, count in self.counts.items() if count >= self.enough)
-        return None if self.seconds <= 0 or (often and not self.answered) else often & BY_NAME.keys()
+        return None if self.seconds <= 0 or (often and not self.any_correct) else often & BY_NAME.keys()
 
-    def note(self, result: Result) -> None:
-        self.answered |= result.status == "right"
+    def add(self, result: Result) -> None:
+        self.any_correct |= result.status == "correct"
         if result.status == "wrong" and result.reason != NOT_DIAGNOSED:
             self.seconds -= result.seconds
             self.counts.update(finding.fault for finding in result.findings[:1])
@@ -154,59 +155,68 @@ def conform(
     each: Callable[[Result], None] = lambda result: None,
     within: float = math.inf,
 ) -> Report:
-    """Every case in turn; after so many seconds, or an interrupt, none is begun any more: what was found until then is not lost."""
+    """Runs cases one after the other. After `within` seconds, or an interrupt, no further case is started; the report has what was
+    found until then."""
     start = time.perf_counter()
     results: list[Result] = []
     diagnoses = Diagnoses()
     lost = ""
     for case in cases:
         if not lost and time.perf_counter() - start > within:
-            lost = over(within)
+            lost = time_limit(within)
         try:
-            result = Result(case, "unsupported", lost) if lost else survive(case, target, diagnoses.trusted)
+            result = Result(case, "skipped", lost) if lost else survive(case, target, diagnoses.trusted)
         except KeyboardInterrupt:
             lost = INTERRUPTED
-            result = Result(case, "unsupported", lost)
+            result = Result(case, "skipped", lost)
         if result.status == "raised" and is_lost(result.reason) and not target.runs_on:
             lost = f"the device was lost in case {case.name}"
         result = replace(result, known=(known or {}).get(case.name, ""))
-        diagnoses.note(result)
+        diagnoses.add(result)
         results.append(result)
         each(result)
     report = report_of(facts_of(target), results, level, time.perf_counter() - start)
-    return report if lost else with_contrast(report, asking_whether(target))
+    return report if lost else with_contrast(report, case_runner(target))
 
 
-def asking_whether(target: Target) -> Ask:
-    """Runs cases for `contrast`."""
+def case_runner(target: Target) -> RunCase:
+    """Runs cases on a target, for `contrast`."""
 
-    def ask(case: Case) -> bool | None:
+    def run_case(case: Case) -> bool | None:
         with one_thread():
             done = try_case(case, target)
-        return None if done is None or done.error else done.is_right
+        return None if done is None or done.error else done.is_correct
 
-    return ask
+    return run_case
 
 
-def with_contrast(report: Report, ask: Ask | None = None) -> Report:
+def with_contrast(report: Report, run_case: RunCase | None = None) -> Report:
     """The report with what distinguishes its failing cases from the passing ones: of all, and of those with each finding."""
     report = replace(report, results=without_minority_names(report.results))
-    passing = [result for result in report.results if result.status == "right"]
-    overall = contrast_of(report.results, ask)
+    passing = [result for result in report.results if result.status == "correct"]
+    overall = contrast_of(report.results, run_case)
     kinds: dict[tuple[str, str], list[Result]] = {}
     for result in report.results:
         for finding in result.findings:
             kinds.setdefault(finding.kind, []).append(result)
     failing = sum(result.failed for result in report.results)
-    said = {kind: overall if len(mine) == failing else contrast(mine, passing, ask) for kind, mine in kinds.items()}
-    results = [
-        replace(result, findings=tuple(replace(f, contrast=said[f.kind]) for f in result.findings)) for result in report.results
-    ]
+    contrasts = {}
+    for kind, mine in kinds.items():
+        if len(mine) == failing:
+            contrasts[kind] = overall
+        else:
+            contrasts[kind] = contrast(mine, passing, run_case) if passing else f"in {len(mine)} of {failing} failing cases"
+    results = []
+    for result in report.results:
+        left = {f.fault: 0 if f.fault in ALWAYS_CHECKED else report.undiagnosed for f in result.findings}
+        findings = (replace(f, contrast=contrasts[f.kind], undiagnosed=left[f.fault]) for f in result.findings)
+        results.append(replace(result, findings=tuple(findings)))
     return replace(report, results=results, contrast=overall)
 
 
-def over(within: float) -> str:
-    return f"the {within:g} s were over"
+def time_limit(within: float) -> str:
+    """The reason of a case that was skipped because the run took too long."""
+    return f"not run: the time limit --within {within:g} s was reached"
 
 
 def facts_of(target: Target) -> dict[str, str]:
@@ -222,12 +232,11 @@ def report_of(facts: dict[str, str], results: list[Result], level: str, seconds:
 
 
 def survive(case: Case, target: Target, trusted: frozenset[str] | None = frozenset()) -> Result:
-    """As `examine`; and a death between two calls, or an illegal access on a GPU, which shows wherever somebody waits next, ends
-    in a result too, and so does a device that has no room for the case: others may run on it."""
+    """As `examine`. A crash between two calls, an illegal access reported later, or an out-of-memory error becomes a result too."""
     try:
         return examine(case, target, trusted)
     except torch.OutOfMemoryError as error:
-        return Result(case, "unsupported", f"no room for it on the device: {str(error).split('. ')[0]}")
+        return Result(case, "skipped", f"not enough device memory: {str(error).split('. ')[0]}")
     except (Failure, RuntimeError) as error:
         failure = Failure.of(error)
         if failure is not error and not is_lost(str(failure)):
@@ -236,23 +245,25 @@ def survive(case: Case, target: Target, trusted: frozenset[str] | None = frozens
 
 
 def _renamed(finding: Finding, fault: str) -> Finding:
-    """The same finding by another name that fits it as well: parameters were those of the first."""
+    """The finding with the name of an equivalent fault. The parameters of the first fault are dropped."""
     kept = {name: value for name, value in finding.parameters.items() if name == "only"}
     return replace(finding, fault=fault, summary=BY_NAME[fault].effect, parameters=kept)
 
 
 def consistent(results: list[Result]) -> list[Result]:
-    """Lets cases speak for each other: where one cannot tell faults apart and the others name one of them, that is the name."""
+    """If a case matches several faults, choose the one that most other cases report."""
     votes: dict[str, int] = {}
     for result in results:
         for finding in result.findings[:1]:
-            for name in finding.alike:
+            for name in finding.equivalent_faults:
                 votes[name] = votes.get(name, 0) + 1
     kept = []
     for result in results:
         findings = []
         for finding in result.findings:
-            best = max(finding.alike, key=lambda name: (votes.get(name, 0), name == finding.fault), default=finding.fault)
+            best = max(
+                finding.equivalent_faults, key=lambda name: (votes.get(name, 0), name == finding.fault), default=finding.fault
+            )
             findings.append(finding if votes.get(best, 0) <= votes.get(finding.fault, 0) else _renamed(finding, best))
         kept.append(replace(result, findings=tuple(findings)))
     return kept

@@ -1,29 +1,26 @@
-"""What is put to the test: a function that writes the output of a call, and what it says about its own limits.
+"""A target: the function under test, which writes the output of a call, and its declared limits.
 
-The signature of an adapter, whose one function may live in any file (`quire conform my_kernel.py:attention`):
+The signature of an adapter, a function in any file (`quire conform my_kernel.py:attention`):
 
     def attention(*, q, k_pages, v_pages, page_table, kv_lens, q_starts, out, scale, ...):
 
-takes its arguments by name, and either writes `out` or returns the output, or the pair of output and LSE. It may ask for more, by
-naming it: `window, alibi, sinks, causal, mask, positions, k_scale, v_scale, q_scale, new_k, new_v, lse, layout, format, max_q_len,
+takes its arguments by name, and either writes `out` or returns the output, or the pair of output and LSE. It may declare more
+arguments: `window, alibi, sinks, causal, mask, positions, k_scale, v_scale, q_scale, new_k, new_v, lse, layout, format, max_q_len,
 max_kv_len` and the other names in `OPTIONAL`, all as in `KernelCall`. A feature that the function has no
-argument for is one it does not support: those cases are left out. So are those beyond the limits in the module's `SUPPORTS`, a
-dict from a field of `quire.Problem` or `quire.Extent` to the values allowed, or to a function that says whether a value is:
+argument for is one it does not support: cases with it are skipped. The module's `SUPPORTS` declares further limits. It is a dict
+from a field of `quire.Problem` or `quire.Extent` to the allowed values, or to a function that returns whether a value is allowed:
 
     SUPPORTS = {"q_dtype": ("fp16", "bf16"), "page_size": (16, 32), "head_dim": lambda n: n % 8 == 0, "max_q_len": range(0, 2)}
 
-`"contiguous": (True,)` among them says that queries, page table and new tokens must not be parts of wider tensors.
+`"contiguous": (True,)` declares that queries, page table and new tokens must not be views of wider tensors.
 
-Where such a limit is declared, the function is still called beyond it, and must raise or be right. `REFUSES = False` says that it
-must not be called there.
+Beyond such a limit the function is still called, and must raise or be correct. With `REFUSES = False` it is not called there: those
+cases are skipped.
 """
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import inspect
-import sys
 import sysconfig
 import traceback
 from collections.abc import Callable, Sequence
@@ -36,18 +33,17 @@ import torch
 import quire
 from quire.conformance.cases.call import OPTIONAL_ARGUMENTS, KernelCall
 from quire.contract.call import Call
-from quire.dispatch.catalogue import CATALOGUE
 from quire.errors import ArgumentError
 from quire.launch import described
 from quire.problem import FIELDS, Extent, Problem
 
 NEEDED = ("q", "k_pages", "v_pages", "page_table", "kv_lens", "q_starts", "out", "scale")
 INDISPENSABLE = NEEDED[:6]
-"""Without these nobody can find the keys of a sequence; a function may return its output, and know its scale."""
+"""Without these the keys of a sequence cannot be found. A function may do without `out` and `scale`: it may return its output."""
 OPTIONAL = (*OPTIONAL_ARGUMENTS, "lse", "layout", "format", "max_q_len", "max_kv_len")
 EXTENT = Extent._fields
 LIMITED = (*FIELDS, *EXTENT, "contiguous")
-"""What `SUPPORTS` may be about."""
+"""The keys that `SUPPORTS` may have."""
 
 Limit = tuple[Any, ...] | range | Callable[[Any], bool]
 
@@ -58,25 +54,25 @@ class Target:
 
     name: str
     run: Callable[[KernelCall], None]
-    """Writes `call.out`, and `call.lse` where it is not None; raises what it likes for input that it refuses."""
+    """Writes `call.out`, and `call.lse` where it is not None; raises any exception for a call that it refuses."""
     device: str = "cpu"
     limits: Callable[[KernelCall], str | None] = lambda call: None
     """Why a call is beyond what the target declares to support; None if it is not."""
     missing: Callable[[KernelCall], str | None] = lambda call: None
     """Which part of a call the target has no argument for: such a call cannot be made at all."""
     refuses: bool = True
-    """Whether it may be called beyond its limits: it must then raise or be right."""
+    """Whether it may be called beyond its limits: it must then raise or be correct."""
     version: str = ""
     runs_on: str = ""
-    """Its own device, where it has a process of its own (`quire.conformance.runner.subprocess_target`)."""
+    """The device of a target that runs in a subprocess (`quire.conformance.runner.subprocess_target`)."""
 
 
 class Failure(Exception):
-    """What a target did instead of answering: `raises`, `crashes` or `hangs`, and the place in its source."""
+    """What a target did instead of returning: `raises`, `crashes` or `hangs`, and the line of its source."""
 
-    def __init__(self, said: str, fault: str = "raises", at: str = ""):
+    def __init__(self, message: str, fault: str = "raises", at: str = ""):
         self.fault, self.at = fault, at
-        super().__init__(said)
+        super().__init__(message)
 
     @classmethod
     def of(cls, error: Exception) -> Failure:
@@ -87,7 +83,7 @@ class Failure(Exception):
 
 
 def frame_at(frames: Sequence[tuple[str, int]]) -> str:
-    """The innermost of these frames, innermost first, that is neither Python's, torch's nor Quire's: `file.py:12`."""
+    """The innermost of these frames, innermost first, that is not of Python, an installed package or Quire: `file.py:12`."""
     home = str(Path(quire.__file__).parent)
     foreign = [(file, line) for file, line in frames if not file.startswith((home, *_LIBRARIES, "<"))]
     return f"{Path(foreign[0][0]).name}:{foreign[0][1]}" if foreign else ""
@@ -97,74 +93,8 @@ _LIBRARIES = tuple(dict.fromkeys(sysconfig.get_paths()[name] for name in ("stdli
 
 
 def is_lost(error: str) -> bool:
-    """Whether a device is lost: after an illegal access every further call on it fails."""
+    """Whether an error message means that the device is lost: after an illegal access every further call on it fails."""
     return any(words in error for words in ("CUDA error", "HIP error", "device-side assert"))
-
-
-def find(text: str, device: str | None = None) -> Target:
-    """A target by its name: one of our kernels, a peer, or `file.py:function` or `package.module:function`."""
-    if is_ours(text):
-        return ours(text, device)
-    from quire.conformance import targets
-
-    if text in targets.TARGETS:
-        return targets.load(text, device)
-    if ":" in text:
-        return adapter(text, device)
-    known = ", ".join((*OURS, *targets.TARGETS))
-    raise ArgumentError("target", text, f"{known}, or file.py:function")
-
-
-OURS = ("cpu", *(kernel.name for kernel in CATALOGUE if kernel.operation == "attend"))
-
-
-def is_ours(text: str) -> bool:
-    """Whether a target is a kernel of Quire's."""
-    return text in OURS
-
-
-def ours(name: str, device: str | None = None) -> Target:
-    """One of our kernels, through the operator; `cpu` is what a CPU runs by itself."""
-    device = device or ("cpu" if name in ("cpu", "torch", "native") else "cuda")
-    kernel = None if name == "cpu" else name
-
-    def run(call: KernelCall) -> None:
-        arguments = call.q, call.cache(), call.batch(), call.options()
-        if call.lse is None:
-            quire.attend(*arguments, new=call.new, out=call.out, kernel=kernel)
-        else:
-            _, lse = quire.attend(*arguments, new=call.new, out=call.out, lse=True, kernel=kernel)
-            call.lse[: call.live] = lse[: call.live]
-
-    def limits(call: KernelCall) -> str | None:
-        if kernel is None:
-            return None
-        decision = quire.explain(
-            call.q, call.cache(), call.batch(), call.options(), new=call.new, out=call.out, lse=call.lse is not None
-        )
-        refusals = [
-            str(finding)
-            for found, findings in decision.candidates
-            if found.name == kernel
-            for finding in findings
-            if not finding.holds
-        ]
-        return "; ".join(refusals) or None
-
-    return Target(name, run, device, limits, version=quire.__version__)
-
-
-def adapter(text: str, device: str | None = None) -> Target:
-    """A function of anybody's, by file and name."""
-    where, _, name = text.rpartition(":")
-    module = _module(where)
-    function = getattr(module, name, None)
-    if not callable(function):
-        raise ArgumentError("target", text, f"a function that {where} has: {', '.join(_functions(module)) or 'it has none'}")
-    wish = getattr(module, "DEVICE", "cpu")
-    return wrap(
-        function, text, device or wish, getattr(module, "SUPPORTS", None), getattr(module, "REFUSES", True), _version(module)
-    )
 
 
 def wrap(
@@ -201,11 +131,11 @@ class _Adapter:
                 raise ArgumentError("SUPPORTS", key, ", ".join(LIMITED))
 
     def run(self, call: KernelCall) -> None:
-        """Calls the function, and puts what it returns, if anything, into the buffers of the call."""
+        """Calls the function, and copies what it returns, if anything, into the buffers of the call."""
         result = self.function(**{n: getattr(call, n) for n in self.takes})
         parts = result if isinstance(result, (tuple, list)) else (result,)
         if call.lse is not None and "lse" not in self.takes and len(parts) < 2:
-            call.lse = None  # it gives none: the output alone is judged
+            call.lse = None  # it returns no LSE: only the output is compared
         for buffer, part in zip((call.out, call.lse), parts):
             if buffer is not None and part is not None:
                 _copy_result(part, buffer, call.live)
@@ -237,44 +167,17 @@ def _copy_result(part: torch.Tensor, buffer: torch.Tensor, live: int) -> None:
 
 
 def facts(call: KernelCall) -> Problem:
-    """What a kernel could be compiled for."""
+    """The problem of a call: everything that a kernel is compiled for."""
     lse = call.lse is not None
     return described("attend", Call(call.cache(), call.batch(), call.q, call.options(), call.new, call.out, with_lse=lse))[0]
 
 
 def extent_of(call: KernelCall) -> Extent:
-    """How large a call's batch is, by its true lengths."""
+    """The size of a call's batch, from its lengths on the device."""
     q_len, kv_len = (int(t.max()) if t.numel() else 0 for t in (call.q_starts.diff(), call.kv_lens))
     return Extent(call.seqs, call.q.shape[0], q_len, kv_len)
 
 
 def is_contiguous(call: KernelCall) -> bool:
-    """Whether queries, table and new tokens each lie in one piece: in an engine they may be parts of wider tensors."""
+    """Whether queries, page table and new tokens are contiguous: in an engine they may be views of wider tensors."""
     return all(t.is_contiguous() for t in (call.q, call.page_table, call.new_k, call.new_v) if t is not None)
-
-
-def _module(where: str) -> Any:
-    if not where.endswith(".py"):
-        try:
-            return importlib.import_module(where)
-        except ModuleNotFoundError as error:
-            if error.name and where.startswith(error.name):
-                raise ArgumentError("target", where, "a file that ends in .py, or a module that can be imported") from None
-            raise
-    path = Path(where)
-    if not path.is_file():
-        raise ArgumentError("target", where, "a file that exists")
-    spec = importlib.util.spec_from_file_location(f"quire_target_{path.stem}", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses and triton look a function's module up by name
-    spec.loader.exec_module(module)
-    return module
-
-
-def _functions(module: Any) -> list[str]:
-    return [n for n, f in vars(module).items() if inspect.isfunction(f) and f.__module__ == module.__name__]
-
-
-def _version(module: Any) -> str:
-    return str(getattr(module, "__version__", ""))

@@ -1,5 +1,5 @@
-"""The kit computes on the host, in one thread: its tensors are small, and threads would wait longer than they work. A target gets
-all threads, and torch's default device, as they were given."""
+"""Thread count and default device. The kit computes on the host, in one thread, because its tensors are small. A target runs with
+the thread count and the default device that were set before."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _devices: list[torch.device] = []
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """For the kit's own arithmetic."""
+    """A context for the kit's own arithmetic: one thread, on the host."""
     _given.append(torch.get_num_threads())
     torch.set_num_threads(1)
     try:
@@ -26,7 +26,7 @@ def one_thread() -> Iterator[None]:
 
 @contextmanager
 def all_threads() -> Iterator[None]:
-    """For a target: as many as there were before."""
+    """A context for calls of a target: the thread count and the default device from before `one_thread`."""
     torch.set_num_threads(_given[0] if _given else torch.get_num_threads())
     try:
         with as_given():
@@ -38,7 +38,7 @@ def all_threads() -> Iterator[None]:
 
 @contextmanager
 def on_host() -> Iterator[None]:
-    """For the kit's own tensors: whatever `torch.set_default_device` says, they lie in host memory."""
+    """A context for the kit's own tensors: they are in host memory, whatever `torch.set_default_device` was called with."""
     _devices.append(torch.get_default_device())
     try:
         with _default(torch.device("cpu")):
@@ -48,7 +48,7 @@ def on_host() -> Iterator[None]:
 
 
 def as_given() -> AbstractContextManager[object]:
-    """For a target: the default device that there was before."""
+    """A context for calls of a target: the default device from before `on_host`."""
     return _default(_devices[0]) if _devices else nullcontext()
 
 

@@ -1,4 +1,4 @@
-"""A subprocess that answers questions over a pipe: the parent's end, and how the child begins."""
+"""A subprocess that serves requests over a pipe: the parent's end, and the start of the child."""
 
 from __future__ import annotations
 
@@ -13,61 +13,67 @@ from quire.errors import ArgumentError
 
 
 class SubprocessWorker:
-    """The parent's end. The child runs `serve(connection, *arguments)`: it first sends what it says about itself, or the arguments
-    of an `ArgumentError`, and then one answer to each question. It ends when the connection does."""
+    """The parent's end. The child runs `serve(connection, *arguments)`. It first sends a ready message, or the arguments of an
+    `ArgumentError` as a tuple, and then one response to each request. It exits when the connection is closed."""
 
     def __init__(self, serve: Callable[..., None], arguments: tuple[Any, ...], *, daemon: bool):
         self.serve, self.arguments, self.daemon = serve, arguments, daemon
         self.process: Any = None
         self.connection: Connection | None = None
-        self.greeting: Any = None
+        self._ready: Any = None
 
     def start(self) -> None:
-        """Starts a child; what it says about itself is not waited for."""
+        """Starts a child without waiting for its ready message."""
         context = multiprocessing.get_context("spawn")
         self.connection, theirs = context.Pipe()
         self.process = context.Process(target=self.serve, args=(theirs, *self.arguments), daemon=self.daemon)
         self.process.start()
         theirs.close()
-        self.greeting = None
+        self._ready = None
 
-    def introduce(self, seconds: float | None = None) -> Any:
-        """What the child says about itself. Raises the `ArgumentError` that it met, EOFError if it died."""
-        if self.greeting is None:
-            self.greeting = self.receive(seconds)
-        if isinstance(self.greeting, tuple):
+    @property
+    def is_ready(self) -> bool:
+        """Whether the ready message was received."""
+        return self._ready is not None
+
+    def ready_message(self, seconds: float | None = None) -> Any:
+        """Waits for the child's ready message. Raises an `ArgumentError` if the child sent one, EOFError if the child died."""
+        if self._ready is None:
+            self._ready = self.receive(seconds)
+        if isinstance(self._ready, tuple):
             self.stop()
-            raise ArgumentError(*self.greeting)
-        return self.greeting
+            raise ArgumentError(*self._ready)
+        return self._ready
 
-    def ask(self, question: Any) -> None:
+    def request(self, message: Any) -> None:
+        """Sends a request."""
         assert self.connection is not None
         try:
-            self.connection.send(question)
+            self.connection.send(message)
         except OSError:
-            pass  # it died before: there is no answer either
+            pass  # the child died: `receive` will raise
 
     def receive(self, seconds: float | None = None) -> Any:
-        """The next answer. Raises TimeoutError if there is none in time, EOFError or OSError if the child died."""
+        """Waits for the next response. Raises TimeoutError after `seconds`, EOFError or OSError if the child died."""
         assert self.connection is not None
         if not self.connection.poll(seconds):
             raise TimeoutError
         return self.connection.recv()
 
     def exit_code(self) -> int | None:
-        """How a child ended that closed its connection."""
+        """The exit code of a child that closed its connection."""
         self.process.join()
         code: int | None = self.process.exitcode
         return code
 
     def close(self) -> None:
-        """Ends the connection: a child that is idle ends by itself."""
+        """Closes the connection: an idle child then exits."""
         if self.connection is not None:
             self.connection.close()
             self.connection = None
 
     def stop(self, seconds: float = 0.0) -> None:
-        """Ends the child: by closing the connection, and by force if it is still there after so many seconds."""
+        """Closes the connection, and kills the child if it has not exited after `seconds`."""
         self.close()
         if self.process is not None:
             self.process.join(seconds)
@@ -77,6 +83,7 @@ class SubprocessWorker:
 
 
 def begin_child() -> None:
-    """For a child: the parent's standard output is a report, and an interrupt is the parent's to handle."""
+    """Called first in a child: redirects its output to standard error, because the parent prints a report to standard output, and
+    leaves interrupts to the parent."""
     os.dup2(2, 1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -1,4 +1,4 @@
-"""Kernels that share the keys of a row out: faults that begin with the second share are seen, and an honest one is right."""
+"""Kernels that split the keys of a sequence: faults that begin with the second split are detected, and a correct one passes."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from quire.conformance.oracle.budget import rounding_losses, truth
 from quire.conformance.runner.target import Target, wrap
 from quire.conformance.runner.threads import one_thread
 
-SHARE = 256
+SPLIT = 256
 CASES = [case for case in cases_of("standard") if case.name.startswith(("long-decode-", "extreme-long-decode"))]
 
 
 def kernel(fault: str) -> Any:
-    """Attention in shares of 256 keys, each with its LSE, combined by them."""
+    """Attention in splits of 256 keys, each with its LSE, merged by their LSEs."""
 
     def later(name: str, first: int) -> bool:
         return fault == name and first > 0
@@ -34,8 +34,8 @@ def kernel(fault: str) -> Any:
             rows = slice(int(q_starts[seq]), int(q_starts[seq + 1]))
             at = torch.arange(n - (rows.stop - rows.start), n)
             outs, sums = [], []
-            for first in range(0, n, SHARE):
-                keys = torch.arange(first, min(n, first + SHARE))
+            for first in range(0, n, SPLIT):
+                keys = torch.arange(first, min(n, first + SPLIT))
                 far = at[:, None] - keys
                 seen = far >= 0
                 if window[0] is not None and not later("window", first):
@@ -71,7 +71,7 @@ def kernel(fault: str) -> Any:
             mixed = (weights[..., None] * torch.stack(outs)).sum(0) / weights.sum(0)[..., None]
             out[rows] = mixed.transpose(0, 1).to(out.dtype)
 
-    return wrap(attention, fault or "honest")
+    return wrap(attention, fault or "correct")
 
 
 def wrong(fault: str) -> set[str]:
@@ -81,7 +81,7 @@ def wrong(fault: str) -> set[str]:
 
 
 def off(case: Case, target: Target) -> float:
-    """How far from right it is, in budgets; without a pool of threads, which takes longer than these cases do."""
+    """The error in budgets, computed in one thread."""
     call = build(case)
     losses = rounding_losses(call)
     right = truth(call, losses=losses)
@@ -89,7 +89,7 @@ def off(case: Case, target: Target) -> float:
     return Attempt(call, right, losses).off
 
 
-def test_an_honest_kernel_is_right() -> None:
+def test_a_correct_kernel_passes() -> None:
     assert not wrong("")
 
 
@@ -104,5 +104,5 @@ def test_an_honest_kernel_is_right() -> None:
         ("max", {"extreme-long-decode"}),
     ],
 )
-def test_a_fault_from_the_second_share_on_is_seen(fault: str, shown: set[str]) -> None:
+def test_a_fault_from_the_second_split_on_is_detected(fault: str, shown: set[str]) -> None:
     assert wrong(fault) == shown

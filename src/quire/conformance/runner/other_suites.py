@@ -1,8 +1,8 @@
-"""How many faults do other suites expose? Their inputs and their tolerance are rebuilt here, and the same faults are planted.
+"""How many faults other suites detect: their inputs and tolerances are rebuilt here, and the same faults are injected.
 
-Lengths, sizes, types, numbers and tolerance are theirs. Where a batch is large, some of its sequences and heads stand for
-all. A row that is never written counts as noticed, although fresh memory may hold zeros. None of the suites poisons unused slots,
-guards its outputs or runs a call twice.
+Lengths, sizes, types, values and tolerance are theirs. Of a large batch only some sequences and heads are used. A row that is never
+written counts as detected, although fresh memory may hold zeros. None of the suites poisons unused slots, guards its outputs or
+runs a call twice.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from quire.conformance.runner.threads import one_thread
 
 @dataclass(frozen=True)
 class OtherSuite:
-    """Somebody's test: its inputs and its tolerance."""
+    """A test of another project: its inputs and its tolerance."""
 
     name: str
     cases: tuple[Case, ...]
@@ -53,7 +53,7 @@ def other_suites() -> Iterator[OtherSuite]:
 
 
 def exposed_by(suite: OtherSuite) -> tuple[list[str], list[str]]:
-    """The faults that can occur in a suite's cases, and those that it notices."""
+    """The faults that can occur in a suite's cases, and those that it detects."""
     can: dict[str, None] = {}
     seen: dict[str, None] = {}
     with one_thread():
@@ -78,7 +78,7 @@ def exposed_by(suite: OtherSuite) -> tuple[list[str], list[str]]:
 
 
 def _unit_scales(call: KernelCall) -> None:
-    """Their scales of K and V are 1: numbers of ±0.001 then become zeros in fp8, and faults of scales cannot show."""
+    """Sets the scales of K and V to 1, as in that suite: values of ±0.001 become zeros in fp8, which hides faults of scales."""
     from quire.conformance.cases.build import flat_of
 
     for scale, pages in ((call.k_scale, call.k_pages), (call.v_scale, call.v_pages)):

@@ -43,10 +43,10 @@ class Comparison(NamedTuple):
         return self.error / self.allowed
 
     def __str__(self) -> str:
-        return f"off by {self.error:.2g} where {self.allowed:.2g} is allowed"
+        return f"largest error {self.error:.2g}, allowed {self.allowed:.2g}"
 
 
-class Proof(NamedTuple):
+class Verification(NamedTuple):
     """The summary of all comparisons."""
 
     compared: int
@@ -59,7 +59,7 @@ class Proof(NamedTuple):
         return self.compared > 0 and self.worst.used <= 1
 
     @classmethod
-    def of(cls, comparisons: Iterable[Comparison]) -> Proof:
+    def of(cls, comparisons: Iterable[Comparison]) -> Verification:
         every = list(comparisons)
         worst = max(every, key=lambda c: c.used, default=Comparison(0, 0.0, 1.0))
         return cls(sum(c.values for c in every), worst, next((c.where for c in every if c.where), ""))
@@ -82,12 +82,12 @@ def outputs(engine: DemoEngine) -> Iterator[Comparison]:
 def allowed_error(q: torch.Tensor, k: torch.Tensor, want: torch.Tensor, size: torch.Tensor) -> torch.Tensor:
     """The error bound of fp32 arithmetic for each element of an output, for any order of summation.
 
-    A score is a sum of head_dim products, so it is off by at most (head_dim + a few) roundings of |q||k|, and the weight made from
-    it by as much relatively; the two sums over the keys add kv_len roundings. All of that scales the terms that are summed,
-    `size` = sum of weight * |v|. Then the output is rounded once to its own type."""
+    A score is a sum of head_dim products, so its error is at most (head_dim + a few) roundings of |q||k|, and the relative error of
+    its weight is as large. The two sums over the keys add kv_len roundings. These errors are relative to `size`, the sum of
+    weight * |v|. Then the output is rounded once to its own type."""
     rounding = torch.finfo(torch.float32).eps
-    loudest = q.double().norm(dim=-1) * k.norm(dim=-1).amax(0).repeat_interleave(Q_HEADS // KV_HEADS) * HEAD_DIM**-0.5
-    relative = rounding * ((HEAD_DIM + 8) * loudest + k.shape[0] + 16)
+    largest_score = q.double().norm(dim=-1) * k.norm(dim=-1).amax(0).repeat_interleave(Q_HEADS // KV_HEADS) * HEAD_DIM**-0.5
+    relative = rounding * ((HEAD_DIM + 8) * largest_score + k.shape[0] + 16)
     return relative[..., None] * size + torch.finfo(q.dtype).eps / 2 * want.abs() + torch.finfo(q.dtype).tiny
 
 
@@ -96,8 +96,8 @@ def tokens(engine: DemoEngine) -> Iterator[Comparison]:
 
     One pass over all tokens of a request is enough: if each token sampled from its logits is the generated one, then by induction
     the request alone generates the same tokens. Keys and values are compared before they are rounded to the cache's format, and
-    those
-    of the run are used for later layers: a last bit that rounds differently is not an error."""
+    those of
+    the run are used for later layers: a last bit that rounds differently is not an error."""
     model = engine.model.to("cpu").to(torch.float64)
     for request in engine.requests:
         for dense in dict.fromkeys(choice.dense for choice in request.choices):
@@ -124,7 +124,7 @@ def _alone(model: DemoModel, request: DemoRequest, dense: DenseCache) -> Iterato
             yield _difference(choice.logits, mine, f"{name}: its logits")
             size = float(mine.abs().max())
             error = distance(made, mine, request.sampling, position) / size
-            where = f"{name}: {chr(made)!r} was made, alone it makes {chr(pick(mine, request.sampling, position))!r}"
+            where = f"{name}: {chr(made)!r} was sampled, alone it samples {chr(pick(mine, request.sampling, position))!r}"
             yield Comparison(1, error, MODEL_TOLERANCE, where if error > MODEL_TOLERANCE else "")
 
 

@@ -33,7 +33,8 @@ def stale_page(
 def swap_heads(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cache: quire.KVCache, batch: quire.Batch, options: quire.Options
 ) -> torch.Tensor:
-    """Keys and values are written to each other's heads. No rule detects it, because every slot is the right one."""
+    """Keys and values are written to each other's heads. No rule of the contract detects it, because
+    every token is in its slot."""
     out = quire.step(q, k.flip(1), v.flip(1), cache, batch, options)
     assert isinstance(out, torch.Tensor)
     return out
@@ -47,18 +48,18 @@ def _stale_pages(cache: quire.KVCache) -> list[int]:
 
 
 class InjectedFault(NamedTuple):
-    """A fault: an attention function that is wrong, used once."""
+    """A fault to inject: a wrong attention function, which one call uses instead of `quire.step`."""
 
     summary: str
     layer: int
     attention: Callable[..., torch.Tensor]
 
     def ready(self, step: int, layer: int, cache: quire.KVCache) -> bool:
-        """Whether to inject it now: after some steps, and if there is a page that it needs."""
+        """Whether to inject it in this call: from step 12 on, in its layer, and for `stale_page` if some page was released."""
         return step >= 12 and layer == self.layer and bool(_stale_pages(cache) or self.attention is not stale_page)
 
 
-PLANTS = {
+INJECTED_FAULTS = {
     "drop-token": InjectedFault("one token is never written", 2, drop_token),
     "stale-page": InjectedFault("a page table contains a page that was released", 0, stale_page),
     "swap-heads": InjectedFault("keys and values are written to each other's heads", 3, swap_heads),

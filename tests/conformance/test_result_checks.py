@@ -29,7 +29,7 @@ def call() -> dict[str, Any]:
     return {"q": q, "cache": cache, "batch": batch}
 
 
-def test_a_right_result_passes(call: dict[str, Any]) -> None:
+def test_a_correct_result_passes(call: dict[str, Any]) -> None:
     with quire.checked(results=True):
         out, lse = quire.attend(**call, options=quire.Options(window=4, sinks=torch.randn(4)), lse=True)
     assert out.isfinite().all() and lse.isfinite().all()
@@ -57,7 +57,7 @@ def test_a_wrong_result_is_named(call: dict[str, Any]) -> None:
     assert isinstance(caught.value, quire.QuireError)
 
 
-def test_it_stands_beside_a_recording(call: dict[str, Any], tmp_path: Path) -> None:
+def test_it_works_inside_a_recording(call: dict[str, Any], tmp_path: Path) -> None:
     with quire.record(tmp_path / "call"), quire.checked(results=True):
         quire.attend(**call)
     assert len(load(tmp_path / "call")) == 1
@@ -130,11 +130,11 @@ def test_a_wrong_result_under_out_scale_is_named(call: dict[str, Any], out_scale
         run(Call(cache, batch, q, asked, None, torch.zeros(12, 4, 16).to(torch.float8_e4m3fn)))
 
 
-def test_a_recorded_call_with_out_scale_is_judged(call: dict[str, Any], tmp_path: Path) -> None:
+def test_a_recorded_call_with_out_scale_is_correct(call: dict[str, Any], tmp_path: Path) -> None:
     with quire.record(tmp_path / "call"):
         quire.attend(**call, options=quire.Options(out_scale=0.01))
     (recorded,) = load(tmp_path / "call")
-    assert (then(recorded).status, here(recorded).status) == ("right", "right")
+    assert (then(recorded).status, here(recorded).status) == ("correct", "correct")
     assert recorded.out is not None
     recorded.out.view(torch.uint8)[3] ^= 0x40  # another exponent
     assert then(recorded).status == "wrong"

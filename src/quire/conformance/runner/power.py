@@ -1,7 +1,8 @@
-"""Proof that cases can fail: every fault is planted in an honest kernel, and every case is asked whether it notices.
+"""Detection power: every fault is injected into a correct kernel, and every case must detect those that it should.
 
-A fault of the arithmetic shows in a case if the output that it predicts is beyond the budget there. Whether it does is a property
-of the case, and no error of the suite. A fault of behaviour must show wherever it can occur. And each fault must show somewhere.
+A case detects a fault of the arithmetic if the output that the fault predicts is beyond the budget. Whether it does depends on the
+data of the case; a case that does not is no error of the suite. A fault of behaviour must be detected wherever it can occur. Each
+fault must be detected by some case.
 """
 
 from __future__ import annotations
@@ -24,24 +25,24 @@ ALWAYS_SHOW = (
     *("two-runs-differ", "state-leaks", "writes-outside-output", "writes-padding-rows", "changes-inputs"),
     *("raises", "depends-on-batch"),
 )
-"""Faults of behaviour that no number of a case can hide."""
+"""Faults of behaviour that are visible whatever the data of a case."""
 
 
 @dataclass
 class Power:
-    """Which faults a case exposes, of those that can occur in it."""
+    """Which faults a case detects, of those that can occur in it."""
 
     case: Case
     exposed: list[str] = field(default_factory=list)
     passed: list[str] = field(default_factory=list)
     named: dict[str, str] = field(default_factory=dict)
-    """For each exposed fault whose name was asked for: the first finding, or the fault's own name if it is in the class."""
+    """For each detected fault that was diagnosed: the name in the first finding, or its own name if it is an equivalent fault."""
     alarm: bool = False
-    """Whether the honest kernel itself fails: then the case is wrong."""
+    """Whether a correct kernel fails: then the case is wrong."""
 
     @property
     def missed(self) -> list[str]:
-        """Faults of behaviour that the kit did not notice in this case, although they do not depend on its numbers."""
+        """Faults of behaviour that the kit did not detect in this case, although they do not depend on its data."""
         return [name for name in self.passed if name in ALWAYS_SHOW]
 
     def to_dict(self) -> dict[str, Any]:
@@ -56,7 +57,7 @@ class Power:
 
 
 def power_of(case: Case, *, names: int = 0, faults: Sequence[Fault] = CATALOGUE) -> Power:
-    """Plants every fault in a case, and has every `names`-th of those that show diagnosed."""
+    """Injects every fault into a case, and diagnoses every `names`-th of those that are detected."""
     with one_thread():
         found = Power(case)
         call = build(case)
@@ -77,13 +78,13 @@ def power_of(case: Case, *, names: int = 0, faults: Sequence[Fault] = CATALOGUE)
     for name in BEHAVIOUR:
         if name not in {fault.name for fault in faults} or not _can_show(name, case):
             continue
-        said = examine(case, injected(name)).findings
-        (found.exposed if said else found.passed).append(name)
+        findings = examine(case, injected(name)).findings
+        (found.exposed if findings else found.passed).append(name)
     if names:
-        # Another start in every case, so that all faults get their turn.
+        # The first one differs from case to case, so that every fault is diagnosed in some case.
         for name in found.exposed[case.code % names :: names]:
             first = next(iter(examine(case, injected(name)).findings))
-            found.named[name] = name if name in (first.fault, *first.alike) else first.fault
+            found.named[name] = name if name in (first.fault, *first.equivalent_faults) else first.fault
     return found
 
 
@@ -111,6 +112,6 @@ def power(cases: Sequence[Case], *, names: int = 0, each: Callable[[Power], None
 
 
 def never_exposed(found: Sequence[Power]) -> list[str]:
-    """Faults that no case exposes."""
+    """Faults that no case detects."""
     seen = {name for one in found for name in one.exposed}
     return [fault.name for fault in CATALOGUE if fault.name not in seen]
