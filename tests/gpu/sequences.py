@@ -65,7 +65,7 @@ class Sequences:
                 pages[self.table[row, at // PAGE].to(DEVICE), (at % PAGE).to(DEVICE)] = dense.bfloat16().to(DEVICE)
 
 
-def is_right(step: Step, out: torch.Tensor) -> bool:
+def is_correct(step: Step, out: torch.Tensor) -> bool:
     """Whether every live row is as near as bf16 factors and a bf16 output allow."""
     got = out[: step.expected.shape[0]].double().cpu()
     eps = torch.finfo(torch.bfloat16).eps

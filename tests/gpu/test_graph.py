@@ -9,7 +9,7 @@ import torch
 
 import quire
 from gpu.calls import GUARD, every, needs_gpu
-from gpu.sequences import DIM, GROUP, KV_HEADS, Sequences, Step, is_right
+from gpu.sequences import DIM, GROUP, KV_HEADS, Sequences, Step, is_correct
 
 pytestmark = needs_gpu
 
@@ -66,7 +66,7 @@ def test_attend(kernel: str) -> None:
         mine.sequences.store()
         mine.take(step)
         graph.replay()
-        assert is_right(step, mine.out), f"replay {number}, {q_lens}"
+        assert is_correct(step, mine.out), f"replay {number}, {q_lens}"
         assert (mine.out[step.expected.shape[0] :] == GUARD).all(), "a padding row was written"
 
 
@@ -78,7 +78,7 @@ def test_step(kernel: str) -> None:
         step = mine.sequences.step(q_lens, TOKENS)
         mine.take(step)
         graph.replay()
-        assert is_right(step, mine.out), f"replay {number}, {q_lens}"
+        assert is_correct(step, mine.out), f"replay {number}, {q_lens}"
     held = [pages.clone() for pages in (mine.sequences.cache.k, mine.sequences.cache.v)]
     mine.sequences.store()
     for before, pages in zip(held, (mine.sequences.cache.k, mine.sequences.cache.v)):
@@ -99,7 +99,7 @@ def test_outputs_of_the_graph_s_own() -> None:
         lse.fill_(torch.nan)
         graph.replay()
         live = step.expected.shape[0]
-        assert is_right(step, out)
+        assert is_correct(step, out)
         assert lse[:live].isfinite().all()
         assert (out[live:] == 0).all() and (lse[live:] == 0).all()
 
@@ -124,4 +124,4 @@ def test_two_graphs_do_not_share_memory() -> None:
                     graph.replay()
         torch.cuda.synchronize()
         for mine, step in zip(buffers, steps):
-            assert is_right(step, mine.out)
+            assert is_correct(step, mine.out)

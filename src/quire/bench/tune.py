@@ -211,7 +211,7 @@ class CandidateWorkload(Protocol):
     def bind(self, row: Tuning) -> BoundCandidate:
         """The candidate with its tensors; its output holds NaN."""
 
-    def is_right(self, out: torch.Tensor) -> bool:
+    def is_correct(self, out: torch.Tensor) -> bool:
         """Whether an output is right."""
 
 
@@ -227,7 +227,7 @@ def attempt(row: Tuning, workloads: Iterable[CandidateWorkload], timer: Timer) -
             ready = workload.bind(row)
             out = ready.run()
             spills = max((s for s in (spills, ready.spills()) if s is not None), default=None)
-            if not workload.is_right(out):
+            if not workload.is_correct(out):
                 return Trial(row, spills=spills, fault="wrong result")
             seconds.append(statistics.median(timer(ready.run)))
     except Exception as error:
@@ -309,7 +309,7 @@ class GpuWorkload:
         programs = (*launcher.programs.values(), launcher.combine, *filter(None, [launcher.balance]))
         return BoundCandidate(run, lambda: _spills(loaded.kernel for program in programs for loaded in program.loaded.values()))
 
-    def is_right(self, out: torch.Tensor) -> bool:
+    def is_correct(self, out: torch.Tensor) -> bool:
         if self.right is not None:
             # Each of the two may be off by the budget.
             return float((out.float() - self.right.float()).abs().max()) <= 2 * self.budget
