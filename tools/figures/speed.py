@@ -72,7 +72,7 @@ def draw_ratios(
     for x, y in points:
         if linear and x > BEYOND:
             axes.plot(1.53, y + shift, ">", color=color, markersize=6, zorder=3, markeredgewidth=0)
-            axes.text(1.49, y + shift, f"{x:.1f}", ha="right", va="center", fontsize=8, color=color)
+            axes.text(1.49, y + shift, f"{x:.1f}", ha="right", va="center", fontsize=8)
 
 
 class Series(NamedTuple):
@@ -135,9 +135,9 @@ def draw_roof(axes: Axes, bandwidth: float, peak: float, reads: str, works: str,
     ridge = peak / bandwidth
     xs = [0.6, ridge, 30000.0]
     axes.plot(xs, [min(peak, bandwidth * x) for x in xs], color=color, linewidth=1.4, zorder=1)
-    axes.text(30000, peak * 1.05, f"{label}: {peak:g} {works}", ha="right", fontsize=8, color=color)
+    axes.text(30000, peak * 1.05, f"{label}: {peak:g} {works}", ha="right", fontsize=8)
     if label == "bf16":
-        axes.text(ridge / 9, peak / 9 * 1.25, f"{bandwidth:g} {reads}", ha="right", fontsize=8, color=color)
+        axes.text(ridge / 9, peak / 9 * 1.25, f"{bandwidth:g} {reads}", ha="right", fontsize=8)
 
 
 def draw_series(axes: Axes, series: list[Series], kinds: dict[str, tuple[int, int]]) -> None:
