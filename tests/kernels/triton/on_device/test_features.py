@@ -29,6 +29,8 @@ FEATURES: dict[str, dict[str, Any]] = {
     "tree": {"mask": True},
     "tree-window-alibi": {"mask": True, "window": 25, "alibi": True},
     "tree-right": {"mask": True, "window": (40, 1)},
+    "tree-left-only": {"mask": True, "window": (25, None)},
+    "tree-right-only": {"mask": True, "window": (None, 1)},
     "negative-scale": {"scale": -0.3},
     "no-scale": {"scale": 0.0, "sinks": True},
 }
