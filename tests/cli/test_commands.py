@@ -262,9 +262,3 @@ def test_an_example_gets_its_arguments_and_gives_its_status(
     assert (sys.argv, sys.path) == before
     assert main(["example", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["examples"] == {"story": "A story."}
-
-
-def test_the_story_is_an_example_now(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["diagnose", "--story", "seeds"])
-    assert "run `quire example rocm_story`" in capsys.readouterr().err

@@ -32,11 +32,11 @@ class Confirmation:
             return
         if done.is_correct:
             self.correct.append(probe.what)
-            self._keep([m for m in self.found if not _shows(m, done)], f"{probe.what}: correct, so not")
+            self._keep([m for m in self.found if not _shows(m, done)], f"correct with {probe.what}, which excludes")
             return
         kept = self._supported(probe, done)
         if kept or probe.required:
-            self._keep(kept, f"{probe.what}: not")
+            self._keep(kept, f"wrong with {probe.what}, but not as predicted by")
         self.held |= {match.fault.name for match in kept}
 
     def _supported(self, probe: Probe, done: Attempt) -> list[Match]:
@@ -75,7 +75,7 @@ def confirm(found: list[Match], case: Case, target: Target) -> tuple[list[Match]
             state.take(probe, done)
     alone = [name for name in state.names if name not in state.held]
     if alone:
-        state.evidence.append(f"no other case shows {', '.join(alone)}")
+        state.evidence.append(f"no probe confirms {', '.join(alone)}")
     kept = [match for match in state.found if match.fault.name in state.held]
     return kept, [*state.evidence, *([f"correct with {', with '.join(state.correct)}"] if state.correct else [])]
 
