@@ -108,18 +108,18 @@ def read(w: Work) -> Indices:
     return Indices(*(t.long().cpu() for t in (w.call.q_starts, w.call.kv_lens, w.call.page_table)))
 
 
-def sequences(w: Work, at: Indices) -> list[BatchSequence]:
-    starts, lens = at.starts.tolist(), at.lens.tolist()
+def sequences(w: Work, indices: Indices) -> list[BatchSequence]:
+    starts, lens = indices.starts.tolist(), indices.lens.tolist()
     return [BatchSequence(i, starts[i], starts[i + 1] - starts[i], lens[i]) for i in range(w.call.seqs)]
 
 
-def locate(w: Work, at: Indices, sequence: BatchSequence, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def locate(w: Work, indices: Indices, sequence: BatchSequence, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     size = w.call.page_size
-    if not at.table.shape[1]:
+    if not indices.table.shape[1]:
         # A table without columns is legal if no key of the cache is visible.
         return torch.full_like(positions, -1), positions % size
-    column = (positions // size).clamp(max=at.table.shape[1] - 1)
-    return at.table[sequence.seq, column], positions % size
+    column = (positions // size).clamp(max=indices.table.shape[1] - 1)
+    return indices.table[sequence.seq, column], positions % size
 
 
 def address(w: Work, part: str, page: torch.Tensor, offset: torch.Tensor) -> torch.Tensor:
@@ -163,13 +163,13 @@ def scale_at(w: Work, part: str, page: torch.Tensor, offset: torch.Tensor) -> to
     return scale.reshape(1, -1, 1)
 
 
-def gather(w: Work, s: Stages, at: Indices, sequence: BatchSequence) -> Values:
+def gather(w: Work, s: Stages, indices: Indices, sequence: BatchSequence) -> Values:
     """Keys and values of a sequence, [keys, kv_heads, dim]."""
     from_cache = sequence.kv_len if w.call.new is None else max(sequence.context, 0)
     positions = torch.arange(from_cache)
     parts = []
     for part in ("k", "v"):
-        page, offset = s.locate(w, at, sequence, positions)
+        page, offset = s.locate(w, indices, sequence, positions)
         page = page.clamp(min=-(w.pages[part].storage_offset() // max(w.pages[part].stride(0), 1)), max=w.call.pages - 1)
         value = s.decode(w, part, load(w, part, s.address(w, part, page, offset)), page, offset)
         fresh = w.new[part]
@@ -327,13 +327,13 @@ class Stages:
 PLAIN = Stages()
 
 
-def _values(w: Work, s: Stages, at: Indices, sequence: BatchSequence) -> Values:
+def _values(w: Work, s: Stages, indices: Indices, sequence: BatchSequence) -> Values:
     """Keys and values of a sequence. If no stage of the reading is replaced, they are read once and reused for all faults."""
     if any(getattr(s, name) is not getattr(PLAIN, name) for name in ("read", "sequences", "locate", "address", "decode", "gather")):
-        return s.gather(w, s, at, sequence)
+        return s.gather(w, s, indices, sequence)
     key = (sequence.seq, w.number)
     if key not in w.call.memo:
-        w.call.memo[key] = s.gather(w, s, at, sequence)
+        w.call.memo[key] = s.gather(w, s, indices, sequence)
     return w.call.memo[key]
 
 
@@ -353,16 +353,16 @@ def exact(
         torch.zeros(shape, dtype=number),
         torch.zeros(shape, dtype=torch.bool),
     )
-    at = s.read(w)
+    indices = s.read(w)
     q = call.q.cpu().to(number) * (1.0 if call.q_scale is None else call.q_scale)
     heads = s.kv_head(w)
-    for sequence in s.sequences(w, at):
+    for sequence in s.sequences(w, indices):
         if sequence.q_len < 1 or sequence.first < 0 or sequence.first + sequence.q_len > shape[0]:
             continue
         if only is not None and sequence.seq != only:
             continue
         sequence = sequence._replace(kv_len=max(sequence.kv_len, 0))
-        k, v = _values(w, s, at, sequence)
+        k, v = _values(w, s, indices, sequence)
         keys = k.shape[0]
         visible = s.visibility(w, sequence, keys)
         if not s.keep_unseen and not bool(visible.any(0).all()):
