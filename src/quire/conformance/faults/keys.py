@@ -41,7 +41,7 @@ def _hidden(which: Any) -> Stages:
     """Keys for which `which(w, sequence, distances)` is True are not visible."""
 
     def change(w: Work, sequence: BatchSequence, distances: torch.Tensor) -> torch.Tensor:
-        return oracle.within(w, sequence, distances, w.call.window) & ~which(w, sequence, distances)
+        return oracle.visible_at(w, sequence, distances, w.call.window) & ~which(w, sequence, distances)
 
     return with_visibility(change)
 
@@ -108,7 +108,7 @@ def _causal_line(w: Work, sequence: BatchSequence, distances: torch.Tensor) -> t
 
 def _mask_transposed() -> Stages:
     def change(w: Work, sequence: BatchSequence, distances: torch.Tensor) -> torch.Tensor:
-        visible = oracle.within(w, sequence, distances, w.call.window)
+        visible = oracle.visible_at(w, sequence, distances, w.call.window)
         tree = w.call.mask[sequence.first : sequence.first + sequence.q_len, : sequence.q_len].cpu()  # type: ignore[index]
         visible[:, sequence.context :] = tree.T
         return visible
@@ -118,7 +118,7 @@ def _mask_transposed() -> Stages:
 
 def _mask_hides_context() -> Stages:
     def change(w: Work, sequence: BatchSequence, distances: torch.Tensor) -> torch.Tensor:
-        visible = oracle.within(w, sequence, distances, w.call.window)
+        visible = oracle.visible_at(w, sequence, distances, w.call.window)
         visible[:, : sequence.context] = False
         return visible
 
@@ -139,7 +139,7 @@ def _counted_bias(w: Work, sequence: BatchSequence, keys: int) -> torch.Tensor |
 
 def _counted_see(w: Work, sequence: BatchSequence, keys: int) -> torch.Tensor:
     q_pos = torch.arange(sequence.context, sequence.kv_len)
-    return oracle.within(w, sequence, q_pos[:, None] - torch.arange(keys)[None, :], w.call.window)
+    return oracle.visible_at(w, sequence, q_pos[:, None] - torch.arange(keys)[None, :], w.call.window)
 
 
 KEYS = (
