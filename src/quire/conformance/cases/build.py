@@ -98,7 +98,7 @@ def build(case: Case, device: torch.device | str = "cpu") -> KernelCall:
     if plan.sparse:
         # Memory without contents is not read, so that it is not allocated: only pages with contents have a checksum.
         for name, tensor in (("k_pages", call.k_pages), ("v_pages", call.v_pages)):
-            used = movable(tensor)[plan.touched[plan.touched >= 0].to(tensor.device)]
+            used = indexable(tensor)[plan.touched[plan.touched >= 0].to(tensor.device)]
             call.checksums[name] = used, checksum(used)
     return call.take_checksums()
 
@@ -168,11 +168,11 @@ def _strided(case: Case, x: torch.Tensor, dim: int, device: torch.device | str) 
     else:
         # Valid page ids: a kernel that ignores strides reads keys of another sequence, not unmapped memory.
         left, right = (x[:, :margin], x[:, :margin].flip(0))
-    wide = torch.cat((movable(left), movable(x), movable(right)), dim).view(x.dtype).to(device)
+    wide = torch.cat((indexable(left), indexable(x), indexable(right)), dim).view(x.dtype).to(device)
     return wide.narrow(dim, left.shape[dim], x.shape[dim])
 
 
-def movable(tensor: torch.Tensor) -> torch.Tensor:
+def indexable(tensor: torch.Tensor) -> torch.Tensor:
     """One-byte floats as bytes: torch does not index them on all devices."""
     return tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
 
@@ -453,18 +453,18 @@ def _wrap(
             address = address + i * stride
         flat = flat_of(storage)
         flat[(address + int(storage.storage_offset())).expand(pages[part].shape).reshape(-1).to(device)] = (
-            movable(pages[part]).reshape(-1).to(device)
+            indexable(pages[part]).reshape(-1).to(device)
         )
         out.append((storage, skip, dim))
     parts = [s[..., skip : skip + dim] if case.layout == "vllm_joint" else s for s, skip, dim in out]
     if case.storage == "bytes":
-        parts = [movable(part) for part in parts]
+        parts = [indexable(part) for part in parts]
     return parts[0], parts[1]
 
 
 def flat_of(tensor: torch.Tensor) -> torch.Tensor:
     """The whole memory of a tensor as a vector of elements."""
-    moved = movable(tensor)
+    moved = indexable(tensor)
     size = tensor.untyped_storage().nbytes() // tensor.dtype.itemsize
     return moved.as_strided((size,), (1,), 0)
 
@@ -489,8 +489,8 @@ def _memory(shape: tuple[int, ...], dtype: torch.dtype, before: int, padded: boo
     storage = torch.UntypedStorage(size * dtype.itemsize, device=torch.device(device))
     memory = torch.zeros(0, dtype=dtype, device=device).set_(storage, 0, (size,), (1,))
     if padded:
-        movable(memory).fill_(
-            torch.tensor(math.nan).to(dtype).view(movable(memory).dtype).item() if dtype.is_floating_point else 101
+        indexable(memory).fill_(
+            torch.tensor(math.nan).to(dtype).view(indexable(memory).dtype).item() if dtype.is_floating_point else 101
         )
     strides = [1]
     for n in reversed(shape[1:]):

@@ -154,7 +154,7 @@ class KernelCall:
             if tensor is None:
                 continue
             whole, inner = whole_of(tensor), bytes_of(tensor).numel()
-            for place, part in (("before", whole[:GUARD]), ("behind", whole[GUARD + inner :])):
+            for place, part in (("before", whole[:GUARD]), ("after", whole[GUARD + inner :])):
                 if bool((part != self.fill_byte).any()):
                     found.append(f"{place} {name}")
             if self.live < self.tokens and bool((bytes_of(tensor[self.live :]) != self.fill_byte).any()):

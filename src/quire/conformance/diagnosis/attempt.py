@@ -11,7 +11,7 @@ from quire.conformance.cases.build import build
 from quire.conformance.cases.call import KernelCall
 from quire.conformance.cases.case import Case
 from quire.conformance.diagnosis import precision
-from quire.conformance.faults import Seen
+from quire.conformance.faults import Observation
 from quire.conformance.oracle import exact as x
 from quire.conformance.oracle.budget import Truth, distance, lse_ratios, ratios, rounding_losses, truth
 from quire.conformance.oracle.exact import PLAIN, Stages
@@ -102,8 +102,8 @@ class Attempt:
         return tuple(i for i in range(self.call.seqs) if bool(self.wrong_rows[starts[i] : starts[i + 1]].any()))
 
     @cached_property
-    def seen(self) -> Seen:
-        return Seen(self.call, self.truth)
+    def seen(self) -> Observation:
+        return Observation(self.call, self.truth)
 
     @cached_property
     def worst(self) -> int | None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 
 from quire.conformance.diagnosis.attempt import Attempt
-from quire.conformance.faults.solve import Inside, inside
+from quire.conformance.faults.solve import SequenceWeights, weights_of_row
 from quire.conformance.oracle import exact as x
 
 MOST_KEYS = 96
@@ -44,7 +44,7 @@ def key_picture(done: Attempt) -> str:
 
 def _line(done: Attempt, row: int, keys: int) -> str:
     """The marks of one query's keys; empty if no factors explain its output."""
-    place = inside(done.seen, row)
+    place = weights_of_row(done.seen, row)
     if place is None:
         return ""
     mine, query = place
@@ -60,7 +60,7 @@ def _line(done: Attempt, row: int, keys: int) -> str:
     return "" if "?" in marks or "." not in marks else "".join(marks).rstrip()
 
 
-def _factors(done: Attempt, mine: Inside, query: int, row: int, got: torch.Tensor) -> torch.Tensor | None:
+def _factors(done: Attempt, mine: SequenceWeights, query: int, row: int, got: torch.Tensor) -> torch.Tensor | None:
     w = x.Work(done.call)
     bias = x.bias(w, mine.sequence, mine.visible.shape[1])
     logits = x.capped(w, mine.raw)[:, query] + (bias[:, query] if isinstance(bias, torch.Tensor) else bias)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from quire.conformance.faults.behaviour import BEHAVIOUR
 from quire.conformance.faults.bias import BIAS
-from quire.conformance.faults.fault import Fault, Parameters, Seen
+from quire.conformance.faults.fault import Fault, Observation, Parameters
 from quire.conformance.faults.forms import FORMS
 from quire.conformance.faults.heads import HEADS
 from quire.conformance.faults.indices import INDICES
@@ -34,4 +34,4 @@ CATALOGUE: tuple[Fault, ...] = (
 )
 BY_NAME = {fault.name: fault for fault in CATALOGUE}
 
-__all__ = ["BY_NAME", "CATALOGUE", "Fault", "Parameters", "Seen"]
+__all__ = ["BY_NAME", "CATALOGUE", "Fault", "Observation", "Parameters"]

@@ -12,11 +12,11 @@ from quire.conformance.oracle.exact import PLAIN, BatchSequence, Indices, Stages
 def nan_leak() -> Stages:
     """Unused slots of the last page get weight 0, but 0 times NaN is NaN."""
 
-    def gather(w: Work, s: Stages, at: Indices, sequence: BatchSequence) -> Values:
+    def gather(w: Work, s: Stages, indices: Indices, sequence: BatchSequence) -> Values:
         if w.call.new is not None:
-            return oracle.gather(w, s, at, sequence)
+            return oracle.gather(w, s, indices, sequence)
         whole = -(-sequence.kv_len // w.call.page_size) * w.call.page_size
-        return oracle.gather(w, s, at, sequence._replace(kv_len=whole))
+        return oracle.gather(w, s, indices, sequence._replace(kv_len=whole))
 
     def visibility(w: Work, sequence: BatchSequence, keys: int) -> torch.Tensor:
         visible = oracle.visibility(w, sequence, min(keys, sequence.kv_len))

@@ -20,7 +20,7 @@ def _alibi(change: Any) -> Stages:
     """Replaces the ALiBi bias by `change(w, q_pos [queries, 1], k_pos [1, keys])`."""
 
     def bias(w: Work, sequence: BatchSequence, keys: int) -> torch.Tensor | float:
-        q_pos, k_pos = oracle.places(w, sequence, keys)
+        q_pos, k_pos = oracle.token_positions(w, sequence, keys)
         return change(w, q_pos[:, None], k_pos[None, :])
 
     return PLAIN.replace(bias=bias)

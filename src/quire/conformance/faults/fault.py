@@ -17,16 +17,16 @@ Parameters = dict[str, Any]
 
 
 @dataclass
-class Seen:
+class Observation:
     """The output of a kernel for a call, and the correct result."""
 
     call: KernelCall
-    right: Truth
+    expected: Truth
 
     @cached_property
-    def off(self) -> torch.Tensor:
+    def error_ratios(self) -> torch.Tensor:
         """Error divided by budget, for every element of a live row."""
-        return ratios(self.call.out.cpu(), self.call.unwritten().cpu(), self.right, self.call.live)
+        return ratios(self.call.out.cpu(), self.call.unwritten().cpu(), self.expected, self.call.live)
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Fault:
     """Whether the fault can occur in a call."""
     tries: Sequence[Parameters] = field(default=({},))
     """Parameters to try; the first ones are injected."""
-    solve: Callable[[Seen], Sequence[Parameters]] | None = None
+    solve: Callable[[Observation], Sequence[Parameters]] | None = None
     """Computes parameters from the output of a kernel."""
     lasting: bool = False
     """Whether solved parameters must be the same in other calls: factors, distances and orders, but not rows, keys or pages."""

@@ -25,11 +25,11 @@ def _new_ignored() -> Stages:
 
 
 def _new_from_cache() -> Stages:
-    def gather(w: Work, s: Stages, at: Indices, sequence: BatchSequence) -> Values:
+    def gather(w: Work, s: Stages, indices: Indices, sequence: BatchSequence) -> Values:
         fresh, w.new = w.new, {"k": None, "v": None}
         parts = []
         for part in ("k", "v"):
-            page, offset = s.locate(w, at, sequence, torch.arange(sequence.kv_len))
+            page, offset = s.locate(w, indices, sequence, torch.arange(sequence.kv_len))
             parts.append(s.decode(w, part, oracle.load(w, part, s.address(w, part, page, offset)), page, offset))
         w.new = fresh
         return Values(*parts)
@@ -40,8 +40,8 @@ def _new_from_cache() -> Stages:
 def _new_rows(by: int) -> Stages:
     """Keys and values of the new tokens are read `by` rows further on."""
 
-    def gather(w: Work, s: Stages, at: Indices, sequence: BatchSequence) -> Values:
-        k, v = oracle.gather(w, s, at, sequence)
+    def gather(w: Work, s: Stages, indices: Indices, sequence: BatchSequence) -> Values:
+        k, v = oracle.gather(w, s, indices, sequence)
         n = max(sequence.context, 0)
         tail = {}
         for part in ("k", "v"):
@@ -55,10 +55,10 @@ def _new_rows(by: int) -> Stages:
 def _new_quantised() -> Stages:
     """New tokens are rounded to the cache's format, as if they had been written to the cache and read back."""
 
-    def gather(w: Work, s: Stages, at: Indices, sequence: BatchSequence) -> Values:
+    def gather(w: Work, s: Stages, indices: Indices, sequence: BatchSequence) -> Values:
         from quire.conformance.cases.build import encode
 
-        parts = list(oracle.gather(w, s, at, sequence))
+        parts = list(oracle.gather(w, s, indices, sequence))
         n = max(sequence.context, 0)
         for i, part in enumerate(("k", "v")):
             scale = w.scales[part].cpu().float().reshape(1, -1, 1)  # type: ignore[union-attr]
@@ -89,10 +89,10 @@ def _dense_table() -> Stages:
 
 
 def _dense_new_tokens() -> Stages:
-    def gather(w: Work, s: Stages, at: Indices, sequence: BatchSequence) -> Values:
+    def gather(w: Work, s: Stages, indices: Indices, sequence: BatchSequence) -> Values:
         given = w.new
         w.new = {part: None if rows is None else _as_if_dense(rows) for part, rows in given.items()}
-        found = oracle.gather(w, s, at, sequence)
+        found = oracle.gather(w, s, indices, sequence)
         w.new = given
         return found
 

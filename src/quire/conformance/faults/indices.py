@@ -20,9 +20,9 @@ def _reinterpreted(tensor: torch.Tensor) -> torch.Tensor:
 
 def _read(name: str) -> Stages:
     def read(w: Work) -> Indices:
-        at = oracle.read(w)
+        indices = oracle.read(w)
         source = {"starts": w.call.q_starts, "lens": w.call.kv_lens, "table": w.call.page_table}[name]
-        return at._replace(**{name: _reinterpreted(source)})
+        return indices._replace(**{name: _reinterpreted(source)})
 
     return PLAIN.replace(read=read)
 
@@ -33,10 +33,10 @@ def _starts(kernel: str = "both") -> Stages:
     if kernel == "both":
         return _read("starts")
 
-    def shared(w: Work, at: Indices) -> list[BatchSequence]:
-        theirs = oracle.sequences(w, at._replace(starts=_reinterpreted(w.call.q_starts)))
+    def shared(w: Work, indices: Indices) -> list[BatchSequence]:
+        theirs = oracle.sequences(w, indices._replace(starts=_reinterpreted(w.call.q_starts)))
         return [
-            *(sequence for sequence in oracle.sequences(w, at) if (sequence.q_len == 1) != (kernel == "decode")),
+            *(sequence for sequence in oracle.sequences(w, indices) if (sequence.q_len == 1) != (kernel == "decode")),
             *(sequence for sequence in theirs if (sequence.q_len == 1) == (kernel == "decode")),
         ]
 
@@ -49,7 +49,7 @@ def _is_long(name: str) -> Any:
 
 def _sequences(change: Any) -> Stages:
     """Replaces each sequence by `change(w, sequence)`."""
-    return PLAIN.replace(sequences=lambda w, at: [change(w, sequence) for sequence in oracle.sequences(w, at)])
+    return PLAIN.replace(sequences=lambda w, indices: [change(w, sequence) for sequence in oracle.sequences(w, indices)])
 
 
 def _kv_cut(call: KernelCall) -> bool:

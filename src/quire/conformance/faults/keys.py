@@ -23,9 +23,9 @@ def _shallow(fill: float, tile: int, empty: bool) -> Stages:
     def softmax(w: Work, logits: torch.Tensor, v: torch.Tensor, heads: torch.Tensor) -> SequenceResult:
         kept = fill * w.call.scale * float(w.call.k_scale)  # type: ignore[arg-type]
         logits = logits.masked_fill(logits == -torch.inf, kept)
-        behind = -(-v.shape[0] // tile) * tile - v.shape[0]
-        logits = torch.cat((logits, logits.new_full((*logits.shape[:2], behind), kept)), -1)
-        part = oracle.softmax(w, logits, torch.cat((v, v.new_zeros(behind, *v.shape[1:]))), heads)
+        unused = -(-v.shape[0] // tile) * tile - v.shape[0]
+        logits = torch.cat((logits, logits.new_full((*logits.shape[:2], unused), kept)), -1)
+        part = oracle.softmax(w, logits, torch.cat((v, v.new_zeros(unused, *v.shape[1:]))), heads)
         seen = (logits.amax(-1) > kept).T.unsqueeze(-1) if empty else torch.ones(())
         return SequenceResult(torch.where(seen > 0, part.out, 0.0), part.lse, part.weighted)
 
@@ -41,7 +41,7 @@ def _hidden(which: Any) -> Stages:
     """Keys for which `which(w, sequence, distances)` is True are not visible."""
 
     def change(w: Work, sequence: BatchSequence, distances: torch.Tensor) -> torch.Tensor:
-        return oracle.within(w, sequence, distances, w.call.window) & ~which(w, sequence, distances)
+        return oracle.visible_at(w, sequence, distances, w.call.window) & ~which(w, sequence, distances)
 
     return with_visibility(change)
 
@@ -61,12 +61,12 @@ def _keys_between(first: int, last: int) -> Stages:
     return _hidden(which)
 
 
-def _without_last_tile(tile: int, spared: bool) -> Stages:
-    """Only whole tiles are visible; with `spared`, a sequence shorter than one tile is complete."""
+def _without_last_tile(tile: int, keeps_short: bool) -> Stages:
+    """Only whole tiles are visible; with `keeps_short`, a sequence shorter than one tile is complete."""
 
     def which(w: Work, sequence: BatchSequence, distances: torch.Tensor) -> torch.Tensor:
         n = distances.shape[1]
-        end = n if spared and n < tile else n // tile * tile
+        end = n if keeps_short and n < tile else n // tile * tile
         return (torch.arange(n) >= end)[None, :].expand(distances.shape)
 
     return _hidden(which)
@@ -74,8 +74,8 @@ def _without_last_tile(tile: int, spared: bool) -> Stages:
 
 def _part_tiles(call: KernelCall) -> list[int]:
     """Tile sizes for which some sequence with queries has at least one whole tile and an incomplete last one."""
-    asked = call.kv_lens[call.q_starts.diff() > 0].tolist()
-    return [tile for tile in TILES if any(n > tile and n % tile for n in asked)]
+    lengths = call.kv_lens[call.q_starts.diff() > 0].tolist()
+    return [tile for tile in TILES if any(n > tile and n % tile for n in lengths)]
 
 
 def _by_distance(distance: int) -> Stages:
@@ -96,10 +96,10 @@ def _counted(first: int, last: int, from_end: bool = False) -> Stages:
 
 def _plain_causal() -> Stages:
     """The tree mask is ignored: the drafts are treated as one causal sequence."""
-    return with_visibility(lambda w, sequence, distances: _line(w, sequence, distances))
+    return with_visibility(lambda w, sequence, distances: _causal_line(w, sequence, distances))
 
 
-def _line(w: Work, sequence: BatchSequence, distances: torch.Tensor) -> torch.Tensor:
+def _causal_line(w: Work, sequence: BatchSequence, distances: torch.Tensor) -> torch.Tensor:
     q_pos, k_pos = torch.arange(sequence.context, sequence.kv_len), torch.arange(distances.shape[1])
     visible = (q_pos[:, None] >= k_pos[None, :]).clone()
     left = w.call.window[0]
@@ -108,7 +108,7 @@ def _line(w: Work, sequence: BatchSequence, distances: torch.Tensor) -> torch.Te
 
 def _mask_transposed() -> Stages:
     def change(w: Work, sequence: BatchSequence, distances: torch.Tensor) -> torch.Tensor:
-        visible = oracle.within(w, sequence, distances, w.call.window)
+        visible = oracle.visible_at(w, sequence, distances, w.call.window)
         tree = w.call.mask[sequence.first : sequence.first + sequence.q_len, : sequence.q_len].cpu()  # type: ignore[index]
         visible[:, sequence.context :] = tree.T
         return visible
@@ -118,7 +118,7 @@ def _mask_transposed() -> Stages:
 
 def _mask_hides_context() -> Stages:
     def change(w: Work, sequence: BatchSequence, distances: torch.Tensor) -> torch.Tensor:
-        visible = oracle.within(w, sequence, distances, w.call.window)
+        visible = oracle.visible_at(w, sequence, distances, w.call.window)
         visible[:, : sequence.context] = False
         return visible
 
@@ -139,7 +139,7 @@ def _counted_bias(w: Work, sequence: BatchSequence, keys: int) -> torch.Tensor |
 
 def _counted_see(w: Work, sequence: BatchSequence, keys: int) -> torch.Tensor:
     q_pos = torch.arange(sequence.context, sequence.kv_len)
-    return oracle.within(w, sequence, q_pos[:, None] - torch.arange(keys)[None, :], w.call.window)
+    return oracle.visible_at(w, sequence, q_pos[:, None] - torch.arange(keys)[None, :], w.call.window)
 
 
 KEYS = (
@@ -230,10 +230,10 @@ KEYS = (
         "keys",
         "keys of an incomplete last tile are not visible",
         "the number of tiles is rounded down; sequences shorter than one tile may be handled separately",
-        lambda tile, spared: _without_last_tile(tile, spared),
+        lambda tile, keeps_short: _without_last_tile(tile, keeps_short),
         lambda call: bool(_part_tiles(call)),
-        tuple({"tile": n, "spared": spared} for n in TILES for spared in (True, False)),
-        inject=lambda call: {"tile": _part_tiles(call)[0], "spared": True},
+        tuple({"tile": n, "keeps_short": keeps_short} for n in TILES for keeps_short in (True, False)),
+        inject=lambda call: {"tile": _part_tiles(call)[0], "keeps_short": True},
     ),
     Fault(
         "keys-counted-twice",

@@ -14,7 +14,7 @@ from quire.conformance.oracle.exact import BatchSequence, Stages, Work
 
 
 def _window(change: Any, ahead: int = 0) -> Stages:
-    return with_visibility(lambda w, sequence, distances: oracle.within(w, sequence, distances, change(*w.call.window), ahead))
+    return with_visibility(lambda w, sequence, distances: oracle.visible_at(w, sequence, distances, change(*w.call.window), ahead))
 
 
 def _left(by: int) -> Stages:
@@ -41,7 +41,7 @@ def _left_by_tile(tile: int) -> Stages:
     def change(w: Work, sequence: BatchSequence, distances: torch.Tensor) -> torch.Tensor:
         left, right = w.call.window
         assert left is not None
-        visible = oracle.within(w, sequence, distances, (None, right))
+        visible = oracle.visible_at(w, sequence, distances, (None, right))
         keys = torch.arange(distances.shape[1])
         q_pos = distances[:, :1] if distances.shape[1] else distances.new_zeros(distances.shape[0], 1)
         first = (q_pos - left).clamp(min=0) // tile * tile
@@ -54,7 +54,7 @@ def _causal_by_tile(tile: int) -> Stages:
     """Later keys of the query's own tile are not masked."""
 
     def change(w: Work, sequence: BatchSequence, distances: torch.Tensor) -> torch.Tensor:
-        visible = oracle.within(w, sequence, distances, w.call.window)
+        visible = oracle.visible_at(w, sequence, distances, w.call.window)
         keys = torch.arange(distances.shape[1])
         q_pos = distances[:, :1] if distances.shape[1] else distances.new_zeros(distances.shape[0], 1)
         return visible | ((keys // tile)[None, :] == q_pos // tile) & (distances < 0)
@@ -72,7 +72,7 @@ def _has_causal(call: KernelCall) -> bool:
 
 def _ahead(by: int) -> Stages:
     return with_visibility(
-        lambda w, sequence, distances: oracle.within(
+        lambda w, sequence, distances: oracle.visible_at(
             w, sequence, distances, w.call.window, by if oracle.is_causal(w, sequence) else 0
         )
     )
@@ -82,7 +82,7 @@ def _top_left() -> Stages:
     """Query i sees keys up to position i, regardless of the context."""
 
     def change(w: Work, sequence: BatchSequence, distances: torch.Tensor) -> torch.Tensor:
-        return oracle.within(w, sequence, distances - sequence.context, w.call.window)
+        return oracle.visible_at(w, sequence, distances - sequence.context, w.call.window)
 
     return with_visibility(change)
 
@@ -149,7 +149,7 @@ MASK = (
         "window",
         "no key to the right is visible",
         "a two-sided window is treated as a causal one",
-        lambda: with_visibility(lambda w, sequence, distances: oracle.within(w, sequence, distances, (w.call.window[0], 0))),
+        lambda: with_visibility(lambda w, sequence, distances: oracle.visible_at(w, sequence, distances, (w.call.window[0], 0))),
         _looks_right,
     ),
     Fault(

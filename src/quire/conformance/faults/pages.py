@@ -16,8 +16,8 @@ from quire.conformance.oracle.exact import PLAIN, BatchSequence, Indices, Stages
 def _longer(by: int) -> Stages:
     """The `by` slots after the end of a sequence are visible too."""
 
-    def gather(w: Work, s: Stages, at: Indices, sequence: BatchSequence) -> Values:
-        return oracle.gather(w, s, at, sequence._replace(kv_len=sequence.kv_len + by, q_len=sequence.q_len))
+    def gather(w: Work, s: Stages, indices: Indices, sequence: BatchSequence) -> Values:
+        return oracle.gather(w, s, indices, sequence._replace(kv_len=sequence.kv_len + by, q_len=sequence.q_len))
 
     def visibility(w: Work, sequence: BatchSequence, keys: int) -> torch.Tensor:
         visible = oracle.visibility(w, sequence, min(keys, sequence.kv_len))
@@ -36,49 +36,49 @@ def _bias_to_the_end(w: Work, sequence: BatchSequence, keys: int) -> torch.Tenso
 def _up_to(end: Any) -> Stages:
     """All slots up to `end(w, sequence)` are visible, also those after the end of the sequence."""
 
-    def gather(w: Work, s: Stages, at: Indices, sequence: BatchSequence) -> Values:
-        return oracle.gather(w, s, at, sequence._replace(kv_len=max(end(w, sequence), sequence.kv_len)))
+    def gather(w: Work, s: Stages, indices: Indices, sequence: BatchSequence) -> Values:
+        return oracle.gather(w, s, indices, sequence._replace(kv_len=max(end(w, sequence), sequence.kv_len)))
 
     return _longer(0).replace(gather=gather)
 
 
 def _locate(change: Any) -> Stages:
-    """Replaces the page and the offset of keys by `change(w, at, sequence, positions)`."""
+    """Replaces the page and the offset of keys by `change(w, indices, sequence, positions)`."""
     return PLAIN.replace(locate=change)
 
 
 def _ids(change: Any) -> Stages:
-    def locate(w: Work, at: Indices, sequence: BatchSequence, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        page, offset = oracle.locate(w, at, sequence, positions)
+    def locate(w: Work, indices: Indices, sequence: BatchSequence, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        page, offset = oracle.locate(w, indices, sequence, positions)
         return change(page), offset
 
     return _locate(locate)
 
 
 def _table_row(by: int) -> Stages:
-    def locate(w: Work, at: Indices, sequence: BatchSequence, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return oracle.locate(w, at, sequence._replace(seq=min(max(sequence.seq + by, 0), w.call.seqs - 1)), positions)
+    def locate(w: Work, indices: Indices, sequence: BatchSequence, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return oracle.locate(w, indices, sequence._replace(seq=min(max(sequence.seq + by, 0), w.call.seqs - 1)), positions)
 
     return _locate(locate)
 
 
 def _table_column(by: int) -> Stages:
-    def locate(w: Work, at: Indices, sequence: BatchSequence, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def locate(w: Work, indices: Indices, sequence: BatchSequence, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         size = w.call.page_size
-        column = (positions // size + by).clamp(0, at.table.shape[1] - 1)
-        return at.table[sequence.seq, column], positions % size
+        column = (positions // size + by).clamp(0, indices.table.shape[1] - 1)
+        return indices.table[sequence.seq, column], positions % size
 
     return _locate(locate)
 
 
-def _contiguous(w: Work, at: Indices, sequence: BatchSequence, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _contiguous(w: Work, indices: Indices, sequence: BatchSequence, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     size = w.call.page_size
-    return at.table[sequence.seq, 0] + positions // size, positions % size
+    return indices.table[sequence.seq, 0] + positions // size, positions % size
 
 
 def _offset(by: int) -> Stages:
-    def locate(w: Work, at: Indices, sequence: BatchSequence, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        page, offset = oracle.locate(w, at, sequence, positions)
+    def locate(w: Work, indices: Indices, sequence: BatchSequence, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        page, offset = oracle.locate(w, indices, sequence, positions)
         return page, (offset + by) % w.call.page_size
 
     return _locate(locate)
@@ -87,11 +87,11 @@ def _offset(by: int) -> Stages:
 def _page_size(factor: float) -> Stages:
     """The page table is read as if pages had another size."""
 
-    def locate(w: Work, at: Indices, sequence: BatchSequence, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def locate(w: Work, indices: Indices, sequence: BatchSequence, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         size = max(int(w.call.page_size * factor), 1)
-        column = (positions // size).clamp(max=at.table.shape[1] - 1)
+        column = (positions // size).clamp(max=indices.table.shape[1] - 1)
         offset = positions % size
-        return at.table[sequence.seq, column] + offset // w.call.page_size, offset % w.call.page_size
+        return indices.table[sequence.seq, column] + offset // w.call.page_size, offset % w.call.page_size
 
     return _locate(locate)
 
@@ -100,11 +100,11 @@ def _cells(cells: dict[tuple[int, int], int]) -> Stages:
     """Some entries of the page table are replaced by other page ids."""
 
     def read(w: Work) -> Indices:
-        at = oracle.read(w)
-        table = at.table.clone()
+        indices = oracle.read(w)
+        table = indices.table.clone()
         for (seq, column), page in cells.items():
             table[seq, column] = page
-        return at._replace(table=table)
+        return indices._replace(table=table)
 
     return PLAIN.replace(read=read)
 

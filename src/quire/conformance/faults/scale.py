@@ -21,7 +21,7 @@ def _scaled(scale: Any) -> Stages:
     """Replaces the softmax scale by `scale(w)`."""
 
     def score(w: Work, q: torch.Tensor, k: torch.Tensor, heads: torch.Tensor) -> torch.Tensor:
-        return oracle.capped(w, oracle.products(oracle.factor(w, q, scale(w)), w.rounded(k), heads))
+        return oracle.capped(w, oracle.products(oracle.scaled_queries(w, q, scale(w)), w.rounded(k), heads))
 
     return PLAIN.replace(score=score)
 

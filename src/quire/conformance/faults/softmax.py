@@ -67,7 +67,7 @@ def _parts(
         s = logits[..., keys]
         top = s.amax(-1, keepdim=True).masked_fill(s.amax(-1, keepdim=True) == -torch.inf, 0.0)
         e = torch.exp(s - top)
-        out, weighted = oracle.mix(e, v[keys], heads)
+        out, weighted = oracle.weighted_sums(e, v[keys], heads)
         found.append((top, e.sum(-1, keepdim=True), out, weighted))
     return found
 
@@ -169,7 +169,7 @@ def _not_rescaled(of: str, tile: int, size: int | None = None) -> Stages:
                 new = torch.maximum(running, logits[..., part].amax(-1, keepdim=True))
                 safe = new.masked_fill(new == -torch.inf, 0.0)
                 decay, e = torch.exp(running - safe), torch.exp(logits[..., part] - safe)
-                acc = acc * (1.0 if of == "accumulator" else decay.transpose(0, 1)) + oracle.mix(e, v[part], heads)[0]
+                acc = acc * (1.0 if of == "accumulator" else decay.transpose(0, 1)) + oracle.weighted_sums(e, v[part], heads)[0]
                 sums = sums * (decay if of == "accumulator" else 1.0) + e.sum(-1, keepdim=True)
                 running = new
             parts.append((running, sums, acc))
@@ -209,7 +209,7 @@ def coarse(tile: int, online: bool, type: torch.dtype | None = None) -> Stages:
                 e = torch.exp(s - safe)
             else:
                 e = torch.exp(s - top)
-            acc = (acc + oracle.mix(e, v[a : a + tile], heads)[0]).to(accumulator_type).to(acc.dtype)
+            acc = (acc + oracle.weighted_sums(e, v[a : a + tile], heads)[0]).to(accumulator_type).to(acc.dtype)
             total = total + e.sum(-1, keepdim=True)
         extra = oracle.sink(w)
         if extra is not None:
@@ -234,7 +234,7 @@ def _with_maximum(tops: Any) -> Stages:
         if extra is not None:
             total = total + torch.exp(extra - top).float().to(w.number)
         share = torch.where(total > 0, 1.0 / total, 0.0).transpose(0, 1)
-        out = oracle.mix(w.rounded(e), w.rounded(v), heads)[0] * share
+        out = oracle.weighted_sums(w.rounded(e), w.rounded(v), heads)[0] * share
         # Without a finite sum, the LSE is not predicted.
         lse = torch.where(total.isfinite() & (total > 0), top + total.log(), torch.nan).squeeze(-1).T
         return SequenceResult(torch.where(total.transpose(0, 1).isfinite(), out, torch.nan), lse, right.weighted)

@@ -17,22 +17,21 @@ from quire.conformance.oracle.budget import ratios
 from quire.conformance.oracle.exact import PLAIN, BatchSequence, Indices, Work
 
 if TYPE_CHECKING:
-    from quire.conformance.faults.fault import Seen
+    from quire.conformance.faults.fault import Observation
 
 Proposals = Sequence[dict[str, Any]]
 MOST_KEYS = 4096
 """Rows with more keys than this are not searched."""
-TILES = (16, 32, 64, 128, 256, 512)
 OPEN = 1 << 40
 """The end of a range of keys without an end."""
 
 
-class Inside:
+class SequenceWeights:
     """The correct logits, weights and values of one sequence."""
 
-    def __init__(self, call: KernelCall, sequence: BatchSequence, at: Indices, w: Work):
+    def __init__(self, call: KernelCall, sequence: BatchSequence, indices: Indices, w: Work):
         self.sequence = sequence
-        k, self.v = oracle.gather(w, PLAIN, at, sequence)
+        k, self.v = oracle.gather(w, PLAIN, indices, sequence)
         self.heads = oracle.kv_head(w)
         keys = k.shape[0]
         visible = oracle.visibility(w, sequence, keys)
@@ -60,115 +59,115 @@ class Inside:
         return self.v[:, int(self.heads[head])]
 
 
-def wrong_rows(seen: Seen) -> torch.Tensor:
+def wrong_rows(observed: Observation) -> torch.Tensor:
     """Rows with an element beyond its budget, the largest error first."""
-    live = seen.call.live
+    live = observed.call.live
     if not live:
         return torch.zeros(0, dtype=torch.long)
-    worst = seen.off.amax((1, 2))
+    worst = observed.error_ratios.amax((1, 2))
     order = worst.argsort(descending=True)
     return order[worst[order] > 1]
 
 
-def wrong_heads(seen: Seen, row: int) -> torch.Tensor:
-    worst = seen.off[row].amax(-1)
+def wrong_heads(observed: Observation, row: int) -> torch.Tensor:
+    worst = observed.error_ratios[row].amax(-1)
     return worst.argsort(descending=True)
 
 
 def sequences(call: KernelCall) -> tuple[list[BatchSequence], Indices, Work]:
     w = Work(call)
-    at = oracle.read(w)
-    return oracle.sequences(w, at), at, w
+    indices = oracle.read(w)
+    return oracle.sequences(w, indices), indices, w
 
 
-def inside(seen: Seen, row: int) -> tuple[Inside, int] | None:
+def weights_of_row(observed: Observation, row: int) -> tuple[SequenceWeights, int] | None:
     """The sequence of a row of q, and the index of the query in it; None if it has too many keys."""
-    known: dict[int, Inside] = seen.call.memo.setdefault("inside", {})
-    for r in sequences(seen.call)[0]:
+    known: dict[int, SequenceWeights] = observed.call.memo.setdefault("sequence weights", {})
+    for r in sequences(observed.call)[0]:
         if r.first <= row < r.first + r.q_len:
             if r.kv_len > MOST_KEYS:
                 return None
             if r.seq not in known:
-                _, at, w = sequences(seen.call)
-                known[r.seq] = Inside(seen.call, r, at, w)
+                _, indices, w = sequences(observed.call)
+                known[r.seq] = SequenceWeights(observed.call, r, indices, w)
             return known[r.seq], row - r.first
     return None
 
 
-def _got(seen: Seen, row: int, head: int) -> torch.Tensor:
+def _output(observed: Observation, row: int, head: int) -> torch.Tensor:
     """The output of one head, in the units of the values."""
-    return seen.call.out[row, head].cpu().double() * (seen.call.out_scale or 1.0)
+    return observed.call.out[row, head].cpu().double() * (observed.call.out_scale or 1.0)
 
 
-def _budget(seen: Seen, row: int, head: int) -> torch.Tensor:
-    return seen.right.budget[row, head] * (seen.call.out_scale or 1.0)
+def _budget(observed: Observation, row: int, head: int) -> torch.Tensor:
+    return observed.expected.budget[row, head] * (observed.call.out_scale or 1.0)
 
 
-def _single(seen: Seen, row: int, head: int) -> list[int]:
+def _single_missing_keys(observed: Observation, row: int, head: int) -> list[int]:
     """Keys whose absence explains the output of one head, the best first."""
-    found = inside(seen, row)
+    found = weights_of_row(observed, row)
     if found is None:
         return []
-    mine, query = found
-    e, extra = mine.weights(query, head)
-    v = mine.values(head)
+    sequence_weights, query = found
+    e, extra = sequence_weights.weights(query, head)
+    v = sequence_weights.values(head)
     total = e.sum() + extra
     whole = e @ v
     without = (whole[None, :] - e[:, None] * v) / (total - e)[:, None]
-    off = ((without - _got(seen, row, head)) / _budget(seen, row, head)).abs().amax(-1).nan_to_num(torch.inf, torch.inf)
+    off = ((without - _output(observed, row, head)) / _budget(observed, row, head)).abs().amax(-1).nan_to_num(torch.inf, torch.inf)
     off = off.masked_fill(e == 0, torch.inf)
     order = off.argsort()[:3]
     return [int(j) for j in order if float(off[j]) <= 4]
 
 
-def _missing(seen: Seen) -> list[tuple[BatchSequence, int, int]]:
+def _missing(observed: Observation) -> list[tuple[BatchSequence, int, int]]:
     """(sequence, query, key) for some wrong rows whose output is explained by one missing key."""
     found = []
-    for row in wrong_rows(seen)[:6].tolist():
-        for head in wrong_heads(seen, row)[:2].tolist():
-            place = inside(seen, row)
-            for key in _single(seen, row, head)[:2]:
+    for row in wrong_rows(observed)[:6].tolist():
+        for head in wrong_heads(observed, row)[:2].tolist():
+            place = weights_of_row(observed, row)
+            for key in _single_missing_keys(observed, row, head)[:2]:
                 assert place is not None
                 found.append((place[0].sequence, place[1], key))
     return found
 
 
-def missing_token(seen: Seen) -> Proposals:
-    return [{"position": j} for j in dict.fromkeys(key for _, _, key in _missing(seen))]
+def missing_token(observed: Observation) -> Proposals:
+    return [{"position": j} for j in dict.fromkeys(key for _, _, key in _missing(observed))]
 
 
-def missing_from_end(seen: Seen) -> Proposals:
-    return [{"back": n} for n in dict.fromkeys(row.kv_len - key for row, _, key in _missing(seen)) if n > 1]
+def missing_from_end(observed: Observation) -> Proposals:
+    return [{"back": n} for n in dict.fromkeys(row.kv_len - key for row, _, key in _missing(observed)) if n > 1]
 
 
-def missing_at_distance(seen: Seen) -> Proposals:
-    return [{"distance": n} for n in dict.fromkeys(row.context + query - key for row, query, key in _missing(seen)) if n > 0]
+def missing_at_distance(observed: Observation) -> Proposals:
+    return [{"distance": n} for n in dict.fromkeys(row.context + query - key for row, query, key in _missing(observed)) if n > 0]
 
 
-def _runs(seen: Seen, sign: float) -> Proposals:
+def _runs(observed: Observation, sign: float) -> Proposals:
     """Ranges of keys whose weight is missing (sign -1) or doubled (+1), from the rows with the largest errors."""
     found: dict[tuple[int, int], None] = {}
-    for row in wrong_rows(seen)[:4].tolist():
-        place = inside(seen, row)
+    for row in wrong_rows(observed)[:4].tolist():
+        place = weights_of_row(observed, row)
         if place is None:
             continue
-        mine, query = place
-        head = int(wrong_heads(seen, row)[0])
-        e, extra = mine.weights(query, head)
-        v = mine.values(head)
-        n, size = e.numel(), seen.call.page_size
+        sequence_weights, query = place
+        head = int(wrong_heads(observed, row)[0])
+        e, extra = sequence_weights.weights(query, head)
+        v = sequence_weights.values(head)
+        n, size = e.numel(), observed.call.page_size
         sums = torch.cat((torch.zeros(1, v.shape[1], dtype=v.dtype), (e[:, None] * v).cumsum(0)))
         mass = torch.cat((torch.zeros(1, dtype=e.dtype), e.cumsum(0)))
         edges = sorted({*range(0, n, size), *(range(0, n, 16) if n <= 1024 else ()), n, *(range(n + 1) if n <= 160 else ())})
-        at = torch.tensor(edges)
-        if at.numel() > 400:
-            at = torch.tensor([edge for edge in edges if edge % max(size, 64) == 0 or edge == n])
-        first, last = torch.triu_indices(at.numel(), at.numel(), 1)
-        lo, hi = at[first], at[last]
+        ends = torch.tensor(edges)
+        if ends.numel() > 400:
+            ends = torch.tensor([edge for edge in edges if edge % max(size, 64) == 0 or edge == n])
+        first, last = torch.triu_indices(ends.numel(), ends.numel(), 1)
+        lo, hi = ends[first], ends[last]
         left = (mass[-1] + extra + sign * (mass[hi] - mass[lo]))[:, None]
         # A row without keys is zero.
         out = torch.where(left > 1e-12 * mass[-1], (sums[-1] + sign * (sums[hi] - sums[lo])) / left, 0.0)
-        off = ((out - _got(seen, row, head)) / _budget(seen, row, head)).abs().amax(-1).nan_to_num(torch.inf, torch.inf)
+        off = ((out - _output(observed, row, head)) / _budget(observed, row, head)).abs().amax(-1).nan_to_num(torch.inf, torch.inf)
         order = off.argsort()[:200]
         good = [int(i) for i in order if float(off[i]) <= 2]
         if not good:
@@ -183,26 +182,26 @@ def _runs(seen: Seen, sign: float) -> Proposals:
     return [{"first": a, "last": b} for a, b in found]
 
 
-def missing_keys(seen: Seen) -> Proposals:
-    return _runs(seen, -1.0)
+def missing_keys(observed: Observation) -> Proposals:
+    return _runs(observed, -1.0)
 
 
-def doubled_keys(seen: Seen) -> Proposals:
-    return _runs(seen, 1.0)
+def doubled_keys(observed: Observation) -> Proposals:
+    return _runs(observed, 1.0)
 
 
-def score_factor(seen: Seen) -> Proposals:
+def score_factor(observed: Observation) -> Proposals:
     """One factor of all scores, fitted to one head of one wrong row."""
-    rows = wrong_rows(seen)
-    place = inside(seen, int(rows[0])) if rows.numel() else None
+    rows = wrong_rows(observed)
+    place = weights_of_row(observed, int(rows[0])) if rows.numel() else None
     if place is None:
         return []
-    row, (mine, query) = int(rows[0]), place
-    head = int(wrong_heads(seen, row)[0])
-    v, got = mine.values(head), _got(seen, row, head)
+    row, (sequence_weights, query) = int(rows[0]), place
+    head = int(wrong_heads(observed, row)[0])
+    v, got = sequence_weights.values(head), _output(observed, row, head)
 
     def off(factor: float) -> float:
-        e, extra = mine.weights(query, head, factor)
+        e, extra = sequence_weights.weights(query, head, factor)
         return float(((e @ v) / (e.sum() + extra) - got).abs().sum().nan_to_num(torch.inf))
 
     best = min((2.0 ** (n / 4) for n in range(-24, 25)), key=off)
@@ -213,9 +212,9 @@ def score_factor(seen: Seen) -> Proposals:
     return [{"factor": round((low + high) / 2, 5)}]
 
 
-def head_map(seen: Seen) -> Proposals:
+def head_map(observed: Observation) -> Proposals:
     """The kv head that best explains each query head."""
-    call = seen.call
+    call = observed.call
     if call.kv_heads > 16:
         return []
     from quire.conformance.oracle.budget import truth
@@ -236,25 +235,25 @@ def pool(call: KernelCall) -> list[int]:
     return sorted({int(page) for page in call.page_table.flatten() if 0 <= int(page) < call.pages})
 
 
-def cells(owned: bool) -> Callable[[Seen], Proposals]:
+def cells(owned: bool) -> Callable[[Observation], Proposals]:
     """Entries of the page table that were read as another page: one of a sequence (`owned`), or a free one."""
 
-    def solve(seen: Seen) -> Proposals:
-        call = seen.call
-        rows, at, w = sequences(call)
+    def solve(observed: Observation) -> Proposals:
+        call = observed.call
+        rows, indices, w = sequences(call)
         used: set[int] = set()
         for r in rows:
-            used |= {int(p) for p in at.table[r.seq, : -(-r.kv_len // call.page_size)]}
+            used |= {int(p) for p in indices.table[r.seq, : -(-r.kv_len // call.page_size)]}
         pages = [p for p in pool(call) if (p in used) == owned]
         if not pages or len(pages) > 512:
             return []
         found: dict[tuple[int, int], int] = {}
-        wrong = wrong_rows(seen)
+        wrong = wrong_rows(observed)
         for r in rows:
-            mine_rows = [row for row in wrong.tolist() if r.first <= row < r.first + r.q_len]
-            if not mine_rows:
+            wrong_rows_of_sequence = [row for row in wrong.tolist() if r.first <= row < r.first + r.q_len]
+            if not wrong_rows_of_sequence:
                 continue
-            best = _cell(seen, mine_rows[0], pages, w)
+            best = _cell(observed, wrong_rows_of_sequence[0], pages, w)
             if best is None:
                 return []
             found[(r.seq, best[0])] = best[1]
@@ -263,13 +262,13 @@ def cells(owned: bool) -> Callable[[Seen], Proposals]:
     return solve
 
 
-def _cell(seen: Seen, row: int, pages: list[int], w: Work) -> tuple[int, int] | None:
+def _cell(observed: Observation, row: int, pages: list[int], w: Work) -> tuple[int, int] | None:
     """The column of the table, and the page read there, that explain one wrong row."""
-    place = inside(seen, row)
-    if place is None or seen.call.mask is not None:
+    place = weights_of_row(observed, row)
+    if place is None or observed.call.mask is not None:
         return None
-    for head in wrong_heads(seen, row)[:4].tolist():
-        found = _cell_of_head(seen, row, head, *place, pages, w)
+    for head in wrong_heads(observed, row)[:4].tolist():
+        found = _cell_of_head(observed, row, head, *place, pages, w)
         if found is None:
             return None
         # If missing keys of the correct page explain the output as well, there is no evidence for another page.
@@ -280,27 +279,29 @@ def _cell(seen: Seen, row: int, pages: list[int], w: Work) -> tuple[int, int] | 
 
 
 def _cell_of_head(
-    seen: Seen, row: int, head: int, mine: Inside, query: int, pages: list[int], w: Work
+    observed: Observation, row: int, head: int, sequence_weights: SequenceWeights, query: int, pages: list[int], w: Work
 ) -> tuple[int, int, bool] | None:
     """The column and the page that explain one head of a row, and whether missing keys do not explain it as well."""
-    size, n = seen.call.page_size, mine.logits.shape[-1]
-    cached = n if seen.call.new is None else max(mine.sequence.context, 0)
+    size, n = observed.call.page_size, sequence_weights.logits.shape[-1]
+    cached = n if observed.call.new is None else max(sequence_weights.sequence.context, 0)
     page = torch.tensor(pages).repeat_interleave(size)
     offset = torch.arange(size).repeat(len(pages))
     k = oracle.decode(w, "k", oracle.load(w, "k", oracle.address(w, "k", page, offset)), page, offset)
-    v = oracle.decode(w, "v", oracle.load(w, "v", oracle.address(w, "v", page, offset)), page, offset)[:, int(mine.heads[head])]
-    logit = oracle.score(w, mine.q[query : query + 1], k, mine.heads)[head, 0].view(len(pages), size)
-    logits = mine.logits[head, query]
+    v = oracle.decode(w, "v", oracle.load(w, "v", oracle.address(w, "v", page, offset)), page, offset)[
+        :, int(sequence_weights.heads[head])
+    ]
+    logit = oracle.score(w, sequence_weights.q[query : query + 1], k, sequence_weights.heads)[head, 0].view(len(pages), size)
+    logits = sequence_weights.logits[head, query]
     top = max(float(logits.max()), float(logit.nan_to_num(-1e30).max()))
-    extra = 0.0 if mine.sinks is None else float(torch.exp(mine.sinks[head] - top))
+    extra = 0.0 if sequence_weights.sinks is None else float(torch.exp(sequence_weights.sinks[head] - top))
     e = torch.exp(logits - top)
-    added = mine.added[head, query] if mine.added.dim() == 3 else mine.added[query]
-    values = mine.values(head)
-    got, budget = _got(seen, row, head), _budget(seen, row, head)
+    added = sequence_weights.added[head, query] if sequence_weights.added.dim() == 3 else sequence_weights.added[query]
+    values = sequence_weights.values(head)
+    got, budget = _output(observed, row, head), _budget(observed, row, head)
     best: tuple[float, int, int, bool] | None = None
     for column in range(-(-cached // size)):
         keys = slice(column * size, min((column + 1) * size, cached))
-        visible = mine.visible[query, keys]
+        visible = sequence_weights.visible[query, keys]
         count = visible.numel()
         if not bool(visible.any()):
             continue
@@ -316,14 +317,14 @@ def _cell_of_head(
     return None if best is None or best[0] > 4 else best[1:]
 
 
-def unwritten_rows(seen: Seen) -> Proposals:
-    bare = seen.call.unwritten()[: seen.call.live].all(-1).all(-1)
+def unwritten_rows(observed: Observation) -> Proposals:
+    bare = observed.call.unwritten()[: observed.call.live].all(-1).all(-1)
     return [{"rows": bare.nonzero().flatten().tolist()}] if bool(bare.any()) else []
 
 
-def unwritten_elements(seen: Seen) -> Proposals:
+def unwritten_elements(observed: Observation) -> Proposals:
     """Heads or dims that were not written."""
-    bare = seen.call.unwritten()[: seen.call.live].cpu()
+    bare = observed.call.unwritten()[: observed.call.live].cpu()
     found: list[dict[str, Any]] = []
     for name, axes in (("heads", (0, 2)), ("dims", (0, 1))):
         some = bare.any(axes[1]).any(axes[0]).nonzero().flatten().tolist()
@@ -332,20 +333,20 @@ def unwritten_elements(seen: Seen) -> Proposals:
     return found
 
 
-def zero_rows(seen: Seen) -> Proposals:
-    out = seen.call.out[: seen.call.live].cpu().double()
-    wrong = wrong_rows(seen)
+def zero_rows(observed: Observation) -> Proposals:
+    out = observed.call.out[: observed.call.live].cpu().double()
+    wrong = wrong_rows(observed)
     rows = [row for row in sorted(wrong.tolist()) if bool((out[row] == 0).all())]
     return [{"rows": rows}] if rows else []
 
 
-def row_map(seen: Seen) -> Proposals:
+def row_map(observed: Observation) -> Proposals:
     """For each wrong row the row whose result it contains, if most of those rows are wrong too; otherwise nothing was exchanged."""
-    out, right = seen.call.out[: seen.call.live].cpu().double(), seen.right
+    out, right = observed.call.out[: observed.call.live].cpu().double(), observed.expected
     if out.shape[0] > 512:
         return []
     rows = list(range(out.shape[0]))
-    wrong = wrong_rows(seen).tolist()
+    wrong = wrong_rows(observed).tolist()
     for row in wrong:
         off = ((right.outcome.out[: out.shape[0]] - out[row]) / right.budget[: out.shape[0]]).abs().amax((1, 2))
         best = int(off.nan_to_num(torch.inf).argmin())
@@ -356,10 +357,10 @@ def row_map(seen: Seen) -> Proposals:
     return [{"rows": rows}] if rows != list(range(len(rows))) and 2 * lost > len(wrong) else []
 
 
-def head_order(seen: Seen) -> Proposals:
+def head_order(observed: Observation) -> Proposals:
     """For each head the head whose result it contains."""
-    live = seen.call.live
-    out, right = seen.call.out[:live].cpu().double(), seen.right
+    live = observed.call.live
+    out, right = observed.call.out[:live].cpu().double(), observed.expected
     heads = []
     for h in range(out.shape[1]):
         off = ((right.outcome.out[:live] - out[:, h : h + 1]) / right.budget[:live]).abs().amax((0, 2)).nan_to_num(torch.inf)
@@ -367,9 +368,9 @@ def head_order(seen: Seen) -> Proposals:
     return [{"heads": heads}] if heads != list(range(len(heads))) else []
 
 
-def dim_order(seen: Seen) -> Proposals:
-    live = seen.call.live
-    out, right = seen.call.out[:live].cpu().double(), seen.right.outcome.out[:live]
+def dim_order(observed: Observation) -> Proposals:
+    live = observed.call.live
+    out, right = observed.call.out[:live].cpu().double(), observed.expected.outcome.out[:live]
     if not live or out.shape[2] > 256:
         return []
     spread = [(right - out[..., d : d + 1]).abs().nan_to_num(1e30).mean((0, 1)) for d in range(out.shape[2])]
@@ -377,21 +378,21 @@ def dim_order(seen: Seen) -> Proposals:
     return [{"dims": dims}] if dims != list(range(len(dims))) else []
 
 
-def out_factor(seen: Seen) -> Proposals:
-    live = seen.call.live
-    out, right = seen.call.out[:live].cpu().double(), seen.right.outcome.out[:live]
-    keep = seen.right.outcome.written[:live]
+def out_factor(observed: Observation) -> Proposals:
+    live = observed.call.live
+    out, right = observed.call.out[:live].cpu().double(), observed.expected.outcome.out[:live]
+    keep = observed.expected.outcome.written[:live]
     fits = float((out * right)[keep].nan_to_num(0.0, 0.0, 0.0).sum() / (right * right)[keep].sum().clamp(min=1e-30))
     found = [{"factor": round(fits, 6)}]
     # If some outputs overflowed, the factor follows from the others.
-    plain = (out / right)[keep & (right.abs() > seen.right.budget[:live] * 8)]
+    plain = (out / right)[keep & (right.abs() > observed.expected.budget[:live] * 8)]
     if plain.numel():
         found.append({"factor": float(f"{float(plain.nan_to_num(0.0).median()):.4g}")})
     return [p for p in found if p["factor"] not in (0.0, 1.0)]
 
 
-def head_factors(seen: Seen) -> Proposals:
-    live = seen.call.live
-    out, right = seen.call.out[:live].cpu().double(), seen.right.outcome.out[:live]
+def head_factors(observed: Observation) -> Proposals:
+    live = observed.call.live
+    out, right = observed.call.out[:live].cpu().double(), observed.expected.outcome.out[:live]
     fits = (out * right).nan_to_num(0.0, 0.0, 0.0).sum((0, 2)) / (right * right).sum((0, 2)).clamp(min=1e-30)
     return [{"factors": [round(float(f), 6) for f in fits]}]

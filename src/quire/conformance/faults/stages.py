@@ -24,7 +24,7 @@ def with_visibility(change: Any) -> Stages:
     """Replaces the visibility mask by `change(w, sequence, distances)`, given the distances q_pos - k_pos [queries, keys]."""
 
     def visibility(w: Work, sequence: BatchSequence, keys: int) -> torch.Tensor:
-        q_pos, k_pos = oracle.places(w, sequence, keys)
+        q_pos, k_pos = oracle.token_positions(w, sequence, keys)
         return change(w, sequence, q_pos[:, None] - k_pos[None, :])
 
     return PLAIN.replace(visibility=visibility)

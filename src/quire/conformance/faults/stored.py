@@ -149,8 +149,8 @@ def _untransposed_values() -> Stages:
 
 
 def _gather(change: Any) -> Stages:
-    def gather(w: Work, s: Stages, at: Indices, sequence: BatchSequence) -> Values:
-        return change(w, sequence, oracle.gather(w, s, at, sequence))
+    def gather(w: Work, s: Stages, indices: Indices, sequence: BatchSequence) -> Values:
+        return change(w, sequence, oracle.gather(w, s, indices, sequence))
 
     return PLAIN.replace(gather=gather)
 

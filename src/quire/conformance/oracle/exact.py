@@ -35,6 +35,8 @@ LOG2E = 1.4426950408889634
 
 
 class Indices(NamedTuple):
+    """The index tensors of a call, as int64."""
+
     starts: torch.Tensor
     lens: torch.Tensor
     table: torch.Tensor
@@ -77,6 +79,8 @@ class Work:
 
 
 class Values(NamedTuple):
+    """Keys and values of a sequence, [keys, kv_heads, dim]."""
+
     k: torch.Tensor
     v: torch.Tensor
 
@@ -105,21 +109,24 @@ class Outcome:
 
 
 def read(w: Work) -> Indices:
+    """The index tensors of a call, on the CPU."""
     return Indices(*(t.long().cpu() for t in (w.call.q_starts, w.call.kv_lens, w.call.page_table)))
 
 
-def sequences(w: Work, at: Indices) -> list[BatchSequence]:
-    starts, lens = at.starts.tolist(), at.lens.tolist()
+def sequences(w: Work, indices: Indices) -> list[BatchSequence]:
+    """The sequences of the batch."""
+    starts, lens = indices.starts.tolist(), indices.lens.tolist()
     return [BatchSequence(i, starts[i], starts[i + 1] - starts[i], lens[i]) for i in range(w.call.seqs)]
 
 
-def locate(w: Work, at: Indices, sequence: BatchSequence, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def locate(w: Work, indices: Indices, sequence: BatchSequence, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The page of each key position, and its offset in the page."""
     size = w.call.page_size
-    if not at.table.shape[1]:
+    if not indices.table.shape[1]:
         # A table without columns is legal if no key of the cache is visible.
         return torch.full_like(positions, -1), positions % size
-    column = (positions // size).clamp(max=at.table.shape[1] - 1)
-    return at.table[sequence.seq, column], positions % size
+    column = (positions // size).clamp(max=indices.table.shape[1] - 1)
+    return indices.table[sequence.seq, column], positions % size
 
 
 def address(w: Work, part: str, page: torch.Tensor, offset: torch.Tensor) -> torch.Tensor:
@@ -144,16 +151,19 @@ def load(w: Work, part: str, addresses: torch.Tensor) -> torch.Tensor:
 
 
 def decode(w: Work, part: str, raw: torch.Tensor, page: torch.Tensor, offset: torch.Tensor) -> torch.Tensor:
+    """Stored elements as numbers, times their scale."""
     return as_numbers(raw, w.call.format, w.number) * scale_at(w, part, page, offset)
 
 
 def as_numbers(raw: torch.Tensor, format: str, number: torch.dtype) -> torch.Tensor:
+    """Stored elements of a format, converted to the dtype `number`."""
     dtype = TYPES[format]
     typed = raw.view(dtype) if raw.dtype.itemsize == dtype.itemsize else raw
     return typed.to(number)
 
 
 def scale_at(w: Work, part: str, page: torch.Tensor, offset: torch.Tensor) -> torch.Tensor | float:
+    """The scale of the elements at these places, in a shape that broadcasts to [keys, kv_heads, dim]."""
     scale = w.scales[part]
     if scale is None:
         return 1.0
@@ -163,13 +173,13 @@ def scale_at(w: Work, part: str, page: torch.Tensor, offset: torch.Tensor) -> to
     return scale.reshape(1, -1, 1)
 
 
-def gather(w: Work, s: Stages, at: Indices, sequence: BatchSequence) -> Values:
+def gather(w: Work, s: Stages, indices: Indices, sequence: BatchSequence) -> Values:
     """Keys and values of a sequence, [keys, kv_heads, dim]."""
     from_cache = sequence.kv_len if w.call.new is None else max(sequence.context, 0)
     positions = torch.arange(from_cache)
     parts = []
     for part in ("k", "v"):
-        page, offset = s.locate(w, at, sequence, positions)
+        page, offset = s.locate(w, indices, sequence, positions)
         page = page.clamp(min=-(w.pages[part].storage_offset() // max(w.pages[part].stride(0), 1)), max=w.call.pages - 1)
         value = s.decode(w, part, load(w, part, s.address(w, part, page, offset)), page, offset)
         fresh = w.new[part]
@@ -180,20 +190,22 @@ def gather(w: Work, s: Stages, at: Indices, sequence: BatchSequence) -> Values:
 
 
 def kv_head(w: Work) -> torch.Tensor:
+    """The kv head of each query head, [q_heads]."""
     return torch.arange(w.call.q_heads) // (w.call.q_heads // w.call.kv_heads)
 
 
 def score(w: Work, q: torch.Tensor, k: torch.Tensor, heads: torch.Tensor) -> torch.Tensor:
     """Logits [q_heads, queries, keys]."""
-    return capped(w, products(factor(w, q, w.call.scale), w.rounded(k), heads))
+    return capped(w, products(scaled_queries(w, q, w.call.scale), w.rounded(k), heads))
 
 
-def factor(w: Work, q: torch.Tensor, scale: float) -> torch.Tensor:
+def scaled_queries(w: Work, q: torch.Tensor, scale: float) -> torch.Tensor:
     """Queries times the scale. Kernels that round them multiply by log2(e) before, for exp2, which affects the rounding."""
     return q * scale if w.factors is None else w.rounded(q * (scale * LOG2E)) / LOG2E
 
 
 def products(q: torch.Tensor, k: torch.Tensor, heads: torch.Tensor) -> torch.Tensor:
+    """q·k, [q_heads, queries, keys]."""
     logits = q.new_empty(q.shape[1], q.shape[0], k.shape[0])
     for g in sorted(set(heads.tolist())):
         mine = (heads == g).nonzero().flatten()
@@ -202,11 +214,12 @@ def products(q: torch.Tensor, k: torch.Tensor, heads: torch.Tensor) -> torch.Ten
 
 
 def capped(w: Work, logits: torch.Tensor) -> torch.Tensor:
+    """Logits with the softcap."""
     cap = w.call.softcap
     return logits if cap is None else cap * torch.tanh(logits / cap)
 
 
-def places(w: Work, sequence: BatchSequence, keys: int) -> tuple[torch.Tensor, torch.Tensor]:
+def token_positions(w: Work, sequence: BatchSequence, keys: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Positions of the queries and of the keys."""
     q_pos, k_pos = torch.arange(sequence.context, sequence.context + sequence.q_len), torch.arange(keys)
     if w.call.positions is not None:
@@ -222,11 +235,11 @@ def is_causal(w: Work, sequence: BatchSequence) -> bool:
 
 def visibility(w: Work, sequence: BatchSequence, keys: int) -> torch.Tensor:
     """Visibility mask, bool [queries, keys]."""
-    q_pos, k_pos = places(w, sequence, keys)
-    return within(w, sequence, q_pos[:, None] - k_pos[None, :], w.call.window)
+    q_pos, k_pos = token_positions(w, sequence, keys)
+    return visible_at(w, sequence, q_pos[:, None] - k_pos[None, :], w.call.window)
 
 
-def within(
+def visible_at(
     w: Work, sequence: BatchSequence, distances: torch.Tensor, window: tuple[int | None, int | None], ahead: int = 0
 ) -> torch.Tensor:
     """Visibility from causality (or the tree mask) and the window, given the distances q_pos - k_pos. Only faults use `ahead`: a
@@ -250,16 +263,18 @@ def bias(w: Work, sequence: BatchSequence, keys: int) -> torch.Tensor | float:
     """Added to the logits: ALiBi, [q_heads, queries, keys]."""
     if w.call.alibi is None:
         return 0.0
-    q_pos, k_pos = places(w, sequence, keys)
+    q_pos, k_pos = token_positions(w, sequence, keys)
     return -slopes(w) * (q_pos[:, None] - k_pos[None, :]).abs()
 
 
 def slopes(w: Work) -> torch.Tensor:
+    """The ALiBi slope of each head, [q_heads, 1, 1]."""
     assert w.call.alibi is not None
     return w.call.alibi.cpu().to(w.number)[:, None, None]
 
 
 def sink(w: Work) -> torch.Tensor | None:
+    """The sink of each head, [q_heads, 1, 1], or None."""
     return None if w.call.sinks is None else w.call.sinks.cpu().to(w.number)[:, None, None]
 
 
@@ -275,11 +290,11 @@ def softmax(w: Work, logits: torch.Tensor, v: torch.Tensor, heads: torch.Tensor)
     if extra is not None:
         total = total + torch.exp(extra - top)
     share = torch.where(total > 0, 1.0 / total, 0.0)
-    mixed, weighted = mix(w.rounded(e), w.rounded(v), heads)
+    mixed, weighted = weighted_sums(w.rounded(e), w.rounded(v), heads)
     return SequenceResult(mixed * share.transpose(0, 1), (top + total.log()).squeeze(-1).T, weighted * share.transpose(0, 1))
 
 
-def mix(e: torch.Tensor, v: torch.Tensor, heads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def weighted_sums(e: torch.Tensor, v: torch.Tensor, heads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Weights [q_heads, queries, keys] times the values, and times their magnitudes: two tensors [queries, q_heads, dim]."""
     both = torch.cat((v, v.abs()), -1)
     out = e.new_empty(e.shape[1], e.shape[0], both.shape[-1])
@@ -292,11 +307,13 @@ def mix(e: torch.Tensor, v: torch.Tensor, heads: torch.Tensor) -> tuple[torch.Te
 
 
 def store(w: Work, sequence: BatchSequence, part: SequenceResult, into: Outcome) -> None:
+    """Writes the result of a sequence to its rows of the outcome."""
     rows = slice(sequence.first, sequence.first + sequence.q_len)
     into.out[rows], into.lse[rows], into.weighted[rows], into.written[rows] = part.out, part.lse, part.weighted, True
 
 
 def finish(w: Work, into: Outcome) -> Outcome:
+    """The last stage: only faults change the outcome here."""
     return into
 
 
@@ -327,13 +344,13 @@ class Stages:
 PLAIN = Stages()
 
 
-def _values(w: Work, s: Stages, at: Indices, sequence: BatchSequence) -> Values:
+def _values(w: Work, s: Stages, indices: Indices, sequence: BatchSequence) -> Values:
     """Keys and values of a sequence. If no stage of the reading is replaced, they are read once and reused for all faults."""
     if any(getattr(s, name) is not getattr(PLAIN, name) for name in ("read", "sequences", "locate", "address", "decode", "gather")):
-        return s.gather(w, s, at, sequence)
+        return s.gather(w, s, indices, sequence)
     key = (sequence.seq, w.number)
     if key not in w.call.memo:
-        w.call.memo[key] = s.gather(w, s, at, sequence)
+        w.call.memo[key] = s.gather(w, s, indices, sequence)
     return w.call.memo[key]
 
 
@@ -353,16 +370,16 @@ def exact(
         torch.zeros(shape, dtype=number),
         torch.zeros(shape, dtype=torch.bool),
     )
-    at = s.read(w)
+    indices = s.read(w)
     q = call.q.cpu().to(number) * (1.0 if call.q_scale is None else call.q_scale)
     heads = s.kv_head(w)
-    for sequence in s.sequences(w, at):
+    for sequence in s.sequences(w, indices):
         if sequence.q_len < 1 or sequence.first < 0 or sequence.first + sequence.q_len > shape[0]:
             continue
         if only is not None and sequence.seq != only:
             continue
         sequence = sequence._replace(kv_len=max(sequence.kv_len, 0))
-        k, v = _values(w, s, at, sequence)
+        k, v = _values(w, s, indices, sequence)
         keys = k.shape[0]
         visible = s.visibility(w, sequence, keys)
         if not s.keep_unseen and not bool(visible.any(0).all()):

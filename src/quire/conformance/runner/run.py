@@ -100,7 +100,7 @@ def _broken(case: Case, call: KernelCall) -> Iterable[Finding]:
     changed = call.changed_inputs()
     groups = {
         "writes-padding-rows": [s for s in changed if s.startswith("padding")],
-        "writes-outside-output": [s for s in changed if s.startswith(("before", "behind"))],
+        "writes-outside-output": [s for s in changed if s.startswith(("before", "after"))],
         "changes-inputs": [s for s in changed if " " not in s],
     }
     for name, parts in groups.items():

@@ -109,12 +109,12 @@ class View:
         """Keys and values of the new tokens, [tokens, kv_heads, dim] in the dtype of q: from the call, or read from the cache."""
         if self.call.new is not None:
             return self.call.new
-        call, (k, v) = self.call, loose(self.call)
+        call, (k, v) = self.call, repacked(self.call)
         slots = call.batch().slots_of_tokens(call.tokens, call.page_size)
         page, offset = slots.clamp(min=0) // call.page_size, slots.clamp(min=0) % call.page_size
         live = (slots >= 0)[:, None, None]
         return tuple(  # type: ignore[return-value]
-            torch.where(live, plain(pages[page, offset], scale, page, offset), 0.0).to(call.q.dtype)
+            torch.where(live, dequantised(pages[page, offset], scale, page, offset), 0.0).to(call.q.dtype)
             for pages, scale in ((k, call.k_scale), (v, call.v_scale))
         )
 
@@ -124,8 +124,8 @@ class View:
         call = self.call
         x = 16 // call.k_pages.element_size()
         if call.layout == "vllm_x" and call.k_pages.shape[-1] == x:
-            return movable(call.k_pages), movable(call.v_pages)
-        k, v = (movable(pages) for pages in loose(call))
+            return indexable(call.k_pages), indexable(call.v_pages)
+        k, v = (indexable(pages) for pages in repacked(call))
         return k.unflatten(3, (-1, x)).permute(0, 2, 3, 1, 4).contiguous(), v.permute(0, 2, 3, 1).contiguous()
 
 
@@ -140,12 +140,12 @@ def token_major(call: KernelCall) -> tuple[torch.Tensor, torch.Tensor] | None:
     return found[0], found[1]
 
 
-def loose(call: KernelCall) -> tuple[torch.Tensor, torch.Tensor]:
+def repacked(call: KernelCall) -> tuple[torch.Tensor, torch.Tensor]:
     """K and V as [pages, page_size, kv_heads, dim], copied if the layout requires it."""
     layout = layout_named(call.layout)
     return token_major(call) or (
-        typed(call, layout.k.unpack(movable(call.k_pages)).view(call.k_pages.dtype)),
-        typed(call, layout.v.unpack(movable(call.v_pages)).view(call.v_pages.dtype)),
+        typed(call, layout.k.unpack(indexable(call.k_pages)).view(call.k_pages.dtype)),
+        typed(call, layout.v.unpack(indexable(call.v_pages)).view(call.v_pages.dtype)),
     )
 
 
@@ -159,7 +159,7 @@ def cannot_view(call: KernelCall) -> str | None:
     return None if token_major(call) is not None else f"layout {call.layout}, which splits an axis"
 
 
-def plain(x: torch.Tensor, scale: torch.Tensor | None, page: torch.Tensor, offset: torch.Tensor) -> torch.Tensor:
+def dequantised(x: torch.Tensor, scale: torch.Tensor | None, page: torch.Tensor, offset: torch.Tensor) -> torch.Tensor:
     """Stored elements [n, kv_heads, dim] as numbers."""
     if scale is None:
         return x.float()
@@ -171,7 +171,7 @@ def typed(call: KernelCall, pages: torch.Tensor) -> torch.Tensor:
     return pages.view(FORMATS[call.format].dtype) if pages.dtype is torch.uint8 else pages
 
 
-def movable(pages: torch.Tensor) -> torch.Tensor:
+def indexable(pages: torch.Tensor) -> torch.Tensor:
     """One-byte floats as bytes, which every operator can copy."""
     return pages.view(torch.uint8) if pages.element_size() == 1 else pages
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from quire.conformance.runner.target import Target
-from quire.conformance.targets.peer import Rules, View, cannot_repack, loose, peer
+from quire.conformance.targets.peer import Rules, View, cannot_repack, peer, repacked
 
 RULES: Rules = {
     "queries in fp32, fp16 or bf16, and a cache of the same type": lambda p: (
@@ -33,7 +33,7 @@ def target(name: str, device: str | None) -> Target:
         allocator = FullAttentionCacheAllocator.__new__(FullAttentionCacheAllocator)
         allocator.layer_type, allocator.index = "full_attention", 0
         # The cache writes the new tokens itself, so it gets a copy.
-        allocator._kv_token_views = [tuple(pages.flatten(0, 1).clone() for pages in loose(call.call))]
+        allocator._kv_token_views = [tuple(pages.flatten(0, 1).clone() for pages in repacked(call.call))]
         cache = PagedAttentionCache.__new__(PagedAttentionCache)
         cache.layer_to_allocator = [allocator]
         reads, writes = indices(call)
