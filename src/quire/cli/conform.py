@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
+from click.core import ParameterSource
 
 from quire.cli.command import (
     INTERRUPTED,
@@ -118,16 +119,26 @@ def run(args: Args) -> int:
     if args.power or args.compare:
         from quire.cli import conform_power
 
-        if args.target is not None:
-            raise ArgumentError(
-                "TARGET", args.target, "none with --power or --compare: faults are injected into a kernel of the kit"
-            )
+        _refuse_unused(args)
         return conform_power.power(args, find_cases(args)) if args.power else conform_power.compare(args)
     if args.target is None:
         raise ArgumentError("TARGET", "nothing", "a kernel, a peer or file.py:function; or --power, or --compare")
     if args.names:
         raise ArgumentError("--names", args.names, "only with --power")
     return _conform(args)
+
+
+def _refuse_unused(args: Args) -> None:
+    """Raises about an option that --power or --compare does not use."""
+    mode = "--power" if args.power else "--compare"
+    if args.target is not None:
+        raise ArgumentError("TARGET", args.target, f"none with {mode}: faults are injected into a kernel of the kit")
+    unused = ["known", "device", "within", "jobs", "in_process", "junit", "html", "timeout"]
+    unused += [] if args.power else ["only", "case", "level", "names"]
+    context = click.get_current_context()
+    for name in unused:
+        if context.get_parameter_source(name) is ParameterSource.COMMANDLINE:
+            raise ArgumentError(f"--{name.replace('_', '-')}", getattr(args, name), f"none with {mode}, which does not use it")
 
 
 def find_cases(args: Args) -> list[Case]:
@@ -139,6 +150,8 @@ def find_cases(args: Args) -> list[Case]:
             raise ArgumentError("--only", args.only, "none with --case, which is one case")
         if "=" not in args.case:
             return [_case_named(args.case.strip())]
+        if "=" in (args.case.split() or ["="])[0]:
+            raise ArgumentError("--case", repr(args.case), "NAME FIELD=VALUE ...: it begins with the name of the case")
         case = Case.parse(args.case)
         for q_len, kv_len in zip(case.q_lens, case.kv_lens):
             if q_len > kv_len and case.causal == "yes":
@@ -292,6 +305,9 @@ def _verdict(report: Report) -> str:
     passing = [result.case.name for result in report.unexpected if result.known]
     if any(not result.known for result in failed):
         return "WRONG"
+    if report.not_started:
+        why = "interrupted" if report.interrupted else "incomplete: the time limit was reached"
+        return f"{why}; {report.not_started} of {len(report.results)} cases were not run, the others are correct"
     if not report.computed:
         return "NOTHING WAS COMPUTED: every case was refused or skipped"
     if passing:

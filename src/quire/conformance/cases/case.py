@@ -65,8 +65,8 @@ class Case:
     weight, and values are integers; wide: values of many magnitudes; extreme: logits of about 200 or -200 in a whole sequence, or
     changing from one to the other along it."""
     table: str = "shuffled"
-    """shuffled; shared: sequences start with the same pages; identity: ids in order; high: page ids above 2^16; far: addresses
-    above 2^31 elements; very-far: above 2^32."""
+    """shuffled; shared: sequences start with the same pages; partly: some of them do; identity: ids in order; high: page ids above
+    2^16; far: addresses above 2^31 elements; very-far: above 2^32."""
     poison: str = "nan"
     """Value of slots that must not be read: nan, inf, zero, or numbers like those of other slots: decoy, decoy2."""
     fill_byte: int = 0xCB
@@ -185,7 +185,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "form": ("full", "context"),
     "causal": ("yes", "no", "mixed"),
     "data": ("random", "needle", "weak", "even", "wide", "extreme"),
-    "table": ("shuffled", "shared", "identity", "high", "far", "very-far"),
+    "table": ("shuffled", "shared", "partly", "identity", "high", "far", "very-far"),
     "poison": ("nan", "inf", "zero", "decoy", "decoy2"),
     "tail": ("page", "-1", "none"),
     "strides": ("dense", "views"),

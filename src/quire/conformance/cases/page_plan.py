@@ -47,9 +47,12 @@ def page_plan(case: Case) -> PagePlan:
     contexts = [(kv_len - q_len) // case.page_size for q_len, kv_len in zip(case.q_lens, case.kv_lens)]
     columns = [-(-kv_len // case.page_size) for kv_len in case.kv_lens]
     leader, shared = 0, [0] * case.seqs
-    if case.table == "shared":
+    if case.table in ("shared", "partly"):
         leader = contexts.index(max(contexts))
         shared = [0 if i == leader else max(min(pages, contexts[leader]), 0) for i, pages in enumerate(contexts)]
+    if case.table == "partly":
+        # Every second sequence has pages of its own only.
+        shared = [pages if i % 2 else 0 for i, pages in enumerate(shared)]
     need = sum(columns) - sum(shared)
     plan = _sparse(case, need) if case.table in FAR or case.table == "high" else _compact(case, need)
     ids = iter(plan.owned.pop())

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from quire.conformance.cases.case import Case
 
-IGNORED = ("name", "q_lens", "kv_lens", "seed", "stamp", "x", "poison", "only")
+IGNORED = ("name", "q_lens", "kv_lens", "seed", "fill_byte", "x", "poison", "only")
 """Fields that a kernel does not depend on, or that other facts cover."""
 WORDS = {
     "lse": "with LSE output",
@@ -207,6 +207,7 @@ def sequence_facts() -> Iterator[Fact]:
             of_sequence=True,
         )
 
+    yield fact("in sequences with queries and without keys", lambda c, q, n: n == 0, lambda c, q, n: (q, q))
     yield fact("in sequences with one new token", lambda c, q, n: q == 1, lambda c, q, n: (2, max(n, 2)))
     yield fact("in sequences with several new tokens", lambda c, q, n: q > 1, lambda c, q, n: (1, n))
     yield fact("in sequences without context", lambda c, q, n: q == n, lambda c, q, n: (q, n + 3))

@@ -130,7 +130,7 @@ def _last_cell(spare: bool) -> Any:
 
 def _has_cells(call: KernelCall) -> bool:
     lens = call.kv_lens.cpu().long() - (0 if call.new is None else call.q_starts.cpu().long().diff())
-    return bool((lens > 0).sum() > 1) and call.case is not None and call.case.table not in ("shared",)
+    return bool((lens > 0).sum() > 1) and call.case is not None and call.case.table not in ("shared", "partly")
 
 
 def _address(change: Any) -> Stages:

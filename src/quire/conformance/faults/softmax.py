@@ -123,8 +123,7 @@ def _empty_counted(count: int) -> Stages:
 
     def softmax(w: Work, logits: torch.Tensor, v: torch.Tensor, heads: torch.Tensor) -> SequenceResult:
         extra = logits.new_full((*logits.shape[:2], 1), math.log(count))
-        return oracle.softmax(w, torch.cat((logits, extra), -1), torch.cat((v, torch.zeros_like(v[:1]))) if v.shape[0] else
-                       v.new_zeros(1, *v.shape[1:]), heads)  # fmt: skip
+        return oracle.softmax(w, torch.cat((logits, extra), -1), torch.cat((v, v.new_zeros(1, *v.shape[1:]))), heads)
 
     return _with_softmax(softmax)
 

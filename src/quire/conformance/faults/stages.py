@@ -35,7 +35,7 @@ def with_sink(change: Any) -> Stages:
 
     def softmax(w: Work, logits: torch.Tensor, v: torch.Tensor, heads: torch.Tensor) -> SequenceResult:
         extra = change(w, oracle.sink(w), logits).expand(*logits.shape[:2], 1)
-        full = oracle.softmax(without_sink(w), torch.cat((logits, extra), -1), torch.cat((v, torch.zeros_like(v[:1]))), heads)
+        full = oracle.softmax(without_sink(w), torch.cat((logits, extra), -1), torch.cat((v, v.new_zeros(1, *v.shape[1:]))), heads)
         return full
 
     return PLAIN.replace(softmax=softmax)

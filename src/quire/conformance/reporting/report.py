@@ -16,6 +16,8 @@ STATUSES = ("correct", "wrong", "raised", "refused", "skipped")
 BUDGETS = "Errors are in multiples of the error budget, the largest error that rounding explains: up to 1 is correct."
 """Explains the unit of errors where a report first uses it."""
 INTERRUPTED = "interrupted"
+TIME_LIMIT = "not run: the time limit"
+"""How the reason of a case that was not started in time begins."""
 NOT_DIAGNOSED = "not diagnosed, because enough earlier failures were: run this case alone (--case) to diagnose it"
 """The reason of a result that is wrong and was not diagnosed."""
 PIECES = 6
@@ -204,6 +206,11 @@ class Report:
     def interrupted(self) -> bool:
         """Whether the run was interrupted before all cases ran."""
         return any(result.reason == INTERRUPTED for result in self.results)
+
+    @property
+    def not_started(self) -> int:
+        """Cases that were not run because of an interrupt or the time limit."""
+        return sum(result.reason == INTERRUPTED or result.reason.startswith(TIME_LIMIT) for result in self.results)
 
     def counts(self) -> dict[str, int]:
         return {status: sum(result.status == status for result in self.results) for status in STATUSES}

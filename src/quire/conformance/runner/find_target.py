@@ -39,8 +39,9 @@ def is_ours(text: str) -> bool:
 
 def ours(name: str, device: str | None = None) -> Target:
     """A kernel of Quire, called through `quire.attend`; `cpu` is the kernel that `quire.attend` chooses on this CPU."""
-    device = device or ("cpu" if name in ("cpu", "torch", "native") else "cuda")
     kernel = None if name == "cpu" else name
+    vendors = next((one.vendors for one in CATALOGUE if (one.operation, one.name) == ("attend", name)), None)
+    device = device or ("cpu" if vendors is None or "cpu" in vendors else "cuda")
 
     def run(call: KernelCall) -> None:
         arguments = call.q, call.cache(), call.batch(), call.options()
@@ -96,7 +97,13 @@ def _module(where: str) -> Any:
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses and triton look a function's module up by name
-    spec.loader.exec_module(module)
+    if str(path.parent.resolve()) not in sys.path:
+        sys.path.append(str(path.parent.resolve()))  # the file may import its neighbours
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        given = f"{where}, which raises {type(error).__name__}: {error}"
+        raise ArgumentError("target", given, "a file that can be imported") from error
     return module
 
 

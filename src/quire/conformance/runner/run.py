@@ -23,11 +23,13 @@ from quire.conformance.diagnosis.diagnose import diagnose
 from quire.conformance.diagnosis.locate import cell
 from quire.conformance.faults import BY_NAME
 from quire.conformance.oracle.budget import ratios
-from quire.conformance.reporting.report import INTERRUPTED, NOT_DIAGNOSED, Finding, Picture, Report, Result
+from quire.conformance.reporting.report import INTERRUPTED, NOT_DIAGNOSED, TIME_LIMIT, Finding, Picture, Report, Result
 from quire.conformance.runner.target import Failure, Target, is_lost
 from quire.conformance.runner.threads import one_thread
 
 ROWS_DRAWN = 512
+UNSTEADY = ("two-runs-differ", "state-leaks")
+"""Faults that show only sometimes: that a case passes says nothing about its parameters."""
 """Rows of an error map, at most."""
 ALWAYS_CHECKED = ("writes-padding-rows", "writes-outside-output", "changes-inputs", "raises", "crashes", "hangs")
 """Faults that are found without a diagnosis, in every case that has them."""
@@ -200,12 +202,18 @@ def with_contrast(report: Report, run_case: RunCase | None = None) -> Report:
         for finding in result.findings:
             kinds.setdefault(finding.kind, []).append(result)
     failing = sum(result.failed for result in report.results)
+    # A statement must also hold for the failing cases that were not diagnosed: they may have the same fault.
+    unknown = [result for result in report.results if result.reason == NOT_DIAGNOSED]
     contrasts = {}
     for kind, mine in kinds.items():
-        if len(mine) == failing:
+        if kind[0] in UNSTEADY:
+            contrasts[kind] = ""
+        elif len(mine) == failing:
             contrasts[kind] = overall
+        elif passing:
+            contrasts[kind] = contrast([*mine, *(one for one in unknown if one not in mine)], passing, run_case)
         else:
-            contrasts[kind] = contrast(mine, passing, run_case) if passing else f"in {len(mine)} of {failing} failing cases"
+            contrasts[kind] = f"in {len(mine)} of {failing} failing cases"
     results = []
     for result in report.results:
         left = {f.fault: 0 if f.fault in ALWAYS_CHECKED else report.undiagnosed for f in result.findings}
@@ -216,7 +224,7 @@ def with_contrast(report: Report, run_case: RunCase | None = None) -> Report:
 
 def time_limit(within: float) -> str:
     """The reason of a case that was skipped because the run took too long."""
-    return f"not run: the time limit --within {within:g} s was reached"
+    return f"{TIME_LIMIT} --within {within:g} s was reached"
 
 
 def facts_of(target: Target) -> dict[str, str]:

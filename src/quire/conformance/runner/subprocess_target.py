@@ -38,6 +38,8 @@ GRACE = 60.0
 target may take this long at least."""
 MOST_TIMEOUTS = 3
 """After so many timeouts the remaining cases are skipped."""
+MOST_CRASHES = 5
+"""After so many crashes without a single result the remaining cases are skipped."""
 
 
 class CallResult(NamedTuple):
@@ -77,7 +79,8 @@ class TargetWorker(SubprocessWorker):
     def __init__(self, text: str, device: str | None, seconds: float, trace: Path):
         super().__init__(_serve, (text, device, seconds, str(trace)), daemon=True)
         self.seconds, self.trace = seconds, trace
-        self.timeouts = 0
+        self.timeouts = self.crashes = 0
+        self.gave_result = False
         self.known: tuple[Case | None, tuple[str | None, str | None]] = None, (None, None)
 
     def facts(self) -> dict[str, Any]:
@@ -90,6 +93,8 @@ class TargetWorker(SubprocessWorker):
         """Which part of a call the target has no argument for, and which limit the call is beyond."""
         if self.timeouts >= MOST_TIMEOUTS:
             return f"not run: the target timed out {MOST_TIMEOUTS} times", None
+        if self.crashes >= MOST_CRASHES and not self.gave_result:
+            return f"not run: the target crashed in each of the first {MOST_CRASHES} calls", None
         if self.known[0] != call.case:
             self.known = call.case, self._request("support", call)
         return self.known[1]
@@ -101,6 +106,7 @@ class TargetWorker(SubprocessWorker):
             if is_lost(result.error):
                 self.stop()
             raise Failure(result.error, "crashes" if is_lost(result.error) else "raises", result.at)
+        self.gave_result = True
         call.changed_in_subprocess = result.broken
         if result.lse is None:
             call.lse = None
@@ -137,6 +143,7 @@ class TargetWorker(SubprocessWorker):
         if late or trace.startswith("Timeout"):
             self.timeouts += 1
             return Failure(f"no result within {self.seconds:g} s; its process was killed", "hangs", at)
+        self.crashes += 1
         how = f"with {_signal(-code)}" if code is not None and code < 0 else f"with exit status {code}"
         return Failure(f"its process died {how}", "crashes", at)
 
