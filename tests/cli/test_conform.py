@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -100,3 +101,41 @@ def test_a_wrong_lse_with_a_correct_output_is_reported(tmp_path: Path, capsys: p
     said = capsys.readouterr().out
     assert "LSEs, while the output is correct, sequences 1," in said and "each by +0.25" in said
     assert " dim " not in said and "sequence 1" in said
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--power", "--html", "x.html"], "--html: given x.html; allowed: none with --power"),
+        (["--compare", "--only", "mixed"], "--only: given mixed; allowed: none with --compare"),
+        (["cpu", "--case", "="], "--case: given '='; allowed: NAME FIELD=VALUE"),
+    ],
+)
+def test_options_that_are_not_used_are_refused(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(["conform", *arguments])
+    assert stop.value.code == 2 and message in capsys.readouterr().err
+
+
+def test_a_run_that_is_cut_short_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["conform", "cpu", "--within", "0.0001"])
+    assert "verdict: incomplete: the time limit was reached; 15 of 16 cases were not run" in capsys.readouterr().out
+
+
+def test_a_target_that_cannot_be_imported_is_an_argument_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "neighbour.py").write_text("VALUE = 1\n")
+    (tmp_path / "good.py").write_text(f"from neighbour import VALUE\n{STALE_LSE}")
+    main(["conform", f"{tmp_path}/good.py:attention", "--in-process", "--case", "mixed lse=yes"])
+    (tmp_path / "bad.py").write_text("import no_such_module\n")
+    with pytest.raises(SystemExit) as stop:
+        main(["conform", f"{tmp_path}/bad.py:attention", "--in-process"])
+    assert stop.value.code == 2 and "which raises ModuleNotFoundError" in capsys.readouterr().err
+
+
+def test_a_target_that_always_crashes_is_not_run_through_all_cases(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = "q, k_pages, v_pages, page_table, kv_lens, q_starts, out, scale"
+    (tmp_path / "dies.py").write_text(f"import os\n\ndef attention(*, {arguments}):\n    os.abort()\n")
+    assert main(["conform", f"{tmp_path}/dies.py:attention", "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert found["counts"]["raised"] == 5
+    assert any("crashed in each of the first 5 calls" in result["reason"] for result in found["results"])

@@ -120,3 +120,49 @@ def test_a_report_has_what_failing_cases_have_in_common() -> None:
     report = conform(injected("softcap-missing"), cases)
     assert report.contrast.startswith("only with softcap (capped passes without it")
     assert report.findings[0][0].contrast == report.contrast
+
+
+def test_a_correct_probe_refutes_a_name() -> None:
+    """The last key is lost only if the length is one more than a multiple of 64: in no other call is the last token missing."""
+
+    def lost(sequence: oracle.BatchSequence, keys: torch.Tensor) -> torch.Tensor:
+        return (keys == sequence.kv_len - 1) & (sequence.kv_len % 64 == 1)
+
+    finding = examine(Case("one", q_lens=(1, 2), kv_lens=(65, 129)), hiding(lost)).findings[0]
+    assert finding.fault == UNKNOWN, finding
+
+
+def test_a_second_fault_without_an_effect_is_not_named() -> None:
+    """Lengths of int64 are read as int32. In this case other faults would change nothing, or nothing by themselves."""
+    case = Case("one", q_lens=(1, 1, 1), kv_lens=(37, 64, 100), index=("int64",) * 3, causal="no", window=(9, 5))
+    findings = examine(case, injected("kv-lens-int64-as-int32")).findings
+    assert {finding.fault for finding in findings} <= {"kv-lens-int64-as-int32", UNKNOWN}
+
+
+def test_an_lse_that_differs_from_call_to_call_is_nondeterminism() -> None:
+    """Also in a batch-invariant case, where a sequence alone gives other bits."""
+    calls: list[int] = []
+
+    def run(call: KernelCall) -> None:
+        compute(call)
+        calls.append(0)
+        if call.lse is not None:
+            call.lse[0, 0] += 1e-7 * len(calls)
+
+    for case in (CASE.replace(lse=True), CASE.replace(lse=True, batch_invariant=True)):
+        assert [finding.fault for finding in examine(case, Target("jitter", run)).findings] == ["two-runs-differ"]
+
+
+def test_a_contrast_holds_for_failures_that_were_not_diagnosed() -> None:
+    """A finding of one case with softcap; another failing case without it was not diagnosed."""
+    from quire.conformance.reporting.report import NOT_DIAGNOSED
+    from quire.conformance.runner.run import with_contrast
+
+    finding = Finding(UNKNOWN, (UNKNOWN,))
+    results = [
+        Result(CASE.replace(name="capped", softcap=3.0), "wrong", error=9.0, findings=(finding,)),
+        Result(CASE.replace(name="other", alibi=True), "wrong", NOT_DIAGNOSED, error=9.0),
+        Result(CASE, "correct"),
+    ]
+    report = with_contrast(Report("kernel", "", "cpu", results))
+    assert "softcap" not in report.findings[0][0].contrast

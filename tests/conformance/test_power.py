@@ -42,3 +42,16 @@ def test_weak_data_do_not_detect_scale_faults() -> None:
     """Numbers of ±0.001: the softmax is flat, and a doubled scale passes."""
     weak = Case("weak", data="weak", q_dtype="bf16", format="bf16", poison="zero")
     assert {"scale-doubled", "exp2-without-log2e"} <= set(power_of(weak).passed)
+
+
+@pytest.mark.parametrize("name", ["pair-002", "pair-008", "pair-028", "pair-037"])
+def test_faults_that_a_case_cannot_have_are_left_out(name: str) -> None:
+    """A case without a spare page, without keys, or without columns in its table."""
+    case = next(case for case in cases_of("pairs") if case.name == name)
+    found = power_of(case)
+    assert not found.alarm and not found.missed and found.exposed
+
+
+def test_sinks_of_a_sequence_without_keys() -> None:
+    case = Case("empty", q_lens=(2, 3), kv_lens=(0, 9), causal="no", sinks=True, lse=True)
+    assert {"sink-missing", "sink-scaled"} <= set(power_of(case).exposed)
