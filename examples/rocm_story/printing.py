@@ -21,7 +21,7 @@ def _introduction(found: Investigation, printer: Printer) -> None:
         "time with a different message. Five written analyses of the failure, numbered 000 to 004 here, contradict each other. "
         f"The batch has ten sequences, {batch['tokens']} new tokens over {batch['keys']} keys and {batch['heads']} heads of "
         f"{batch['head_dim']}: {batch['elements']:,} output elements. Nine sequences prefill; the last one decodes one token, in "
-        f"row {batch['decode_row']} of the output. Lengths, sizes and tolerance are the test's; the values are drawn anew within "
+        f"row {batch['decode_row']} of the output. Lengths, sizes and tolerance are the test's; the values are drawn again within "
         "the same range."
     )
     printer.table(

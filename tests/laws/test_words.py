@@ -12,7 +12,9 @@ import pytest
 ROOT = Path(__file__).parents[2]
 SRC = ROOT / "src" / "quire"
 FILES = sorted(SRC.rglob("*.py"))
-PROSE = sorted({*FILES, *ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("examples/*.py")})
+SOURCES = {path for suffix in ("h", "cpp", "j2") for path in SRC.rglob(f"*.{suffix}")}
+EXAMPLES = {*ROOT.glob("examples/**/*.py"), *ROOT.glob("tools/**/*.py")}
+PROSE = sorted({*FILES, *SOURCES, *EXAMPLES, *ROOT.glob("*.md"), *ROOT.glob("docs/*.md")})
 
 # Files that use the names of other projects.
 FOREIGN_FILES = ("compat/", "integrations/")
@@ -27,6 +29,15 @@ RETIRED_IN_PROSE = {
     "prefill row": "prefill sequence",
     "idle row": "empty sequence",
     "handed out": "allocated",
+    "nobody": "no sequence, no kernel, no caller: the component by its name",
+    "somebody": "the component by its name",
+    "anybody": "any kernel, any user",
+    "foretold": "predicted",
+    "honest": "correct, or straightforward",
+    "who sees whom": "the visibility mask",
+    "what one sees": "the effect",
+    "all the same": "still, anyway",
+    "anew": "again",
 }
 # In the names of the package:
 RETIRED_IN_NAMES = {
@@ -36,6 +47,13 @@ RETIRED_IN_NAMES = {
     "telling": "report",
     "workshop": "tile",
     "whoever": "the component",
+    "sight": "visibility",
+    "mains": "main programs",
+    "apart": "subprocess, separate",
+    "room": "capacity, workspace",
+    "alike": "equivalent",
+    "nobody": "none",
+    "honest": "correct",
 }
 # A child process inherits its parent's environment; and the command line asks it about shell completion and colors.
 MAY_READ_ENVIRONMENT = ("bench/", "prepare.py", "cli/__init__.py", "cli/sheet.py")

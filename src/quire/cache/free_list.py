@@ -37,7 +37,7 @@ class FreeList:
         low = self.count - again
         high = low if returned is None else low + len(returned)
         if returned is not None:
-            self._make_room(high)
+            self._grow(high)
             # Entries that are free now, or were before the latest transaction, are written by this transaction only, so that it can
             # be undone. Entries after those hold nothing and are written now.
             safe = min(max(self.count + self._kept, low), high)
@@ -56,7 +56,7 @@ class FreeList:
     def nbytes(self) -> int:
         return self._returned.nbytes
 
-    def _make_room(self, size: int) -> None:
+    def _grow(self, size: int) -> None:
         if len(self._returned) < size:
             larger = numpy.empty(max(size, len(self._returned) * 3 // 2, 16), dtype=numpy.int32)
             larger[: len(self._returned)] = self._returned

@@ -58,7 +58,7 @@ def _share(a: StridedShape, b: StridedShape, distance: int) -> bool:
     """`distance`: from the first byte of a to that of b."""
     if not all(a.shape) or not all(b.shape):
         return False
-    return -_length(b) < distance < _length(a) and not _columns_apart(a, b, distance)
+    return -_length(b) < distance < _length(a) and not _columns_disjoint(a, b, distance)
 
 
 def _length(t: StridedShape) -> int:
@@ -66,7 +66,7 @@ def _length(t: StridedShape) -> int:
     return (sum((n - 1) * s for n, s in zip(t.shape, t.strides)) + 1) * t.size
 
 
-def _columns_apart(a: StridedShape, b: StridedShape, distance: int) -> bool:
+def _columns_disjoint(a: StridedShape, b: StridedShape, distance: int) -> bool:
     """Whether memory can be divided into rows of one length such that the two tensors use different columns."""
     steps = [[(s * t.size, n) for s, n in zip(t.strides, t.shape) if n > 1] for t in (a, b)]
     for row in {step for step, _ in steps[0]} & {step for step, _ in steps[1]}:

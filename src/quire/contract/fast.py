@@ -127,7 +127,7 @@ def _write_is_legal(call: Call, device: torch.device) -> bool:
     ):
         return False
     written = (cache.k, cache.v) if cache.k_scale is None else (cache.k, cache.v, cache.k_scale, cache.v_scale)
-    return _are_apart(k, *written) and _are_apart(v, *written)
+    return _are_disjoint(k, *written) and _are_disjoint(v, *written)
 
 
 def _results_are_legal(call: Call, device: torch.device) -> bool:
@@ -141,7 +141,7 @@ def _results_are_legal(call: Call, device: torch.device) -> bool:
         if tensor is not None and (tensor.is_neg() or tensor.device != device or not tensor.is_contiguous()):
             return False
     read = _read(call)
-    if lse is not None and (lse.dtype is not torch.float32 or lse.shape != q.shape[:2] or not _are_apart(lse, out, *read)):
+    if lse is not None and (lse.dtype is not torch.float32 or lse.shape != q.shape[:2] or not _are_disjoint(lse, out, *read)):
         return False
     if out is None:
         return True
@@ -149,7 +149,7 @@ def _results_are_legal(call: Call, device: torch.device) -> bool:
         return False
     if not is_fp8(out.dtype) if call.options.out_scale is not None else out.dtype not in _FLOATS:
         return False
-    return _are_apart(out, *read)
+    return _are_disjoint(out, *read)
 
 
 def _read(call: Call) -> list[torch.Tensor]:
@@ -161,7 +161,7 @@ def _read(call: Call) -> list[torch.Tensor]:
     return [x for x in (*data, *indices, *features) if isinstance(x, _Tensor)]
 
 
-def _are_apart(mine: torch.Tensor, *others: torch.Tensor | None) -> bool:
+def _are_disjoint(mine: torch.Tensor, *others: torch.Tensor | None) -> bool:
     """Whether the address range of the first tensor overlaps none of the others. Tensors with overlapping ranges may still use
     different bytes; the rules decide about them."""
     first, end = _extent(mine)
