@@ -96,8 +96,8 @@ def expected(
     window: tuple[int | None, int | None] = (None, None),
     q_scale: float | None = None,
 ) -> list[Expected]:
-    """What causal attention must give for some samples of one call, as `dtype`. As in the kit, the loss of a straightforward computation is
-    the worst over the call."""
+    """What causal attention must give for some samples of one call, as `dtype`. As in the kit, the loss of a
+    straightforward computation is the worst over the call."""
     calls = [sample_call(part, dtype, window, q_scale) for part in parts]
     with one_thread():
         lost = max(rounding_losses(call)[0] for call in calls)
