@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NoReturn
 
 from quire.errors import UnknownArgumentError, describe
@@ -31,6 +31,12 @@ OPTION_NAMES = {
     "out_scale": "output_scale",
 }
 """Arguments of Options, and what others call them."""
+
+
+def suggestion(given: str, names: Iterable[str]) -> str:
+    """The end of an error about an unknown name: the name that was probably meant, if there is one."""
+    near = difflib.get_close_matches(str(given).lower(), list(names), 1)
+    return f"; did you mean {near[0]}?" if near else ""
 
 
 def refuse_unknown(function: Callable[..., Any], unknown: Mapping[str, Any]) -> NoReturn:

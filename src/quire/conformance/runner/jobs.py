@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from multiprocessing.connection import Connection, wait
 from typing import Any
@@ -134,7 +134,8 @@ def _stop(workers: Sequence[CaseWorker]) -> None:
 def _serve(line: Connection, text: str, device: str | None, seconds: float, in_process: bool, threads: int) -> None:
     begin_child()
     torch.set_num_threads(threads)
-    with ExitStack() as stack:
+    # A broken connection means that nobody asks any more: the parent was interrupted.
+    with ExitStack() as stack, suppress(EOFError, OSError):
         try:
             target = find(text, device) if in_process or is_ours(text) else stack.enter_context(apart(text, device, seconds))
         except ArgumentError as error:
@@ -142,8 +143,5 @@ def _serve(line: Connection, text: str, device: str | None, seconds: float, in_p
             return
         line.send(facts_of(target))
         while True:
-            try:
-                case, trusted = line.recv()
-                line.send(survive(case, target, trusted))
-            except (EOFError, OSError):
-                return  # nobody asks any more
+            case, trusted = line.recv()
+            line.send(survive(case, target, trusted))
