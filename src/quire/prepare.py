@@ -90,12 +90,7 @@ def prepare(
         >>> quire.prepare(problem).kernels  # the CPU kernels are compiled with the package
         ()
     """
-    if platform is not None and not isinstance(platform, Platform):
-        raise ArgumentError("platform", describe(platform), "a quire.Platform, or None for the device of the cache")
-    if directory is not None and not isinstance(directory, (str, os.PathLike)):
-        raise ArgumentError("directory", describe(directory), "a path, or None")
-    if progress is not None and not isinstance(progress, bool) and not callable(progress):
-        raise ArgumentError("progress", describe(progress), "True, False, None or a function")
+    _check_arguments(platform, directory, progress)
     problems = _problems(cache_or_problem, q_heads, q_dtype, options, forms, lse, index)
     device = torch.device(problems[0][1].device)
     if device.type == "cuda" and device.index is None and torch.cuda.is_available():
@@ -114,6 +109,15 @@ def prepare(
                         load()
             _watch_for_others()
     return Prepared(tuple(work), time.perf_counter() - begin, workspace)
+
+
+def _check_arguments(platform: object, directory: object, progress: object) -> None:
+    if platform is not None and not isinstance(platform, Platform):
+        raise ArgumentError("platform", describe(platform), "a quire.Platform, or None for the device of the cache")
+    if directory is not None and not isinstance(directory, (str, os.PathLike)):
+        raise ArgumentError("directory", describe(directory), "a path, or None")
+    if progress is not None and not isinstance(progress, bool) and not callable(progress):
+        raise ArgumentError("progress", describe(progress), "True, False, None or a function")
 
 
 def _problems(

@@ -130,7 +130,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except click.ClickException as error:
         _refuse(_place(error, line), explained(error, root, line))
     except QuireError as error:
-        _refuse(f"quire {line[0]}", str(error))
+        _refuse(f"quire {line[0]}", _with_option_name(error, root, line))
     except KeyboardInterrupt:
         return _interrupted(line)
     except BrokenPipeError:
@@ -191,6 +191,15 @@ def _place(error: click.ClickException, line: Sequence[str]) -> str:
     if isinstance(error, click.UsageError) and error.ctx:
         return error.ctx.command_path
     return f"quire {line[0]}" if line and line[0] in COMMANDS else "quire"
+
+
+def _with_option_name(error: QuireError, root: Commands, line: Sequence[str]) -> str:
+    """The message of an error. An argument of a function that is an option of the command gets the name of the option."""
+    command = root.get_command(click.Context(root), line[0])
+    options = {name for parameter in command.params for name in parameter.opts} if command else set()
+    name = getattr(error, "argument", "")
+    option = f"--{name.replace('_', '-')}"
+    return str(error).replace(name, option, 1) if name and option in options else str(error)
 
 
 def _refuse(where: str, message: str) -> NoReturn:

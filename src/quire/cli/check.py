@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from quire.cli.command import INTERRUPTED, Args, Argument, Command
+from quire.cli.command import INTERRUPTED, Args, Argument, Command, Readable
 from quire.cli.command import answer as give
 from quire.conformance.recording.record import Recorded, load
 
@@ -63,4 +63,6 @@ def _words(number: int, call: Recorded, found: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-COMMAND = Command("check", run, HELP, [Argument("file", "calls that quire.record saved", metavar="FILE")], EXAMPLES)
+COMMAND = Command(
+    "check", run, HELP, [Argument("file", "calls that quire.record saved", metavar="FILE", type=Readable())], EXAMPLES
+)

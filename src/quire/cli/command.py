@@ -218,7 +218,7 @@ def explained(error: click.ClickException, root: click.Group, line: Sequence[str
     """An error of click in the words of the others: the option, what was given, what is allowed."""
     parameter = getattr(error, "param", None)
     if isinstance(error, click.BadOptionUsage) and "requires" in error.message:
-        command = root.commands.get(line[0]) or root.get_command(click.Context(root), line[0])
+        command = root.get_command(click.Context(root), line[0])
         parameter = next((one for one in command.params if error.option_name in one.opts), None) if command else None
         return error.message if parameter is None else f"{error.option_name}: given nothing; allowed: {_allowed(parameter)}"
     if parameter is None or not isinstance(error, click.BadParameter):
@@ -256,9 +256,7 @@ def _list_line(line: str, width: int) -> list[str]:
     if len(line) <= width:
         return [line]
     begin, _, meaning = re.sub(r" {2,}", "\0", line.strip()).partition("\0")
-    how = {"break_long_words": False, "break_on_hyphens": False}
-    if not meaning and not line.startswith("    "):
-        begin, meaning = line.strip(), ""
+    how: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False}
     if len(begin) <= 4 and meaning:
         return textwrap.wrap(meaning, width, initial_indent=f"  {begin:5}", subsequent_indent=" " * 7, **how)
     if line.startswith("    "):  # the meaning of the line above

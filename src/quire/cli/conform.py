@@ -20,7 +20,9 @@ from quire.cli.command import (
     Command,
     Count,
     Number,
+    OneOfNames,
     Option,
+    Readable,
     Whole,
     Writable,
     answer,
@@ -59,8 +61,22 @@ exit status: 0 if the target is right in every case that it supports, 1 if not, 
 every case was refused or skipped, 130 interrupted: what was found until then is reported
 """
 _WHAT, _HOW, _ALONE = "what is tested", "how it is run", "without a target"
+
+
+def _targets() -> tuple[str, ...]:
+    from quire.conformance.runner.target import OURS
+
+    return OURS
+
+
 PARAMETERS: list[click.Parameter] = [
-    Argument("target", "a kernel of ours, a peer, file.py:function or package.module:function", required=False, metavar="[TARGET]"),
+    Argument(
+        "target",
+        "a kernel of ours, a peer, file.py:function or package.module:function",
+        required=False,
+        metavar="[TARGET]",
+        type=OneOfNames(_targets, files=True),
+    ),
     Option(
         "--level",
         type=ChoiceOf(("smoke", "standard", "full")),
@@ -71,7 +87,11 @@ PARAMETERS: list[click.Parameter] = [
     Option("--only", metavar="REGEX", group=_WHAT, help="cases whose name matches"),
     Option("--case", metavar="LINE", group=_WHAT, help="one case, from the line that was printed for it"),
     Option(
-        "--known", metavar="FILE", group=_WHAT, help="known failures, a line each: target, case, why; one that passes is reported"
+        "--known",
+        metavar="FILE",
+        type=Readable(),
+        group=_WHAT,
+        help="known failures, a line each: target, case, why; one that passes is reported",
     ),
     Option("--device", metavar="NAME", group=_HOW, help="where to run it (where the target says)"),
     Option(

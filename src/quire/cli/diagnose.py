@@ -9,7 +9,8 @@ import click
 import torch
 
 from quire.cli.check import answer as contract_of
-from quire.cli.command import INTERRUPTED, Args, Argument, Command, Option, Whole, answer
+from quire.cli.command import INTERRUPTED, Args, Argument, Command, Option, Readable, Whole, answer, is_quiet
+from quire.cli.progress import announce
 from quire.conformance.recording.record import Recorded, load
 from quire.conformance.recording.replay import Verdict, here, then
 from quire.conformance.reporting.terminal import Printer, printer
@@ -28,7 +29,7 @@ examples:
 exit status: 0 if nothing is wrong, 1 if something is, 2 an argument is wrong, 130 interrupted: what was found until then is shown
 """
 PARAMETERS: list[click.Parameter] = [
-    Argument("file", "calls that quire.record saved", metavar="FILE", required=False),
+    Argument("file", "calls that quire.record saved", metavar="FILE", required=False, type=Readable()),
     Option("--kernel", metavar="NAME", help="the kernel to run it with (the one that fits this machine)"),
     Option("--device", metavar="NAME", help="where to run it (cuda if there is one, else cpu)"),
     Option("--call", type=Whole(0), default=0, help="which call of the file, from 0 (0)"),
@@ -51,8 +52,10 @@ def run(args: Args) -> int:
     call = calls[args.call]
     contract, verdicts, interrupted = contract_of(call), list[Verdict](), False
     try:
+        announce("comparing what the call returned with the reference", is_quiet(args))
         verdicts.append(then(call))
         if all(violation["harmless"] for violation in contract["violations"]):
+            announce("running the call again", is_quiet(args))
             verdicts.append(here(call, args.kernel))
         else:
             verdicts.append(Verdict(f"this machine, {device}", "raised", reason="not run: the call breaks the contract"))

@@ -57,9 +57,8 @@ def run(args: Args) -> int:
     found = examples()
     if args.name is None:
         listed = {name: summary_of(path) for name, path in found.items()}
-        width = max(map(len, listed), default=0)
-        lines = [f"{name:{width}}  {text}" for name, text in listed.items()] or ["this installation has no examples"]
-        answer(args, {"examples": listed, "folder": str(next(iter(found.values())).parent) if found else None}, "\n".join(lines))
+        folder = str(next(iter(found.values())).parent) if found else None
+        answer(args, {"examples": listed, "folder": folder}, lambda: _list(listed))
         return 0
     if args.json or args.output:
         raise ArgumentError("--json" if args.json else "--output", "before the name", "after the name, if the example has it")
@@ -71,6 +70,14 @@ def run(args: Args) -> int:
     if args.arguments and not takes_arguments(path):
         raise ArgumentError("ARGUMENTS", repr(args.arguments[0]), f"none: {path.stem} takes no arguments")
     return _run(path, list(args.arguments))
+
+
+def _list(listed: dict[str, str]) -> None:
+    from quire.cli.sheet import write
+
+    width = max(map(len, listed), default=0)
+    lines = [f"{name:{width}}  {text}" for name, text in listed.items()] or ["this installation has no examples"]
+    write("\n".join(lines), dict.fromkeys(listed, "bold"))
 
 
 def _run(path: Path, arguments: list[str]) -> int:

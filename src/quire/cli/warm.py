@@ -55,7 +55,7 @@ def run(args: Args) -> int:
     if platform.vendor != "cpu" and find_spec("triton") is None:
         raise click.UsageError("Triton is not installed: it compiles the kernels of GPUs", click.get_current_context(silent=True))
     found: dict[str, Any] = {"arch": platform.arch, "problem": problem.to_dict(), "interrupted": False}
-    head, count = f"{problem}\non {platform}", Compiled(quiet=is_quiet(args))
+    head, count = f"{problem}\non {platform}", CompileCount(quiet=is_quiet(args))
     how: dict[str, Any] = {"index": list(args.index), "platform": platform, "directory": args.directory}
     try:
         with count.shown:
@@ -75,7 +75,7 @@ def run(args: Args) -> int:
     return 0 if prepared.kernels else 1
 
 
-class Compiled:
+class CompileCount:
     """How many kernels are compiled, shown on standard error."""
 
     def __init__(self, quiet: bool):
