@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -58,15 +59,26 @@ def end(number: int = 0, frame: FrameType | None = None) -> None:
 
 @contextmanager
 def held() -> Iterator[None]:
-    """A context for starting processes: they do not get Ctrl-C, this process gets it at the end of the block."""
+    """A context for starting processes: they do not get Ctrl-C, this process gets it at the end of the block. A process that is
+    started only in part would print a traceback."""
     if not hasattr(signal, "pthread_sigmask"):
         yield
         return
     from multiprocessing import resource_tracker
 
     resource_tracker.ensure_running()  # it changes the mask of signals itself when it starts
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    arrived: list[int] = []
+    handler = signal.getsignal(signal.SIGINT)
+    # The mask is what children inherit. It is the mask of one thread: another one may get the signal, so the handler waits, too.
+    defers = callable(handler) and threading.current_thread() is threading.main_thread()
+    if defers:
+        signal.signal(signal.SIGINT, lambda number, frame: arrived.append(number))
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        if defers:
+            signal.signal(signal.SIGINT, handler)
+        if arrived:
+            signal.raise_signal(signal.SIGINT)

@@ -264,8 +264,11 @@ def _compile(work: Work, platform: Platform, folder: str | None, progress: bool 
         except BaseException:
             # Nobody waits for the others, and leaving the block would.
             pool.shutdown(wait=False, cancel_futures=True)
-            for worker in set(active_children()) - set(before):
+            started = set(active_children()) - set(before)
+            for worker in started:
                 worker.terminate()
+            for worker in started:
+                worker.join()
             raise
 
 
