@@ -136,19 +136,42 @@ def test_a_worker_whose_parent_is_gone_ends_quietly(monkeypatch: pytest.MonkeyPa
     jobs._serve(theirs, "torch", None, 1.0, True, torch.get_num_threads())
 
 
+def test_workers_that_compile_are_started_without_interrupts(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    from concurrent.futures import Future, ThreadPoolExecutor
+
+    import quire
+    from quire.prepare import prepare
+
+    masks: list[Any] = []
+
+    class Pool(ThreadPoolExecutor):
+        def submit(self, *what: Any) -> Any:  # type: ignore[override]
+            masks.append(signal.pthread_sigmask(signal.SIG_BLOCK, ()))
+            done: Future[None] = Future()
+            done.set_result(None)
+            return done
+
+    monkeypatch.setattr(sys.modules["quire.prepare"], "ProcessPoolExecutor", lambda workers, mp_context: Pool(workers))
+    problem, counts = quire.Problem(q_heads=1, kv_heads=1, head_dim=16, page_size=16), list[tuple[int, int]]()
+    done = prepare(problem, platform=quire.Platform.named("sm80"), progress=lambda *count: counts.append(count))
+    total = len(done.kernels)
+    assert len(masks) == total > 0 and all(signal.SIGINT in mask for mask in masks)
+    assert counts == [(number, total) for number in range(total + 1)]
+
+
 def test_an_interrupted_prepare_ends_its_workers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     pytest.importorskip("triton")
     from multiprocessing import active_children
 
     import quire
-    from quire import prepare as prepare_function
     from quire.prepare import prepare
 
     def interrupt(futures: Any) -> Any:
         raise KeyboardInterrupt
 
-    before, module = set(active_children()), sys.modules[prepare_function.__module__]
-    monkeypatch.setattr(module, "as_completed", interrupt)
+    before = set(active_children())
+    monkeypatch.setattr(sys.modules["quire.prepare"], "as_completed", interrupt)
     small = quire.Problem(q_heads=1, kv_heads=1, head_dim=16, page_size=16, batch_invariant=True, q_dtype="fp16", format="fp16")
     with pytest.raises(KeyboardInterrupt):
         prepare(small, platform=quire.Platform.named("sm80"), directory=tmp_path, progress=False)

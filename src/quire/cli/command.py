@@ -100,16 +100,16 @@ class Command(click.Command):
 
 
 class Whole(click.ParamType):  # type: ignore[type-arg]  # generic in new versions of click only
-    """A whole number from `low` to `high`."""
+    """A whole number from `low` to `high`, and never above LARGEST."""
 
     name = "N"
 
-    def __init__(self, low: int | None = None, high: int = LARGEST):
+    def __init__(self, low: int | None = None, high: int | None = None):
         self.low, self.high = low, high
 
     @property
     def allowed(self) -> str:
-        if self.high < LARGEST:
+        if self.high is not None:
             return f"a whole number, {self.low} to {self.high}"
         return "a whole number" if self.low is None else f"a whole number of {self.low} or more"
 
@@ -118,10 +118,10 @@ class Whole(click.ParamType):  # type: ignore[type-arg]  # generic in new versio
             number = int(value)
         except ValueError:
             self.fail(f"given {value}; allowed: {self.allowed}", param, ctx)
+        if (self.low is not None and number < self.low) or (self.high is not None and number > self.high):
+            self.fail(f"given {value}; allowed: {self.allowed}", param, ctx)
         if abs(number) > LARGEST:
             self.fail(f"given {value}; allowed: {self.allowed}, at most {LARGEST}", param, ctx)
-        if number > self.high or (self.low is not None and number < self.low):
-            self.fail(f"given {value}; allowed: {self.allowed}", param, ctx)
         return number
 
 
