@@ -2,6 +2,7 @@
 
 PYTHON ?= python3
 CONSTRAINTS ?= constraints.txt
+export QUIRE_PROJECT_URL
 
 # constraints-torch-2.15.txt makes .venv-torch-2.15: environments of different versions stay beside each other.
 VENV := .venv$(patsubst constraints%.txt,%,$(notdir $(CONSTRAINTS)))
@@ -12,39 +13,40 @@ BUILT := $(VENV)/.built
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -qq --constraint $(CONSTRAINTS)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test gpu-test versions sanitize emulate lint format bench docs figures site clean
+.PHONY: help demo test gpu-test versions sanitize emulate lint format bench docs figures site dist project-url clean
 
-help: ## this list
+help: ## show this list
 	@echo "Quire: paged attention that explains itself."
 	@echo
-	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' Makefile
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' Makefile | while IFS='|' read -r name text; do printf '  make %-10s %s\n' "$$name" "$$text"; done
 	@echo
-	@echo "  The first of them makes $(VENV) from $(CONSTRAINTS). Another Python: make demo PYTHON=python3.12"
-	@echo "  Another torch and Triton, in an environment of its own: make test CONSTRAINTS=constraints-torch-2.15.txt"
+	@echo "The first of them makes $(VENV) from $(CONSTRAINTS)."
+	@echo "Another Python:            make demo PYTHON=python3.12"
+	@echo "Another torch and Triton:  make test CONSTRAINTS=constraints-torch-2.15.txt"
 
-demo: $(BUILT) ## a small continuous-batching decoder on this machine, then the proof that it was right
+demo: $(BUILT) ## run a small decoder on a paged cache, and verify its results
 	@$(BIN)/quire demo
 
-test: $(BUILT) ## the whole test suite, on the CPU
+test: $(BUILT) ## run the whole test suite on the CPU
 	@$(BIN)/python -m pytest -q --numprocesses auto --maxprocesses 4 --dist worksteal
 
-# On a GPU machine torch is there already: no environment is made, $(PYTHON) is used as it is.
-gpu-test: ## the operator on this machine's GPU, against the reference; needs torch, triton, numpy and pytest
+# On a GPU machine torch is there already: no environment is made, $(PYTHON) is used as it is. It needs torch, triton, numpy, pytest.
+gpu-test: ## test the operator on this machine's GPU
 	@PYTHONPATH=src $(PYTHON) tests/gpu/run.py $(if $(REPORTS),--reports $(REPORTS))
 
-versions: $(READY) ## compile the GPU kernels with Triton 3.6 to 3.9, each downloaded once into build/: some minutes
+versions: $(READY) ## compile the GPU kernels with Triton 3.6 to 3.9: minutes
 	@$(BIN)/python tests/versions/run.py
 
 # The whole package again, with the native kernels watched; torch itself is not, so leaks at exit are not looked for.
 SANITIZED := build/sanitized
-sanitize: $(READY) ## the native CPU kernels under AddressSanitizer and UndefinedBehaviorSanitizer: some minutes
+sanitize: $(READY) ## test the native CPU kernels with sanitizers: minutes
 	@QUIRE_CXXFLAGS="-O1 -g -fsanitize=address,undefined -fno-sanitize-recover=all" \
 	  $(BIN)/python setup.py -q build --build-base $(SANITIZED) --build-lib $(SANITIZED)/lib
 	@LD_PRELOAD="$$(c++ -print-file-name=libasan.so) $$(c++ -print-file-name=libubsan.so)" ASAN_OPTIONS=detect_leaks=0 \
 	  PYTHONPATH=$(SANITIZED)/lib $(BIN)/python -m pytest -q -p no:cacheprovider tests/kernels/native/test_native.py \
 	  tests/test_attend.py tests/test_dont_care.py tests/test_invariance.py tests/test_write.py -k "not openmp and not torch"
 
-emulate: $(BUILT) ## the native CPU kernels on CPUs without AVX-512, and on ARM, under qemu-user
+emulate: $(BUILT) ## test the native CPU kernels on other CPUs, under qemu-user
 	@$(BIN)/python -m pytest -q tests/kernels/native/test_emulated.py
 	@command -v aarch64-linux-gnu-g++ qemu-aarch64 >/dev/null || { \
 	  echo "make: ARM needs Debian's packages g++-aarch64-linux-gnu and qemu-user" >&2; exit 1; }
@@ -55,31 +57,40 @@ emulate: $(BUILT) ## the native CPU kernels on CPUs without AVX-512, and on ARM,
 	@aarch64-linux-gnu-g++ -std=c++17 -O1 -I$(NATIVE) tests/kernels/native/driver.cpp -o build/arm/driver -ldl
 	@qemu-aarch64 -L /usr/aarch64-linux-gnu build/arm/driver build/arm/libquire.so
 
-lint: $(READY) ## ruff and mypy
+lint: $(READY) ## run ruff and mypy
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
 
-format: $(READY) ## let ruff write what `make lint` asks for
+format: $(READY) ## let ruff make the changes that `make lint` asks for
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
 
 bench: $(BUILT) ## measure the CPU kernels against their baselines
 	@$(BIN)/quire bench --device cpu
 
-docs: $(READY) versions ## print docs/contract.md, faults.md and kernels.md from the objects: minutes, for every card is compiled for
+docs: $(READY) versions ## generate docs/contract.md, faults.md and kernels.md: minutes
 	@$(BIN)/python -m quire.contract > docs/contract.md.new && mv docs/contract.md.new docs/contract.md
 	@$(BIN)/python -m quire.conformance > docs/faults.md.new && mv docs/faults.md.new docs/faults.md
 	@$(BIN)/python -m quire.kernels.triton build/versions.json > docs/kernels.md.new && mv docs/kernels.md.new docs/kernels.md
 
-figures: $(READY) ## draw docs/figures from the tables of docs/performance.md and docs/data
+figures: $(READY) ## draw docs/figures from docs/performance.md and docs/data
 	@PYTHONPATH=src $(BIN)/python tools/figures
 
-site: $(READY) ## build the documentation site in build/site, where a warning is an error
+site: $(READY) ## build the documentation site in build/site
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 	@echo "The site is build/site/index.html. With its search: python3 -m http.server --directory build/site"
 
-clean: ## remove the environment and everything that was generated
+# Without an address a package index would show a page without links.
+dist: project-url $(READY) ## build a release in dist/: source distribution and wheel
+	@$(BIN)/python setup.py -q sdist -d dist bdist_wheel -d dist
+	@ls dist
+
+project-url:
+	@test -n "$(QUIRE_PROJECT_URL)" || { \
+	  echo "make: name the address of the repository: make dist QUIRE_PROJECT_URL=https://HOST/OWNER/quire" >&2; exit 1; }
+
+clean: ## remove the environments and all generated files
 	rm -rf .venv .venv-* build dist src/*.egg-info .hypothesis .pytest_cache .mypy_cache .ruff_cache docs/*.md.new
 	rm -f $(NATIVE)/*.so
 	find src tests examples -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -4,7 +4,7 @@
     python setup.py build_ext --inplace       builds them in the source tree
     pip wheel --no-deps .                     a wheel for this platform and any Python 3 (py3-none-linux_x86_64)
     QUIRE_PURE=1 pip wheel --no-deps .        a wheel without them, for any platform (py3-none-any); so is one without a compiler
-    QUIRE_PROJECT_URL=https://... pip wheel . links of the README, and project URLs, that work on a package index
+    make dist QUIRE_PROJECT_URL=https://...   a release: links of the README, and project URLs, that work on a package index
 
 One source, src/quire/kernels/native/kernels.cpp, is compiled once for each instruction set, with flags of its own, into one
 library. Which of them runs is decided when the library is loaded. pyproject.toml has all the rest.

@@ -58,6 +58,48 @@ def test_an_unknown_name_is_answered(given: dict[str, Any], call: Callable[..., 
     assert torch.equal(given["cache"].k, before), "nothing was written"
 
 
+def explain(given: dict[str, Any], **more: Any) -> Any:
+    return quire.explain(given["q"], given["cache"], given["batch"], **more)
+
+
+def check(given: dict[str, Any], **more: Any) -> Any:
+    return quire.check(given["q"], given["cache"], given["batch"], **more)
+
+
+@pytest.mark.parametrize(
+    "call, pointer",
+    [
+        (lambda x, given: quire.KVCache.wrap(x), "layout: given nothing (None); allowed: nhd, hnd, vllm_x, vllm_joint, aiter"),
+        (lambda x, given: quire.KVCache.wrap(kv_cache=x), "the argument is called k_pages: quire.KVCache.wrap(k_pages=...)"),
+        (lambda x, given: quire.KVCache.wrap(x, kv_layout="nhd"), "the argument is called layout: quire.KVCache.wrap(layout=...)"),
+        (lambda x, given: quire.PagePool(num_blocks=8, page_size=4), "the argument is called pages: quire.PagePool(pages=...)"),
+        (lambda x, given: quire.PagePool(8, block_size=4), "the argument is called page_size: quire.PagePool(page_size=...)"),
+        (lambda x, given: quire.PagePool(8), "page_size: given nothing (None); allowed: an int of 1 or more"),
+        (
+            lambda x, given: quire.KVCache.allocate(quire.PagePool(8, 4), num_kv_heads=1, head_dim=8),
+            "the argument is called kv_heads: quire.KVCache.allocate(kv_heads=...)",
+        ),
+        (lambda x, given: quire.Options(sliding_window=8), "the argument is called window: quire.Options(window=...)"),
+        (lambda x, given: quire.Options(soft_cap=8.0), "the argument is called softcap: quire.Options(softcap=...)"),
+        (lambda x, given: explain(given, softcap=30.0), "an option of the layer: options=quire.Options(softcap=...)"),
+        (lambda x, given: check(given, softcap=30.0), "an option of the layer: options=quire.Options(softcap=...)"),
+    ],
+)
+def test_caches_pools_options_and_questions_answer_too(
+    given: dict[str, Any], call: Callable[[torch.Tensor, dict[str, Any]], Any], pointer: str
+) -> None:
+    with pytest.raises(quire.ArgumentError) as refused:
+        call(torch.zeros(2, 8, 4, 1, 8), given)
+    assert pointer in str(refused.value)
+
+
+def test_signatures_are_those_that_were_written() -> None:
+    import inspect
+
+    assert list(inspect.signature(quire.PagePool).parameters) == ["pages", "page_size", "device"]
+    assert "softcap" in inspect.signature(quire.Options).parameters and "layout" in inspect.signature(quire.KVCache.wrap).parameters
+
+
 def test_a_batch_without_a_table_names_it(given: dict[str, Any]) -> None:
     with pytest.raises(quire.ArgumentError, match=r"page_table: given nothing \(None\)"):
         batch(given)

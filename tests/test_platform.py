@@ -141,3 +141,35 @@ def test_every_gpu_that_a_kernel_is_for_can_be_named() -> None:
     """What an explanation says is allowed can be asked for."""
     allowed = {arch for kernel in CATALOGUE for arch in kernel.arches or () if arch.startswith(("sm", "gfx"))}
     assert allowed and allowed <= set(NAMED)
+
+
+@pytest.mark.parametrize(
+    "name, arch",
+    [
+        ("NVIDIA H100 80GB HBM3", "sm90"),
+        ("a100-sxm4-80gb", "sm80"),
+        ("H100-SXM", "sm90"),
+        ("H100_PCIe", "sm90"),
+        ("h100-80gb", "sm90"),
+        ("NVIDIA GH200 480GB", "sm90"),
+        ("sm_90a", "sm90"),
+        ("sm90a", "sm90"),
+        ("gfx942:sramecc+:xnack-", "gfx942"),
+        ("AMD Instinct MI300X OAM", "gfx942"),
+        ("AMD Radeon PRO W7900", "gfx1100"),
+        ("a800", "sm80"),
+        ("NVIDIA GeForce RTX 4070 Ti SUPER", "sm89"),
+        ("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", "sm120"),
+        ("rtx4060", "sm89"),
+        ("rtx3060", "sm86"),
+        ("mi308x", "gfx942"),
+    ],
+)
+def test_names_as_tools_print_them(name: str, arch: str) -> None:
+    assert Platform.named(name).arch == arch
+
+
+@pytest.mark.parametrize("name", ["h1000", "sm90b", "gfx9", "nvidia", "80gb", "", "rtx"])
+def test_other_names_are_refused(name: str) -> None:
+    with pytest.raises(ArgumentError, match="arch: given"):
+        Platform.named(name)

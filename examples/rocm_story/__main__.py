@@ -32,7 +32,7 @@ def main(argv: list[str] | None = None) -> int:
     if sys.stderr.isatty():
         print("\r\033[K", end="", file=sys.stderr, flush=True)
     if as_json:
-        print(json.dumps(found.to_dict(), indent=2))
+        print(json.dumps({"schema": 1, "command": "example", "interrupted": False, **found.to_dict()}, indent=2))
     else:
         print_investigation(found, printer())
     return 0 if found.reproduced else 1

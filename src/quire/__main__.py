@@ -1,5 +1,21 @@
-"""`python -m quire` is the command line."""
+"""The command line: `quire`, and `python -m quire`. Only what handles Ctrl-C is imported first."""
 
-from quire.cli import main
+from quire import interrupts
 
-raise SystemExit(main())
+
+def main() -> int:
+    """Runs the command of this process and returns its exit status."""
+    interrupts.begin()
+    try:
+        from quire.cli import main as run
+
+        code = run()
+        interrupts.ignore()
+    except KeyboardInterrupt:
+        interrupts.end()
+        raise
+    return code
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -14,6 +14,7 @@ from quire.dispatch.choose import choose
 from quire.dispatch.decision import Decision
 from quire.dispatch.kernel import OneOf
 from quire.errors import ArgumentError, describe
+from quire.keywords import with_pointers
 from quire.launch import described
 from quire.options import PLAIN, Options
 from quire.platform import Platform
@@ -22,6 +23,7 @@ from quire.problem import is_fp8
 OPERATIONS = ("attend", "write", "step", "audit")
 
 
+@with_pointers
 def explain(
     q: torch.Tensor | None,
     cache: KVCache,

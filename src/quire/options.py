@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from quire.errors import ArgumentError, describe
+from quire.keywords import with_pointers
 
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 FAR = 2**62
@@ -254,6 +255,7 @@ def _traits(**facts: Any) -> Traits:
     return Traits(**facts)
 
 
+Options.__init__ = with_pointers(Options.__init__)  # type: ignore[method-assign]  # a dataclass has no source for a decorator
 PLAIN = Options()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform as host
 import re
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import cache
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 
 from quire.cache.format import FNUZ_FP8, OCP_FP8
 from quire.errors import ArgumentError
+from quire.keywords import suggestion
 
 
 @dataclass(frozen=True)
@@ -89,18 +91,18 @@ class Platform:
 
     @classmethod
     def named(cls, name: str) -> Platform:
-        """A platform by an architecture (sm90, gfx942, aarch64) or by a common name of a GPU (h100, MI300X, rtx-4090). The machine
-        need not have such a device.
+        """A platform by an architecture (sm90, gfx942, aarch64) or by a common name of a GPU (h100, MI300X, rtx-4090), also as
+        drivers and tools print it (NVIDIA H100 80GB HBM3, gfx942:sramecc+). The machine need not have such a device.
 
         Raises:
             ArgumentError: the name is unknown; the message lists all names.
         """
-        word = "".join(char for char in str(name).lower() if char not in " -_").replace("x8664", "x86-64")
-        arch = NICKNAMES.get(word, word)
-        if arch not in NAMED:
-            allowed = f"{', '.join(NAMED)}; or a GPU's name, such as {', '.join(_COMMON)}"
-            raise ArgumentError("arch", repr(name), allowed)
-        return NAMED[arch]
+        for word in _spellings(str(name)):
+            arch = NICKNAMES.get(word, word)
+            if arch in NAMED:
+                return NAMED[arch]
+        allowed = f"{', '.join(NAMED)}; or a GPU's name, such as {', '.join(_COMMON)}"
+        raise ArgumentError("arch", repr(name), allowed + suggestion(str(name), (*NAMED, *NICKNAMES)))
 
     @property
     def is_only_named(self) -> bool:
@@ -121,6 +123,25 @@ class Platform:
         ]
         names = " ".join(dict.fromkeys((self.vendor, self.arch, self.name)))
         return ": ".join(filter(None, (names, ", ".join(filter(None, facts)))))
+
+
+_NOT_A_MODEL = re.compile(
+    r"nvidia|amd|geforce|tesla|quadro|instinct|radeon|graphics|gpu|laptop|generation|blackwell|workstation|server|edition|max|q"
+    r"|\d+gb|sxm\d?|hbm\d?e?|pcie|oam|nvl\d*"
+)
+"""Words of a GPU's name that do not tell its architecture: vendor, product line, memory and form factor."""
+
+
+def _spellings(name: str) -> Iterator[str]:
+    """What a name may mean, in lower case and without spaces: all of it, then its words that tell the architecture."""
+    whole = name.lower().strip().split(":")[0]  # gfx942:sramecc+:xnack-
+    yield re.sub(r"[\s_-]", "", whole).replace("x8664", "x86-64")
+    words = [word for word in re.split(r"[\s_-]+", whole) if word and not _NOT_A_MODEL.fullmatch(word)]
+    model = "".join(words)
+    yield model
+    yield "".join(word for word in words if word != "pro")
+    yield re.sub(r"^(rtx\d+?)(ti)?(super)?$", r"\1", model)
+    yield re.sub(r"^(sm\d+)[af]$", r"\1", model)
 
 
 def _gpu(arch: str, shared_memory: int, name: str | None = None, multiprocessors: int | None = None) -> Platform:
@@ -176,20 +197,20 @@ NAMED: dict[str, Platform] = {
 }
 
 _SOLD_AS = {
-    "sm75": "t4 rtx2080 rtx2080ti",
-    "sm80": "a100 a30",
-    "sm86": "a10 a10g a40 a6000 rtxa6000 rtx3090 rtx3080",
+    "sm75": "t4 rtx2060 rtx2070 rtx2080 rtx2080ti",
+    "sm80": "a100 a800 a30",
+    "sm86": "a10 a10g a16 a2 a40 a4000 a5000 a6000 rtxa4000 rtxa5000 rtxa6000 rtx3050 rtx3060 rtx3070 rtx3080 rtx3090",
     "sm87": "orin",
-    "sm89": "l4 l40 l40s rtx4090 rtx4080 rtx6000ada",
+    "sm89": "l4 l40 l40s l20 rtx4050 rtx4060 rtx4070 rtx4080 rtx4090 rtx4000ada rtx5000ada rtx6000ada",
     "sm90": "h100 h200 h800 h20 gh200",
     "sm100": "b200 gb200 b100",
     "sm103": "b300 gb300",
-    "sm120": "rtx5090 rtx5080 rtxpro6000",
+    "sm120": "rtx5050 rtx5060 rtx5070 rtx5080 rtx5090 rtxpro6000",
     "sm121": "gb10 dgxspark",
     "gfx906": "mi50 mi60 radeonvii",
     "gfx908": "mi100",
     "gfx90a": "mi200 mi210 mi250 mi250x",
-    "gfx942": "mi300 mi300x mi300a mi325x",
+    "gfx942": "mi300 mi300x mi300a mi308x mi325x",
     "gfx950": "mi350 mi350x mi355x",
     "gfx1030": "rx6800 rx6800xt rx6900xt w6800",
     "gfx1100": "rx7900xtx rx7900xt w7900",

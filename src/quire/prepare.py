@@ -9,11 +9,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
 from itertools import product
-from multiprocessing import get_context
+from multiprocessing import active_children, get_context
 from typing import Any, NamedTuple
 
 import torch
 
+from quire import interrupts
 from quire.batch import Batch
 from quire.cache.kv_cache import KVCache
 from quire.contract.call import Call
@@ -35,7 +36,7 @@ class Prepared(NamedTuple):
     Example:
         >>> import quire
         >>> print(quire.Prepared(kernels=("attend_kernel-0f",), seconds=2.0, workspace_bytes=2**20))
-        1 kernels compiled in 2.0 s, workspace 1.0 MiB a call
+        1 kernel compiled in 2.0 s, workspace 1.0 MiB a call
     """
 
     kernels: tuple[str, ...]
@@ -46,9 +47,8 @@ class Prepared(NamedTuple):
     """The maximum workspace (partial results) that one call allocates, for any batch."""
 
     def __str__(self) -> str:
-        return (
-            f"{len(self.kernels)} kernels compiled in {self.seconds:.1f} s, workspace {self.workspace_bytes / 2**20:.1f} MiB a call"
-        )
+        count = f"{len(self.kernels)} kernel{'' if len(self.kernels) == 1 else 's'}"
+        return f"{count} compiled in {self.seconds:.1f} s, workspace {self.workspace_bytes / 2**20:.1f} MiB a call"
 
 
 def prepare(
@@ -62,7 +62,7 @@ def prepare(
     index: Sequence[str] | None = None,
     platform: Platform | None = None,
     directory: str | os.PathLike[str] | None = None,
-    progress: bool | None = None,
+    progress: bool | Callable[[int, int], None] | None = None,
 ) -> Prepared:
     """Compiles all kernels of a layer in parallel subprocesses and loads them on the layer's device. After that no call of the
     layer compiles; a call that has to compile gives a RuntimeWarning that names its problem.
@@ -75,13 +75,15 @@ def prepare(
         index: Types of the index tensors: "int32", "int64" or both. Default: as the Problem; for a cache full, without LSE, int32.
         platform: Compile for this platform and do not load the kernels. Default: the platform of the cache's or Problem's device.
         directory: Where to store compiled kernels, like TRITON_CACHE_DIR. Default: Triton's cache.
-        progress: Whether to show a progress bar. Default: on a terminal.
+        progress: Whether to show a progress bar on standard error; or a function that is called with the number of compiled kernels
+            and of all, first with 0. Default: a bar if standard error is a terminal.
 
     Returns:
         A `quire.Prepared`: the keys of the compiled kernels, the time, and the maximum workspace of a call.
 
     Raises:
-        ArgumentError: An argument has the wrong class or value.
+        ArgumentError: An argument has the wrong class or value, or `directory` cannot be created.
+        KernelError: There are kernels to compile, and Triton is not installed.
 
     Example:
         >>> import quire
@@ -89,10 +91,7 @@ def prepare(
         >>> quire.prepare(problem).kernels  # the CPU kernels are compiled with the package
         ()
     """
-    if platform is not None and not isinstance(platform, Platform):
-        raise ArgumentError("platform", describe(platform), "a quire.Platform, or None for the device of the cache")
-    if directory is not None and not isinstance(directory, (str, os.PathLike)):
-        raise ArgumentError("directory", describe(directory), "a path, or None")
+    _check_arguments(platform, directory, progress)
     problems = _problems(cache_or_problem, q_heads, q_dtype, options, forms, lse, index)
     device = torch.device(problems[0][1].device)
     if device.type == "cuda" and device.index is None and torch.cuda.is_available():
@@ -101,7 +100,7 @@ def prepare(
     platform = Platform.detect(device) if platform is None else platform
     begin = time.perf_counter()
     work, workspace = _work(problems, platform)
-    folder = None if directory is None else os.fspath(directory)
+    folder = None if directory is None else _created(os.fspath(directory))
     with _cache_directory(folder):
         _compile(work, platform, folder, progress)
         if here and device.type == "cuda":
@@ -111,6 +110,15 @@ def prepare(
                         load()
             _watch_for_others()
     return Prepared(tuple(work), time.perf_counter() - begin, workspace)
+
+
+def _check_arguments(platform: object, directory: object, progress: object) -> None:
+    if platform is not None and not isinstance(platform, Platform):
+        raise ArgumentError("platform", describe(platform), "a quire.Platform, or None for the device of the cache")
+    if directory is not None and not isinstance(directory, (str, os.PathLike)):
+        raise ArgumentError("directory", describe(directory), "a path, or None")
+    if progress is not None and not isinstance(progress, bool) and not callable(progress):
+        raise ArgumentError("progress", describe(progress), "True, False, None or a function")
 
 
 def _problems(
@@ -211,19 +219,58 @@ def _work(problems: Iterable[tuple[str, Problem]], platform: Platform) -> tuple[
     return found, workspace
 
 
-def _compile(work: Work, platform: Platform, folder: str | None, progress: bool | None) -> None:
+def _created(folder: str) -> str:
+    """The folder, which is there afterwards: workers need it."""
+    try:
+        os.makedirs(folder, exist_ok=True)
+    except OSError as error:
+        raise ArgumentError("directory", repr(folder), f"a folder that can be created ({error.strerror})") from None
+    if not os.access(folder, os.W_OK):
+        raise ArgumentError("directory", repr(folder), "a folder that can be written to")
+    return folder
+
+
+@contextmanager
+def _progress_of(progress: bool | Callable[[int, int], None] | None, title: str) -> Iterator[Callable[[int, int], None]]:
+    """The function that is told how many kernels are compiled: the caller's, or one that draws a bar."""
+    if progress is not None and not isinstance(progress, bool):
+        yield progress
+        return
+    from rich.console import Console
+    from rich.progress import Progress
+
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=progress is False or not console.is_terminal) as bar:
+        task = bar.add_task(title)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def _compile(work: Work, platform: Platform, folder: str | None, progress: bool | Callable[[int, int], None] | None) -> None:
     """Compiles in parallel. Each worker is a subprocess, because the compiler holds the interpreter lock and may abort."""
     if not work:
         return
-    from rich.progress import Progress
-
     workers = max(1, min(len(work), os.cpu_count() or 1))
-    with Progress(transient=True, disable=progress is False) as bar:
-        shown = bar.add_task(f"compiling for {platform.arch}", total=len(work))
-        with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
-            for done in as_completed([pool.submit(compile_one, what, platform, folder) for what, _ in work.values()]):
+    before = active_children()
+    with (
+        _progress_of(progress, f"compiling for {platform.arch}") as tell,
+        ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool,
+    ):
+        try:
+            tell(0, len(work))
+            with interrupts.held():
+                running = [pool.submit(compile_one, what, platform, folder) for what, _ in work.values()]
+            for count, done in enumerate(as_completed(running), start=1):
                 done.result()
-                bar.advance(shown)
+                tell(count, len(work))
+        except BaseException:
+            # Nobody waits for the others, and leaving the block would.
+            pool.shutdown(wait=False, cancel_futures=True)
+            started = set(active_children()) - set(before)
+            for worker in started:
+                worker.terminate()
+            for worker in started:
+                worker.join()
+            raise
 
 
 def compile_one(what: tuple[str, str, Problem, int], platform: Platform, folder: str | None) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pty
+import re
 import subprocess
 import sys
 import time
@@ -12,10 +13,13 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
+import torch
 
-from quire.cli import COMMANDS, main
-from quire.cli.command import Command
+import quire
+from quire.cli import COMMANDS, commands, main
+from quire.cli.command import Command, wrapped_help
 
 PYTHON = (sys.executable, "-m", "quire")
 
@@ -58,7 +62,7 @@ def test_json_and_output_are_one_object(line: list[str], tmp_path: Path, capsys:
     assert main([*line, "--json", "--output", str(file)]) == 0
     captured = capsys.readouterr()
     found = json.loads(captured.out)
-    assert (found["schema"], found["command"]) == (1, line[0]) and captured.err == ""
+    assert (found["schema"], found["command"], found["interrupted"]) == (1, line[0], False) and captured.err == ""
     assert json.loads(file.read_text()) == found
     with pytest.raises(SystemExit):
         main([*line, "--output", "/no/such/folder/out.json"])
@@ -180,6 +184,54 @@ def test_explain_in_a_terminal_has_colors() -> None:
     assert "\x1b" not in plain and "chosen     triton-decode" in plain
 
 
+def plain(text: str) -> list[str]:
+    return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text).replace("\r", "").splitlines()
+
+
+@pytest.mark.parametrize("name", ["", *COMMANDS])
+def test_help_fits_a_narrow_terminal(name: str) -> None:
+    root = commands()
+    command = root if not name else import_module(f"quire.cli.{name}").COMMAND
+    text = click.Context(command, info_name=f"quire {name}", terminal_width=58).get_help()
+    assert max(map(len, text.splitlines())) <= 60
+    assert "Options:" not in text and "Usage:" not in text
+
+
+def test_long_commands_of_the_help_can_be_copied() -> None:
+    line = "  quire explain --as vllm --arch gfx942 --q-heads 64 --kv-heads 64     which of them"
+    text = wrapped_help(f"examples:\n{line}\n", 40)
+    command, _, meaning = text.partition("\n      which")
+    assert command.replace(" \\\n", "").split() == ["examples:", *line.split()[:-3]] and meaning == " of them\n"
+    assert max(map(len, text.splitlines())) <= 40
+    assert wrapped_help(f"examples:\n{line}\n", 90) == f"examples:\n{line}\n"
+
+
+LONG = ("explain --all --arch h100", "explain --as vllm --arch gfx942", "example", "tune --list --only decode.*128")
+
+
+@pytest.mark.parametrize("line", LONG)
+def test_long_texts_fit_a_narrow_terminal(line: str) -> None:
+    if line.startswith("tune"):
+        pytest.importorskip("triton")
+    text, code = in_terminal(line.split(), COLUMNS="60")
+    assert code == 0 and "\x1b[" in text
+    assert max(map(len, plain(text))) <= 60
+
+
+def test_the_width_does_not_depend_on_colors() -> None:
+    line = ["explain", "--arch", "h100"]
+    colored, without = (in_terminal(line, COLUMNS="60", **more)[0] for more in ({}, {"NO_COLOR": "1"}))
+    assert plain(colored) == plain(without) and max(map(len, plain(without))) <= 60
+
+
+def test_a_table_fits_a_narrow_terminal(tmp_path: Path) -> None:
+    rows = [{"name": "step, one token, 256 x 16384, a page for each sequence of it", "value": 1.0, "limit": 1.0, "note": "n"}]
+    (tmp_path / "x.json").write_text(json.dumps({"kind": "figures", "title": "page pool", "rows": rows}))
+    text, code = in_terminal(["bench", "--from", str(tmp_path / "x.json")], COLUMNS="60")
+    assert code == 0 and max(map(len, plain(text))) <= 60
+    assert "…" not in text
+
+
 def test_json_in_a_terminal_is_json() -> None:
     text, code = in_terminal(["explain", "--json"])
     assert code == 0 and json.loads(text)["command"] == "explain"
@@ -195,16 +247,76 @@ def test_progress_without_a_terminal_is_lines(capsys: pytest.CaptureFixture[str]
     assert captured.err.split()[1:] == ["s", "1/2", "first"] and captured.out == "for standard output\n"
     with progress(1, quiet=True) as tell:
         tell("first")
+    with progress(2, begins=True) as tell:
+        tell("first")
+        tell("second")
+    assert [line.split()[2:] for line in capsys.readouterr().err.splitlines()] == [
+        ["0/2", "begins:", "first"],
+        ["1/2", "begins:", "second"],
+    ]
+    with progress(None) as tell:
+        tell("first")
+    assert capsys.readouterr().err.split()[1:] == ["s", "1", "first"]
     with progress(1000) as tell:
         for _ in range(1000):
             tell("step")
     assert capsys.readouterr().err.count("\n") == 40
 
 
+@pytest.fixture
+def recording(tmp_path: Path) -> str:
+    """A file with one recorded call."""
+    pool = quire.PagePool(pages=4, page_size=4)
+    cache = quire.KVCache.allocate(pool, kv_heads=1, head_dim=8, dtype=torch.float32)
+    q, k, v = torch.randn(3, 5, 1, 8)
+    with quire.record(tmp_path / "call.safetensors"):
+        quire.step(q, k, v, cache, pool.step({pool.sequence(): 5}))
+    return str(tmp_path / "call.safetensors")
+
+
+def test_a_recorded_decision_is_short_unless_all_is_asked_for(recording: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", recording]) == 0
+    text = capsys.readouterr().out
+    there, here = text.split("and on cpu:")
+    assert "chosen     native" in there or "chosen     torch" in there
+    assert "refused" not in there and "refused" in here
+    assert main(["explain", recording, "--all"]) == 0
+    assert "refused: triton-decode" in capsys.readouterr().out.split("and on cpu:")[0]
+
+
+def test_long_work_is_announced(recording: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["diagnose", recording]) == 0
+    assert capsys.readouterr().err.splitlines() == [
+        "comparing what the call returned with the reference ...",
+        "running the call again ...",
+    ]
+    assert main(["diagnose", recording, "--json"]) == 0
+    assert capsys.readouterr().err == ""
+
+
+def test_doctor_shows_progress_without_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    from quire.cli import doctor
+
+    monkeypatch.setattr(doctor, "run_check", lambda command: ({}, None))
+    assert main(["doctor"]) == 0
+    assert " attend torch\n" in capsys.readouterr().err
+    assert main(["doctor", "--json"]) == 0
+    assert capsys.readouterr().err == ""
+
+
+def test_single_figures_show_progress(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    from quire.bench import pool
+    from quire.bench.figures import Figure
+
+    monkeypatch.setattr(pool, "measure_pool", lambda: iter([Figure("first", 1e-6), Figure("second", 1e-6)]))
+    assert main(["bench", "--pool"]) == 0
+    assert [line.split()[2:] for line in capsys.readouterr().err.splitlines()] == [["1", "first"], ["2", "second"]]
+
+
 # --- completion and examples ------------------------------------------------------------------------------------------------
 
 
-def completed(words: str) -> list[str]:
+def completed(words: str, kind: str = "plain") -> list[str]:
     environment = {
         **os.environ,
         "_QUIRE_COMPLETE": "bash_complete",
@@ -212,13 +324,35 @@ def completed(words: str) -> list[str]:
         "COMP_CWORD": str(len(words.split(" ")) - 1),
     }
     done = subprocess.run(PYTHON, env=environment, capture_output=True, text=True)
-    return [line.partition(",")[2] for line in done.stdout.splitlines()]
+    found = [line.partition(",") for line in done.stdout.splitlines() if line]
+    assert all(one[0] == kind for one in found)
+    return [one[2] for one in found]
 
 
 def test_completion_knows_commands_options_and_values() -> None:
     assert completed("quire co") == ["conform", "completion"]
     assert completed("quire explain --kv-") == ["--kv-heads", "--kv-dtype"]
     assert completed("quire explain --layout vllm") == ["vllm_x", "vllm_joint"]
+
+
+@pytest.mark.parametrize(
+    "words, some",
+    [
+        ("quire help ex", ["example", "explain"]),
+        ("quire example 01", ["01_first_batch"]),
+        ("quire conform nat", ["native"]),
+        ("quire explain --arch h10", ["h100"]),
+        ("quire explain --kernel tor", ["torch"]),
+        ("quire explain --kv-dtype e4", ["e4m3fn", "e4m3fnuz"]),
+    ],
+)
+def test_completion_of_names(words: str, some: list[str]) -> None:
+    assert completed(words) == some
+
+
+@pytest.mark.parametrize("line", ["check x", "explain x", "conform x", "bench --output x", "bench --from x", "conform --known x"])
+def test_completion_of_files(line: str) -> None:
+    assert completed(f"quire {line}", kind="file") == ["x"]
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])

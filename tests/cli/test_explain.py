@@ -134,7 +134,7 @@ def test_json_of_a_decision(asked) -> None:
     found = asked("--arch sm90 --operation write")
     assert set(found) == {
         *("operation", "problem", "extent", "platform", "requested", "capturing", "chosen", "because", "candidates", "next_better"),
-        *("compiled", "not_compiled", "schema", "command", "related"),
+        *("compiled", "not_compiled", "schema", "command", "interrupted", "related"),
     }
     assert found["operation"] == "write"
     assert set(found["candidates"][-1]) == {"kernel", "summary", "refusals"}

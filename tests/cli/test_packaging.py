@@ -75,3 +75,26 @@ def test_a_source_distribution_is_complete(tree: Path) -> None:
     missing = {name for name in wanted - names if not name.endswith((".so", ".pyc", ".gitignore", ".git"))}
     assert missing == set()
     assert not [name for name in names if name.endswith((".so", ".pyc"))]
+
+
+def test_the_script_handles_interrupts_first() -> None:
+    assert '\nquire = "quire.__main__:main"\n' in (ROOT / "pyproject.toml").read_text()
+
+
+def make(*line: str) -> subprocess.CompletedProcess[str]:
+    if shutil.which("make") is None:
+        pytest.skip("make is not installed")
+    environment = {name: value for name, value in os.environ.items() if name != "QUIRE_PROJECT_URL"}
+    return subprocess.run(["make", *line], cwd=ROOT, env=environment, capture_output=True, text=True)
+
+
+def test_a_release_needs_the_address_of_the_repository() -> None:
+    refused = make("dist")
+    assert refused.returncode and "make dist QUIRE_PROJECT_URL=https://" in refused.stderr
+    assert "setup.py -q sdist -d dist bdist_wheel -d dist" in make("--dry-run", "dist", "QUIRE_PROJECT_URL=https://x").stdout
+    assert "QUIRE_PROJECT_URL" in (ROOT / "CONTRIBUTING.md").read_text()
+
+
+def test_help_of_make_fits_a_terminal() -> None:
+    lines = make("help").stdout.splitlines()
+    assert "  make dist " in "\n".join(lines) and max(map(len, lines)) <= 80

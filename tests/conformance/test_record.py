@@ -276,7 +276,7 @@ def test_check_and_explain_read_a_file(file: Path, capsys: pytest.CaptureFixture
     assert json.loads(capsys.readouterr().out)["calls"][0]["holds"] is True
     assert main(["explain", str(file), "--arch", "sm90"]) == 0
     text = capsys.readouterr().out
-    assert "as it was decided on cpu" in text and "chosen: " in text and "on nvidia sm90" in text
+    assert "as it was decided on cpu" in text and "chosen     native" in text and "on nvidia sm90" in text
     for machine, same in ((Platform.detect("cpu"), True), (Platform.named("sm90"), False)):
         # A machine with a GPU decides for that, and the call was made on the CPU.
         monkeypatch.setattr(Platform, "detect", lambda *_, machine=machine: machine)

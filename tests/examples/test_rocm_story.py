@@ -157,6 +157,7 @@ def test_json(found: Investigation, monkeypatch: pytest.MonkeyPatch, capsys: pyt
     assert command.main(["--json"]) == 0
     answer = json.loads(capsys.readouterr().out)
     assert (answer["example"], answer["cause"], answer["reproduced"]) == ("rocm_story", "index type", True)
+    assert (answer["schema"], answer["command"], answer["interrupted"]) == (1, "example", False)
     monkeypatch.setattr(command, "investigate", lambda progress: replace(found, hypotheses=[]))
     assert command.main(["--json"]) == 1
 

@@ -15,7 +15,7 @@ FILES = sorted(SRC.rglob("*.py"))
 
 # Each may import what stands in its own line or above it.
 LAYERS = (
-    ("errors",),
+    ("errors", "interrupts"),
     ("cache", "batch", "options", "platform", "keywords"),
     ("problem",),
     ("contract",),

@@ -17,6 +17,7 @@ from quire.cache.layout import Layout, layout_named
 from quire.cache.ledger import Ledger
 from quire.cache.memory import overlaps_itself, share_memory
 from quire.errors import ArgumentError, describe
+from quire.keywords import with_pointers
 
 if TYPE_CHECKING:
     from quire.cache.pool import PagePool
@@ -179,6 +180,7 @@ class KVCache:
         )
 
     @classmethod
+    @with_pointers
     def allocate(
         cls,
         pool: PagePool,
@@ -235,6 +237,7 @@ class KVCache:
         return cls.wrap(*pages, k_scale=k_scale, v_scale=v_scale, **names)
 
     @classmethod
+    @with_pointers
     def wrap(
         cls,
         k_pages: torch.Tensor,

@@ -22,6 +22,7 @@ from quire.cache.sequence_record import DROPPED, FIELDS, ID, LAST, LENGTH, LONGE
 from quire.cache.step_table import StepRequest, StepTable
 from quire.cache.transaction import Transaction
 from quire.errors import ArgumentError, describe
+from quire.keywords import with_pointers
 
 __all__ = ["PagePool", "Sequence", "Usage"]
 
@@ -80,6 +81,7 @@ class PagePool:
         7
     """
 
+    @with_pointers
     def __init__(self, pages: int, page_size: int, device: torch.device | str = "cpu"):
         for name, value in (("pages", pages), ("page_size", page_size)):
             if not _is_count(value) or value < 1:

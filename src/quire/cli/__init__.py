@@ -3,18 +3,22 @@ completion import neither torch nor a kernel."""
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
 from collections.abc import Sequence
 from importlib import import_module, metadata
+from typing import NoReturn
 
 import click
 from click.shell_completion import CompletionItem
 
 import quire
-from quire.cli.command import INTERRUPTED, Command, explained
-from quire.errors import ArgumentError
+from quire import interrupts
+from quire.cli.command import INTERRUPTED, SCHEMA, Command, explained, wrapped_help
+from quire.errors import QuireError
+from quire.keywords import suggestion
 
 COMMANDS = {
     "doctor": "show the machine and its kernels, and check each kernel against the reference",
@@ -43,8 +47,8 @@ examples:
   eval "$(quire completion bash)"   complete commands and options in this shell
 
 output: text for people. --json prints one JSON object to standard output and nothing else; --output FILE writes the same object to
-a file, in addition to the text. It has the keys "schema" (1, the version of its format) and "command". Progress goes to standard
-error. Colors need a terminal; NO_COLOR turns them off.
+a file, in addition to the text. It has the keys "schema" (1, the version of its format), "command" and "interrupted". Progress goes
+to standard error. Colors need a terminal; NO_COLOR turns them off.
 
 exit status, of every command:
   0    success: results are correct, a kernel can run, the contract holds
@@ -62,6 +66,16 @@ class Commands(click.Group):
     def format_usage(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         formatter.write("usage: quire COMMAND [OPTIONS]\n")
 
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("options"):
+            formatter.write_dl([record for one in self.get_params(ctx) if (record := one.get_help_record(ctx)) is not None])
+        self.format_commands(ctx, formatter)
+
+    def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
+        if args[0] not in COMMANDS:
+            raise click.UsageError(unknown_command(args[0]), ctx)
+        return super().resolve_command(ctx, args)
+
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)
 
@@ -76,7 +90,7 @@ class Commands(click.Group):
             formatter.write_dl(list(COMMANDS.items()))
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        formatter.write(f"\n{EPILOG}")
+        formatter.write(f"\n{wrapped_help(EPILOG, formatter.width)}")
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
         names = [name for name in COMMANDS if name.startswith(incomplete)]
@@ -99,6 +113,7 @@ def commands() -> Commands:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command and returns its exit status (`quire help` lists them). A wrong argument raises SystemExit(2)."""
+    _open_closed_streams()
     line, root = list(sys.argv[1:] if argv is None else argv), commands()
     if argv is None:
         root._main_shell_completion({}, "quire", "_QUIRE_COMPLETE")  # ends the process if the shell requested completions
@@ -109,20 +124,28 @@ def main(argv: Sequence[str] | None = None) -> int:
                 return 2
             code = int(root.invoke(context) or 0)
         sys.stdout.flush()
+        interrupts.ignore()
     except click.exceptions.Exit as ended:
         return ended.exit_code
     except click.ClickException as error:
-        _refuse(error.ctx.command_path if isinstance(error, click.UsageError) and error.ctx else "quire", explained(error))
-    except ArgumentError as error:
-        _refuse(f"quire {line[0]}", str(error))
+        _refuse(_place(error, line), explained(error, root, line))
+    except QuireError as error:
+        _refuse(f"quire {line[0]}", _with_option_name(error, root, line))
     except KeyboardInterrupt:
-        print(f"\nquire {line[0]}: interrupted", file=sys.stderr)
-        return INTERRUPTED
+        return _interrupted(line)
     except BrokenPipeError:
-        # The interpreter must not try to flush again when it ends.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _discard_output()
         return 128 + signal.SIGPIPE
+    except OSError as error:
+        # Most often standard output: a full disk. The machine lacks what the command needs.
+        _discard_output()
+        _refuse(f"quire {line[0]}", f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}")
     return code
+
+
+def unknown_command(given: str) -> str:
+    """The error about a name that is no command."""
+    return f"COMMAND: given {given!r}; allowed: {', '.join(COMMANDS)}{suggestion(given, COMMANDS)}"
 
 
 def version(package: str) -> str:
@@ -139,7 +162,47 @@ def _version(ctx: click.Context, parameter: click.Parameter, given: bool) -> Non
         ctx.exit()
 
 
-def _refuse(where: str, message: str) -> None:
+def _open_closed_streams() -> None:
+    """Replaces standard streams that are closed (`>&-`) with the null device: no other file may get their numbers."""
+    for name in ("stdin", "stdout", "stderr"):
+        if getattr(sys, name) is None:
+            number = os.open(os.devnull, os.O_RDWR)
+            os.set_inheritable(number, True)
+            setattr(sys, name, open(number, "r" if name == "stdin" else "w", encoding="utf-8"))
+
+
+def _discard_output() -> None:
+    """Leaves nothing for the interpreter to flush when it ends: that would fail again."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _interrupted(line: Sequence[str]) -> int:
+    """The end of a command that an interrupt cut before it had a result."""
+    interrupts.ignore()
+    print(f"\nquire {line[0]}: interrupted", file=sys.stderr)
+    if "--json" in line:
+        print(json.dumps({"schema": SCHEMA, "command": line[0], "interrupted": True}))
+    sys.stdout.flush()
+    return INTERRUPTED
+
+
+def _place(error: click.ClickException, line: Sequence[str]) -> str:
+    """The command that an error is about. Click's parser does not always know it."""
+    if isinstance(error, click.UsageError) and error.ctx:
+        return error.ctx.command_path
+    return f"quire {line[0]}" if line and line[0] in COMMANDS else "quire"
+
+
+def _with_option_name(error: QuireError, root: Commands, line: Sequence[str]) -> str:
+    """The message of an error. An argument of a function that is an option of the command gets the name of the option."""
+    command = root.get_command(click.Context(root), line[0])
+    options = {name for parameter in command.params for name in parameter.opts} if command else set()
+    name = getattr(error, "argument", "")
+    option = f"--{name.replace('_', '-')}"
+    return str(error).replace(name, option, 1) if name and option in options else str(error)
+
+
+def _refuse(where: str, message: str) -> NoReturn:
     command = where.removeprefix("quire").strip()
     print(f"{where}: error: {message}\nusage: see `quire help{f' {command}' if command else ''}`", file=sys.stderr)
     raise SystemExit(2)

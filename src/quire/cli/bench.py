@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -14,8 +15,24 @@ import click
 
 import quire
 from quire.cli import version
-from quire.cli.command import INTERRUPTED, Args, ChoiceOf, Command, Count, Option, Whole, Writable, answer, flag, is_quiet, save
+from quire.cli.command import (
+    INTERRUPTED,
+    SCHEMA,
+    Args,
+    ChoiceOf,
+    Command,
+    Count,
+    Option,
+    Readable,
+    Whole,
+    Writable,
+    answer,
+    flag,
+    is_quiet,
+    save,
+)
 from quire.cli.progress import progress
+from quire.cli.sheet import write
 from quire.errors import ArgumentError
 
 HELP = """Measures the kernels against other libraries in one run. Each result is checked before it is timed; no time is reported
@@ -70,7 +87,14 @@ PARAMETERS: list[click.Parameter] = [
     flag("--dirty", "GPU: fill the L2 cache by writing before each run, as do_bench does, not by reading", _HOW),
     flag("--graph", "GPU: measure captured graphs, too", _HOW),
     Option("--html", metavar="FILE", type=Writable(), group="output", help="write a report with figures"),
-    Option("--from", "source", metavar="FILE", group="output", help="measure nothing: read the results that --output wrote"),
+    Option(
+        "--from",
+        "source",
+        metavar="FILE",
+        type=Readable(),
+        group="output",
+        help="measure nothing: read the results that --output wrote",
+    ),
 ]
 
 
@@ -103,42 +127,66 @@ def _mode(args: Args) -> str:
     given = _given(args)
     modes = [mode for mode in MODES if mode in given]
     if len(modes) > 1:
-        raise ArgumentError(modes[1], given[modes[1]], f"one of {', '.join(filter(None, MODES))}; {modes[0]} is given too")
+        allowed = f"one of {', '.join(filter(None, MODES))}; {modes[0]} is given too"
+        raise ArgumentError(modes[1], _shown(given[modes[1]], modes[0]), allowed)
     mode = modes[0] if modes else ""
     html = {} if args.html is None else {"--html": args.html}
     for name, value in (given | html).items():
         if name != mode and name not in MODES[mode]:
             belongs = [other for other, names in MODES.items() if other and name in names]
             allowed = f"only with {' or '.join(belongs)}" if not mode and belongs else f"none: it cannot be combined with {mode}"
-            raise ArgumentError(name, value, allowed)
+            raise ArgumentError(name, _shown(value, mode or "no mode"), allowed)
     return mode
+
+
+def _shown(value: Any, beside: str) -> Any:
+    """A value as an error shows it. A flag has none: the option that it was combined with is shown."""
+    return f"with {beside}" if value is True else value
 
 
 def _read(args: Args) -> dict[str, Any]:
     for name, value in _given(args).items():
-        raise ArgumentError(name, value, "none: --from measures nothing")
+        raise ArgumentError(name, _shown(value, "--from"), "none: --from measures nothing")
     try:
         with open(args.source, encoding="utf-8") as file:
             figures = json.load(file)
-        kind = figures.get("kind", "") if isinstance(figures, dict) else ""
-        needed = {"stream": {"trace", "model", "rows"}, "figures": {"rows"}}.get(kind, {"platform", "limits", "rows"})
-        if not (isinstance(figures, dict) and needed <= figures.keys()):
-            raise ValueError(f"no {', '.join(sorted(needed))} in it")
-        if kind == "figures" and args.html is not None:
-            raise ArgumentError("--html", args.html, "none: results of --host and --pool have no HTML report")
+        _check_results(figures)
     except (OSError, ValueError) as error:
         raise ArgumentError("--from", repr(args.source), f"a file that `quire bench --output` wrote ({error})") from None
+    if figures.get("kind") == "figures" and args.html is not None:
+        raise ArgumentError("--html", args.html, "none: results of --host and --pool have no HTML report")
     return figures
+
+
+def _check_results(figures: Any) -> None:
+    """Raises a ValueError if a value read from JSON is not a result of this command."""
+    if not isinstance(figures, dict):
+        raise ValueError("no object in it")
+    if figures.get("schema", SCHEMA) != SCHEMA:
+        raise ValueError(f"its schema is {figures['schema']}, this version of Quire reads {SCHEMA}")
+    kind = figures.get("kind", "")
+    needed = {"stream": {"trace", "model", "rows"}, "figures": {"title", "rows"}}.get(kind, {"platform", "limits", "rows"})
+    if not needed <= figures.keys():
+        raise ValueError(f"no {', '.join(sorted(needed))} in it")
+    try:
+        _table(figures)
+        _verdict(figures)
+        if kind != "figures":
+            _report(figures)
+    except (KeyError, TypeError, AttributeError, IndexError, ValueError) as error:
+        raise ValueError(f"its results are incomplete: {type(error).__name__} {error}") from None
 
 
 def _measure(args: Args) -> dict[str, Any]:
     mode, given, on_gpu = _mode(args), _given(args), args.device == "cuda"
     for name in ("--peers", "--dirty", "--graph"):
         if name in given and not on_gpu:
-            raise ArgumentError(name, given[name], "only with --device cuda")
+            raise ArgumentError(name, _shown(given[name], "--device cpu"), "only with --device cuda")
     for name in ("--vllm", "--flex", *(("--repetitions",) if mode == "--stream" else ())):
         if name in given and on_gpu:
-            raise ArgumentError(name, given[name], "only with --device cpu")
+            raise ArgumentError(name, _shown(given[name], "--device cuda"), "only with --device cpu")
+    if args.vllm is not None and shutil.which(args.vllm) is None:
+        raise ArgumentError("--vllm", repr(args.vllm), "a Python interpreter that can be executed")
     if mode == "--stream":
         return _measure_stream(args)
     if mode == "--host":
@@ -146,7 +194,7 @@ def _measure(args: Args) -> dict[str, Any]:
     if mode == "--pool":
         from quire.bench.pool import measure_pool
 
-        return _collect(args, measure_pool(), partial(_figures, "page pool"))
+        return _collect_figures(args, "page pool", measure_pool())
     return (_measure_gpu if on_gpu else _measure_cpu)(args)
 
 
@@ -178,7 +226,18 @@ def _measure_stream(args: Args) -> dict[str, Any]:
 
 
 def _measure_host(args: Args) -> dict[str, Any]:
-    return _collect(args, _host_figures(args), partial(_figures, "host"))
+    return _collect_figures(args, "host", _host_figures(args))
+
+
+def _collect_figures(args: Args, title: str, measured: Iterable[Any]) -> dict[str, Any]:
+    with progress(None, quiet=is_quiet(args)) as tell:
+
+        def told() -> Iterator[Any]:
+            for row in measured:
+                tell(row.name)
+                yield row
+
+        return _collect(args, told(), partial(_figures, title))
 
 
 def _host_figures(args: Args) -> Iterator[Any]:
@@ -228,7 +287,7 @@ def _measure_cpu(args: Args) -> dict[str, Any]:
     chosen = _chosen(args, workloads.CPU_WORKLOADS)
     platform, bounds = Platform.detect("cpu"), limits.cpu_limits()
     implementations = run.EVERYONE if args.flex else run.ALWAYS
-    with progress(len(chosen), quiet=is_quiet(args)) as tell:
+    with progress(len(chosen), quiet=is_quiet(args), begins=True) as tell:
         repetitions = args.repetitions or run.REPETITIONS
         measured = run.measure(chosen, bounds, implementations, repetitions=repetitions, progress=tell, vllm=args.vllm)
         return _collect(args, measured, lambda rows: report("cpu", platform, bounds, rows, software=_software()))
@@ -264,7 +323,7 @@ def _measure_gpu(args: Args) -> dict[str, Any]:
     implementations = OWN_ON_CUDA | {"copy": device_copy} | peers
     timer = partial(timing.by_events, dirty=args.dirty)
     bounds = gpu_limits(timer, reads, torch.device("cuda"))
-    with progress(len(chosen), quiet=is_quiet(args)) as tell:
+    with progress(len(chosen), quiet=is_quiet(args), begins=True) as tell:
         measured = gpu.measure(
             chosen,
             bounds,
@@ -296,7 +355,8 @@ def _software() -> dict[str, str]:
     return {"quire": quire.__version__, "torch": version("torch"), "triton": version("triton")}
 
 
-def _print(figures: Mapping[str, Any]) -> None:
+def _table(figures: Mapping[str, Any]) -> tuple[str, Sequence[str], Sequence[Sequence[str]], list[str], list[str]]:
+    """The title, head, lines and colors of the lines of a table, and the notes below it."""
     from quire.bench.figures import Figure
     from quire.bench.figures import table as table_of_figures
     from quire.bench.report import notes, table, title
@@ -304,33 +364,32 @@ def _print(figures: Mapping[str, Any]) -> None:
 
     if figures.get("kind") == "figures":
         rows = [Figure(row["name"], row["value"], row["limit"], row["note"]) for row in figures["rows"]]
-        _print_table(figures["title"], *table_of_figures(rows), ["red" if row.passed is False else "" for row in rows])
-        return
+        head, lines = table_of_figures(rows)
+        return figures["title"], head, lines, ["red" if row.passed is False else "" for row in rows], []
     if figures.get("kind") == "stream":
         title, table, notes = stream.title, stream.table, stream.notes
     marks = [
         "red" if not row["right"] else "bold" if row.get("own", row["implementation"] == "quire") else "" for row in figures["rows"]
     ]
-    _print_table(title(figures), *table(figures), marks)
-    for note in notes(figures):
-        print(note)
+    head, lines = table(figures)
+    return title(figures), head, lines, marks, list(notes(figures))
+
+
+def _print(figures: Mapping[str, Any]) -> None:
+    title, head, lines, marks, notes = _table(figures)
+    _print_table(title, head, lines, marks)
     if figures.get("interrupted"):
-        print("interrupted: the workloads that were not measured are missing")
+        notes.append("interrupted: the workloads that were not measured are missing")
+    write("\n".join(notes))
 
 
 def _print_table(title: str, head: Sequence[str], lines: Sequence[Sequence[str]], marks: Sequence[str]) -> None:
-    try:
-        from rich.console import Console
-        from rich.table import Table
-    except ImportError:
-        widths = [max(len(line[i]) for line in [head, *lines]) for i in range(len(head))]
-        print(title, end="\n" if title else "")
-        for line in [head, *lines]:
-            print("  ".join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip())
-        return
+    from rich.console import Console
+    from rich.table import Table
+
     table = Table(title=title or None, title_justify="left", box=None, pad_edge=False)
     for i, name in enumerate(head):
-        table.add_column(name, justify="left" if i < 2 else "right", no_wrap=True)
+        table.add_column(name, justify="left" if i < 2 else "right", overflow="fold", no_wrap=not sys.stdout.isatty())
     for cells, mark in zip(lines, marks):
         table.add_row(*cells, style=mark)
     Console(width=None if sys.stdout.isatty() else 200).print(table)

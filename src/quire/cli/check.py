@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from quire.cli.command import INTERRUPTED, Args, Argument, Command, answer
+from quire.cli.command import INTERRUPTED, Args, Argument, Command, Readable, answer
 from quire.conformance.recording.record import Recorded, load
 
 HELP = "Lists the rules of the contract that a recorded call violates, and where. Nothing is run again."
@@ -62,4 +62,6 @@ def _text(number: int, call: Recorded, found: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-COMMAND = Command("check", run, HELP, [Argument("file", "calls that quire.record saved", metavar="FILE")], EXAMPLES)
+COMMAND = Command(
+    "check", run, HELP, [Argument("file", "calls that quire.record saved", metavar="FILE", type=Readable())], EXAMPLES
+)

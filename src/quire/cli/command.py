@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+import re
+import textwrap
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import click
+from click.shell_completion import CompletionItem
 
+from quire import interrupts
 from quire.errors import ArgumentError
+from quire.interrupts import INTERRUPTED as INTERRUPTED
 
 SCHEMA = 1
 """The version of the format of every JSON object that a command writes. It changes when a key changes its meaning or goes."""
+LARGEST = 2**31 - 1
+"""The largest whole number that an option takes: larger ones do not fit the tensors that they describe."""
 Args = SimpleNamespace
 """The values of a command's arguments and options, by name."""
-INTERRUPTED = 130
-"""The exit status after Ctrl-C: 128 and the number of SIGINT."""
 
 
 class Option(click.Option):
@@ -46,7 +51,8 @@ def flag(name: str, help: str, group: str = "options", **attributes: Any) -> Opt
 
 
 class Command(click.Command):
-    """A command whose `run(args)` returns the exit status. Every one but `help` and `completion` has `--json` and `--output`."""
+    """A command whose `run(args)` returns the exit status. Every one but `help` and `completion` has `--json` and `--output`.
+    `torch`: whether it computes."""
 
     def __init__(
         self,
@@ -57,6 +63,7 @@ class Command(click.Command):
         examples: str,
         *,
         json: bool = True,
+        torch: bool = True,
         **attributes: Any,
     ):
         output: list[click.Parameter] = [
@@ -65,9 +72,12 @@ class Command(click.Command):
         ]
         both = [*parameters, *(output if json else ())]
         super().__init__(name, params=both, help=help, callback=self._call, **attributes)
-        self.run, self.examples = run, examples
+        self.run, self.examples, self.torch = run, examples, torch
 
     def _call(self, **values: Any) -> int:
+        if self.torch:
+            import torch  # noqa: F401  # before interrupts are allowed: it cannot be imported twice
+        interrupts.allow()
         return self.run(Args(command=self.name, **values))
 
     def format_usage(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -86,27 +96,32 @@ class Command(click.Command):
                 formatter.write_dl(records, col_max=34)
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        formatter.write(f"\n{self.examples}")
+        formatter.write(f"\n{wrapped_help(self.examples, formatter.width)}")
 
 
 class Whole(click.ParamType):  # type: ignore[type-arg]  # generic in new versions of click only
-    """A whole number, of `low` or more."""
+    """A whole number from `low` to `high`, and never above LARGEST."""
 
     name = "N"
 
     def __init__(self, low: int | None = None, high: int | None = None):
         self.low, self.high = low, high
 
+    @property
+    def allowed(self) -> str:
+        if self.high is not None:
+            return f"a whole number, {self.low} to {self.high}"
+        return "a whole number" if self.low is None else f"a whole number of {self.low} or more"
+
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        allowed = "a whole number"
-        if self.low is not None:
-            allowed += f" of {self.low} or more" if self.high is None else f", {self.low} to {self.high}"
         try:
             number = int(value)
         except ValueError:
-            number = None
-        if number is None or (self.low is not None and number < self.low) or (self.high is not None and number > self.high):
-            self.fail(f"given {value}; allowed: {allowed}", param, ctx)
+            self.fail(f"given {value}; allowed: {self.allowed}", param, ctx)
+        if (self.low is not None and number < self.low) or (self.high is not None and number > self.high):
+            self.fail(f"given {value}; allowed: {self.allowed}", param, ctx)
+        if abs(number) > LARGEST:
+            self.fail(f"given {value}; allowed: {self.allowed}, at most {LARGEST}", param, ctx)
         return number
 
 
@@ -121,13 +136,17 @@ class Number(click.ParamType):  # type: ignore[type-arg]  # generic in new versi
     def __init__(self, above: float | None = None, what: str = "a number"):
         self.above, self.what = above, what
 
+    @property
+    def allowed(self) -> str:
+        return self.what if self.above is None else f"{self.what} above {self.above:g}"
+
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
         try:
             number = float(value)
         except ValueError:
             self.fail(f"given {value!r}; allowed: {self.what}", param, ctx)
         if self.above is not None and not number > self.above:
-            self.fail(f"given {number:g}; allowed: {self.what} above {self.above:g}", param, ctx)
+            self.fail(f"given {number:g}; allowed: {self.allowed}", param, ctx)
         return number
 
 
@@ -137,29 +156,114 @@ class ChoiceOf(click.Choice[str]):
     def __init__(self, choices: Iterable[str]):
         super().__init__(tuple(choices), case_sensitive=False)
 
+    @property
+    def allowed(self) -> str:
+        return ", ".join(self.choices)
+
     def get_invalid_choice_message(self, value: Any, ctx: click.Context | None) -> str:
-        return f"given {value!r}; allowed: {', '.join(self.choices)}"
+        return f"given {value!r}; allowed: {self.allowed}"
 
 
-class Writable(click.ParamType):  # type: ignore[type-arg]  # generic in new versions of click only
-    """A file in a folder that exists: what a long run finds must not be lost at its end."""
+class Readable(click.ParamType):  # type: ignore[type-arg]  # generic in new versions of click only
+    """A file; a shell completes its name."""
 
     name = "FILE"
+    allowed = "a file"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        if Path(value).is_dir():
+            self.fail(f"given {value}, which is a folder; allowed: a file", param, ctx)
+        return str(value)
+
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        return [CompletionItem(incomplete, type="file")]
+
+
+class Writable(Readable):
+    """A file that can be written: what a long run finds must not be lost at its end."""
+
+    allowed = "a file in a folder that exists"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
         path = Path(value).absolute()
         if not path.parent.is_dir() or path.is_dir():
-            self.fail(f"given {value}; allowed: a file in a folder that exists", param, ctx)
+            self.fail(f"given {value}; allowed: {self.allowed}", param, ctx)
+        is_new = not path.exists()
+        try:
+            with path.open("a"):
+                pass
+            if is_new:
+                path.unlink()
+        except OSError as error:
+            self.fail(f"given {value}; allowed: a file that can be written ({error.strerror})", param, ctx)
         return str(value)
 
 
-def explained(error: click.ClickException) -> str:
+class OneOfNames(click.ParamType):  # type: ignore[type-arg]  # generic in new versions of click only
+    """A name that the command checks itself; a shell completes it. The names are a function's: they may have to be imported."""
+
+    def __init__(self, names: Callable[[], Iterable[str]], name: str = "NAME", files: bool = False):
+        self.names, self.name, self.files = names, name, files
+
+    @property
+    def allowed(self) -> str:
+        return ", ".join(self.names())
+
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        found = [CompletionItem(name) for name in self.names() if name.lower().startswith(incomplete.lower())]
+        return found or ([CompletionItem(incomplete, type="file")] if self.files else [])
+
+
+def explained(error: click.ClickException, root: click.Group, line: Sequence[str]) -> str:
     """An error of click in the words of the others: the option, what was given, what is allowed."""
     parameter = getattr(error, "param", None)
-    if parameter is not None and isinstance(error, click.BadParameter) and not isinstance(error, click.MissingParameter):
-        name = parameter.opts[0] if isinstance(parameter, click.Option) else parameter.human_readable_name
-        return f"{name}: {error.message}"
-    return error.format_message()
+    if isinstance(error, click.BadOptionUsage) and "requires" in error.message:
+        command = root.get_command(click.Context(root), line[0])
+        parameter = next((one for one in command.params if error.option_name in one.opts), None) if command else None
+        return error.message if parameter is None else f"{error.option_name}: given nothing; allowed: {_allowed(parameter)}"
+    if parameter is None or not isinstance(error, click.BadParameter):
+        return error.format_message()
+    name = parameter.opts[0] if isinstance(parameter, click.Option) else parameter.human_readable_name.strip("[]")
+    if isinstance(error, click.MissingParameter):
+        return f"{name}: given nothing; allowed: {_allowed(parameter)}"
+    return f"{name}: {error.message}"
+
+
+def _allowed(parameter: click.Parameter) -> str:
+    """What a parameter takes, in words."""
+    if isinstance(parameter, Argument) and not isinstance(parameter.type, click.Choice):
+        return parameter.meaning
+    return getattr(parameter.type, "allowed", "") or f"a value: {parameter.metavar or 'a word'}"
+
+
+def wrapped_help(text: str, width: int) -> str:
+    """The text below a list of options, for a terminal of this width. Paragraphs are filled. A line of a list is kept; a long one
+    has its explanation below it."""
+    found: list[str] = []
+    for paragraph in text.strip("\n").split("\n\n"):
+        lines = paragraph.splitlines()
+        listed = [line for line in lines if line.startswith("  ")]
+        head = " ".join(line for line in lines if not line.startswith("  "))
+        found += textwrap.wrap(head, width, break_long_words=False, break_on_hyphens=False)
+        for line in listed:
+            found += _list_line(line, width)
+        found.append("")
+    return "\n".join(found).rstrip("\n") + "\n"
+
+
+def _list_line(line: str, width: int) -> list[str]:
+    """One line of a list, a command or a number and what it means, in at most so many columns."""
+    if len(line) <= width:
+        return [line]
+    begin, _, meaning = re.sub(r" {2,}", "\0", line.strip()).partition("\0")
+    how: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False}
+    if len(begin) <= 4 and meaning:
+        return textwrap.wrap(meaning, width, initial_indent=f"  {begin:5}", subsequent_indent=" " * 7, **how)
+    if line.startswith("    "):  # the meaning of the line above
+        return textwrap.wrap(line.strip(), width, initial_indent=" " * 6, subsequent_indent=" " * 6, **how)
+    parts = textwrap.wrap(begin, width - 2, initial_indent="  ", subsequent_indent=" " * 6, **how)
+    command = [f"{part} \\" for part in parts[:-1]] + parts[-1:]  # so that it can be copied
+    return [*command, *textwrap.wrap(meaning, width, initial_indent=" " * 6, subsequent_indent=" " * 6, **how)]
 
 
 def is_quiet(args: Args) -> bool:
@@ -175,7 +279,9 @@ def answer(args: Args, found: Answer, text: str | Callable[[], object]) -> None:
     """Gives the result: as JSON if it was asked for, else as text (printed, or by a function that prints); `--output` has JSON."""
     save(args, found)
     if args.json:
-        print(_json(args, found))
+        text = _json(args, found)
+        interrupts.ignore()
+        print(text)
     elif isinstance(text, str):
         print(text)
     else:
@@ -193,4 +299,4 @@ def save(args: Args, found: Answer) -> None:
 
 def _json(args: Args, found: Answer) -> str:
     found = found() if callable(found) else found
-    return json.dumps({"schema": SCHEMA, "command": args.command, **found}, indent=2)
+    return json.dumps({"schema": SCHEMA, "command": args.command, "interrupted": False, **found}, indent=2)

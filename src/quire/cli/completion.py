@@ -36,7 +36,8 @@ COMMAND = Command(
     "completion",
     run,
     "Prints a script for a shell. Once the shell has read it, the Tab key completes commands, options and their values.",
-    [Argument("shell", "the shell", type=ChoiceOf(SHELLS), metavar="bash|zsh|fish")],
+    [Argument("shell", "the shell: bash, zsh or fish", type=ChoiceOf(SHELLS), metavar="SHELL")],
     EXAMPLES,
     json=False,
+    torch=False,
 )

@@ -21,7 +21,9 @@ from quire.cli.command import (
     Command,
     Count,
     Number,
+    OneOfNames,
     Option,
+    Readable,
     Whole,
     Writable,
     answer,
@@ -63,8 +65,22 @@ exit status: 0 if the target is correct in every case that was run, 1 if not, 2 
 case was refused or skipped, 130 interrupted: what was found until then is reported
 """
 _WHAT, _HOW, _ALONE = "what is tested", "how it is run", "without a target"
+
+
+def _targets() -> tuple[str, ...]:
+    from quire.conformance.runner.find_target import OURS
+
+    return OURS
+
+
 PARAMETERS: list[click.Parameter] = [
-    Argument("target", "a kernel of Quire, a peer, file.py:function or module:function", required=False, metavar="[TARGET]"),
+    Argument(
+        "target",
+        "a kernel of Quire, a peer, file.py:function or module:function",
+        required=False,
+        metavar="[TARGET]",
+        type=OneOfNames(_targets, files=True),
+    ),
     Option(
         "--level",
         type=ChoiceOf(("smoke", "standard", "full")),
@@ -77,6 +93,7 @@ PARAMETERS: list[click.Parameter] = [
     Option(
         "--known",
         metavar="FILE",
+        type=Readable(),
         group=_WHAT,
         help="known failures, one per line: target, case, reason; reports those that pass",
     ),

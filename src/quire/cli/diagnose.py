@@ -9,7 +9,8 @@ import click
 import torch
 
 from quire.cli.check import check_call
-from quire.cli.command import INTERRUPTED, Args, Argument, Command, Option, Whole, answer
+from quire.cli.command import INTERRUPTED, Args, Argument, Command, Option, Readable, Whole, answer, is_quiet
+from quire.cli.progress import announce
 from quire.conformance.recording.record import Recorded, load
 from quire.conformance.recording.replay import Verdict, here, then
 from quire.conformance.reporting.terminal import Printer, printer
@@ -29,7 +30,7 @@ exit status: 0 if both results are correct and the contract holds, 1 if not, 2 i
 until then is shown
 """
 PARAMETERS: list[click.Parameter] = [
-    Argument("file", "calls that quire.record saved", metavar="FILE", required=False),
+    Argument("file", "calls that quire.record saved", metavar="FILE", required=False, type=Readable()),
     Option("--kernel", metavar="NAME", help="the kernel to run it with (default: chosen for this machine)"),
     Option("--device", metavar="NAME", help="device (cuda if there is one, else cpu)"),
     Option("--call", type=Whole(0), default=0, help="which call of the file, from 0 (0)"),
@@ -49,8 +50,10 @@ def run(args: Args) -> int:
     call = calls[args.call]
     contract, verdicts, interrupted = check_call(call), list[Verdict](), False
     try:
+        announce("comparing what the call returned with the reference", is_quiet(args))
         verdicts.append(then(call))
         if all(violation["harmless"] for violation in contract["violations"]):
+            announce("running the call again", is_quiet(args))
             verdicts.append(here(call, args.kernel))
         else:
             verdicts.append(Verdict(f"this machine, {device}", "raised", reason="not run: the call violates the contract"))

@@ -19,7 +19,7 @@ from quire.cli import version
 from quire.cli.command import INTERRUPTED, Args, Command, Option, answer, flag, is_quiet
 from quire.cli.progress import progress
 from quire.cli.self_check import self_check
-from quire.cli.sheet import show
+from quire.cli.sheet import show, write
 from quire.dispatch.catalogue import CATALOGUE
 from quire.dispatch.choose import OPERATIONS, choose
 from quire.dispatch.kernel import BUILD
@@ -57,7 +57,7 @@ def run(args: Args) -> int:
         print(json.dumps(self_check(*args.check)))
         return 0
     report = examine(quiet=is_quiet(args))
-    answer(args, report, (lambda: print(_text(report))) if args.all else lambda: show(_short(report), COLORS))
+    answer(args, report, (lambda: write(_text(report), COLORS)) if args.all else lambda: show(_short(report), COLORS))
     return INTERRUPTED if report["interrupted"] else 0 if report["healthy"] else 1
 
 
@@ -67,7 +67,7 @@ def examine(quiet: bool = True) -> dict[str, Any]:
     kernels: list[dict[str, Any]] = []
     interrupted = False
     try:
-        with progress(len(devices) * len(CATALOGUE), quiet=quiet or not sys.stderr.isatty()) as tell:
+        with progress(len(devices) * len(CATALOGUE), quiet=quiet) as tell:
             for device in devices:
                 for row in _kernels(device):
                     kernels.append(row)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import runpy
 import sys
 from pathlib import Path
@@ -10,8 +11,10 @@ from pathlib import Path
 import click
 
 import quire
-from quire.cli.command import Args, Argument, Command, answer
+from quire import interrupts
+from quire.cli.command import Args, Argument, Command, OneOfNames, answer
 from quire.errors import ArgumentError
+from quire.keywords import suggestion
 
 HELP = """Lists the examples, or runs one. What follows the name is given to the example, which runs in this folder."""
 EXAMPLES = """\
@@ -44,24 +47,43 @@ def summary_of(path: Path) -> str:
     return " ".join(text.split("\n\n")[0].split())
 
 
+def takes_arguments(path: Path) -> bool:
+    """Whether an example reads its command line."""
+    files = path.rglob("*.py") if path.is_dir() else (path,)
+    return any(re.search(r"\b(argparse|sys\.argv|click)\b", file.read_text(encoding="utf-8")) for file in files)
+
+
 def run(args: Args) -> int:
     found = examples()
     if args.name is None:
         listed = {name: summary_of(path) for name, path in found.items()}
-        width = max(map(len, listed), default=0)
-        lines = [f"{name:{width}}  {text}" for name, text in listed.items()] or ["this installation has no examples"]
-        answer(args, {"examples": listed, "folder": str(next(iter(found.values())).parent) if found else None}, "\n".join(lines))
+        folder = str(next(iter(found.values())).parent) if found else None
+        answer(args, {"examples": listed, "folder": folder}, lambda: _list(listed))
         return 0
     if args.json or args.output:
         raise ArgumentError("--json" if args.json else "--output", "before the name", "after the name, if the example has it")
     matching = [name for name in found if args.name in (name, *name.split("_", 1)) or args.name == found[name].name]
     if len(matching) != 1:
-        raise ArgumentError("NAME", repr(args.name), ", ".join(found) or "none: this installation has no examples")
-    return _run(found[matching[0]], list(args.arguments))
+        allowed = ", ".join(found) or "none: this installation has no examples"
+        raise ArgumentError("NAME", repr(args.name), allowed + suggestion(args.name, found))
+    path = found[matching[0]]
+    if args.arguments and not takes_arguments(path):
+        raise ArgumentError("ARGUMENTS", repr(args.arguments[0]), f"none: {path.stem} takes no arguments")
+    return _run(path, list(args.arguments))
+
+
+def _list(listed: dict[str, str]) -> None:
+    from quire.cli.sheet import write
+
+    width = max(map(len, listed), default=0)
+    lines = [f"{name:{width}}  {text}" for name, text in listed.items()] or ["this installation has no examples"]
+    write("\n".join(lines), dict.fromkeys(listed, "bold"))
 
 
 def _run(path: Path, arguments: list[str]) -> int:
     """Runs an example in this process, as `python path` would."""
+    with interrupts.importing():
+        import torch  # noqa: F401  # every example does
     before = sys.argv, list(sys.path)
     sys.argv = [str(path), *arguments]
     sys.path.insert(0, str(path if path.is_dir() else path.parent))
@@ -77,9 +99,9 @@ def _run(path: Path, arguments: list[str]) -> int:
 
 
 PARAMETERS: list[click.Parameter] = [
-    Argument("name", "an example; none for the list", required=False, metavar="[NAME]"),
+    Argument("name", "an example; none for the list", required=False, metavar="[NAME]", type=OneOfNames(examples)),
     Argument("arguments", "given to the example", nargs=-1, type=click.UNPROCESSED, metavar="[ARGUMENTS...]"),
 ]
 # Options after the name belong to the example.
 SETTINGS = {"ignore_unknown_options": True, "allow_interspersed_args": False}
-COMMAND = Command("example", run, HELP, PARAMETERS, EXAMPLES, context_settings=SETTINGS)
+COMMAND = Command("example", run, HELP, PARAMETERS, EXAMPLES, torch=False, context_settings=SETTINGS)

@@ -7,13 +7,14 @@ from typing import Any
 
 import click
 
-from quire.cli.command import Args, Argument, ChoiceOf, Command, Count, Option, answer, flag
+from quire.cli.command import Args, Argument, ChoiceOf, Command, Count, OneOfNames, Option, Readable, answer, flag
 from quire.cli.problem_options import Q_TYPES, own_fp8, platform_of, problem_of, problem_options, type_of
-from quire.cli.sheet import show
+from quire.cli.sheet import show, write
 from quire.compat.vllm_rule import CACHE_TYPES, RULES, VllmCall, explain_vllm
+from quire.dispatch.catalogue import CATALOGUE
 from quire.dispatch.choose import OPERATIONS, choose
 from quire.dispatch.decision import Decision
-from quire.dispatch.summary import summary
+from quire.dispatch.summary import Line, summary
 from quire.errors import ArgumentError, KernelError
 from quire.options import FEATURES
 from quire.platform import Platform
@@ -34,12 +35,29 @@ examples:
 exit status: 0 a kernel runs, 1 none does, 2 an argument is wrong; always 0 with --as vllm
 """
 COLORS = {"chosen": "bold green", "faster": "bold yellow", "possible": "bold yellow", "refused": "red", "note": "yellow"}
+COLORS |= {"could also run": "dim", "to get": "bold yellow", "because": "dim"}
+VLLM_COLORS = {
+    "vLLM": "bold",
+    "holds": "green",
+    "fails": "red",
+    "raises": "red",
+    "traps": "red",
+    "asserts": "red",
+    "note": "yellow",
+}
+
+
+def _kernels() -> list[str]:
+    return list(dict.fromkeys(kernel.name for kernel in CATALOGUE))
+
 
 _BATCH, _REQUEST, _VLLM = "the batch", "request", "vLLM's kernels (with --as vllm)"
 PARAMETERS: list[click.Parameter] = [
-    Argument("file", "calls that quire.record saved, instead of a layer by options", required=False, metavar="[FILE]"),
+    Argument(
+        "file", "calls that quire.record saved, instead of a layer by options", required=False, metavar="[FILE]", type=Readable()
+    ),
     Option("--operation", type=ChoiceOf((*OPERATIONS, "step")), default="attend", group=_REQUEST, help="the operation (attend)"),
-    Option("--kernel", metavar="NAME", group=_REQUEST, help="request a kernel by name"),
+    Option("--kernel", metavar="NAME", type=OneOfNames(_kernels), group=_REQUEST, help="request a kernel by name"),
     flag("--capturing", "the call is captured into a CUDA graph", _REQUEST),
     flag("--all", "show every limit of every kernel", _REQUEST, default=False),
     Option("--seqs", type=Count, default=1, group=_BATCH, help="sequences in the batch (1)"),
@@ -79,14 +97,26 @@ def _recorded(args: Args, platform: Platform) -> int:
 
     def text() -> None:
         for number, (call, decision) in enumerate(zip(calls, decisions)):
-            made = call.decision or f"nothing: it raised {call.metadata['error']}"
-            print(f"call {number}, as it was decided on {call.metadata['device']}:\n{made}\n\nand on {platform.name}:")
+            write(f"call {number}, as it was decided on {call.metadata['device']}:")
+            if args.all and call.decision:
+                write(call.decision, COLORS)
+            else:
+                show(_recorded_lines(call.metadata), COLORS)
+            write(f"\nand on {platform.name}:")
             _show(args, decision)
             print()
 
     answers = [{"there": call.metadata["decision"], "here": decision.to_dict()} for call, decision in zip(calls, decisions)]
     answer(args, {"file": args.file, "calls": answers}, text)
     return 0 if all(decision.chosen for decision in decisions) else 1
+
+
+def _recorded_lines(notes: dict[str, Any]) -> list[Line]:
+    """What was chosen where a call was made, and why."""
+    made = notes["decision"]
+    if made is None:
+        return [Line("chosen", f"none: it raised {notes['error']}")]
+    return [Line("chosen", made["chosen"] or "none"), Line("because", made["because"])]
 
 
 def _decide(args: Args, problem: Problem, extent: Extent, platform: Platform) -> Decision:
@@ -105,9 +135,7 @@ def _decide(args: Args, problem: Problem, extent: Extent, platform: Platform) ->
 
 def _show(args: Args, decision: Decision) -> None:
     if args.all:
-        print(decision)
-        for other in decision.related:
-            print(f"\n{other}")
+        write("\n\n".join(map(str, (decision, *decision.related))), COLORS)
     else:
         show(summary(decision), COLORS)
 
@@ -133,7 +161,7 @@ def _as_vllm(args: Args, platform: Platform) -> int:
     call = decisions[0].call
     texts = [str(decision) if args.all else _failing(str(decision)) for decision in decisions]
     found = {"as": "vllm", "arch": platform.arch, "gqa_ratio": call.gqa_ratio, "answers": answers}
-    answer(args, found, "\n\n".join(texts))
+    answer(args, found, lambda: write("\n\n".join(texts), VLLM_COLORS))
     return 0
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from quire.cli.command import Args, Argument, Command
+from quire.cli.command import Args, Argument, Command, OneOfNames
 
 EXAMPLES = """\
 examples:
@@ -16,15 +16,14 @@ exit status: 0, 2 for a name that is no command
 
 
 def run(args: Args) -> int:
-    from quire.cli import COMMANDS
-    from quire.errors import ArgumentError
+    from quire.cli import COMMANDS, unknown_command
 
     root = click.get_current_context().find_root()
     if args.name is None:
         print(root.get_help())
         return 0
     if args.name not in COMMANDS:
-        raise ArgumentError("COMMAND", repr(args.name), ", ".join(COMMANDS))
+        raise click.UsageError(unknown_command(args.name), root)
     group = root.command
     assert isinstance(group, click.Group)
     command = group.get_command(root, args.name)
@@ -34,11 +33,18 @@ def run(args: Args) -> int:
     return 0
 
 
+def _names() -> list[str]:
+    from quire.cli import COMMANDS
+
+    return list(COMMANDS)
+
+
 COMMAND = Command(
     "help",
     run,
     "Shows all commands and what their exit statuses mean, or the options and examples of one command.",
-    [Argument("name", "a command", required=False, metavar="[COMMAND]")],
+    [Argument("name", "a command", required=False, metavar="[COMMAND]", type=OneOfNames(_names))],
     EXAMPLES,
     json=False,
+    torch=False,
 )

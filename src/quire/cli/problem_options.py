@@ -8,7 +8,7 @@ import click
 
 from quire.cache.format import FORMATS
 from quire.cache.layout import LAYOUTS
-from quire.cli.command import Args, ChoiceOf, Count, Number, Option, Whole, flag
+from quire.cli.command import Args, ChoiceOf, Count, Number, OneOfNames, Option, Whole, flag
 from quire.errors import ArgumentError
 from quire.options import FEATURES, NUMBERS, Options
 from quire.platform import NAMED, NICKNAMES, Platform
@@ -32,6 +32,7 @@ def problem_options() -> list[click.Parameter]:
         Option(
             "--arch",
             metavar="NAME",
+            type=OneOfNames(lambda: (*NAMED, *NICKNAMES)),
             group=machine,
             help=f"another machine: {', '.join(NAMED)}; or a GPU's name, such as {', '.join(list(NICKNAMES)[:12])} (this machine)",
         ),
@@ -44,12 +45,20 @@ def problem_options() -> list[click.Parameter]:
             "--kv-dtype",
             default="auto",
             metavar="TYPE",
+            type=OneOfNames(lambda: ("auto", "fp8", *FORMATS)),
             group=layer,
             help=f"how the cache stores an element: auto (as q), fp8 (the machine's own), {', '.join(FORMATS)}",
         ),
-        Option("--q-dtype", default="bf16", metavar="TYPE", group=layer, help="the type of q (bf16)"),
         Option(
-            "--out-dtype", default="auto", metavar="TYPE", group=layer, help="the type of the output (auto: as q; bf16 for fp8 q)"
+            "--q-dtype", default="bf16", metavar="TYPE", type=OneOfNames(lambda: Q_TYPES), group=layer, help="the type of q (bf16)"
+        ),
+        Option(
+            "--out-dtype",
+            default="auto",
+            metavar="TYPE",
+            type=OneOfNames(lambda: ("auto", *Q_TYPES)),
+            group=layer,
+            help="the type of the output (auto: as q; bf16 for fp8 q)",
         ),
         Option(
             "--scales",

@@ -14,6 +14,7 @@ import click
 from quire.cli.bench import _print_table, _software
 from quire.cli.command import INTERRUPTED, Args, Command, Count, Option, answer, flag, is_quiet, save
 from quire.cli.progress import progress
+from quire.cli.sheet import write
 from quire.errors import ArgumentError
 
 if TYPE_CHECKING:
@@ -138,14 +139,13 @@ def _list(targets: Sequence[TuningTarget], quick: bool) -> None:
     from quire.bench.tune import literal, rounds_of
     from quire.kernels.triton.host.tuning import TABLE
 
-    print("the table; the first entry that matches is used:")
-    for row in TABLE:
-        print(f"  {literal(row)}")
+    lines = ["the table; the first entry that matches is used:", *(f"  {literal(row)}" for row in TABLE)]
     for target in targets:
-        print(f"\n{target.label}, timed on: " + "; ".join(workload.name for workload in target.workloads(quick)))
+        lines += ["", f"{target.label}, timed on: " + "; ".join(workload.name for workload in target.workloads(quick))]
         for number, grid in enumerate(rounds_of(target.kernel, quick), start=1):
             values = ", ".join(f"{name} {'/'.join(map(_short, tried))}" for name, tried in grid.items())
-            print(f"  round {number}, {math.prod(map(len, grid.values()))} candidates: {values}")
+            lines.append(f"  round {number}, {math.prod(map(len, grid.values()))} candidates: {values}")
+    write("\n".join(lines), {"round": "dim"})
 
 
 def _short(value: float | None) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +11,8 @@ import click
 
 from quire.cli.command import INTERRUPTED, Args, ChoiceOf, Command, Option, answer, is_quiet
 from quire.cli.problem_options import platform_of, problem_of, problem_options
+from quire.cli.progress import progress
+from quire.errors import ArgumentError
 from quire.prepare import INDICES, prepare
 
 HELP = """Compiles every kernel that some batch of a layer can need, in parallel, so that no call has to compile. It needs Triton
@@ -48,17 +52,43 @@ PARAMETERS: list[click.Parameter] = [
 def run(args: Args) -> int:
     platform = platform_of(args)
     problem = problem_of(args, platform)
+    if platform.vendor != "cpu" and find_spec("triton") is None:
+        raise click.UsageError("Triton is not installed: it compiles the kernels of GPUs", click.get_current_context(silent=True))
     found: dict[str, Any] = {"arch": platform.arch, "problem": problem.to_dict(), "interrupted": False}
-    head, progress = f"{problem}\non {platform}", False if is_quiet(args) else None
+    head, count = f"{problem}\non {platform}", CompileCount(quiet=is_quiet(args))
+    how: dict[str, Any] = {"index": list(args.index), "platform": platform, "directory": args.directory}
     try:
-        prepared = prepare(problem, index=list(args.index), platform=platform, directory=args.directory, progress=progress)
+        with count.shown:
+            prepared = prepare(problem, **how, progress=count)
     except KeyboardInterrupt:
-        kept = f"{head}\ninterrupted: kernels that were compiled until now are kept in {args.directory or 'the compile cache'}"
-        answer(args, found | {"interrupted": True, "kernels": None}, kept)
+        kept = "interrupted before the first kernel was compiled"
+        if count.done:
+            where = args.directory or "the compile cache"
+            kept = f"interrupted: {count.done} of {count.total} kernels are compiled, and kept in {where}"
+        answer(args, found | {"interrupted": True, "compiled": count.done, "total": count.total}, f"{head}\n{kept}")
         return INTERRUPTED
+    except ArgumentError as error:
+        raise ArgumentError(f"--{error.argument}", error.given, error.allowed) from None
     said = str(prepared) if prepared.kernels else "nothing to compile: the kernels of this platform are not compiled at run time"
-    answer(args, found | prepared._asdict(), f"{head}\n{said}")
+    count_of = {"compiled": len(prepared.kernels), "total": len(prepared.kernels)}
+    answer(args, found | prepared._asdict() | count_of, f"{head}\n{said}")
     return 0 if prepared.kernels else 1
+
+
+class CompileCount:
+    """How many kernels are compiled, shown on standard error."""
+
+    def __init__(self, quiet: bool):
+        self.quiet, self.done = quiet, 0
+        self.total: int | None = None
+        self.shown = ExitStack()
+
+    def __call__(self, done: int, total: int) -> None:
+        if self.total is None:
+            self.tell = self.shown.enter_context(progress(total, quiet=self.quiet))
+        else:
+            self.tell("kernels compiled")
+        self.done, self.total = done, total
 
 
 COMMAND = Command("warm", run, HELP, PARAMETERS, EXAMPLES)

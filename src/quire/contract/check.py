@@ -16,6 +16,7 @@ from quire.contract.call import Call
 from quire.contract.rule import Check, Violation
 from quire.contract.rules import CONTRACT
 from quire.errors import ArgumentError, ContractError, describe
+from quire.keywords import with_pointers
 from quire.options import PLAIN, Options
 
 Level = Literal["auto", "full"]
@@ -44,6 +45,7 @@ class Watch(NamedTuple):
 watching: ContextVar[Watch | None] = ContextVar("quire_watching", default=None)
 
 
+@with_pointers
 def check(
     q: torch.Tensor | None,
     cache: KVCache,

@@ -1,11 +1,10 @@
-"""Prints headings, paragraphs, quotes, items and tables: in color on a terminal if rich is installed, as plain text elsewhere."""
+"""Prints headings, paragraphs, quotes, items and tables: in color on a terminal, as plain text elsewhere."""
 
 from __future__ import annotations
 
 import sys
 import textwrap
 from collections.abc import Sequence
-from importlib.util import find_spec
 from typing import Protocol
 
 WIDTH = 110
@@ -32,12 +31,12 @@ class Printer(Protocol):
 
 
 def printer() -> Printer:
-    """With color if standard output is a terminal and rich is installed."""
-    return ColorPrinter() if sys.stdout.isatty() and find_spec("rich") else PlainPrinter()
+    """With color if standard output is a terminal."""
+    return ColorPrinter() if sys.stdout.isatty() else PlainPrinter()
 
 
 class PlainPrinter:
-    """Text for a file, a pipe, or a machine without rich."""
+    """Text for a file or a pipe."""
 
     def heading(self, text: str) -> None:
         print(f"\n{text}\n{'=' * len(text)}")

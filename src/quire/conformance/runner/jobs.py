@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from multiprocessing.connection import Connection, wait
 from typing import Any
@@ -135,7 +135,8 @@ def _stop(workers: Sequence[CaseWorker]) -> None:
 def _serve(connection: Connection, text: str, device: str | None, seconds: float, in_process: bool, threads: int) -> None:
     begin_child()
     torch.set_num_threads(threads)
-    with ExitStack() as stack:
+    # A broken connection means that the parent has ended.
+    with ExitStack() as stack, suppress(EOFError, OSError):
         try:
             target = (
                 find(text, device) if in_process or is_ours(text) else stack.enter_context(in_subprocess(text, device, seconds))
@@ -145,8 +146,5 @@ def _serve(connection: Connection, text: str, device: str | None, seconds: float
             return
         connection.send(facts_of(target))
         while True:
-            try:
-                case, trusted = connection.recv()
-                connection.send(survive(case, target, trusted))
-            except (EOFError, OSError):
-                return  # the parent closed the connection
+            case, trusted = connection.recv()
+            connection.send(survive(case, target, trusted))

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
+from quire import interrupts
 from quire.errors import ArgumentError
 
 
@@ -27,7 +28,8 @@ class SubprocessWorker:
         context = multiprocessing.get_context("spawn")
         self.connection, theirs = context.Pipe()
         self.process = context.Process(target=self.serve, args=(theirs, *self.arguments), daemon=self.daemon)
-        self.process.start()
+        with interrupts.held():
+            self.process.start()
         theirs.close()
         self._ready = None
 
