@@ -33,9 +33,6 @@ def error_of(line: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         ),
         ("explain --page-size 999999999999999999999", "of 1 or more, at most 2147483647"),
         ("demo --requests 65", "--requests: given 65; allowed: a whole number, 1 to 64"),
-        ("conform cpu --html /proc/x.html", "--html: given /proc/x.html; allowed: a file that can be written"),
-        ("conform cpu --junit /proc/x.xml", "--junit: given /proc/x.xml; allowed: a file that can be written"),
-        ("conform cpu --output /proc/x.json", "--output: given /proc/x.json; allowed: a file that can be written"),
         ("bench --vllm /nope --only decode.*fp32", "--vllm: given '/nope'; allowed: a Python interpreter that can be executed"),
         ("check .", "FILE: given ., which is a folder; allowed: a file"),
         ("check", "FILE: given nothing; allowed: calls that quire.record saved"),
@@ -89,6 +86,15 @@ def test_every_error_of_quire_is_one_line(monkeypatch: pytest.MonkeyPatch, capsy
 
     monkeypatch.setattr(example.COMMAND, "run", fail)
     assert error_of(["example"], capsys) == "quire example: error: there is no such kernel"
+
+
+@pytest.mark.parametrize("option", ["--html", "--junit", "--output"])
+def test_files_are_probed_before_the_run(option: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    from quire.cli import conform
+
+    monkeypatch.setattr(conform.COMMAND, "run", lambda args: pytest.fail("the suite ran"))
+    error = error_of(["conform", "cpu", option, "/proc/x"], capsys)
+    assert f"{option}: given /proc/x; allowed: a file that can be written" in error
 
 
 def test_a_probe_of_a_file_leaves_no_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
