@@ -263,7 +263,7 @@ def _compile(work: Work, platform: Platform, folder: str | None, progress: bool 
                 done.result()
                 tell(count, len(work))
         except BaseException:
-            # Nobody waits for the others, and leaving the block would.
+            # The results of the others are not needed, and leaving the `with` statement would wait for them.
             pool.shutdown(wait=False, cancel_futures=True)
             started = set(active_children()) - set(before)
             for worker in started:
