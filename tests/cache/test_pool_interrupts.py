@@ -141,6 +141,26 @@ def test_a_second_interrupt_while_the_first_is_undone(name, monkeypatch):
         line += 5
 
 
+def test_a_second_interrupt_after_the_step_is_done(monkeypatch):
+    """The first comes when everything is written, before the batch is returned: the step before can be rolled back."""
+    real = Transaction.undo
+
+    def undo(transaction):
+        monkeypatch.setattr(Transaction, "undo", real)
+        raise KeyboardInterrupt
+
+    pool, at = begin()
+    with Interrupt(10**9) as count:
+        ACTS["step with copies"](pool, at)
+
+    pool, at = begin()
+    monkeypatch.setattr(Transaction, "undo", undo)
+    with Interrupt(count.seen), pytest.raises(KeyboardInterrupt):
+        ACTS["step with copies"](pool, at)
+    pool.rollback(at["batch"])
+    assert books(pool) == whole("rollback")[1]
+
+
 def test_a_pool_that_undoes_nothing_is_caught(monkeypatch):
     monkeypatch.setattr(Transaction, "undo", lambda transaction: None)
     with pytest.raises(AssertionError):

@@ -332,7 +332,7 @@ class FreesTwice(PagePool):
         pages = [page for s in sequences for page in s.pages if page >= 0]
         super().free(*sequences)
         if pages and not self.holders[pages[0]]:
-            self._free._make_room(self._free.count + 1)
+            self._free._grow(self._free.count + 1)
             self._free._returned[self._free.count] = pages[0]
             self._free.count += 1
 

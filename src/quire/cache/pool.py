@@ -174,8 +174,9 @@ class PagePool:
             self._pending = None
             return batch
         except BaseException:
-            self._abort(transaction)
-            self._latest = latest
+            # Before anything is undone: another interrupt may end that, and the next use of the pool then completes it.
+            self._pending, self._latest = transaction, latest
+            self._undo_pending()
             raise
 
     def extend(self, sequence: Sequence, new_tokens: int) -> tuple[tuple[int, int], ...]:
