@@ -207,12 +207,20 @@ def alibi_slopes(heads: int) -> torch.Tensor:
     return torch.tensor([2.0 ** (-8.0 * (i + 1) / heads) for i in range(heads)])
 
 
+def causal_sequences(case: Case) -> torch.Tensor:
+    """Which sequences of a case with `causal=mixed` are causal: every second one. The first is causal or not, by the seed, unless a
+    sequence has more new tokens than keys and cannot be causal."""
+    even = torch.arange(case.seqs) % 2 == 0
+    can_be_causal = torch.tensor([q_len <= kv_len for q_len, kv_len in zip(case.q_lens, case.kv_lens)], dtype=torch.bool)
+    return ~even if case.seed % 2 and bool((can_be_causal | even).all()) else even
+
+
 def _options(case: Case, starts: Sequence[int], tokens: int) -> dict[str, Any]:
     given: dict[str, Any] = {"scale": _plain_scale(case)}
     given |= {"window": case.window} | {name: getattr(case, name) for name in NUMBERS}
     given["causal"] = {"yes": True, "no": False, "mixed": None}[case.causal]
     if case.causal == "mixed":
-        given["causal"] = torch.arange(case.seqs) % 2 == 0
+        given["causal"] = causal_sequences(case)
     if case.alibi:
         # The middle heads of a model with twice the heads: these slopes cannot be derived from the number of heads of the call.
         given["alibi"] = alibi_slopes(2 * case.q_heads)[case.q_heads // 2 :][: case.q_heads].clone()
@@ -352,10 +360,16 @@ def _scale(case: Case, part: str, plan: PagePlan) -> torch.Tensor | None:
     return torch.tensor(base)
 
 
+LARGE = 30.0
+"""The standard deviation of poison `large`; that of keys and values is about 1."""
+
+
 def _poison(case: Case, what: str, shape: Sequence[int]) -> torch.Tensor:
     """Poison values: the content of everything that must not be read."""
     if case.poison.startswith("decoy"):
         return torch.randn(*shape, generator=generator(case, case.poison, what)) * (1.0 if case.poison == "decoy" else 1.5) + 0.25
+    if case.poison == "large":
+        return torch.randn(*shape, generator=generator(case, case.poison, what)) * LARGE
     return torch.full(tuple(shape), {"nan": math.nan, "inf": math.inf, "zero": 0.0}[case.poison])
 
 

@@ -68,7 +68,7 @@ class Case:
     """shuffled; shared: sequences start with the same pages; partly: some of them do; identity: ids in order; high: page ids above
     2^16; far: addresses above 2^31 elements; very-far: above 2^32."""
     poison: str = "nan"
-    """Value of slots that must not be read: nan, inf, zero, or numbers like those of other slots: decoy, decoy2."""
+    """Value of slots that must not be read: nan, inf, zero, or numbers: like those of other slots (decoy, decoy2), or large."""
     fill_byte: int = 0xCB
     """The byte that fills the outputs and their guards before the call."""
     tail: str = "page"
@@ -186,7 +186,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "causal": ("yes", "no", "mixed"),
     "data": ("random", "needle", "weak", "even", "wide", "extreme"),
     "table": ("shuffled", "shared", "partly", "identity", "high", "far", "very-far"),
-    "poison": ("nan", "inf", "zero", "decoy", "decoy2"),
+    "poison": ("nan", "inf", "zero", "decoy", "decoy2", "large"),
     "tail": ("page", "-1", "none"),
     "strides": ("dense", "views"),
     "hints": ("exact", "none", "low"),
