@@ -166,3 +166,16 @@ def test_a_contrast_holds_for_failures_that_were_not_diagnosed() -> None:
     ]
     report = with_contrast(Report("kernel", "", "cpu", results))
     assert "softcap" not in report.findings[0][0].contrast
+
+
+def test_a_wrong_lse_is_no_merge_of_splits() -> None:
+    """Each query sees one key, so a merge of splits has no effect; the LSE alone is wrong."""
+
+    def run(call: KernelCall) -> None:
+        compute(call)
+        assert call.lse is not None
+        call.lse[: call.live] += 0.25
+
+    case = Case("one", q_lens=(3, 1), kv_lens=(300, 700), window=(0, 0), lse=True)
+    findings = examine(case, Target("shifted", run)).findings
+    assert "split-merged-in-another-base" not in {name for finding in findings for name in finding.equivalent_faults}

@@ -146,8 +146,9 @@ def _other_base(splits: int | None = None, size: int | None = None) -> Stages:
             total = total + torch.exp2(extra - top)
         share = torch.where(total > 0, 1.0 / total, 0.0).transpose(0, 1)
         out, weighted = (sum((s.transpose(0, 1) * p[i] for s, p in zip(shares, parts)), torch.zeros(())) * share for i in (2, 3))
-        # The LSE may be in either base, or computed separately: it is not predicted.
-        return SequenceResult(out, torch.full_like(right.lse, torch.nan), weighted)
+        # Where the merge has an effect, the LSE may be in either base, or computed separately: it is not predicted there.
+        changed = ((out - right.out).abs() > 1e-9 * right.weighted).any(-1)
+        return SequenceResult(out, right.lse.masked_fill(changed, torch.nan), weighted)
 
     return _with_softmax(softmax)
 
