@@ -45,7 +45,7 @@ def one_key_short(**call):
 
 
 @wraps(attention)
-def two_rows_in_one(**call):
+def rows_swapped(**call):
     """Another fault: two rows of the output are swapped."""
     attention(**call)
     out = call["out"]
@@ -55,7 +55,7 @@ def two_rows_in_one(**call):
 CASES = (Case("plain"), Case("window", window=(7, 0)), Case("hnd pages", layout="hnd"))
 
 if __name__ == "__main__":
-    for name, function in {"correct": attention, "one key short": one_key_short, "rows swapped": two_rows_in_one}.items():
+    for name, function in {"correct": attention, "one key short": one_key_short, "rows swapped": rows_swapped}.items():
         target = wrap(function, name, supports=SUPPORTS)
         for result in (examine(case, target) for case in CASES):
             print(f"{name:14} {result.case.name:10} {result.status:12}", *result.findings[:1], result.reason)

@@ -124,7 +124,7 @@ def _similar_faults(found: Investigation, printer: Printer) -> None:
         f"{REPORTED['mismatched']} wrong elements in row {found.batch['decode_row']} have more than one possible cause. The count "
         "does not distinguish them; three observations do."
     )
-    head = ("planted", "wrong", "worst", "keeps old memory", "correct with int32", "correct with token", "identified", "")
+    head = ("injected fault", "wrong", "worst", "keeps old memory", "correct with int32", "correct with token", "identified", "")
     printer.table(
         head,
         [
@@ -149,7 +149,7 @@ def _kit(found: Investigation, printer: Printer) -> None:
         "16, it reports for a kernel that ..."
     )
     printer.table(
-        ("... has this fault planted", "identified", "at", "evidence", ""),
+        ("a kernel with this fault", "identified", "at", "evidence", ""),
         [(k.planted, k.identified, k.where, "; ".join(k.evidence), GOOD if k.identified == k.expected else BAD) for k in found.kit],
     )
 

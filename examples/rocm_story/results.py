@@ -68,7 +68,7 @@ class SimilarFault:
 
 @dataclass(frozen=True)
 class KitResult:
-    """What the conformance kit reports for a kernel with a planted fault."""
+    """What the conformance kit reports for a kernel with an injected fault."""
 
     planted: str
     identified: str

@@ -20,7 +20,7 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "05_is_my_kernel_right.py"
         ("attention", Case("window", window=(7, 0), tail="-1"), "correct", None),
         ("attention", Case("softcap", softcap=3.0), "skipped", None),
         ("one_key_short", Case("window", window=(7, 0)), "wrong", "window-left-off"),
-        ("two_rows_in_one", Case("lse", lse=True), "wrong", "rows-swapped"),
+        ("rows_swapped", Case("lse", lse=True), "wrong", "rows-swapped"),
     ],
 )
 def test_verdicts_of_the_example(function: str, case: Case, status: str, fault: str | None) -> None:

@@ -142,7 +142,7 @@ def test_location_of_a_finding_is_the_wrong_key() -> None:
     [
         ("several new tokens", lambda q_len, kv_len: q_len > 1),
         ("one new token", lambda q_len, kv_len: q_len == 1),
-        ("several new tokens after others", lambda q_len, kv_len: 1 < q_len < kv_len),
+        ("several new tokens and a context", lambda q_len, kv_len: 1 < q_len < kv_len),
     ],
 )
 def test_fault_of_one_of_two_kernels_is_identified(kind: str, belongs: Callable[[int, int], bool]) -> None:

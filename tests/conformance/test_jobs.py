@@ -150,3 +150,18 @@ def test_bad_arguments(wrong: list[str]) -> None:
     with pytest.raises(SystemExit) as stop:
         main(["conform", *wrong])
     assert stop.value.code == 2
+
+
+def test_jobs_report_the_same_contrast(tmp_path: Path) -> None:
+    """Probes of the contrast run in a worker."""
+    (tmp_path / "capped.py").write_text(
+        "def attention(*, q, k_pages, v_pages, page_table, kv_lens, q_starts, out, scale, softcap):\n"
+        "    import quire\n"
+        "    cache = quire.KVCache.wrap(k_pages, v_pages, layout='nhd')\n"
+        "    batch = quire.Batch(page_table, kv_lens, q_starts)\n"
+        "    quire.attend(q, cache, batch, quire.Options(scale=scale), out=out)\n"
+    )
+    cases = [Case("plain"), Case("capped", softcap=2.0), Case("longer", q_lens=(1,), kv_lens=(90,))]
+    report = conform_in(2, f"{tmp_path}/capped.py:attention", cases, in_process=True)
+    assert report.contrast.startswith("only with softcap (capped passes without it"), report.contrast
+    assert report.findings[0][0].contrast == report.contrast

@@ -82,7 +82,7 @@ REFUSALS: dict[str, tuple[dict[str, Any], dict[str, Any], Any, str, str | None]]
         {"pairs": ("fp16 over fp16",)},
         "bf16 over bf16",
         "fp16 over fp16",
-        "use fp16 over fp16",
+        "use fp16 over fp16 (queries over cache)",
     ),
     "format": ({"formats": ("bf16",)}, {"formats": ("e5m2", "int8")}, "bf16", "e5m2 or int8", "store the cache as e5m2 or int8"),
     "scales": ({"scales": ("none",)}, {"scales": ("tensor",)}, "none", "tensor", "set scales to tensor"),

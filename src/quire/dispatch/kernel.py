@@ -318,7 +318,12 @@ def _limits(kernel: Kernel) -> Iterator[Limit]:
         ("installed", partial(_installed, kernel.needs), all_of(kernel.needs), "install {}"),
         ("built", lambda _: (PACKAGE / str(kernel.library)).exists(), OneOf((True,)) if kernel.library else None, BUILD),
         ("q_dtype", attrgetter("problem.q_dtype"), one_of(kernel.q_dtypes), "pass q as {}"),
-        ("types", lambda query: f"{query.problem.q_dtype} over {query.problem.format}", one_of(kernel.pairs), "use {}"),
+        (
+            "types",
+            lambda query: f"{query.problem.q_dtype} over {query.problem.format}",
+            one_of(kernel.pairs),
+            "use {} (queries over cache)",
+        ),
         ("format", attrgetter("problem.format"), one_of(kernel.formats), "store the cache as {}"),
         ("scales", attrgetter("problem.scales"), one_of(kernel.scales), "set scales to {}"),
         ("layout", attrgetter("problem.layout"), one_of(kernel.layouts), "set layout to {}"),

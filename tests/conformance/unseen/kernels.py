@@ -1,4 +1,4 @@
-"""Faulty kernels, each a few lines away from the correct one: what real kernels get wrong, chosen without the kit's catalogue.
+"""Faulty kernels, each a few lines away from the correct one: what real kernels get wrong.
 
 For each, `names` are the catalogue's faults that are true of it, and `words` are what a contrast must contain to describe it: the
 condition under which the fault shows. An entry without words shows under no special condition.
@@ -60,7 +60,7 @@ class PageByShift(Attention):
         return self.table()[(keys >> bits).clamp(max=self.a.page_table.shape[1] - 1)].long(), keys & ((1 << bits) - 1)
 
 
-@unseen(names="offset-wrapped-at-2^31", words="page table that is far|page table that is very-far|element offsets")
+@unseen(names="offset-wrapped-at-2^31", words="element offsets")
 class OffsetsInInt32(Attention):
     """Element offsets are computed in int32 and wrap."""
 
@@ -90,7 +90,7 @@ class StaleLastValue(Attention):
         return super().cached(part, keys)
 
 
-@unseen(words="page table that is shared|window")
+@unseen(words="sequences share|window")
 class SharedPrefixTooLong(Attention):
     """Sequences with a common first page are taken to share one page more than they do."""
 

@@ -104,7 +104,7 @@ def table(figures: dict[str, Any]) -> str:
     """The results in Markdown."""
     lines = ["| kernel | cases that fail | named | contrast, or symptom |", "|---|---|---|---|"]
     for one in figures["results"]:
-        verdict = ", ".join(one["names"]) or "-"
+        verdict = ", ".join(f"{name} (false)" if name in one["false"] else name for name in one["names"]) or "-"
         said = one["contrast"] or "; ".join(one["symptoms"]) or "-"
         lines.append(f"| `{one['kernel']}` | {one['failing']} | {verdict} | {said} |")
     return "\n".join(lines) + "\n"
@@ -115,6 +115,7 @@ def write_document(file: Path, figures: dict[str, Any]) -> None:
     head = file.read_text(encoding="utf-8").split(MARKER)[0]
     counts = {key: figures[key] for key in ("kernels", "detected", "named", "named_or_described", "false_names")}
     words = ", ".join(f"{key.replace('_', ' ')} {value}" for key, value in counts.items())
+    words = words.replace("kernels ", f"{len(KERNELS)} kernels, measured ", 1)
     file.write_text(f"{head}{MARKER}\n\nLevel `{figures['level']}`: {words}.\n\n{table(figures)}", encoding="utf-8")
 
 

@@ -33,7 +33,7 @@ from quire.conformance.runner.target import Target
 LENGTHS: dict[str, Callable[[int, int], bool]] = {
     "one new token": lambda q_len, kv_len: q_len == 1,
     "several new tokens": lambda q_len, kv_len: q_len > 1,
-    "several new tokens after others": lambda q_len, kv_len: 1 < q_len < kv_len,
+    "several new tokens and a context": lambda q_len, kv_len: 1 < q_len < kv_len,
     "new tokens only": lambda q_len, kv_len: q_len == kv_len,
 }
 """Sequences, by their lengths, for which operators have separate kernels."""

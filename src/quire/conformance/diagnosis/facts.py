@@ -21,18 +21,37 @@ WORDS = {
     "causal": "with causal={}",
     "alibi": "with ALiBi",
     "padding": "with padding rows",
-    "tail": "with page-table cells of {} beyond a sequence's end",
-    "strides": "with queries, table and new tokens that are views of wider tensors",
-    "hints": "with host maxima that are {}",
-    "table": "with a page table that is {}",
     "data": "with {} data",
     "format": "with format {}",
-    "scales": "with scales per {}",
-    "storage": "with pages stored as {}",
     "layout": "with layout {}",
     "q_dtype": "with {} queries",
 }
 """How a fact about a field is worded; otherwise the field's name and its value."""
+WORDS_OF_VALUES = {
+    ("strides", "views"): "with queries, table and new tokens that are views of wider tensors",
+    ("strides", "dense"): "with dense queries, table and new tokens",
+    ("tail", "page"): "with page ids in the page-table cells beyond a sequence's end",
+    ("tail", "-1"): "with -1 in the page-table cells beyond a sequence's end",
+    ("tail", "none"): "without page-table cells beyond the longest sequence",
+    ("hints", "exact"): "with exact hints (max_q_len and max_kv_len)",
+    ("hints", "low"): "with hints (max_q_len and max_kv_len) that are too low",
+    ("hints", "none"): "without hints (max_q_len and max_kv_len)",
+    ("table", "shuffled"): "with shuffled page ids",
+    ("table", "identity"): "with page ids in order",
+    ("table", "shared"): "with pages that all sequences share",
+    ("table", "partly"): "with pages that some sequences share",
+    ("table", "high"): "with page ids above 65536",
+    ("table", "far"): "with element offsets above 2^31",
+    ("table", "very-far"): "with element offsets above 2^32",
+    ("scales", "none"): "without scales",
+    ("scales", "tensor"): "with one scale per tensor",
+    ("scales", "head"): "with scales per head",
+    ("scales", "token"): "with scales per token",
+    ("storage", "native"): "with pages of the cache's own type",
+    ("storage", "bytes"): "with pages stored as bytes",
+    ("storage", "padded"): "with padded pages",
+}
+"""The same for single values."""
 SIZES = ("kv_heads", "group", "head_dim", "page_size")
 """Numeric fields for which thresholds make sense."""
 
@@ -95,7 +114,7 @@ def field_facts(cases: Iterable[Case]) -> Iterator[Fact]:
                 words = f"with {spec.name} other than {spec.default}"
                 yield Fact(words, _differs(spec.name, spec.default), _reset(spec.name, spec.default))
             for value in values:
-                words = WORDS.get(spec.name, f"with {spec.name} {{}}").format(value)
+                words = WORDS_OF_VALUES.get((spec.name, value)) or WORDS.get(spec.name, f"with {spec.name} {{}}").format(value)
                 other = spec.default if value != spec.default else special[0]
                 yield Fact(words, _equals(spec.name, value), _reset(spec.name, other))
     yield Fact(
@@ -212,7 +231,7 @@ def sequence_facts() -> Iterator[Fact]:
     yield fact("in sequences with several new tokens", lambda c, q, n: q > 1, lambda c, q, n: (1, n))
     yield fact("in sequences without context", lambda c, q, n: q == n, lambda c, q, n: (q, n + 3))
     yield fact("in sequences with context", lambda c, q, n: n > q, lambda c, q, n: (q, q))
-    yield fact("in sequences of several new tokens after others", lambda c, q, n: 1 < q < n, lambda c, q, n: (1, n))
+    yield fact("in sequences with several new tokens and a context", lambda c, q, n: 1 < q < n, lambda c, q, n: (1, n))
     yield fact("in sequences with more new tokens than a page", lambda c, q, n: q > c.page_size, lambda c, q, n: (c.page_size, n))
     yield fact("in sequences that end within a page", lambda c, q, n: n % c.page_size > 0, _to_page_end)
     yield fact("in sequences that fill their last page", lambda c, q, n: n > 0 and n % c.page_size == 0, lambda c, q, n: (q, n + 1))

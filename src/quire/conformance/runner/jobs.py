@@ -20,7 +20,7 @@ import torch
 from quire.conformance.cases.case import Case
 from quire.conformance.reporting.report import INTERRUPTED, Report, Result
 from quire.conformance.runner.find_target import find, is_ours
-from quire.conformance.runner.run import Diagnoses, facts_of, failed, report_of, survive, time_limit
+from quire.conformance.runner.run import Diagnoses, facts_of, failed, report_of, survive, time_limit, with_contrast
 from quire.conformance.runner.subprocess_target import SECONDS, in_subprocess
 from quire.conformance.runner.target import Failure, is_lost
 from quire.conformance.runner.worker import SubprocessWorker, begin_child
@@ -50,9 +50,10 @@ def conform_in(
     try:
         facts = workers[0].facts()
         results = _share(workers, cases, known(facts["target"]), each, start, within)
+        report = report_of(facts, results, level, time.perf_counter() - start)
+        return report if report.not_started else with_contrast(report, workers[0].run_case)
     finally:
         _stop(workers)
-    return report_of(facts, results, level, time.perf_counter() - start)
 
 
 def _share(
@@ -111,6 +112,11 @@ class CaseWorker(SubprocessWorker):
         except EOFError:
             raise ArgumentError("target", f"{self.arguments[0]}, whose process died", "a target that can be imported") from None
         return facts
+
+    def run_case(self, case: Case) -> bool | None:
+        """Whether a case passes; None if the target cannot run it."""
+        self.request((case, None))
+        return {"correct": True, "wrong": False}.get(self.result(case).status)
 
     def result(self, case: Case) -> Result:
         """The result of the case that the process ran. If the process died, or lost its device, another one is started."""

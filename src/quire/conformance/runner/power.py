@@ -1,8 +1,7 @@
-"""Detection power: every fault is injected into a correct kernel, and every case must detect those that it should.
+"""Detection power: every fault is injected into a correct kernel, and must be detected by some case.
 
 A case detects a fault of the arithmetic if the output that the fault predicts is beyond the budget. Whether it does depends on the
-data of the case; a case that does not is no error of the suite. A fault of behaviour must be detected wherever it can occur. Each
-fault must be detected by some case.
+data of the case. A fault of behaviour must be detected by every case in which it can occur.
 """
 
 from __future__ import annotations
@@ -95,7 +94,7 @@ def _can_show(name: str, case: Case) -> bool:
     if name == "writes-padding-rows":
         return case.padding > 0
     if name == "changes-inputs":
-        return not FORMATS[case.q_dtype].quantised  # the planted fault doubles a query, which torch cannot do in fp8
+        return not FORMATS[case.q_dtype].quantised  # the injected fault doubles a query, which torch cannot do in fp8
     if name == "depends-on-batch":
         return case.batch_invariant
     if name.startswith("products-in-"):

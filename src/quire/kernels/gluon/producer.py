@@ -62,7 +62,7 @@ def load_page_ids(batch, seq, key, end, C: gl.constexpr):
 
 @gluon.jit
 def load_keys(cache, new, ring, unit, page, key, end, tile, dim, T: gl.constexpr, C: gl.constexpr):
-    """Loads one tile of keys; zeros where no query looks."""
+    """Loads one tile of keys; zeros where no query sees the key."""
     page = page.to(gl.int64) if C.FAR else page.to(gl.int32)
     at = cache.k + key_at(page, unit.kv_head, key, 0, C)
     step: gl.constexpr = C.K_STEPS[5]

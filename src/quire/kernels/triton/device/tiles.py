@@ -201,7 +201,7 @@ def _values(
     SOURCE: tl.constexpr,
     C: tl.constexpr,
 ):
-    """The values of a tile `[KEYS, V_WIDTH]`, in the type of the product; zeros where no query looks, whatever is in memory."""
+    """The values of a tile `[KEYS, V_WIDTH]`, in the type of the product; zeros where no query sees the key."""
     dim = tl.arange(0, C.V_WIDTH)
     if SOURCE != "new":
         at = value_at(page[:, None], head, key[:, None], dim[None, :], C)
