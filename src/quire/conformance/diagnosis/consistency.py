@@ -13,9 +13,14 @@ MOST_BUILT = 24
 """How many failing cases are looked at for each name."""
 
 
+EFFECTS = ("state-leaks", "depends-on-batch")
+"""What nondeterminism can look like."""
+
+
 def without_minority_names(results: Sequence[Result]) -> list[Result]:
     """A name that explains fewer failing cases than it leaves unexplained, of those in which the fault would show, becomes a
     symptom: the result looks like that fault, but something else is wrong."""
+    results = without_effects_of_nondeterminism(results)
     names = dict.fromkeys(f.fault for result in results for f in result.findings if _is_predicted(f.fault))
     doubtful = {name for name in names if _left_unexplained(name, results) > _explained(name, results)}
     kept = [tuple(_demoted(f) if f.fault in doubtful else f for f in result.findings) for result in results]
@@ -40,3 +45,21 @@ def _left_unexplained(name: str, results: Sequence[Result]) -> int:
 def _demoted(finding: Finding) -> Finding:
     looks = f"in a few of the failing cases it looks like {finding.fault} ({BY_NAME[finding.fault].effect})"
     return replace(finding, fault=UNKNOWN, equivalent_faults=(UNKNOWN,), symptom=looks)
+
+
+def without_effects_of_nondeterminism(results: Sequence[Result]) -> list[Result]:
+    """A kernel that gives other bits from call to call also does so after another call, and for a sequence alone: if one case shows
+    the former, the latter are no faults of their own."""
+    name = "two-runs-differ"
+    if not any(finding.fault == name for result in results for finding in result.findings):
+        return list(results)
+    changed = []
+    for result in results:
+        findings = (
+            replace(finding, fault=name, equivalent_faults=(name,), summary=BY_NAME[name].effect)
+            if finding.fault in EFFECTS
+            else finding
+            for finding in result.findings
+        )
+        changed.append(replace(result, findings=tuple(findings)))
+    return changed
