@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy
@@ -222,6 +223,12 @@ def given_to(name: str, **changes: Any) -> None:
 OPERATORS = [name for name in vllm.__all__ if name != "KVQuantMode"]
 OURS = [(name, argument) for name, (_, good) in FUNCTIONS.items() for argument in good()]
 THEIRS = [(name, argument) for name in OPERATORS for argument in inspect.signature(getattr(vllm, name)).parameters]
+
+
+@pytest.fixture(autouse=True)
+def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A string may be the name of a folder, which is then created."""
+    monkeypatch.chdir(tmp_path)
 
 
 def foreign(run: Callable[[Any], Any]) -> list[str]:
