@@ -13,7 +13,7 @@ BUILT := $(VENV)/.built
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -qq --constraint $(CONSTRAINTS)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test gpu-test versions sanitize emulate lint format bench docs figures site dist project-url clean
+.PHONY: help demo test gpu-test clients versions sanitize emulate lint format bench docs figures site dist project-url clean
 
 help: ## show this list
 	@echo "Quire: paged attention that explains itself."
@@ -33,6 +33,10 @@ test: $(BUILT) ## run the whole test suite on the CPU
 # On a GPU machine torch is there already: no environment is made, $(PYTHON) is used as it is. It needs torch, triton, numpy, pytest.
 gpu-test: ## test the operator on this machine's GPU
 	@PYTHONPATH=src $(PYTHON) tests/gpu/run.py $(if $(REPORTS),--reports $(REPORTS))
+
+# CLIENTS="vllm transformers" tests these alone. Every client has its own environment, .venv-NAME, from tests/clients/NAME.txt.
+clients: ## test Quire in vLLM, transformers and other engines: many minutes
+	@$(PYTHON) tests/clients/run.py $(CLIENTS)
 
 versions: $(READY) ## compile the GPU kernels with Triton 3.6 to 3.9: minutes
 	@$(BIN)/python tests/versions/run.py

@@ -54,6 +54,7 @@ torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else 2)
 def pytest_addoption(parser: pytest.Parser) -> None:
     help = "compile the Triton kernels for every card in every format and width, not in a choice of them: many minutes"
     parser.addoption("--full-compile", action="store_true", help=help)
+    parser.addoption("--client", help="the client whose tests in tests/clients run; it is installed in this environment")
     parser.addoption("--random-seed", type=int, help="the first seed of the random calls on a GPU; by default another in each run")
     parser.addoption("--random-seconds", type=float, default=120.0, help="how long random calls are made on a GPU, in each process")
 

@@ -22,12 +22,24 @@ LAYERS = (
     ("dispatch",),
     ("launch", "slot_batch"),
     ("attend", "write", "step", "ops", "merge", "explain", "prepare", "checked", ""),  # "" is the package itself: `import quire`
-    ("conformance", "bench", "demo", "compat", "integrations", "html"),
+    ("conformance", "bench", "demo", "compat", "integrations", "distributed", "html"),
     ("cli", "__main__"),
 )
 RANK = {part: rank for rank, layer in enumerate(LAYERS) for part in layer}
 KERNELS_MAY_IMPORT = ("errors", "cache", "batch", "options", "platform", "problem")
-MAY_IMPORT_KERNELS = ("dispatch", "prepare", "attend", "write", "step", "conformance", "bench", "compat", "integrations", "cli")
+MAY_IMPORT_KERNELS = (
+    "dispatch",
+    "prepare",
+    "attend",
+    "write",
+    "step",
+    "conformance",
+    "bench",
+    "compat",
+    "integrations",
+    "distributed",
+    "cli",
+)
 THE_LIBRARY = ("quire.kernels.native.call", "quire.kernels.native.library")  # answers for the rules, too, whether values are legal
 MAY_IMPORT_REFERENCE = ("conformance", "bench", "demo", "cli")
 # What a function may load from a layer above, when a user asks for it: `import quire` stays light.
