@@ -1,0 +1,219 @@
+"""The ways to divide the attention of a model over GPUs, and what each costs."""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from quire.cache.format import FORMATS
+from quire.plan.communication import Collective, all_gather, all_reduce, reduce_scatter
+from quire.plan.counts import Layer, Lengths, Shard, count, visible_keys
+from quire.plan.machines import Cluster
+from quire.plan.models import LayerKind, ModelShape
+from quire.plan.step_time import HBM, LATENCY, layer_time, write_bytes, write_time
+
+COMMUNICATION, CAPACITY = "communication", "capacity"
+"""Limiting resources beside those of one GPU."""
+
+
+class Split(NamedTuple):
+    """How GPUs share the work: heads over `tp`, pages of a sequence over `cp`, sequences over `dp`. Ranks of `tp` are neighbours,
+    then those of `cp`."""
+
+    tp: int
+    cp: int
+    dp: int
+
+    @property
+    def gpus(self) -> int:
+        """The GPUs of one replica, which share the weights."""
+        return self.tp * self.cp
+
+    def __str__(self) -> str:
+        return f"tp {self.tp} x cp {self.cp} x dp {self.dp}"
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is planned: a model, a batch, GPUs."""
+
+    model: ModelShape
+    sequences: Lengths
+    cluster: Cluster
+    kv_format: str = "bf16"
+    q_format: str = "bf16"
+    page_size: int = 16
+    memory_part: float = 0.9
+    """The part of a GPU's memory for weights and cache."""
+    whole_cache: bool = False
+    """Whether layers with a window keep all tokens, as with one page table for all layers."""
+
+    def layer(self, kind: LayerKind, tp: int = 1) -> Layer:
+        """The attention of a layer on one GPU. With fewer key heads than ranks, several ranks have the same one."""
+        model = self.model
+        return Layer(
+            model.q_heads // tp,
+            max(1, model.kv_heads // tp),
+            model.head_dim,
+            self.page_size,
+            self.q_format,
+            self.kv_format,
+            kind.window,
+            model.softcap,
+            model.sinks,
+        )
+
+
+@dataclass(frozen=True)
+class SplitCost:
+    """What a step costs with a split, on the GPU that takes the longest; all layers."""
+
+    split: Split
+    parts: dict[str, float]
+    """Seconds by resource: those of one GPU, and communication. Their sum is the time of the step."""
+    collectives: dict[str, float]
+    """Seconds of each collective."""
+    bytes: int
+    """Moved to and from the GPU's memory, by attention and by the write of new tokens."""
+    flops: int
+    sent: float
+    """Bytes that the GPU sends to others."""
+    kv_heads: int
+    replication: int
+    """GPUs of a replica that have the same keys."""
+    weights: float
+    """Bytes of weights on a GPU."""
+    cache: float
+    """Bytes of the cache of this batch on a GPU."""
+    usable: float
+    """Bytes of a GPU's memory for both."""
+    most_sequences: int
+    """Sequences of the batch's mean length that fit, in all replicas."""
+
+    @property
+    def seconds(self) -> float:
+        return sum(self.parts.values())
+
+    @property
+    def fits(self) -> bool:
+        return self.weights + self.cache <= self.usable
+
+    @property
+    def limit(self) -> str:
+        """The resource that takes the most time; the memory, if the batch does not fit."""
+        return max(self.parts, key=self.parts.__getitem__) if self.fits else CAPACITY
+
+
+def possible_splits(model: ModelShape, gpus: int) -> Iterator[Split]:
+    """Every split of so many GPUs: query heads are divided evenly, and key heads are divided or replicated evenly."""
+    for tp in _divisors(gpus):
+        even = not model.kv_heads % tp or not tp % model.kv_heads
+        if model.q_heads % tp == 0 and even:
+            for cp in _divisors(gpus // tp):
+                yield Split(tp, cp, gpus // tp // cp)
+
+
+def all_costs(job: Job) -> list[SplitCost]:
+    """The cost of every split, those that fit first, the fastest first; among equals the one with fewer GPUs in a replica."""
+    costs = [cost_of(job, split) for split in possible_splits(job.model, job.cluster.gpus)]
+    return sorted(costs, key=lambda cost: (not cost.fits, cost.seconds, cost.split.gpus, cost.split.cp))
+
+
+def cost_of(job: Job, split: Split) -> SplitCost:
+    """The cost of one split: that of its slowest replica."""
+    replicas = {tuple(sorted(batch)): batch for batch in divided(job.sequences, split.dp)}
+    return max((_replica_cost(job, split, batch) for batch in replicas.values()), key=lambda cost: (cost.seconds, cost.cache))
+
+
+def divided(sequences: Lengths, replicas: int) -> list[list[tuple[int, int]]]:
+    """The sequences of each replica: the one with the most pairs first, each to the replica with the fewest until then."""
+    loads = [(0, i) for i in range(replicas)]
+    found: list[list[tuple[int, int]]] = [[] for _ in range(replicas)]
+    for new, context in sorted(sequences, key=lambda one: -one[0] * (2 * one[1] + one[0])):
+        load, i = loads[0]
+        found[i].append((new, context))
+        heapq.heapreplace(loads, (load + new * (2 * context + new), i))
+    return found
+
+
+def _replica_cost(job: Job, split: Split, batch: list[tuple[int, int]]) -> SplitCost:
+    parts: dict[str, float] = {}
+    collectives: dict[str, float] = {}
+    moved = flops = 0
+    sent = cache = 0.0
+    tokens = sum(new for new, _ in batch)
+    for kind in job.model.kinds:
+        layer = job.layer(kind, split.tp)
+        shard = _busiest(layer, batch, split.cp)
+        time, counts = layer_time(layer, batch, job.cluster.machine, shard), count(layer, batch, shard)
+        stored = -(-tokens // split.cp)
+        write = write_time(layer, stored, job.cluster.machine)
+        _add(parts, time.limit, kind.count * time.work)
+        _add(parts, LATENCY, kind.count * time.latency)
+        _add(parts, HBM, kind.count * write)
+        for collective in layer_collectives(job, split, tokens):
+            seconds = collective.seconds(job.cluster) if tokens else 0.0
+            _add(parts, COMMUNICATION, kind.count * seconds)
+            _add(collectives, collective.name, kind.count * seconds)
+            sent += kind.count * collective.sent
+        moved += kind.count * (counts.bytes + write_bytes(layer, stored))
+        flops += kind.count * counts.flops
+        cache += kind.count * sum(kept_tokens(job, kind, one, split.cp) for one in batch) * layer.key_bytes
+    return _with_memory(job, split, SplitCost(split, parts, collectives, moved, flops, sent, 0, 1, 0.0, cache, 0.0, 0), len(batch))
+
+
+def _with_memory(job: Job, split: Split, cost: SplitCost, sequences: int) -> SplitCost:
+    model = job.model
+    weights = model.weight_bytes / split.gpus
+    usable = job.cluster.machine.memory * job.memory_part
+    each = cost.cache / max(1, sequences)
+    most = int((usable - weights) // each) * split.dp if each and usable > weights else 0
+    heads = max(1, model.kv_heads // split.tp)
+    copies = heads * split.tp // model.kv_heads
+    return replace(cost, kv_heads=heads, replication=copies, weights=weights, usable=usable, most_sequences=most)
+
+
+def layer_collectives(job: Job, split: Split, tokens: int) -> list[Collective]:
+    """The collectives of one layer. The output projection is divided over all GPUs of a replica, so its result is summed over them.
+    Ranks that share a sequence gather the queries of their heads, and merge their outputs by the log-sum-exp."""
+    found = [all_reduce(tokens * job.model.hidden * 2, split.gpus, split.gpus, "all-reduce of the output projection")]
+    if split.cp > 1:
+        heads = tokens * job.model.q_heads // split.tp
+        size = heads * job.model.head_dim * 2
+        found.append(all_gather(size * FORMATS[job.q_format].itemsize // 2, split.cp, split.gpus, "gather of queries"))
+        # Of each rank, not of each part: every rank has a log-sum-exp for every head.
+        found.append(all_gather(4 * heads * split.cp, split.cp, split.gpus, "gather of log-sum-exp"))
+        found.append(reduce_scatter(size, split.cp, split.gpus, "merge of outputs"))
+    return found
+
+
+def kept_tokens(job: Job, kind: LayerKind, lengths: tuple[int, int], cp: int) -> int:
+    """Tokens of a sequence that a GPU keeps in a layer: whole pages, the most of any rank."""
+    new, context = lengths
+    first = 0
+    if kind.window is not None and not job.whole_cache:
+        first = max(0, context + 1 - kind.window)
+    pages = -(-(new + context) // job.page_size) - first // job.page_size
+    return -(-pages // cp) * job.page_size
+
+
+def _busiest(layer: Layer, batch: list[tuple[int, int]], cp: int) -> Shard:
+    """The rank with the most keys to read."""
+    if cp == 1:
+        return Shard()
+    different = Counter(batch)
+    return max(
+        (Shard(rank, cp) for rank in range(cp)),
+        key=lambda shard: sum(times * visible_keys(*one, layer, shard) for one, times in different.items()),
+    )
+
+
+def _add(into: dict[str, float], name: str, seconds: float) -> None:
+    into[name] = into.get(name, 0.0) + seconds
+
+
+def _divisors(number: int) -> list[int]:
+    return [i for i in range(1, number + 1) if number % i == 0]
