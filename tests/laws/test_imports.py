@@ -22,7 +22,7 @@ LAYERS = (
     ("dispatch",),
     ("launch", "slot_batch"),
     ("attend", "write", "step", "ops", "merge", "explain", "prepare", "checked", ""),  # "" is the package itself: `import quire`
-    ("conformance", "bench", "demo", "compat", "integrations", "distributed", "html"),
+    ("conformance", "bench", "plan", "demo", "compat", "integrations", "distributed", "html"),
     ("cli", "__main__"),
 )
 RANK = {part: rank for rank, layer in enumerate(LAYERS) for part in layer}
@@ -41,7 +41,7 @@ MAY_IMPORT_KERNELS = (
     "cli",
 )
 THE_LIBRARY = ("quire.kernels.native.call", "quire.kernels.native.library")  # answers for the rules, too, whether values are legal
-MAY_IMPORT_REFERENCE = ("conformance", "bench", "demo", "cli")
+MAY_IMPORT_REFERENCE = ("conformance", "bench", "plan", "demo", "cli")
 # What a function may load from a layer above, when a user asks for it: `import quire` stays light.
 LOADED_ON_REQUEST = {"": ("conformance", "reference"), "checked": ("conformance",)}
 # Who may import a module whose name is not in its source: the name comes from a table, or from the user.

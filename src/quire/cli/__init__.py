@@ -30,6 +30,7 @@ COMMANDS = {
     "conform": "test any paged-attention function, and name its faults",
     "diagnose": "run a recorded call again, and name what is wrong with it",
     "bench": "measure the kernels against other libraries; each result is checked before it is timed",
+    "plan": "predict the cost of attention on some GPUs, and find the best parallel split",
     "tune": "search for the best tile sizes of the Triton kernels on this GPU",
     "completion": "print the script that completes commands and options in a shell",
     "help": "show the help of a command",

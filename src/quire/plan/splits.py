@@ -123,9 +123,54 @@ def all_costs(job: Job) -> list[SplitCost]:
 
 
 def cost_of(job: Job, split: Split) -> SplitCost:
-    """The cost of one split: that of its slowest replica."""
+    """The cost of one split: the time of its slowest replica, the memory of its fullest one."""
     replicas = {tuple(sorted(batch)): batch for batch in divided(job.sequences, split.dp)}
-    return max((_replica_cost(job, split, batch) for batch in replicas.values()), key=lambda cost: (cost.seconds, cost.cache))
+    slowest = max((_replica_cost(job, split, batch) for batch in replicas.values()), key=lambda cost: cost.seconds)
+    model = job.model
+    heads = max(1, model.kv_heads // split.tp)
+    memory = memory_of(job, split)
+    return replace(slowest, kv_heads=heads, replication=heads * split.tp // model.kv_heads, **memory._asdict())
+
+
+class Memory(NamedTuple):
+    """What one GPU has to hold: bytes of weights and of the batch's cache, those it can hold, and sequences of the batch's mean
+    length that fit in all replicas."""
+
+    weights: float
+    cache: float
+    usable: float
+    most_sequences: int
+
+    @property
+    def fits(self) -> bool:
+        return self.weights + self.cache <= self.usable
+
+
+def memory_of(job: Job, split: Split) -> Memory:
+    """The memory of the fullest GPU."""
+    weights, usable = job.model.weight_bytes / split.gpus, job.cluster.machine.memory * job.memory_part
+    fullest = max(_cache_bytes(job, split, Counter(batch)) for batch in divided(job.sequences, split.dp))
+    mean = _cache_bytes(job, split, Counter(job.sequences)) / len(job.sequences)
+    return Memory(weights, fullest, usable, int(max(0.0, usable - weights) // mean) * split.dp)
+
+
+def _cache_bytes(job: Job, split: Split, batch: Counter[tuple[int, int]]) -> float:
+    """Bytes of the cache of some sequences on one GPU."""
+    return sum(
+        kind.count * job.layer(kind, split.tp).key_bytes * sum(times * kept_tokens(job, kind, one, split.cp) for one, times in batch.items())
+        for kind in job.model.kinds
+    )
+
+
+def least_gpus(job: Job, most: int = 4096) -> int | None:
+    """The fewest GPUs, doubled from those of the job on, that hold the model and the batch; None if `most` do not."""
+    gpus = job.cluster.gpus
+    while gpus <= most:
+        larger = replace(job, cluster=job.cluster._replace(gpus=gpus))
+        if any(memory_of(larger, split).fits for split in possible_splits(job.model, gpus)):
+            return gpus
+        gpus *= 2
+    return None
 
 
 def divided(sequences: Lengths, replicas: int) -> list[list[tuple[int, int]]]:
@@ -143,7 +188,7 @@ def _replica_cost(job: Job, split: Split, batch: list[tuple[int, int]]) -> Split
     parts: dict[str, float] = {}
     collectives: dict[str, float] = {}
     moved = flops = 0
-    sent = cache = 0.0
+    sent = 0.0
     tokens = sum(new for new, _ in batch)
     for kind in job.model.kinds:
         layer = job.layer(kind, split.tp)
@@ -161,19 +206,7 @@ def _replica_cost(job: Job, split: Split, batch: list[tuple[int, int]]) -> Split
             sent += kind.count * collective.sent
         moved += kind.count * (counts.bytes + write_bytes(layer, stored))
         flops += kind.count * counts.flops
-        cache += kind.count * sum(kept_tokens(job, kind, one, split.cp) for one in batch) * layer.key_bytes
-    return _with_memory(job, split, SplitCost(split, parts, collectives, moved, flops, sent, 0, 1, 0.0, cache, 0.0, 0), len(batch))
-
-
-def _with_memory(job: Job, split: Split, cost: SplitCost, sequences: int) -> SplitCost:
-    model = job.model
-    weights = model.weight_bytes / split.gpus
-    usable = job.cluster.machine.memory * job.memory_part
-    each = cost.cache / max(1, sequences)
-    most = int((usable - weights) // each) * split.dp if each and usable > weights else 0
-    heads = max(1, model.kv_heads // split.tp)
-    copies = heads * split.tp // model.kv_heads
-    return replace(cost, kv_heads=heads, replication=copies, weights=weights, usable=usable, most_sequences=most)
+    return SplitCost(split, parts, collectives, moved, flops, sent, 0, 1, 0.0, 0.0, 0.0, 0)
 
 
 def layer_collectives(job: Job, split: Split, tokens: int) -> list[Collective]:

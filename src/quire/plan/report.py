@@ -1,0 +1,204 @@
+"""A plan as JSON-compatible values, as lines and as a table."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from quire.plan import communication
+from quire.plan.counts import Lengths
+from quire.plan.kernel_rates import unmeasured
+from quire.plan.machines import MEASURED, Cluster
+from quire.plan.splits import Job, SplitCost, all_costs, cost_of, least_gpus
+from quire.plan.step_time import SHORT
+
+CONTEXTS = tuple(1 << power for power in range(10, 21))
+"""Lengths of the curve: 1024 to 1048576 tokens."""
+CURVES = 4
+"""The splits that the curve shows, the fastest first."""
+BAR = 24
+"""Characters of the longest bar of the table."""
+
+
+def plan(job: Job, step: str) -> dict[str, Any]:
+    """The plan of a job, ready for JSON: every split, the best one (None if none fits), and what was assumed."""
+    costs = all_costs(job)
+    best = costs[0] if costs[0].fits else None
+    return {
+        "model": _model(job),
+        "machine": _machine(job.cluster),
+        "step": {
+            "kind": step,
+            "sequences": len(job.sequences),
+            "new_tokens": sum(new for new, _ in job.sequences),
+            "longest": max(map(sum, job.sequences)),
+            "kv_format": job.kv_format,
+            "q_format": job.q_format,
+            "page_size": job.page_size,
+        },
+        "fits": best is not None,
+        "least_gpus": None if best else least_gpus(job),
+        "limit": (best or costs[0]).limit,
+        "best": best and cost_values(best),
+        "splits": [cost_values(cost) for cost in costs],
+        "curve": curve(job, costs[:CURVES]),
+        "assumptions": assumptions(job),
+    }
+
+
+def cost_values(cost: SplitCost) -> dict[str, Any]:
+    """The cost of a split: all layers of a step, on the slowest GPU."""
+    return {
+        **cost.split._asdict(),
+        "milliseconds": cost.seconds * 1e3,
+        "parts_milliseconds": {name: seconds * 1e3 for name, seconds in cost.parts.items()},
+        "collectives_milliseconds": {name: seconds * 1e3 for name, seconds in cost.collectives.items()},
+        "bytes": cost.bytes,
+        "flops": cost.flops,
+        "bytes_sent": cost.sent,
+        "kv_heads_per_gpu": cost.kv_heads,
+        "replication": cost.replication,
+        "weight_bytes": cost.weights,
+        "cache_bytes": cost.cache,
+        "usable_bytes": cost.usable,
+        "most_sequences": cost.most_sequences,
+        "fits": cost.fits,
+        "limit": cost.limit,
+    }
+
+
+def curve(job: Job, costs: Sequence[SplitCost]) -> list[dict[str, Any]]:
+    """The time of the fastest splits over the length of the context: every sequence has that many tokens, its new ones included."""
+    found = []
+    for cost in costs:
+        points = []
+        for context in CONTEXTS:
+            sequences: Lengths = tuple((new, context - new) for new, _ in job.sequences if new <= context)
+            if len(sequences) == len(job.sequences):
+                at = cost_of(replace(job, sequences=sequences), cost.split)
+                points.append({"context": context, "milliseconds": at.seconds * 1e3, "fits": at.fits})
+        found.append({**cost.split._asdict(), "points": points})
+    return found
+
+
+def assumptions(job: Job) -> list[str]:
+    """What the plan assumes beside measured times."""
+    machine = job.cluster.machine
+    found = ["time is that of attention and of the cache write; projections, MLPs and sampling are not counted"]
+    if machine.name != MEASURED:
+        found.append(f"{machine.name} was not measured: the kernels are assumed to reach the same parts of its limits as on an H200")
+    if job.cluster.gpus > 1:
+        found.append(
+            f"communication was not measured: collectives are assumed to reach {communication.LINK_PART:.0%} of a link, to take at least "
+            f"{communication.LINK_LATENCY * 1e6:g} us within a node and {communication.NETWORK_LATENCY * 1e6:g} us between nodes, and "
+            "not to overlap with computation; all GPUs of a replica (tp x cp) share the weights"
+        )
+    if any(kind.window is not None for kind in job.model.kinds) and not job.whole_cache:
+        found.append("layers with a window keep only the pages that the window still sees (--whole-cache: all pages)")
+    decodes = any(new <= SHORT for new, _ in job.sequences)
+    prefills = any(new > SHORT for new, _ in job.sequences)
+    notes = (note for kind in job.model.kinds for note in unmeasured(job.layer(kind), decodes, prefills))
+    return [*found, *dict.fromkeys(notes)]
+
+
+def _model(job: Job) -> dict[str, Any]:
+    model = job.model
+    return {
+        "name": model.name,
+        "parameters": model.parameters,
+        "weight_bytes": model.weight_bytes,
+        "q_heads": model.q_heads,
+        "kv_heads": model.kv_heads,
+        "head_dim": model.head_dim,
+        "layers": [{"count": kind.count, "window": kind.window} for kind in model.kinds],
+    }
+
+
+def _machine(cluster: Cluster) -> dict[str, Any]:
+    machine = cluster.machine
+    return {
+        "name": machine.name,
+        "gpus": cluster.gpus,
+        "nodes": cluster.nodes,
+        "bandwidth": machine.bandwidth,
+        "flops": machine.flops,
+        "memory": machine.memory,
+        "link": machine.link,
+        "link_name": machine.link_name,
+        "network": machine.network,
+    }
+
+
+def title(found: dict[str, Any]) -> str:
+    """What was planned, in one line."""
+    step, machine = found["step"], found["machine"]
+    nodes = f" in {machine['nodes']} nodes" if machine["nodes"] > 1 else ""
+    sequences = f"{step['sequences']} sequence{'s' if step['sequences'] > 1 else ''}"
+    return (
+        f"{found['model']['name']} on {machine['gpus']} x {machine['name']}{nodes}: {step['kind']}, {sequences}, "
+        f"{step['new_tokens']} new tokens, up to {step['longest']} tokens each, {step['kv_format']} cache"
+    )
+
+
+def lines(found: dict[str, Any]) -> list[tuple[str, str]]:
+    """Labels and texts: the result in words."""
+    best = found["best"]
+    if best is None:
+        needed = found["least_gpus"]
+        more = f"{needed} of these GPUs would hold them" if needed else "not even 4096 of these GPUs would hold them"
+        first = found["splits"][0]
+        memory = f"{_size(first['weight_bytes'])} of weights and {_size(first['cache_bytes'])} of cache"
+        text = f"{memory} in the fastest split, {_size(first['usable_bytes'])} usable on each GPU: {more}"
+        return [("best", "none: model and batch do not fit"), ("limit", "capacity"), ("memory", text)]
+    layers = sum(kind["count"] for kind in found["model"]["layers"])
+    parts = sorted(best["parts_milliseconds"].items(), key=lambda part: -part[1])
+    shown = ", ".join(f"{name} {milliseconds(value)}" for name, value in parts if value)
+    held = f"{_size(best['weight_bytes'])} of weights and {_size(best['cache_bytes'])} of cache on each GPU"
+    sent = f", {_size(best['bytes_sent'])} sent" if best["bytes_sent"] else ""
+    return [
+        ("best", f"{_split(best)}: {milliseconds(best['milliseconds'])} for the attention of a step, {layers} layers"),
+        ("limit", f"{best['limit']} ({shown})"),
+        ("work", f"{_size(best['bytes'])} moved, {best['flops'] / 1e9:,.4g} GFLOP{sent} by each GPU in a step"),
+        ("memory", f"{held}, {_size(best['usable_bytes'])} usable; {best['most_sequences']} sequences of this length fit"),
+    ]
+
+
+HEAD = ("split", "KV heads", "copies", "moved", "GFLOP", "sent", "cache", "fits", "ms", "limit", "")
+
+
+def table(found: dict[str, Any], most: int | None = None) -> list[list[str]]:
+    """A line for each split, the fastest first, with a bar of its time."""
+    shown = found["splits"][:most]
+    longest = max(split["milliseconds"] for split in shown)
+    return [
+        [
+            _split(split),
+            str(split["kv_heads_per_gpu"]),
+            str(split["replication"]),
+            _size(split["bytes"]),
+            f"{split['flops'] / 1e9:,.4g}",
+            _size(split["bytes_sent"]),
+            _size(split["cache_bytes"]),
+            str(split["most_sequences"]) if split["fits"] else "no",
+            f"{split['milliseconds']:.3g}",
+            split["limit"],
+            "#" * max(1, round(BAR * split["milliseconds"] / longest)),
+        ]
+        for split in shown
+    ]
+
+
+def milliseconds(value: float) -> str:
+    return f"{value:.3g} ms" if value >= 1 else f"{value * 1e3:.3g} us"
+
+
+def _split(split: dict[str, Any]) -> str:
+    return f"tp {split['tp']} x cp {split['cp']} x dp {split['dp']}"
+
+
+def _size(count: float) -> str:
+    for factor, unit in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "KB")):
+        if count >= factor:
+            return f"{count / factor:.3g} {unit}"
+    return f"{count:.3g} B" if count else "-"
