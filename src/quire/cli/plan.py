@@ -118,6 +118,8 @@ def _job(args: Args) -> tuple[Any, str]:
     model = model_of(args.model)
     if args.weight_bits is not None:
         model = replace(model, weight_bits=args.weight_bits, expert_bits=0.0)
+    if not model.weight_bits:
+        raise ArgumentError("--weight-bits", None, f"bits of a weight: the quantisation or type of {model.name} is not known")
     if args.memory_part is not None and args.memory_part > 1:
         raise ArgumentError("--memory-part", args.memory_part, "a part of the memory above 0, at most 1")
     platform = Platform.named(cluster.machine.platform)

@@ -10,13 +10,15 @@ from typing import Any
 from quire.errors import ArgumentError
 from quire.plan.models import ModelShape, model_named
 
-_WINDOW_LAYERS = ("sliding_attention", "chunked_attention")
-"""The entries of `layer_types` of layers that see a part of the context."""
+_FULL_LAYER, _WINDOW_LAYER = "full_attention", "sliding_attention"
+"""The entries of `layer_types` that a plan knows."""
 _NEEDED = ("hidden_size", "num_hidden_layers", "num_attention_heads")
 _DTYPE_BITS = {"float32": 32.0, "bfloat16": 16.0, "float16": 16.0, None: 16.0}
 _QUANTISED_BITS = {"fp8": 8.0, "fbgemm_fp8": 8.0, "mxfp4": 16.0}
 """Bits of a weight outside the experts, by quantisation method."""
 _EXPERT_BITS = {"mxfp4": 4.25}
+UNKNOWN = 0.0
+"""The bits of a weight if the configuration names a quantisation method that is not listed here."""
 
 
 def model_of(given: str) -> ModelShape:
@@ -58,8 +60,7 @@ def shape_of(config: Mapping[str, Any], name: str) -> ModelShape:
     head_dim = _whole(config, "head_dim", name) if config.get("head_dim") else hidden // q_heads
     experts = next((config[key] for key in ("num_local_experts", "num_experts", "n_routed_experts") if config.get(key)), 0)
     window, windowed = _windows(config, layers, name)
-    method = (outer.get("quantization_config") or config.get("quantization_config") or {}).get("quant_method")
-    bits = _DTYPE_BITS.get(config.get("dtype", config.get("torch_dtype", outer.get("torch_dtype"))), 16.0)
+    weight_bits, expert_bits = _bits(outer, config)
     return ModelShape(
         name,
         hidden,
@@ -74,9 +75,9 @@ def shape_of(config: Mapping[str, Any], name: str) -> ModelShape:
         1 if windowed or window is None else 0,
         softcap=bool(config.get("attn_logit_softcapping")),
         sinks=config.get("model_type") == "gpt_oss",
-        tied=bool(config.get("tie_word_embeddings", outer.get("tie_word_embeddings", False))),
-        weight_bits=_QUANTISED_BITS.get(method, bits) if method else bits,
-        expert_bits=_EXPERT_BITS.get(method, 0.0) if method else 0.0,
+        tied=bool(config.get("tie_word_embeddings", outer.get("tie_word_embeddings", str(config.get("model_type")).startswith("gemma")))),
+        weight_bits=weight_bits,
+        expert_bits=expert_bits,
         windowed=windowed,
     )
 
@@ -88,16 +89,30 @@ def _whole(config: Mapping[str, Any], key: str, name: str) -> int:
     return value
 
 
+def _bits(outer: Mapping[str, Any], config: Mapping[str, Any]) -> tuple[float, float]:
+    """Bits of a weight, and of an expert's (0: the same)."""
+    quantised = outer.get("quantization_config") or config.get("quantization_config")
+    if quantised:
+        method = quantised.get("quant_method")
+        return float(_QUANTISED_BITS.get(method) or quantised.get("bits") or UNKNOWN), _EXPERT_BITS.get(method, 0.0)
+    names = (place.get(key) for place in (config, outer) for key in ("dtype", "torch_dtype"))
+    return _DTYPE_BITS.get(next((name for name in names if name), None), UNKNOWN), 0.0
+
+
 def _windows(config: Mapping[str, Any], layers: int, name: str) -> tuple[int | None, tuple[bool, ...]]:
     """The window, and which layers have it; empty if all do."""
-    window = config.get("sliding_window") or config.get("attention_chunk_size")
-    if not window or config.get("use_sliding_window") is False:
-        return None, ()
     types = config.get("layer_types")
     if types:
+        other = [one for one in types if one not in (_FULL_LAYER, _WINDOW_LAYER)]
+        if other:
+            raise ArgumentError("--model", f"{name}: a layer of type {other[0]!r}", f"layers of type {_FULL_LAYER} or {_WINDOW_LAYER}")
         if len(types) != layers:
             raise ArgumentError("--model", f"{name}: {len(types)} layer_types for {layers} layers", "one for each layer")
-        return int(window), tuple(one in _WINDOW_LAYERS for one in types)
+    window = config.get("sliding_window")
+    if not window or config.get("use_sliding_window") is False:
+        return None, ()
+    if types:
+        return int(window), tuple(one == _WINDOW_LAYER for one in types)
     pattern = config.get("sliding_window_pattern") or config.get("_sliding_window_pattern")
     pattern = pattern or {"gemma2": 2, "gemma3_text": 6, "gemma3": 6, "gpt_oss": 2}.get(config.get("model_type", ""))
     if pattern:

@@ -1,0 +1,190 @@
+"""Parallel splits: the best is the minimum of all, replication and capacity are counted."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import pytest
+
+from quire.errors import ArgumentError
+from quire.plan.communication import LINK_LATENCY, LINK_PART, NETWORK_LATENCY, all_gather, all_reduce, reduce_scatter
+from quire.plan.counts import Layer, Shard, count
+from quire.plan.machines import MACHINES, Cluster, cluster_of
+from quire.plan.models import MODELS, LayerKind
+from quire.plan.splits import (
+    COMMUNICATION,
+    Job,
+    Split,
+    all_costs,
+    cost_of,
+    divided,
+    kept_tokens,
+    layer_collectives,
+    least_gpus,
+    memory_of,
+    possible_splits,
+)
+from quire.plan.step_time import FLOPS, HBM, layer_time, write_bytes, write_time
+
+DECODES = ((1, 8191),) * 16
+JOB = Job(MODELS["llama-3-8b"], DECODES, cluster_of("8xH200"))
+
+
+def naive_splits(q_heads: int, kv_heads: int, gpus: int) -> set[Split]:
+    found = set()
+    for tp, cp, dp in itertools.product(range(1, gpus + 1), repeat=3):
+        if tp * cp * dp == gpus and q_heads % tp == 0 and (kv_heads % tp == 0 or tp % kv_heads == 0):
+            found.add(Split(tp, cp, dp))
+    return found
+
+
+@pytest.mark.parametrize("name", ["llama-3-8b", "qwen3-30b-a3b", "llama-3.2-3b", "gemma-3-1b", "qwen3-14b"])
+@pytest.mark.parametrize("gpus", [1, 2, 6, 8, 16])
+def test_every_possible_split_is_enumerated_once(name: str, gpus: int) -> None:
+    found = list(possible_splits(MODELS[name], gpus))
+    assert len(found) == len(set(found)) and set(found) == naive_splits(MODELS[name].q_heads, MODELS[name].kv_heads, gpus)
+
+
+@pytest.mark.parametrize("name", ["llama-3-8b", "qwen3-30b-a3b", "gemma-3-27b", "gpt-oss-20b"])
+@pytest.mark.parametrize("batch", [DECODES, ((1, 131071),), ((2048, 6144), *DECODES), ((4096, 0),)], ids=len)
+@pytest.mark.parametrize("gpus", ["4xH200", "16xMI300X"])
+def test_the_best_is_the_minimum(name: str, batch: tuple[tuple[int, int], ...], gpus: str) -> None:
+    job = Job(MODELS[name], batch, cluster_of(gpus))
+    costs = all_costs(job)
+    fitting = [cost_of(job, split) for split in naive_splits(job.model.q_heads, job.model.kv_heads, job.cluster.gpus)]
+    assert costs[0].seconds == min(cost.seconds for cost in fitting if cost.fits)
+    assert [cost.fits for cost in costs] == sorted((cost.fits for cost in costs), reverse=True)
+    assert len(costs) == len(fitting)
+
+
+def test_one_gpu_is_the_sum_of_its_layers() -> None:
+    job = replace(JOB, model=MODELS["gemma-3-27b"], cluster=cluster_of("H200"))
+    (cost,) = all_costs(job)
+    seconds, moved, flops = 0.0, 0, 0
+    for kind in job.model.kinds:
+        layer = Layer(32, 16, 128, 16, window=kind.window)
+        counts = count(layer, DECODES)
+        seconds += kind.count * (layer_time(layer, DECODES, MACHINES["h200"]).seconds + write_time(layer, 16, MACHINES["h200"]))
+        moved += kind.count * (counts.bytes + write_bytes(layer, 16))
+        flops += kind.count * counts.flops
+    assert cost.seconds == pytest.approx(seconds) and (cost.bytes, cost.flops) == (moved, flops)
+    assert cost.parts[COMMUNICATION] == 0 and cost.sent == 0 and cost.limit == HBM
+
+
+def test_fewer_key_heads_than_ranks_are_replicated() -> None:
+    job = replace(JOB, model=MODELS["qwen3-30b-a3b"])  # 4 key heads
+    by_tp = {split.tp: cost_of(job, split) for split in possible_splits(job.model, 8) if split.dp == 1 and split.cp == 8 // split.tp}
+    eight, four = cost_of(job, Split(8, 1, 1)), cost_of(job, Split(4, 2, 1))
+    assert (eight.kv_heads, eight.replication) == (1, 2) and (four.kv_heads, four.replication) == (1, 1)
+    assert eight.cache == pytest.approx(2 * four.cache), "each key head is stored twice"
+    assert eight.bytes > 1.9 * four.bytes and eight.flops == four.flops
+    assert all(cost.replication * 4 == cost.kv_heads * tp for tp, cost in by_tp.items())
+    assert sum(8 * cost.cache / cost.replication for cost in (eight, four)) == pytest.approx(16 * four.cache)
+
+
+def test_tensor_parallel_ranks_have_equal_parts() -> None:
+    one, two = cost_of(JOB, Split(1, 1, 8)), cost_of(JOB, Split(2, 1, 4))
+    whole = replace(JOB, cluster=cluster_of("H200"))
+    layer, half = whole.layer(LayerKind(1, None)), whole.layer(LayerKind(1, None), 2)
+    assert (half.q_heads, half.kv_heads) == (16, 4)
+    assert 2 * count(half, DECODES).bytes == count(layer, DECODES).bytes
+    assert one.bytes == two.bytes and one.weights == 2 * two.weights
+
+
+def test_context_parallel_time_is_that_of_the_rank_with_the_most_keys() -> None:
+    job = replace(JOB, sequences=((1, 4 * 16 * 8 + 3),))  # 33 pages: rank 0 of 4 has 9, the others 8
+    cost = cost_of(job, Split(1, 4, 2))
+    layer = job.layer(LayerKind(1, None))
+    times = [layer_time(layer, job.sequences, job.cluster.machine, Shard(rank, 4)).seconds for rank in range(4)]
+    attention = cost.seconds - cost.parts[COMMUNICATION] - 32 * write_time(layer, 1, job.cluster.machine)
+    assert attention == pytest.approx(32 * max(times)) and max(times) > min(times)
+
+
+def test_collectives() -> None:
+    machine = MACHINES["h200"]
+    cluster = Cluster(machine, 16)
+    assert all_reduce(1e9, 4, 4).sent == 1.5e9 and all_gather(1e9, 4, 4).sent == reduce_scatter(1e9, 4, 4).sent == 0.75e9
+    assert all_reduce(1e9, 8, 8).seconds(cluster) == pytest.approx(LINK_LATENCY + 1.75e9 / (LINK_PART * machine.link))
+    assert all_reduce(1e9, 2, 16).seconds(cluster) == pytest.approx(NETWORK_LATENCY + 1e9 / (LINK_PART * machine.network))
+    assert all_reduce(1e9, 1, 1).seconds(cluster) == 0
+
+
+def test_collectives_of_a_layer() -> None:
+    names = {split: [one.name for one in layer_collectives(JOB, split, 16)] for split in (Split(8, 1, 1), Split(2, 4, 1))}
+    assert len(names[Split(8, 1, 1)]) == 1 and len(names[Split(2, 4, 1)]) == 4
+    reduced, queries, lse, merged = layer_collectives(JOB, Split(2, 4, 1), 16)
+    assert reduced.sent == 2 * 16 * 4096 * 2 * 7 / 8  # 8 GPUs sum tokens x hidden, 2 bytes
+    assert queries.sent == merged.sent == 16 * 16 * 128 * 2 * 3 / 4  # tokens, heads of this rank, elements, 2 bytes; 3 other ranks
+    assert lse.sent == 16 * 16 * 4 * 3  # a float for every token and head, to 3 other ranks
+
+
+def test_a_slow_network_changes_the_best_split() -> None:
+    job = replace(JOB, cluster=cluster_of("16xH200"), sequences=((1, 500_000),))
+    fast = replace(job, cluster=job.cluster._replace(machine=replace(job.cluster.machine, per_node=16)))
+    assert all_costs(job)[0].seconds > all_costs(fast)[0].seconds
+    assert all_costs(fast)[0].split.gpus == 16
+
+
+def test_sequences_are_divided_over_replicas() -> None:
+    batch = ((2048, 6144), *DECODES)
+    found = divided(batch, 2)
+    assert sorted(itertools.chain(*found)) == sorted(batch)
+    assert sorted(map(len, found)) == [1, 16], "the prefill costs more than all decodes"
+    assert [len(one) for one in divided(DECODES, 8)] == [2] * 8
+    assert sorted(len(one) for one in divided(DECODES[:3], 8)) == [0] * 5 + [1] * 3
+
+
+def test_capacity() -> None:
+    machine = MACHINES["h200"]
+    token = 2 * 8 * 128 * 2 * 32  # K and V of 8 heads in 32 layers, bf16
+    job = replace(JOB, cluster=cluster_of("H200"))
+    memory = memory_of(job, Split(1, 1, 1))
+    assert memory.cache == 16 * 8192 * token and memory.weights == JOB.model.weight_bytes
+    assert memory.most_sequences == int((0.9 * machine.memory - memory.weights) // (8192 * token))
+    full = replace(job, sequences=((1, 8191),) * memory.most_sequences)
+    assert memory_of(full, Split(1, 1, 1)).fits
+    more = replace(job, sequences=((1, 8191),) * (memory.most_sequences + 1))
+    assert not memory_of(more, Split(1, 1, 1)).fits and cost_of(more, Split(1, 1, 1)).limit == "capacity"
+    assert least_gpus(more) == 2 and least_gpus(job) == 1
+    assert memory_of(replace(job, kv_format="e4m3fn"), Split(1, 1, 1)).cache * 2 == memory.cache
+
+
+def test_the_fullest_replica_has_to_fit() -> None:
+    """The slowest replica has the prefill, the fullest one the decodes."""
+    job = replace(JOB, sequences=((8192, 0), *((1, 8191),) * 64), cluster=cluster_of("2xH200"))
+    cost = cost_of(job, Split(1, 1, 2))
+    assert cost.cache == 64 * 8192 * 2 * 8 * 128 * 2 * 32 and cost.limit == FLOPS
+
+
+def test_window_layers_keep_the_pages_of_the_window() -> None:
+    window = LayerKind(1, 1024)
+    assert kept_tokens(JOB, LayerKind(1, None), (1, 8191), 1) == 8192
+    assert kept_tokens(JOB, window, (1, 8191), 1) == 1024
+    assert kept_tokens(JOB, window, (1, 8192), 1) == 1024 + 16, "the window begins and ends within a page"
+    assert kept_tokens(JOB, window, (1, 10), 1) == 16
+    assert kept_tokens(replace(JOB, whole_cache=True), window, (1, 8191), 1) == 8192
+    assert kept_tokens(JOB, LayerKind(1, None), (1, 8191), 3) == 171 * 16
+
+
+@pytest.mark.parametrize("given, gpus, name", [("8xH200", 8, "H200"), ("h100", 1, "H100"), ("16 x mi300x", 16, "MI300X")])
+def test_gpus(given: str, gpus: int, name: str) -> None:
+    found = cluster_of(given)
+    assert (found.gpus, found.machine.name) == (gpus, name) and found.nodes == -(-gpus // 8)
+    assert cluster_of("NVIDIA A100 80GB").machine.name == "A100" and cluster_of("A100-40GB").machine.memory == 40e9
+
+
+@pytest.mark.parametrize("given", ["8xH20", "0xH200", "12xH200", "", "x", "99999xH200", "8x"])
+def test_wrong_gpus(given: str) -> None:
+    with pytest.raises(ArgumentError, match="--gpus: given"):
+        cluster_of(given)
+
+
+def test_other_machines_have_other_kernels() -> None:
+    layer = Layer(32, 8, 128)
+    batch = [(2048, 6144)]
+    h200, h100, a100 = (layer_time(layer, batch, MACHINES[name]) for name in ("h200", "h100", "a100"))
+    assert h200.kernel == h100.kernel == "gluon-mixed" and a100.kernel == "triton-mixed"
+    assert h100.seconds == pytest.approx(h200.seconds, rel=0.01) and a100.seconds > 3 * h100.seconds
+    decode = [layer_time(layer, [(1, 131071)], MACHINES[name]).work for name in ("h200", "h100")]
+    assert decode[1] / decode[0] == pytest.approx(4.8 / 3.35, rel=1e-3)
