@@ -31,7 +31,7 @@ def test_this_machine_is_fine(capsys: pytest.CaptureFixture[str]) -> None:
     """The one test that lets the doctor start its children."""
     assert main(["doctor", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
-    assert set(report) == {"schema", "command", "versions", "machine", "notes", "kernels", "interrupted", "healthy"}
+    assert set(report) == {"schema", "command", "versions", "machine", "notes", "kernels", "engines", "interrupted", "healthy"}
     assert set(report["versions"]) == {"python", "quire", "torch", "triton", "numpy"}
     assert report["machine"]["cpu"]["vendor"] == "cpu"
     rows = {(row["operation"], row["kernel"], row["device"]): row for row in report["kernels"]}

@@ -55,8 +55,9 @@ RETIRED_IN_NAMES = {
     "nobody": "none",
     "honest": "correct",
 }
-# A child process inherits its parent's environment; and the command line asks it about shell completion and colors.
-MAY_READ_ENVIRONMENT = ("bench/", "prepare.py", "cli/__init__.py", "cli/sheet.py")
+# A child process inherits its parent's environment; and the command line asks it about shell completion and colors, and shows the
+# settings of engines.
+MAY_READ_ENVIRONMENT = ("bench/", "prepare.py", "cli/__init__.py", "cli/engines.py", "cli/sheet.py")
 
 
 def inside(path: Path, places: tuple[str, ...]) -> bool:

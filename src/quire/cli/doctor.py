@@ -17,6 +17,7 @@ import torch
 import quire
 from quire.cli import version
 from quire.cli.command import INTERRUPTED, Args, Command, Option, answer, flag, is_quiet
+from quire.cli.engines import MISSING, describe_engine, engine_rows, missing_engines
 from quire.cli.progress import progress
 from quire.cli.self_check import self_check
 from quire.cli.sheet import show, write
@@ -28,16 +29,17 @@ from quire.kernels.native import library
 from quire.platform import Platform, cpu_flags
 from quire.problem import Extent, Problem
 
-HELP = """Shows the machine, the versions and the kernels, and checks every kernel that can run here against the reference, each
+HELP = """Shows the machine, the versions, the kernels and the engines that use them, and checks every kernel that can run here against the reference, each
 in a subprocess: a kernel that crashes is reported, too."""
 EXAMPLES = """\
 examples:
   quire doctor                       one screen
-  quire doctor --all                 every kernel with its errors, and every limit that does not hold
+  quire doctor --all                 every kernel with its errors, every limit that does not hold, every engine
   quire doctor --json                for programs
   quire doctor --output doctor.json  for a bug report
 
-exit status: 0 if every kernel that can run here is correct, 1 otherwise, 130 interrupted: the kernels that were checked are shown
+exit status: 0 if every kernel that can run here is correct, 1 otherwise, 130 interrupted: the kernels that were checked are shown.
+Engines do not affect it.
 """
 
 PACKAGES = ("torch", "triton", "numpy")
@@ -79,6 +81,7 @@ def examine(quiet: bool = True) -> dict[str, Any]:
         "machine": {device: Platform.detect(device).to_dict() for device in devices},
         "notes": [_native(), _compile_cache(), *([AMX_NOTE] if {"amx_bf16", "hypervisor"} <= cpu_flags() else [])],
         "kernels": kernels,
+        "engines": engine_rows(),
         "interrupted": interrupted,
         "healthy": not interrupted and not any(map(_is_wrong, kernels)),
     }
@@ -162,6 +165,9 @@ def _short(report: dict[str, Any]) -> list[Line]:
             correct.setdefault(types or "nothing to check", []).append(name)
     lines += [Line("correct", f"{', '.join(names)}: {types}") for types, names in correct.items()]
     lines += [Line("cannot run", f"{', '.join(names)}: {reason}") for reason, names in refused.items()]
+    lines += [Line("engine", describe_engine(row)) for row in report["engines"] if row["state"] != MISSING]
+    missing = missing_engines(report["engines"])
+    lines += [Line("engine", f"not installed: {', '.join(missing)}")] if missing else []
     return [*lines, Line("verdict", _outcome(report))]
 
 
@@ -173,6 +179,8 @@ def _text(report: dict[str, Any]) -> str:
     lines.append("kernels")
     for row in report["kernels"]:
         lines.append(f"  {row['operation']:6} {row['kernel']} on {row['device']}: {_verdict(row)}")
+    lines.append("engines")
+    lines += [f"  {describe_engine(row, everything=True)}" for row in report["engines"]]
     return "\n".join((*lines, f"verdict: {_outcome(report)}"))
 
 

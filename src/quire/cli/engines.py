@@ -1,0 +1,115 @@
+"""The engines that are installed here and whether they use Quire: part of `quire doctor`. Packages' metadata is read; no engine is
+imported."""
+
+from __future__ import annotations
+
+import os
+from typing import Any, NamedTuple
+
+import torch
+
+from quire.integrations.engines import ENGINES, Engine
+
+
+class Use(NamedTuple):
+    """How a user selects Quire in an engine."""
+
+    line: str
+    """What the user writes."""
+    variables: tuple[str, ...] = ()
+    """Environment variables that change the integration."""
+    plugins: str = ""
+    """The environment variable that restricts which plugins the engine loads, separated by commas; empty if it has none."""
+    empty_is_all: bool = False
+    """Whether an empty variable means all plugins; otherwise none."""
+
+
+USES = {
+    "vllm": Use("--attention-backend QUIRE", ("QUIRE_VLLM_OVERRIDE", "QUIRE_VLLM_CHECKED"), "VLLM_PLUGINS"),
+    "transformers": Use('import quire.integrations.transformers, then attn_implementation="quire"', ("LOCAL_KERNELS",)),
+    "sglang": Use("--attention-backend quire", (), "SGLANG_PLUGINS", empty_is_all=True),
+    "flashinfer": Use(
+        "FLASHINFER_TRACE_APPLY=1 with Quire's folder in FLASHINFER_TRACE_APPLY_PATH",
+        ("FLASHINFER_TRACE_APPLY", "FLASHINFER_TRACE_APPLY_PATH"),
+    ),
+    "torch": Use('import quire.integrations.pytorch, then torch.nn.attention.activate_flash_attention_impl("quire")'),
+}
+ACTIVE, ON_REQUEST, OFF, MISSING = "active", "on request", "off", "not installed"
+"""The states: the engine loads Quire by itself and knows its name; a program has to activate it; it cannot be used; no engine."""
+
+
+def engine_rows() -> list[dict[str, Any]]:
+    """Every engine, ready for JSON: version, which versions are supported, state, how to use Quire in it."""
+    return [*map(_row, ENGINES.values()), _torch()]
+
+
+def _row(engine: Engine) -> dict[str, Any]:
+    use, version = USES[engine.name], engine.installed()
+    supported = version is not None and engine.is_supported(version)
+    excluded = _excluded(use)
+    if version is None:
+        state, reason = MISSING, f"pip install 'quire[{engine.extra}]'"
+    elif not supported:
+        state, reason = OFF, f"version {version} is not supported"
+    elif engine.entry_points is None:
+        state, reason = ON_REQUEST, ""
+    elif not engine.is_registered():
+        state, reason = OFF, f"Quire has no entry point {engine.entry_points}: install Quire in this environment with pip"
+    elif excluded:
+        state, reason = OFF, excluded
+    else:
+        state, reason = ACTIVE, f"registered by the entry point {engine.entry_points}"
+    return {
+        "engine": engine.name,
+        "version": version,
+        "supported": supported,
+        "supported_versions": f"{engine.oldest} or newer, before {engine.before}",
+        "state": state,
+        "reason": reason,
+        "use": use.line,
+        "settings": {name: os.environ[name] for name in use.variables if name in os.environ},
+    }
+
+
+def _excluded(use: Use) -> str:
+    """Why the engine would not load Quire although it is registered; empty if it would."""
+    given = os.environ.get(use.plugins) if use.plugins else None
+    if given is None or "quire" in given.split(",") or (not given and use.empty_is_all):
+        return ""
+    return f"{use.plugins}={given} does not name quire"
+
+
+def _torch() -> dict[str, Any]:
+    """PyTorch's own flash-attention registry. torch is not an engine of the table: Quire needs it, so it is imported anyway."""
+    supported = hasattr(torch.nn.attention, "activate_flash_attention_impl")
+    return {
+        "engine": "torch",
+        "version": torch.__version__,
+        "supported": supported,
+        "supported_versions": "releases with torch.nn.attention.activate_flash_attention_impl",
+        "state": ON_REQUEST if supported else OFF,
+        "reason": "" if supported else "it has no registry of flash-attention implementations",
+        "use": USES["torch"].line,
+        "settings": {},
+    }
+
+
+def describe_engine(row: dict[str, Any], everything: bool = False) -> str:
+    """A row in words."""
+    if row["state"] == MISSING:
+        return f"{row['engine']} is not installed ({row['reason']}; supported: {row['supported_versions']})"
+    supported = "supported" if row["supported"] else f"not supported (supported: {row['supported_versions']})"
+    words = f"{row['engine']} {row['version']}: {supported}"
+    if everything and row["supported"]:
+        words += f" ({row['supported_versions']})"
+    words += f", {row['state']}" if row["supported"] else ""
+    if row["reason"] and row["supported"] and (everything or row["state"] == OFF):
+        words += f" ({row['reason']})"
+    if row["state"] != OFF:
+        words += f": {row['use']}"
+    settings = ", ".join(f"{name}={value}" for name, value in row["settings"].items())
+    return words + (f"; set: {settings}" if settings else "")
+
+
+def missing_engines(rows: list[dict[str, Any]]) -> list[str]:
+    return [row["engine"] for row in rows if row["state"] == MISSING]
