@@ -75,7 +75,9 @@ def test_formats_change_bytes_and_memory(capsys: pytest.CaptureFixture[str]) -> 
 
 def test_html_needs_no_network(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "plan.html"
-    assert main([*PLAN, "--model", "gpt-oss-20b", "--step", "mixed", "--html", str(file), "--output", str(tmp_path / "p.json")]) == 0
+    assert (
+        main([*PLAN, "--model", "gpt-oss-20b", "--step", "mixed", "--html", str(file), "--output", str(tmp_path / "p.json")]) == 0
+    )
     capsys.readouterr()
     text = file.read_text(encoding="utf-8")
     page = ParsedHtml(text)

@@ -25,8 +25,8 @@ PUBLISHED = [
         ("8 x 32768", 8, 32768, 253.5),
     )
 ]
-# Small decodes as captured graphs, by an independent run of Quire at 50db4a5. Their times are those of the latency, which is lower in a
-# graph; the model has that of a call between two events.
+# Small decodes as captured graphs, by an independent run of Quire at 50db4a5. Most of their time is latency, which is lower in a
+# graph than in a call between two events.
 GRAPHS = [
     Row("graph", "1 x 1024", 10.3, Workload("1 x 1024", ((1, 1023),))),
     Row("graph", "8 x 300", 13.4, Workload("8 x 300", ((1, 299),) * 8)),

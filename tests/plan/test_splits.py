@@ -9,13 +9,13 @@ import pytest
 
 from quire.errors import ArgumentError
 from quire.plan.communication import LINK_LATENCY, LINK_PART, NETWORK_LATENCY, all_gather, all_reduce, reduce_scatter
-from quire.plan.counts import Layer, Shard, count
+from quire.plan.counts import LayerShape, PageShard, count
 from quire.plan.machines import MACHINES, Cluster, cluster_of
 from quire.plan.models import MODELS, LayerKind
 from quire.plan.splits import (
     COMMUNICATION,
-    Job,
-    Split,
+    ParallelSplit,
+    PlanJob,
     all_costs,
     cost_of,
     divided,
@@ -28,14 +28,14 @@ from quire.plan.splits import (
 from quire.plan.step_time import FLOPS, HBM, layer_time, write_bytes, write_time
 
 DECODES = ((1, 8191),) * 16
-JOB = Job(MODELS["llama-3-8b"], DECODES, cluster_of("8xH200"))
+JOB = PlanJob(MODELS["llama-3-8b"], DECODES, cluster_of("8xH200"))
 
 
-def naive_splits(q_heads: int, kv_heads: int, gpus: int) -> set[Split]:
+def naive_splits(q_heads: int, kv_heads: int, gpus: int) -> set[ParallelSplit]:
     found = set()
     for tp, cp, dp in itertools.product(range(1, gpus + 1), repeat=3):
         if tp * cp * dp == gpus and q_heads % tp == 0 and (kv_heads % tp == 0 or tp % kv_heads == 0):
-            found.add(Split(tp, cp, dp))
+            found.add(ParallelSplit(tp, cp, dp))
     return found
 
 
@@ -50,7 +50,7 @@ def test_every_possible_split_is_enumerated_once(name: str, gpus: int) -> None:
 @pytest.mark.parametrize("batch", [DECODES, ((1, 131071),), ((2048, 6144), *DECODES), ((4096, 0),)], ids=len)
 @pytest.mark.parametrize("gpus", ["4xH200", "16xMI300X"])
 def test_the_best_is_the_minimum(name: str, batch: tuple[tuple[int, int], ...], gpus: str) -> None:
-    job = Job(MODELS[name], batch, cluster_of(gpus))
+    job = PlanJob(MODELS[name], batch, cluster_of(gpus))
     costs = all_costs(job)
     fitting = [cost_of(job, split) for split in naive_splits(job.model.q_heads, job.model.kv_heads, job.cluster.gpus)]
     assert costs[0].seconds == min(cost.seconds for cost in fitting if cost.fits)
@@ -63,19 +63,21 @@ def test_one_gpu_is_the_sum_of_its_layers() -> None:
     (cost,) = all_costs(job)
     seconds, moved, flops = 0.0, 0, 0
     for kind in job.model.kinds:
-        layer = Layer(32, 16, 128, 16, window=kind.window)
+        layer = LayerShape(32, 16, 128, 16, window=kind.window)
         counts = count(layer, DECODES)
-        seconds += kind.count * (layer_time(layer, DECODES, MACHINES["h200"]).seconds + write_time(layer, 16, MACHINES["h200"]))
-        moved += kind.count * (counts.bytes + write_bytes(layer, 16))
-        flops += kind.count * counts.flops
+        seconds += kind.layers * (layer_time(layer, DECODES, MACHINES["h200"]).seconds + write_time(layer, 16, MACHINES["h200"]))
+        moved += kind.layers * (counts.bytes + write_bytes(layer, 16))
+        flops += kind.layers * counts.flops
     assert cost.seconds == pytest.approx(seconds) and (cost.bytes, cost.flops) == (moved, flops)
     assert cost.parts[COMMUNICATION] == 0 and cost.sent == 0 and cost.limit == HBM
 
 
 def test_fewer_key_heads_than_ranks_are_replicated() -> None:
     job = replace(JOB, model=MODELS["qwen3-30b-a3b"])  # 4 key heads
-    by_tp = {split.tp: cost_of(job, split) for split in possible_splits(job.model, 8) if split.dp == 1 and split.cp == 8 // split.tp}
-    eight, four = cost_of(job, Split(8, 1, 1)), cost_of(job, Split(4, 2, 1))
+    by_tp = {
+        split.tp: cost_of(job, split) for split in possible_splits(job.model, 8) if split.dp == 1 and split.cp == 8 // split.tp
+    }
+    eight, four = cost_of(job, ParallelSplit(8, 1, 1)), cost_of(job, ParallelSplit(4, 2, 1))
     assert (eight.kv_heads, eight.replication) == (1, 2) and (four.kv_heads, four.replication) == (1, 1)
     assert eight.cache == pytest.approx(2 * four.cache), "each key head is stored twice"
     assert eight.bytes > 1.9 * four.bytes and eight.flops == four.flops
@@ -84,7 +86,7 @@ def test_fewer_key_heads_than_ranks_are_replicated() -> None:
 
 
 def test_tensor_parallel_ranks_have_equal_parts() -> None:
-    one, two = cost_of(JOB, Split(1, 1, 8)), cost_of(JOB, Split(2, 1, 4))
+    one, two = cost_of(JOB, ParallelSplit(1, 1, 8)), cost_of(JOB, ParallelSplit(2, 1, 4))
     whole = replace(JOB, cluster=cluster_of("H200"))
     layer, half = whole.layer(LayerKind(1, None)), whole.layer(LayerKind(1, None), 2)
     assert (half.q_heads, half.kv_heads) == (16, 4)
@@ -94,9 +96,9 @@ def test_tensor_parallel_ranks_have_equal_parts() -> None:
 
 def test_context_parallel_time_is_that_of_the_rank_with_the_most_keys() -> None:
     job = replace(JOB, sequences=((1, 4 * 16 * 8 + 3),))  # 33 pages: rank 0 of 4 has 9, the others 8
-    cost = cost_of(job, Split(1, 4, 2))
+    cost = cost_of(job, ParallelSplit(1, 4, 2))
     layer = job.layer(LayerKind(1, None))
-    times = [layer_time(layer, job.sequences, job.cluster.machine, Shard(rank, 4)).seconds for rank in range(4)]
+    times = [layer_time(layer, job.sequences, job.cluster.machine, PageShard(rank, 4)).seconds for rank in range(4)]
     attention = cost.seconds - cost.parts[COMMUNICATION] - 32 * write_time(layer, 1, job.cluster.machine)
     assert attention == pytest.approx(32 * max(times)) and max(times) > min(times)
 
@@ -111,9 +113,11 @@ def test_collectives() -> None:
 
 
 def test_collectives_of_a_layer() -> None:
-    names = {split: [one.name for one in layer_collectives(JOB, split, 16)] for split in (Split(8, 1, 1), Split(2, 4, 1))}
-    assert len(names[Split(8, 1, 1)]) == 1 and len(names[Split(2, 4, 1)]) == 4
-    reduced, queries, lse, merged = layer_collectives(JOB, Split(2, 4, 1), 16)
+    names = {
+        split: [one.name for one in layer_collectives(JOB, split, 16)] for split in (ParallelSplit(8, 1, 1), ParallelSplit(2, 4, 1))
+    }
+    assert len(names[ParallelSplit(8, 1, 1)]) == 1 and len(names[ParallelSplit(2, 4, 1)]) == 4
+    reduced, queries, lse, merged = layer_collectives(JOB, ParallelSplit(2, 4, 1), 16)
     assert reduced.sent == 2 * 16 * 4096 * 2 * 7 / 8  # 8 GPUs sum tokens x hidden, 2 bytes
     assert queries.sent == merged.sent == 16 * 16 * 128 * 2 * 3 / 4  # tokens, heads of this rank, elements, 2 bytes; 3 other ranks
     assert lse.sent == 16 * 16 * 4 * 3  # a float for every token and head, to 3 other ranks
@@ -128,32 +132,34 @@ def test_a_slow_network_changes_the_best_split() -> None:
 
 def test_sequences_are_divided_over_replicas() -> None:
     batch = ((2048, 6144), *DECODES)
-    found = divided(batch, 2)
+    found = divided(replace(JOB, sequences=batch), 2)
     assert sorted(itertools.chain(*found)) == sorted(batch)
-    assert sorted(map(len, found)) == [1, 16], "the prefill costs more than all decodes"
-    assert [len(one) for one in divided(DECODES, 8)] == [2] * 8
-    assert sorted(len(one) for one in divided(DECODES[:3], 8)) == [0] * 5 + [1] * 3
+    assert sorted(map(len, found)) == [1, 16], "the prefill takes longer than all decodes"
+    more = divided(replace(JOB, sequences=((2048, 6144), *DECODES * 4)), 2)
+    assert 8 <= min(map(len, more)) <= 24, "and now less: some decodes are beside it"
+    assert [len(one) for one in divided(JOB, 8)] == [2] * 8
+    assert sorted(len(one) for one in divided(replace(JOB, sequences=DECODES[:3]), 8)) == [0] * 5 + [1] * 3
 
 
 def test_capacity() -> None:
     machine = MACHINES["h200"]
     token = 2 * 8 * 128 * 2 * 32  # K and V of 8 heads in 32 layers, bf16
     job = replace(JOB, cluster=cluster_of("H200"))
-    memory = memory_of(job, Split(1, 1, 1))
+    memory = memory_of(job, ParallelSplit(1, 1, 1))
     assert memory.cache == 16 * 8192 * token and memory.weights == JOB.model.weight_bytes
     assert memory.most_sequences == int((0.9 * machine.memory - memory.weights) // (8192 * token))
     full = replace(job, sequences=((1, 8191),) * memory.most_sequences)
-    assert memory_of(full, Split(1, 1, 1)).fits
+    assert memory_of(full, ParallelSplit(1, 1, 1)).fits
     more = replace(job, sequences=((1, 8191),) * (memory.most_sequences + 1))
-    assert not memory_of(more, Split(1, 1, 1)).fits and cost_of(more, Split(1, 1, 1)).limit == "capacity"
+    assert not memory_of(more, ParallelSplit(1, 1, 1)).fits and cost_of(more, ParallelSplit(1, 1, 1)).limit == "capacity"
     assert least_gpus(more) == 2 and least_gpus(job) == 1
-    assert memory_of(replace(job, kv_format="e4m3fn"), Split(1, 1, 1)).cache * 2 == memory.cache
+    assert memory_of(replace(job, kv_format="e4m3fn"), ParallelSplit(1, 1, 1)).cache * 2 == memory.cache
 
 
 def test_the_fullest_replica_has_to_fit() -> None:
     """The slowest replica has the prefill, the fullest one the decodes."""
     job = replace(JOB, sequences=((8192, 0), *((1, 8191),) * 64), cluster=cluster_of("2xH200"))
-    cost = cost_of(job, Split(1, 1, 2))
+    cost = cost_of(job, ParallelSplit(1, 1, 2))
     assert cost.cache == 64 * 8192 * 2 * 8 * 128 * 2 * 32 and cost.limit == FLOPS
 
 
@@ -181,7 +187,7 @@ def test_wrong_gpus(given: str) -> None:
 
 
 def test_other_machines_have_other_kernels() -> None:
-    layer = Layer(32, 8, 128)
+    layer = LayerShape(32, 8, 128)
     batch = [(2048, 6144)]
     h200, h100, a100 = (layer_time(layer, batch, MACHINES[name]) for name in ("h200", "h100", "a100"))
     assert h200.kernel == h100.kernel == "gluon-mixed" and a100.kernel == "triton-mixed"

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from quire.bench.workloads import CUDA_WORKLOADS, Workload
-from quire.plan.counts import Layer
+from quire.plan.counts import LayerShape
 from quire.plan.kernel_rates import FITTED, LONG_KERNELS, LongRates, Rates, prefill_factor
 from quire.plan.machines import MACHINES
 from quire.plan.step_time import layer_time, write_time
@@ -36,9 +36,9 @@ class Row:
         return self.source, self.name
 
     @property
-    def layer(self) -> Layer:
+    def layer(self) -> LayerShape:
         w = self.workload
-        return Layer(w.q_heads, w.kv_heads, w.head_dim, w.page_size, self.q_format, w.cache_format, w.window)
+        return LayerShape(w.q_heads, w.kv_heads, w.head_dim, w.page_size, self.q_format, w.cache_format, w.window)
 
     def predicted(self, rates: Rates = FITTED, kernels: dict[str, LongRates] = LONG_KERNELS) -> float:
         """Microseconds, by the model with these parameters."""
@@ -54,7 +54,7 @@ class Row:
         return self.predicted() / self.microseconds - 1
 
 
-def long_kernel(layer: Layer, workload: Workload) -> str:
+def long_kernel(layer: LayerShape, workload: Workload) -> str:
     """The entry of LONG_KERNELS that the model uses for a workload; any if no query is long."""
     from quire.plan.step_time import kernel_of
 

@@ -29,8 +29,8 @@ from quire.kernels.native import library
 from quire.platform import Platform, cpu_flags
 from quire.problem import Extent, Problem
 
-HELP = """Shows the machine, the versions, the kernels and the engines that use them, and checks every kernel that can run here against the reference, each
-in a subprocess: a kernel that crashes is reported, too."""
+HELP = """Shows the machine, the versions, the kernels and the installed engines, and checks every kernel that can run here against
+the reference, each in a subprocess: a kernel that crashes is reported, too."""
 EXAMPLES = """\
 examples:
   quire doctor                       one screen

@@ -11,7 +11,7 @@ import torch
 from quire.integrations.engines import ENGINES, Engine
 
 
-class Use(NamedTuple):
+class EngineUse(NamedTuple):
     """How a user selects Quire in an engine."""
 
     line: str
@@ -25,14 +25,14 @@ class Use(NamedTuple):
 
 
 USES = {
-    "vllm": Use("--attention-backend QUIRE", ("QUIRE_VLLM_OVERRIDE", "QUIRE_VLLM_CHECKED"), "VLLM_PLUGINS"),
-    "transformers": Use('import quire.integrations.transformers, then attn_implementation="quire"', ("LOCAL_KERNELS",)),
-    "sglang": Use("--attention-backend quire", (), "SGLANG_PLUGINS", empty_is_all=True),
-    "flashinfer": Use(
+    "vllm": EngineUse("--attention-backend QUIRE", ("QUIRE_VLLM_OVERRIDE", "QUIRE_VLLM_CHECKED"), "VLLM_PLUGINS"),
+    "transformers": EngineUse('import quire.integrations.transformers, then attn_implementation="quire"', ("LOCAL_KERNELS",)),
+    "sglang": EngineUse("--attention-backend quire", (), "SGLANG_PLUGINS", empty_is_all=True),
+    "flashinfer": EngineUse(
         "FLASHINFER_TRACE_APPLY=1 with Quire's folder in FLASHINFER_TRACE_APPLY_PATH",
         ("FLASHINFER_TRACE_APPLY", "FLASHINFER_TRACE_APPLY_PATH"),
     ),
-    "torch": Use('import quire.integrations.pytorch, then torch.nn.attention.activate_flash_attention_impl("quire")'),
+    "torch": EngineUse('import quire.integrations.pytorch, then torch.nn.attention.activate_flash_attention_impl("quire")'),
 }
 ACTIVE, ON_REQUEST, OFF, MISSING = "active", "on request", "off", "not installed"
 """The states: the engine loads Quire by itself and knows its name; a program has to activate it; it cannot be used; no engine."""
@@ -71,7 +71,7 @@ def _row(engine: Engine) -> dict[str, Any]:
     }
 
 
-def _excluded(use: Use) -> str:
+def _excluded(use: EngineUse) -> str:
     """Why the engine would not load Quire although it is registered; empty if it would."""
     given = os.environ.get(use.plugins) if use.plugins else None
     if given is None or "quire" in given.split(",") or (not given and use.empty_is_all):

@@ -16,9 +16,9 @@ from quire.cli.sheet import show
 from quire.dispatch.summary import Line
 from quire.errors import ArgumentError
 
-HELP = """Shows what the attention part of a step costs on some GPUs: bytes, FLOPs, time and memory of every way to divide it (heads,
-context, sequences), the best of them, and the resource that limits it. Nothing is run and no GPU is needed: times are those of a
-model that was fitted to measurements on an H200."""
+HELP = """Shows what the attention part of a step costs on some GPUs: bytes, FLOPs, time and memory of every way to divide it (by
+heads, context and sequences), the best of them, and the resource that limits it. Nothing is run and no GPU is needed: times are
+those of a model that was fitted to measurements on an H200."""
 EXAMPLES = """\
 examples:
   quire plan --model llama-3-70b --gpus 8xH200 --context 32768            a decode of 16 sequences
@@ -74,16 +74,26 @@ PARAMETERS: list[click.Parameter] = [
         group=_WHAT,
         help="such as 8xH200, H100, A100, B200, L40S, MI300X; nodes have 8",
     ),
-    Option("--network", type=Number(0, "Gbit/s of each GPU between nodes,"), group=_WHAT, help="Gbit/s of each GPU between nodes (400)"),
+    Option(
+        "--network", type=Number(0, "Gbit/s of each GPU between nodes,"), group=_WHAT, help="Gbit/s of each GPU between nodes (400)"
+    ),
     Option("--weight-bits", type=Number(0, "bits of a weight"), group=_WHAT, help="bits of a weight (those of the model)"),
-    Option("--memory-part", type=Number(0, "a part of the memory"), group=_WHAT, help="the part of memory for weights and cache (0.9)"),
+    Option(
+        "--memory-part", type=Number(0, "a part of the memory"), group=_WHAT, help="the part of memory for weights and cache (0.9)"
+    ),
     Option("--context", type=Count, group=_BATCH, help=f"tokens of each sequence, new ones included ({DEFAULT_CONTEXT})"),
     Option("--batch", type=Count, group=_BATCH, help=f"sequences (decode, mixed: {DEFAULT_BATCH}; prefill: 1)"),
     Option("--step", type=ChoiceOf(STEPS), group=_BATCH, help="decode, prefill, or mixed: one prefill beside decodes (decode)"),
     Option("--new-tokens", type=Count, group=_BATCH, help="new tokens of each decoding sequence; drafts are more than one (1)"),
     Option("--chunk", type=Count, group=_BATCH, help=f"new tokens of a prefill ({DEFAULT_CHUNK}, or the whole context)"),
     Option("--sequences", metavar="SPEC", group=_BATCH, help="a batch such as 2q2k_32q1s8k instead of the options above"),
-    Option("--kv-dtype", default="auto", metavar="TYPE", group=_HOW, help="how the cache stores an element: auto (as q), fp8, e4m3fn, ..."),
+    Option(
+        "--kv-dtype",
+        default="auto",
+        metavar="TYPE",
+        group=_HOW,
+        help="how the cache stores an element: auto (as q), fp8 (the GPU's own), or a format",
+    ),
     Option("--q-dtype", default="bf16", metavar="TYPE", group=_HOW, help="the type of queries (bf16)"),
     Option("--page-size", type=Count, default=16, group=_HOW, help="tokens in a page (16)"),
     flag("--whole-cache", "layers with a window keep all tokens", _HOW),
@@ -109,7 +119,7 @@ def _job(args: Args) -> tuple[Any, str]:
 
     from quire.plan.config import model_of
     from quire.plan.machines import cluster_of
-    from quire.plan.splits import Job
+    from quire.plan.splits import PlanJob
     from quire.platform import Platform
 
     cluster = cluster_of(args.gpus)
@@ -126,7 +136,7 @@ def _job(args: Args) -> tuple[Any, str]:
     q_format = type_of("--q-dtype", args.q_dtype, Q_TYPES, platform)
     kv_format = type_of("--kv-dtype", args.kv_dtype, tuple(FORMATS), platform, auto=q_format)
     sequences, step = _sequences(args)
-    job = Job(model, sequences, cluster, kv_format, q_format, args.page_size, args.memory_part or 0.9, args.whole_cache)
+    job = PlanJob(model, sequences, cluster, kv_format, q_format, args.page_size, args.memory_part or 0.9, args.whole_cache)
     return job, step
 
 
@@ -135,7 +145,9 @@ def _sequences(args: Args) -> tuple[tuple[tuple[int, int], ...], str]:
     if args.sequences is not None:
         for name in ("context", "batch", "step", "new_tokens", "chunk"):
             if getattr(args, name) is not None:
-                raise ArgumentError(f"--{name.replace('_', '-')}", f"{getattr(args, name)} with --sequences", "nothing: SPEC has it")
+                raise ArgumentError(
+                    f"--{name.replace('_', '-')}", f"{getattr(args, name)} with --sequences", "nothing: SPEC has it"
+                )
         return _parsed(args.sequences), "batch"
     step, context = args.step or "decode", args.context or DEFAULT_CONTEXT
     chunk, new = args.chunk or min(DEFAULT_CHUNK, context), args.new_tokens or 1
@@ -178,7 +190,7 @@ def _print(args: Args, found: dict[str, Any]) -> None:
         shown.add_row(*cells, style="bold" if split == found["best"] else "" if split["fits"] else "dim")
     Console(width=None if sys.stdout.isatty() else 200).print(shown)
     hidden = len(found["splits"]) - len(found["splits"][:most])
-    notes = [*found["assumptions"], *([f"{hidden} slower splits are not shown: --all"] if hidden else [])]
+    notes = [*found["assumptions"], *([f"{hidden} more splits are not shown: --all"] if hidden else [])]
     print()
     show([Line("note", note) for note in notes], COLORS)
 

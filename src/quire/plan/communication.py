@@ -1,4 +1,4 @@
-"""The time of the collectives of a layer. Nothing of it was measured: rates and latencies are assumptions, which the report names."""
+"""The time of the collectives of a layer. It was not measured: rates and latencies are assumptions, which the report names."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ LINK_LATENCY, NETWORK_LATENCY = 8e-6, 25e-6
 """Seconds of a collective with little data, within a node and between nodes."""
 
 
-class Collective(NamedTuple):
+class CollectiveCost(NamedTuple):
     """One collective of a layer."""
 
     name: str
@@ -30,16 +30,16 @@ class Collective(NamedTuple):
         return (LINK_LATENCY if within else NETWORK_LATENCY) + self.sent / (LINK_PART * bandwidth)
 
 
-def all_reduce(size: float, ranks: int, span: int, name: str = "all-reduce") -> Collective:
+def all_reduce(size: float, ranks: int, span: int, name: str = "all-reduce") -> CollectiveCost:
     """The sum of `size` bytes of every rank, in every rank: each sends its part of a reduce-scatter and of an all-gather."""
-    return Collective(name, ranks, span, 2 * size * (ranks - 1) / ranks)
+    return CollectiveCost(name, ranks, span, 2 * size * (ranks - 1) / ranks)
 
 
-def all_gather(size: float, ranks: int, span: int, name: str = "all-gather") -> Collective:
+def all_gather(size: float, ranks: int, span: int, name: str = "all-gather") -> CollectiveCost:
     """`size` bytes in every rank, of which each rank had an equal part."""
-    return Collective(name, ranks, span, size * (ranks - 1) / ranks)
+    return CollectiveCost(name, ranks, span, size * (ranks - 1) / ranks)
 
 
-def reduce_scatter(size: float, ranks: int, span: int, name: str = "reduce-scatter") -> Collective:
+def reduce_scatter(size: float, ranks: int, span: int, name: str = "reduce-scatter") -> CollectiveCost:
     """The sum of `size` bytes of every rank, an equal part in each rank."""
-    return Collective(name, ranks, span, size * (ranks - 1) / ranks)
+    return CollectiveCost(name, ranks, span, size * (ranks - 1) / ranks)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from quire.errors import ArgumentError
-from quire.plan.models import ModelShape, model_named
+from quire.plan.models import CAPPED, SINKS, ModelShape, model_named
 
 _FULL_LAYER, _WINDOW_LAYER = "full_attention", "sliding_attention"
 """The entries of `layer_types` that a plan knows."""
@@ -73,9 +73,10 @@ def shape_of(config: Mapping[str, Any], name: str) -> ModelShape:
         int(experts),
         window,
         1 if windowed or window is None else 0,
-        softcap=bool(config.get("attn_logit_softcapping")),
-        sinks=config.get("model_type") == "gpt_oss",
-        tied=bool(config.get("tie_word_embeddings", outer.get("tie_word_embeddings", str(config.get("model_type")).startswith("gemma")))),
+        features=_features(config),
+        tied=bool(
+            config.get("tie_word_embeddings", outer.get("tie_word_embeddings", str(config.get("model_type")).startswith("gemma")))
+        ),
         weight_bits=weight_bits,
         expert_bits=expert_bits,
         windowed=windowed,
@@ -87,6 +88,11 @@ def _whole(config: Mapping[str, Any], key: str, name: str) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ArgumentError("--model", f"{name}: {key} {value!r}", "a whole number of 1 or more, the same for every layer")
     return value
+
+
+def _features(config: Mapping[str, Any]) -> tuple[str, ...]:
+    has = {CAPPED: config.get("attn_logit_softcapping"), SINKS: config.get("model_type") == "gpt_oss"}
+    return tuple(name for name, present in has.items() if present)
 
 
 def _bits(outer: Mapping[str, Any], config: Mapping[str, Any]) -> tuple[float, float]:
@@ -105,7 +111,9 @@ def _windows(config: Mapping[str, Any], layers: int, name: str) -> tuple[int | N
     if types:
         other = [one for one in types if one not in (_FULL_LAYER, _WINDOW_LAYER)]
         if other:
-            raise ArgumentError("--model", f"{name}: a layer of type {other[0]!r}", f"layers of type {_FULL_LAYER} or {_WINDOW_LAYER}")
+            raise ArgumentError(
+                "--model", f"{name}: a layer of type {other[0]!r}", f"layers of type {_FULL_LAYER} or {_WINDOW_LAYER}"
+            )
         if len(types) != layers:
             raise ArgumentError("--model", f"{name}: {len(types)} layer_types for {layers} layers", "one for each layer")
     window = config.get("sliding_window")

@@ -18,7 +18,7 @@ _Whole = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
-class Layer:
+class LayerShape:
     """The attention of one layer on one GPU: the heads that this GPU has."""
 
     q_heads: int
@@ -30,8 +30,8 @@ class Layer:
     kv_format: str = "bf16"
     window: int | None = None
     """Keys that a query sees, its own included; None for all."""
-    softcap: bool = False
-    sinks: bool = False
+    features: tuple[str, ...] = ()
+    """Features of the attention, as `quire.Options` names them."""
 
     @property
     def group(self) -> int:
@@ -54,11 +54,15 @@ class Layer:
         return 4 * self.q_heads * self.head_dim
 
 
-class Shard(NamedTuple):
+class PageShard(NamedTuple):
     """The pages of a sequence that one of several context-parallel ranks has: page `i` belongs to rank `i % ranks`."""
 
     rank: int = 0
     ranks: int = 1
+
+
+WHOLE = PageShard()
+"""All pages."""
 
 
 class Counts(NamedTuple):
@@ -74,7 +78,7 @@ class Counts(NamedTuple):
     flops: int
 
 
-def count(layer: Layer, sequences: Iterable[tuple[int, int]], shard: Shard = Shard()) -> Counts:
+def count(layer: LayerShape, sequences: Iterable[tuple[int, int]], shard: PageShard = WHOLE) -> Counts:
     """The counts of a batch. Each byte is counted once: keys and values that a query sees, queries, outputs."""
     tokens = keys = pairs = 0
     for (new, context), times in Counter(sequences).items():
@@ -84,7 +88,7 @@ def count(layer: Layer, sequences: Iterable[tuple[int, int]], shard: Shard = Sha
     return Counts(tokens, keys, pairs, keys * layer.key_bytes + tokens * layer.token_bytes, pairs * layer.pair_flops)
 
 
-def visible_keys(new: int, context: int, layer: Layer, shard: Shard = Shard()) -> int:
+def visible_keys(new: int, context: int, layer: LayerShape, shard: PageShard = WHOLE) -> int:
     """Keys of a sequence that at least one of its queries sees and that this rank has."""
     if not new:
         return 0
@@ -92,7 +96,7 @@ def visible_keys(new: int, context: int, layer: Layer, shard: Shard = Shard()) -
     return int(np.diff(_clipped(_edges(new + context, layer.page_size, shard), first, new + context)).sum())
 
 
-def visible_pairs(new: int, context: int, layer: Layer, shard: Shard = Shard()) -> int:
+def visible_pairs(new: int, context: int, layer: LayerShape, shard: PageShard = WHOLE) -> int:
     """(query, key) pairs of a sequence: a query at position p sees p + 1 keys, or as many as the window has."""
     edges = _edges(new + context, layer.page_size, shard)
     below = _pairs_below(edges, new, context, 1)
@@ -101,7 +105,7 @@ def visible_pairs(new: int, context: int, layer: Layer, shard: Shard = Shard()) 
     return int(np.diff(below).sum())
 
 
-def _edges(total: int, page_size: int, shard: Shard) -> _Whole:
+def _edges(total: int, page_size: int, shard: PageShard) -> _Whole:
     """The first key of each page of the shard and the key after its last, [pages, 2]."""
     if shard.ranks == 1:
         return np.array([[0, total]], dtype=np.int64)

@@ -1,6 +1,6 @@
 """What Quire's GPU kernels reach, as data: fitted to times measured on an H200, or derived from measured ratios.
 
-The times are those of docs/performance.md and docs/experiments.md: one call of `quire.attend` between two events, the L2 cache cold.
+The times are those of docs/performance.md and docs/experiments.md: one call of `quire.attend` between two events, L2 cache cold.
 `tests/plan/test_fit.py` repeats the fit and names the rows it uses; `tests/plan/test_measured.py` compares the model with all rows.
 """
 
@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from quire.cache.format import FORMATS
-from quire.plan.counts import Layer
+from quire.cache.format import FORMATS, OCP_FP8
+from quire.plan.counts import LayerShape
+from quire.plan.models import CAPPED, SINKS
 
 
 class Rates(NamedTuple):
@@ -81,29 +82,29 @@ OF_PLAIN_PREFILL, OF_PLAIN_DECODE = 0.90, 0.98
 """The same ratio of the plain rows (bf16, head_dim 128), in the same run: prefill, decode."""
 PREFILL_HEADS = {64: Derived(0.79, "head_dim 64"), 96: Derived(0.73, "head_dim 96"), 256: Derived(0.25, "head_dim 256")}
 DECODE_HEADS = {256: Derived(0.89, "head_dim 256")}
-PREFILL_SOFTCAP = Derived(0.24, "softcap")
+PREFILL_CAPPED = Derived(0.24, CAPPED)
 PREFILL_SMALL_PAGES = Derived(0.74, "pages of 1")
 
 
-def prefill_losses(layer: Layer) -> list[Derived]:
+def prefill_losses(layer: LayerShape) -> list[Derived]:
     """The losses of a prefill that the rows of the fit do not have."""
     found = [PREFILL_HEADS[dim] for dim in PREFILL_HEADS if dim == layer.head_dim]
-    found += [PREFILL_SOFTCAP] if layer.softcap else []
+    found += [PREFILL_CAPPED] if CAPPED in layer.features else []
     return found + ([PREFILL_SMALL_PAGES] if layer.page_size == 1 else [])
 
 
-def prefill_factor(layer: Layer) -> float:
+def prefill_factor(layer: LayerShape) -> float:
     """The part of a plain prefill's speed. The largest loss counts: losses were measured one at a time."""
     return min([1.0, *(loss.ratio / OF_PLAIN_PREFILL for loss in prefill_losses(layer))])
 
 
-def decode_factor(layer: Layer) -> float:
+def decode_factor(layer: LayerShape) -> float:
     """The part of a plain decode's bandwidth."""
     loss = DECODE_HEADS.get(layer.head_dim)
     return loss.ratio / OF_PLAIN_DECODE if loss else 1.0
 
 
-def long_rates(kernel: str, layer: Layer) -> LongRates:
+def long_rates(kernel: str, layer: LayerShape) -> LongRates:
     """The parameters of the kernel that computes long queries of a layer."""
     if kernel == "triton-mixed" and FORMATS[layer.q_format].itemsize == 1:
         kernel = "triton-mixed, 8-bit queries"
@@ -111,7 +112,7 @@ def long_rates(kernel: str, layer: Layer) -> LongRates:
     return rates._replace(flops=rates.flops * prefill_factor(layer))
 
 
-def unmeasured(layer: Layer, decodes: bool, prefills: bool) -> list[str]:
+def unmeasured(layer: LayerShape, decodes: bool, prefills: bool) -> list[str]:
     """What the model assumes about a layer, in words."""
     found = []
     if prefills:
@@ -124,8 +125,8 @@ def unmeasured(layer: Layer, decodes: bool, prefills: bool) -> list[str]:
         found.append(f"decode with head_dim {layer.head_dim}: derived from a ratio to FlashAttention-3, not from a time")
     if layer.head_dim not in (64, 96, 128, 256):
         found.append(f"head_dim {layer.head_dim} was not measured; the rates of head_dim 128 are assumed")
-    if layer.sinks:
+    if SINKS in layer.features:
         found.append("sinks were not measured; they are assumed to cost nothing")
-    if FORMATS[layer.kv_format].itemsize == 1 and layer.kv_format != "e4m3fn":
-        found.append(f"{layer.kv_format} caches were not measured on a GPU; the rates of e4m3fn are assumed")
+    if FORMATS[layer.kv_format].itemsize == 1 and layer.kv_format != OCP_FP8.name:
+        found.append(f"{layer.kv_format} caches were not measured on a GPU; the rates of {OCP_FP8} are assumed")
     return found

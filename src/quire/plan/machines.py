@@ -86,5 +86,7 @@ def cluster_of(given: str) -> Cluster:
     if not 1 <= count <= 4096:
         raise ArgumentError("--gpus", repr(given), "1 to 4096 GPUs")
     if count > machine.per_node and count % machine.per_node:
-        raise ArgumentError("--gpus", repr(given), f"whole nodes: at most {machine.per_node} GPUs, or a multiple of {machine.per_node}")
+        raise ArgumentError(
+            "--gpus", repr(given), f"whole nodes: at most {machine.per_node} GPUs, or a multiple of {machine.per_node}"
+        )
     return Cluster(machine, count)

@@ -8,11 +8,15 @@ from typing import NamedTuple
 from quire.errors import ArgumentError
 from quire.keywords import suggestion
 
+CAPPED, SINKS = "softcap", "sinks"
+"""Features of attention that public models have."""
+
 
 class LayerKind(NamedTuple):
     """Layers of a model that have the same attention."""
 
-    count: int
+    layers: int
+    """How many there are."""
     window: int | None
     """Keys that a query sees, its own included; None for all."""
 
@@ -34,8 +38,8 @@ class ModelShape:
     window: int | None = None
     full_every: int = 1
     """With a window: every so many layers one without it; 0: every layer has the window."""
-    softcap: bool = False
-    sinks: bool = False
+    features: tuple[str, ...] = ()
+    """Features of the attention, as `quire.Options` names them."""
     tied: bool = False
     """Whether the output layer shares the weights of the embedding."""
     weight_bits: float = 16
@@ -54,7 +58,7 @@ class ModelShape:
         else:
             windowed = self.layers - (self.layers // self.full_every if self.full_every else 0)
         kinds = (LayerKind(windowed, self.window), LayerKind(self.layers - windowed, None))
-        return tuple(kind for kind in kinds if kind.count)
+        return tuple(kind for kind in kinds if kind.layers)
 
     @property
     def parameters(self) -> int:
@@ -83,7 +87,7 @@ _MXFP4 = 4.25
 
 
 def _gemma2(name: str, hidden: int, layers: int, heads: tuple[int, int, int], intermediate: int) -> ModelShape:
-    how = {"window": 4096, "full_every": 2, "softcap": True, "tied": True}
+    how = {"window": 4096, "full_every": 2, "features": (CAPPED,), "tied": True}
     return ModelShape(name, hidden, layers, *heads, intermediate, 256000, **how)  # type: ignore[arg-type]
 
 
@@ -92,7 +96,7 @@ def _gemma3(name: str, hidden: int, layers: int, heads: tuple[int, int, int], in
 
 
 def _gpt_oss(name: str, layers: int, experts: int) -> ModelShape:
-    how = {"window": 128, "full_every": 2, "sinks": True, "expert_bits": _MXFP4}
+    how = {"window": 128, "full_every": 2, "features": (SINKS,), "expert_bits": _MXFP4}
     return ModelShape(name, 2880, layers, 64, 8, 64, 2880, 201088, experts, **how)  # type: ignore[arg-type]
 
 

@@ -10,7 +10,7 @@ from quire.plan import communication
 from quire.plan.counts import Lengths
 from quire.plan.kernel_rates import unmeasured
 from quire.plan.machines import MEASURED, Cluster
-from quire.plan.splits import Job, SplitCost, all_costs, cost_of, least_gpus
+from quire.plan.splits import PlanJob, SplitCost, all_costs, cost_of, least_gpus
 from quire.plan.step_time import SHORT
 
 CONTEXTS = tuple(1 << power for power in range(10, 21))
@@ -21,7 +21,7 @@ BAR = 24
 """Characters of the longest bar of the table."""
 
 
-def plan(job: Job, step: str) -> dict[str, Any]:
+def plan(job: PlanJob, step: str) -> dict[str, Any]:
     """The plan of a job, ready for JSON: every split, the best one (None if none fits), and what was assumed."""
     costs = all_costs(job)
     best = costs[0] if costs[0].fits else None
@@ -68,7 +68,7 @@ def cost_values(cost: SplitCost) -> dict[str, Any]:
     }
 
 
-def curve(job: Job, costs: Sequence[SplitCost]) -> list[dict[str, Any]]:
+def curve(job: PlanJob, costs: Sequence[SplitCost]) -> list[dict[str, Any]]:
     """The time of the fastest splits over the length of the context: every sequence has that many tokens, its new ones included."""
     found = []
     for cost in costs:
@@ -82,17 +82,20 @@ def curve(job: Job, costs: Sequence[SplitCost]) -> list[dict[str, Any]]:
     return found
 
 
-def assumptions(job: Job) -> list[str]:
+def assumptions(job: PlanJob) -> list[str]:
     """What the plan assumes beside measured times."""
     machine = job.cluster.machine
     found = ["time is that of attention and of the cache write; projections, MLPs and sampling are not counted"]
     if machine.name != MEASURED:
-        found.append(f"{machine.name} was not measured: the kernels are assumed to reach the same parts of its limits as on an H200")
+        found.append(
+            f"{machine.name} was not measured: the kernels are assumed to reach the same parts of its limits as on an H200"
+        )
     if job.cluster.gpus > 1:
         found.append(
-            f"communication was not measured: collectives are assumed to reach {communication.LINK_PART:.0%} of a link, to take at least "
-            f"{communication.LINK_LATENCY * 1e6:g} us within a node and {communication.NETWORK_LATENCY * 1e6:g} us between nodes, and "
-            "not to overlap with computation; all GPUs of a replica (tp x cp) share the weights"
+            f"communication was not measured: collectives are assumed to reach {communication.LINK_PART:.0%} of a link, "
+            f"to take at least {communication.LINK_LATENCY * 1e6:g} us within a node and "
+            f"{communication.NETWORK_LATENCY * 1e6:g} us between nodes, and not to overlap with computation; "
+            "all GPUs of a replica (tp x cp) share the weights"
         )
     if any(kind.window is not None for kind in job.model.kinds) and not job.whole_cache:
         found.append("layers with a window keep only the pages that the window still sees (--whole-cache: all pages)")
@@ -102,7 +105,7 @@ def assumptions(job: Job) -> list[str]:
     return [*found, *dict.fromkeys(notes)]
 
 
-def _model(job: Job) -> dict[str, Any]:
+def _model(job: PlanJob) -> dict[str, Any]:
     model = job.model
     return {
         "name": model.name,
@@ -111,7 +114,7 @@ def _model(job: Job) -> dict[str, Any]:
         "q_heads": model.q_heads,
         "kv_heads": model.kv_heads,
         "head_dim": model.head_dim,
-        "layers": [{"count": kind.count, "window": kind.window} for kind in model.kinds],
+        "layers": [{"count": kind.layers, "window": kind.window} for kind in model.kinds],
     }
 
 
@@ -134,10 +137,12 @@ def title(found: dict[str, Any]) -> str:
     """What was planned, in one line."""
     step, machine = found["step"], found["machine"]
     nodes = f" in {machine['nodes']} nodes" if machine["nodes"] > 1 else ""
-    sequences = f"{step['sequences']} sequence{'s' if step['sequences'] > 1 else ''}"
+    sequences, new = (
+        f"{step[key]} {word}{'s' * (step[key] > 1)}" for key, word in (("sequences", "sequence"), ("new_tokens", "new token"))
+    )
     return (
         f"{found['model']['name']} on {machine['gpus']} x {machine['name']}{nodes}: {step['kind']}, {sequences}, "
-        f"{step['new_tokens']} new tokens, up to {step['longest']} tokens each, {step['kv_format']} cache"
+        f"{new}, up to {step['longest']} tokens each, {step['kv_format']} cache"
     )
 
 
@@ -159,12 +164,12 @@ def lines(found: dict[str, Any]) -> list[tuple[str, str]]:
     return [
         ("best", f"{_split(best)}: {milliseconds(best['milliseconds'])} for the attention of a step, {layers} layers"),
         ("limit", f"{best['limit']} ({shown})"),
-        ("work", f"{_size(best['bytes'])} moved, {best['flops'] / 1e9:,.4g} GFLOP{sent} by each GPU in a step"),
+        ("work", f"{_size(best['bytes'])} moved, {_flops(best['flops'])}{sent} by each GPU in a step"),
         ("memory", f"{held}, {_size(best['usable_bytes'])} usable; {best['most_sequences']} sequences of this length fit"),
     ]
 
 
-HEAD = ("split", "KV heads", "copies", "moved", "GFLOP", "sent", "cache", "fits", "ms", "limit", "")
+HEAD = ("split", "KV heads", "copies", "moved", "FLOP", "sent", "cache", "fits", "time", "limit", "")
 
 
 def table(found: dict[str, Any], most: int | None = None) -> list[list[str]]:
@@ -177,11 +182,11 @@ def table(found: dict[str, Any], most: int | None = None) -> list[list[str]]:
             str(split["kv_heads_per_gpu"]),
             str(split["replication"]),
             _size(split["bytes"]),
-            f"{split['flops'] / 1e9:,.4g}",
+            _flops(split["flops"]),
             _size(split["bytes_sent"]),
             _size(split["cache_bytes"]),
             str(split["most_sequences"]) if split["fits"] else "no",
-            f"{split['milliseconds']:.3g}",
+            milliseconds(split["milliseconds"]),
             split["limit"],
             "#" * max(1, round(BAR * split["milliseconds"] / longest)),
         ]
@@ -190,7 +195,8 @@ def table(found: dict[str, Any], most: int | None = None) -> list[list[str]]:
 
 
 def milliseconds(value: float) -> str:
-    return f"{value:.3g} ms" if value >= 1 else f"{value * 1e3:.3g} us"
+    """Milliseconds with a unit that suits them."""
+    return _scaled(value / 1e3, ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")))
 
 
 def _split(split: dict[str, Any]) -> str:
@@ -198,7 +204,15 @@ def _split(split: dict[str, Any]) -> str:
 
 
 def _size(count: float) -> str:
-    for factor, unit in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "KB")):
-        if count >= factor:
-            return f"{count / factor:.3g} {unit}"
-    return f"{count:.3g} B" if count else "-"
+    return _scaled(count, ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "KB"), (1.0, "B"))) if count else "-"
+
+
+def _flops(count: float) -> str:
+    return _scaled(count, ((1e18, "EFLOP"), (1e15, "PFLOP"), (1e12, "TFLOP"), (1e9, "GFLOP"), (1e6, "MFLOP")))
+
+
+def _scaled(value: float, units: tuple[tuple[float, str], ...]) -> str:
+    """A number with three digits, in the largest unit that it reaches."""
+    factor, unit = next((one for one in units if value >= 0.9995 * one[0]), units[-1])
+    number = value / factor
+    return f"{number:.3g} {unit}" if number < 999.5 else f"{number:,.0f} {unit}"

@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from quire.cache.format import FORMATS
-from quire.plan.communication import Collective, all_gather, all_reduce, reduce_scatter
-from quire.plan.counts import Layer, Lengths, Shard, count, visible_keys
+from quire.plan.communication import CollectiveCost, all_gather, all_reduce, reduce_scatter
+from quire.plan.counts import LayerShape, Lengths, PageShard, count, visible_keys
 from quire.plan.machines import Cluster
 from quire.plan.models import LayerKind, ModelShape
 from quire.plan.step_time import HBM, LATENCY, layer_time, write_bytes, write_time
@@ -19,7 +19,7 @@ COMMUNICATION, CAPACITY = "communication", "capacity"
 """Limiting resources beside those of one GPU."""
 
 
-class Split(NamedTuple):
+class ParallelSplit(NamedTuple):
     """How GPUs share the work: heads over `tp`, pages of a sequence over `cp`, sequences over `dp`. Ranks of `tp` are neighbours,
     then those of `cp`."""
 
@@ -37,7 +37,7 @@ class Split(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Job:
+class PlanJob:
     """What is planned: a model, a batch, GPUs."""
 
     model: ModelShape
@@ -51,10 +51,10 @@ class Job:
     whole_cache: bool = False
     """Whether layers with a window keep all tokens, as with one page table for all layers."""
 
-    def layer(self, kind: LayerKind, tp: int = 1) -> Layer:
+    def layer(self, kind: LayerKind, tp: int = 1) -> LayerShape:
         """The attention of a layer on one GPU. With fewer key heads than ranks, several ranks have the same one."""
         model = self.model
-        return Layer(
+        return LayerShape(
             model.q_heads // tp,
             max(1, model.kv_heads // tp),
             model.head_dim,
@@ -62,8 +62,7 @@ class Job:
             self.q_format,
             self.kv_format,
             kind.window,
-            model.softcap,
-            model.sinks,
+            model.features,
         )
 
 
@@ -71,7 +70,7 @@ class Job:
 class SplitCost:
     """What a step costs with a split, on the GPU that takes the longest; all layers."""
 
-    split: Split
+    split: ParallelSplit
     parts: dict[str, float]
     """Seconds by resource: those of one GPU, and communication. Their sum is the time of the step."""
     collectives: dict[str, float]
@@ -107,24 +106,24 @@ class SplitCost:
         return max(self.parts, key=self.parts.__getitem__) if self.fits else CAPACITY
 
 
-def possible_splits(model: ModelShape, gpus: int) -> Iterator[Split]:
+def possible_splits(model: ModelShape, gpus: int) -> Iterator[ParallelSplit]:
     """Every split of so many GPUs: query heads are divided evenly, and key heads are divided or replicated evenly."""
     for tp in _divisors(gpus):
         even = not model.kv_heads % tp or not tp % model.kv_heads
         if model.q_heads % tp == 0 and even:
             for cp in _divisors(gpus // tp):
-                yield Split(tp, cp, gpus // tp // cp)
+                yield ParallelSplit(tp, cp, gpus // tp // cp)
 
 
-def all_costs(job: Job) -> list[SplitCost]:
+def all_costs(job: PlanJob) -> list[SplitCost]:
     """The cost of every split, those that fit first, the fastest first; among equals the one with fewer GPUs in a replica."""
     costs = [cost_of(job, split) for split in possible_splits(job.model, job.cluster.gpus)]
     return sorted(costs, key=lambda cost: (not cost.fits, cost.seconds, cost.split.gpus, cost.split.cp))
 
 
-def cost_of(job: Job, split: Split) -> SplitCost:
+def cost_of(job: PlanJob, split: ParallelSplit) -> SplitCost:
     """The cost of one split: the time of its slowest replica, the memory of its fullest one."""
-    replicas = {tuple(sorted(batch)): batch for batch in divided(job.sequences, split.dp)}
+    replicas = {tuple(sorted(batch)): batch for batch in divided(job, split.dp)}
     slowest = max((_replica_cost(job, split, batch) for batch in replicas.values()), key=lambda cost: cost.seconds)
     model = job.model
     heads = max(1, model.kv_heads // split.tp)
@@ -132,7 +131,7 @@ def cost_of(job: Job, split: Split) -> SplitCost:
     return replace(slowest, kv_heads=heads, replication=heads * split.tp // model.kv_heads, **memory._asdict())
 
 
-class Memory(NamedTuple):
+class MemoryUse(NamedTuple):
     """What one GPU has to hold: bytes of weights and of the batch's cache, those it can hold, and sequences of the batch's mean
     length that fit in all replicas."""
 
@@ -146,23 +145,25 @@ class Memory(NamedTuple):
         return self.weights + self.cache <= self.usable
 
 
-def memory_of(job: Job, split: Split) -> Memory:
+def memory_of(job: PlanJob, split: ParallelSplit) -> MemoryUse:
     """The memory of the fullest GPU."""
     weights, usable = job.model.weight_bytes / split.gpus, job.cluster.machine.memory * job.memory_part
-    fullest = max(_cache_bytes(job, split, Counter(batch)) for batch in divided(job.sequences, split.dp))
+    fullest = max(_cache_bytes(job, split, Counter(batch)) for batch in divided(job, split.dp))
     mean = _cache_bytes(job, split, Counter(job.sequences)) / len(job.sequences)
-    return Memory(weights, fullest, usable, int(max(0.0, usable - weights) // mean) * split.dp)
+    return MemoryUse(weights, fullest, usable, int(max(0.0, usable - weights) // mean) * split.dp)
 
 
-def _cache_bytes(job: Job, split: Split, batch: Counter[tuple[int, int]]) -> float:
+def _cache_bytes(job: PlanJob, split: ParallelSplit, batch: Counter[tuple[int, int]]) -> float:
     """Bytes of the cache of some sequences on one GPU."""
     return sum(
-        kind.count * job.layer(kind, split.tp).key_bytes * sum(times * kept_tokens(job, kind, one, split.cp) for one, times in batch.items())
+        kind.layers
+        * job.layer(kind, split.tp).key_bytes
+        * sum(times * kept_tokens(job, kind, one, split.cp) for one, times in batch.items())
         for kind in job.model.kinds
     )
 
 
-def least_gpus(job: Job, most: int = 4096) -> int | None:
+def least_gpus(job: PlanJob, most: int = 4096) -> int | None:
     """The fewest GPUs, doubled from those of the job on, that hold the model and the batch; None if `most` do not."""
     gpus = job.cluster.gpus
     while gpus <= most:
@@ -173,18 +174,26 @@ def least_gpus(job: Job, most: int = 4096) -> int | None:
     return None
 
 
-def divided(sequences: Lengths, replicas: int) -> list[list[tuple[int, int]]]:
-    """The sequences of each replica: the one with the most pairs first, each to the replica with the fewest until then."""
-    loads = [(0, i) for i in range(replicas)]
+def divided(job: PlanJob, replicas: int) -> list[list[tuple[int, int]]]:
+    """The sequences of each replica: the one that takes the longest first, each to the replica with the least until then."""
+    machine, layer = job.cluster.machine, job.layer(LayerKind(1, None))
+
+    def load(one: tuple[int, int]) -> float:
+        """Seconds of a sequence in a layer without a window at the published limits."""
+        new, context = one
+        pairs = new * (2 * context + new + 1) // 2
+        return (new + context) * layer.key_bytes / machine.bandwidth + pairs * layer.pair_flops / machine.flops
+
+    loads = [(0.0, i) for i in range(replicas)]
     found: list[list[tuple[int, int]]] = [[] for _ in range(replicas)]
-    for new, context in sorted(sequences, key=lambda one: -one[0] * (2 * one[1] + one[0])):
-        load, i = loads[0]
-        found[i].append((new, context))
-        heapq.heapreplace(loads, (load + new * (2 * context + new), i))
+    for one in sorted(job.sequences, key=load, reverse=True):
+        least, i = loads[0]
+        found[i].append(one)
+        heapq.heapreplace(loads, (least + load(one), i))
     return found
 
 
-def _replica_cost(job: Job, split: Split, batch: list[tuple[int, int]]) -> SplitCost:
+def _replica_cost(job: PlanJob, split: ParallelSplit, batch: list[tuple[int, int]]) -> SplitCost:
     parts: dict[str, float] = {}
     collectives: dict[str, float] = {}
     moved = flops = 0
@@ -196,20 +205,20 @@ def _replica_cost(job: Job, split: Split, batch: list[tuple[int, int]]) -> Split
         time, counts = layer_time(layer, batch, job.cluster.machine, shard), count(layer, batch, shard)
         stored = -(-tokens // split.cp)
         write = write_time(layer, stored, job.cluster.machine)
-        _add(parts, time.limit, kind.count * time.work)
-        _add(parts, LATENCY, kind.count * time.latency)
-        _add(parts, HBM, kind.count * write)
+        _add(parts, time.limit, kind.layers * time.work)
+        _add(parts, LATENCY, kind.layers * time.latency)
+        _add(parts, HBM, kind.layers * write)
         for collective in layer_collectives(job, split, tokens):
             seconds = collective.seconds(job.cluster) if tokens else 0.0
-            _add(parts, COMMUNICATION, kind.count * seconds)
-            _add(collectives, collective.name, kind.count * seconds)
-            sent += kind.count * collective.sent
-        moved += kind.count * (counts.bytes + write_bytes(layer, stored))
-        flops += kind.count * counts.flops
+            _add(parts, COMMUNICATION, kind.layers * seconds)
+            _add(collectives, collective.name, kind.layers * seconds)
+            sent += kind.layers * collective.sent
+        moved += kind.layers * (counts.bytes + write_bytes(layer, stored))
+        flops += kind.layers * counts.flops
     return SplitCost(split, parts, collectives, moved, flops, sent, 0, 1, 0.0, 0.0, 0.0, 0)
 
 
-def layer_collectives(job: Job, split: Split, tokens: int) -> list[Collective]:
+def layer_collectives(job: PlanJob, split: ParallelSplit, tokens: int) -> list[CollectiveCost]:
     """The collectives of one layer. The output projection is divided over all GPUs of a replica, so its result is summed over them.
     Ranks that share a sequence gather the queries of their heads, and merge their outputs by the log-sum-exp."""
     found = [all_reduce(tokens * job.model.hidden * 2, split.gpus, split.gpus, "all-reduce of the output projection")]
@@ -223,7 +232,7 @@ def layer_collectives(job: Job, split: Split, tokens: int) -> list[Collective]:
     return found
 
 
-def kept_tokens(job: Job, kind: LayerKind, lengths: tuple[int, int], cp: int) -> int:
+def kept_tokens(job: PlanJob, kind: LayerKind, lengths: tuple[int, int], cp: int) -> int:
     """Tokens of a sequence that a GPU keeps in a layer: whole pages, the most of any rank."""
     new, context = lengths
     first = 0
@@ -233,13 +242,13 @@ def kept_tokens(job: Job, kind: LayerKind, lengths: tuple[int, int], cp: int) ->
     return -(-pages // cp) * job.page_size
 
 
-def _busiest(layer: Layer, batch: list[tuple[int, int]], cp: int) -> Shard:
+def _busiest(layer: LayerShape, batch: list[tuple[int, int]], cp: int) -> PageShard:
     """The rank with the most keys to read."""
     if cp == 1:
-        return Shard()
+        return PageShard()
     different = Counter(batch)
     return max(
-        (Shard(rank, cp) for rank in range(cp)),
+        (PageShard(rank, cp) for rank in range(cp)),
         key=lambda shard: sum(times * visible_keys(*one, layer, shard) for one, times in different.items()),
     )
 

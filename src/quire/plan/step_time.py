@@ -6,14 +6,14 @@ import heapq
 from collections import Counter
 from collections.abc import Iterable
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from quire.cache.format import FORMATS
 from quire.dispatch.choose import choose
 from quire.errors import ArgumentError
-from quire.plan.counts import Layer, Shard, count
+from quire.plan.counts import WHOLE, LayerShape, PageShard, count
 from quire.plan.kernel_rates import FITTED, LONG_KERNELS, LongRates, Rates, decode_factor, long_rates
 from quire.plan.machines import Machine
 from quire.platform import Platform
@@ -58,10 +58,10 @@ class _Short(NamedTuple):
 
 
 def layer_time(
-    layer: Layer,
+    layer: LayerShape,
     sequences: Iterable[tuple[int, int]],
     machine: Machine,
-    shard: Shard = Shard(),
+    shard: PageShard = WHOLE,
     rates: Rates = FITTED,
     long_kernel: LongRates | None = None,
 ) -> LayerTime:
@@ -87,21 +87,22 @@ def layer_time(
     return LayerTime(rates.latency + work, rates.latency, max(needs, key=needs.__getitem__), kernel)
 
 
-def write_time(layer: Layer, tokens: int, machine: Machine, rates: Rates = FITTED) -> float:
+def write_time(layer: LayerShape, tokens: int, machine: Machine, rates: Rates = FITTED) -> float:
     """The time of `quire.write` for so many new tokens: reads 16-bit K and V, stores them in the cache."""
     return rates.write_latency + write_bytes(layer, tokens) / (rates.read * machine.bandwidth) if tokens else 0.0
 
 
-def write_bytes(layer: Layer, tokens: int) -> int:
+def write_bytes(layer: LayerShape, tokens: int) -> int:
     """Bytes that `quire.write` moves for so many new tokens."""
     read = 2 * layer.kv_heads * layer.head_dim * max(2, FORMATS[layer.q_format].itemsize)
     return tokens * (read + layer.key_bytes)
 
 
 @lru_cache(maxsize=4096)
-def kernel_of(layer: Layer, max_q_len: int, max_kv_len: int, machine: Machine) -> str:
+def kernel_of(layer: LayerShape, max_q_len: int, max_kv_len: int, machine: Machine) -> str:
     """The kernel that the dispatcher chooses for a layer on a machine."""
     quantised = FORMATS[layer.kv_format].quantised
+    features: dict[str, Any] = dict.fromkeys(layer.features, True)
     side = None if layer.window is None else layer.window - 1
     problem = Problem(
         q_heads=layer.q_heads,
@@ -113,18 +114,19 @@ def kernel_of(layer: Layer, max_q_len: int, max_kv_len: int, machine: Machine) -
         format=layer.kv_format,
         scales="tensor" if quantised else "none",
         window=(side, side),
-        softcap=layer.softcap,
-        sinks=layer.sinks,
         device="cuda",
+        **features,
     )
     chosen = choose(problem, Extent(1, max_q_len, max_q_len, max_kv_len), Platform.named(machine.platform)).chosen
     if chosen is None or (chosen.name not in LONG_KERNELS and chosen.name != "triton-decode"):
         name = "none" if chosen is None else chosen.name
-        raise ArgumentError("--model", f"a layer whose kernel on {machine.name} is {name}", "a layer that a GPU kernel of Quire runs")
+        raise ArgumentError(
+            "--model", f"a layer whose kernel on {machine.name} is {name}", "a layer that a GPU kernel of Quire runs"
+        )
     return chosen.name
 
 
-def _short_times(layer: Layer, short: list[tuple[int, int]], shard: Shard, machine: Machine, rates: Rates) -> _Short:
+def _short_times(layer: LayerShape, short: list[tuple[int, int]], shard: PageShard, machine: Machine, rates: Rates) -> _Short:
     if not short:
         return _Short()
     counts = count(layer, short, shard)
@@ -141,7 +143,7 @@ def _short_times(layer: Layer, short: list[tuple[int, int]], shard: Shard, machi
 
 
 def _tile_seconds(
-    layer: Layer, long: list[tuple[int, int]], machine: Machine, shard: Shard, rates: LongRates
+    layer: LayerShape, long: list[tuple[int, int]], machine: Machine, shard: PageShard, rates: LongRates
 ) -> Counter[float]:
     """Seconds of each tile of queries on one multiprocessor, and how many tiles take as long. A tile visits whole tiles of keys."""
     per_key_tile = rates.rows * rates.keys * 4 * layer.head_dim / (rates.flops * machine.flops / machine.multiprocessors)
