@@ -121,6 +121,11 @@ def test_gpt_oss_configuration() -> None:
     assert shape_of({**config, "layer_types": None}, "x").kinds == table.kinds
 
 
+def test_types_of_layers() -> None:
+    types = ["sliding_attention"] * 20 + ["full_attention"] * 12
+    assert shape_of({**LLAMA, "sliding_window": 9, "layer_types": types}, "x").kinds == (LayerKind(20, 9), LayerKind(12, None))
+
+
 def test_nested_configuration_with_pattern() -> None:
     text = {**LLAMA, "model_type": "gemma3_text", "num_hidden_layers": 26, "sliding_window": 512, "sliding_window_pattern": 6}
     assert shape_of({"text_config": text}, "x").kinds == (LayerKind(22, 512), LayerKind(4, None))

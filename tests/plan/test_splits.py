@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from quire.errors import ArgumentError
-from quire.plan.communication import LINK_LATENCY, LINK_PART, NETWORK_LATENCY, all_gather, all_reduce, reduce_scatter
+from quire.plan.communication import LINK_LATENCY, LINK_PART, NETWORK_LATENCY, all_gather, all_reduce, all_to_all
 from quire.plan.counts import LayerShape, PageShard, count
 from quire.plan.machines import MACHINES, Cluster, cluster_of
 from quire.plan.models import MODELS, LayerKind
@@ -103,10 +103,16 @@ def test_context_parallel_time_is_that_of_the_rank_with_the_most_keys() -> None:
     assert attention == pytest.approx(32 * max(times)) and max(times) > min(times)
 
 
+def test_context_parallel_ranks_divide_a_prefill() -> None:
+    layer = JOB.layer(LayerKind(1, None))
+    whole, part = (layer_time(layer, [(2048, 30720)], JOB.cluster.machine, PageShard(0, ranks)).work for ranks in (1, 4))
+    assert part == pytest.approx(whole / 4, rel=0.05)
+
+
 def test_collectives() -> None:
     machine = MACHINES["h200"]
     cluster = Cluster(machine, 16)
-    assert all_reduce(1e9, 4, 4).sent == 1.5e9 and all_gather(1e9, 4, 4).sent == reduce_scatter(1e9, 4, 4).sent == 0.75e9
+    assert all_reduce(1e9, 4, 4).sent == 1.5e9 and all_gather(1e9, 4, 4).sent == all_to_all(1e9, 4, 4).sent == 0.75e9
     assert all_reduce(1e9, 8, 8).seconds(cluster) == pytest.approx(LINK_LATENCY + 1.75e9 / (LINK_PART * machine.link))
     assert all_reduce(1e9, 2, 16).seconds(cluster) == pytest.approx(NETWORK_LATENCY + 1e9 / (LINK_PART * machine.network))
     assert all_reduce(1e9, 1, 1).seconds(cluster) == 0
@@ -116,11 +122,25 @@ def test_collectives_of_a_layer() -> None:
     names = {
         split: [one.name for one in layer_collectives(JOB, split, 16)] for split in (ParallelSplit(8, 1, 1), ParallelSplit(2, 4, 1))
     }
-    assert len(names[ParallelSplit(8, 1, 1)]) == 1 and len(names[ParallelSplit(2, 4, 1)]) == 4
-    reduced, queries, lse, merged = layer_collectives(JOB, ParallelSplit(2, 4, 1), 16)
+    assert len(names[ParallelSplit(8, 1, 1)]) == 1 and len(names[ParallelSplit(2, 4, 1)]) == 3
+    reduced, queries, partial = layer_collectives(JOB, ParallelSplit(2, 4, 1), 16)
     assert reduced.sent == 2 * 16 * 4096 * 2 * 7 / 8  # 8 GPUs sum tokens x hidden, 2 bytes
-    assert queries.sent == merged.sent == 16 * 16 * 128 * 2 * 3 / 4  # tokens, heads of this rank, elements, 2 bytes; 3 other ranks
-    assert lse.sent == 16 * 16 * 4 * 3  # a float for every token and head, to 3 other ranks
+    assert queries.sent == 16 * 16 * 128 * 2 * 3 / 4  # tokens, heads of the group, elements, 2 bytes; to 3 of 4 ranks
+    assert partial.sent == 16 * 16 * (128 + 1) * 4 * 3 / 4  # outputs and log-sum-exp in fp32
+
+
+def test_ranks_that_cannot_divide_the_heads_have_copies_of_the_weights() -> None:
+    job = replace(JOB, model=MODELS["gemma-3-1b"])  # 4 query heads
+    split = ParallelSplit(2, 4, 1)
+    assert memory_of(job, split).weights == job.model.weight_bytes / 2
+    assert memory_of(job, ParallelSplit(2, 2, 2)).weights == job.model.weight_bytes / 4
+    reduced, exchange = layer_collectives(job, split, 16)
+    assert reduced.ranks == 2 and reduced.sent == 16 * 1152 * 2
+    partial = 16 * 2 * 4 * (256 + 1)  # tokens, heads of the rank, fp32
+    assert exchange.sent == 3 * partial, "to 3 other ranks"
+    _, lses, outputs, merged = layer_collectives(job, split, 1024)  # more than a mebibyte: the merge is divided
+    rows = 1024 * 2
+    assert lses.sent == 3 * rows * 4 and outputs.sent == rows * 256 * 4 * 3 / 4 and merged.sent == rows * 256 * 2 * 3 / 4
 
 
 def test_a_slow_network_changes_the_best_split() -> None:

@@ -40,6 +40,6 @@ def all_gather(size: float, ranks: int, span: int, name: str = "all-gather") -> 
     return CollectiveCost(name, ranks, span, size * (ranks - 1) / ranks)
 
 
-def reduce_scatter(size: float, ranks: int, span: int, name: str = "reduce-scatter") -> CollectiveCost:
-    """The sum of `size` bytes of every rank, an equal part in each rank."""
+def all_to_all(size: float, ranks: int, span: int, name: str = "all-to-all") -> CollectiveCost:
+    """`size` bytes of every rank, of which an equal part goes to each."""
     return CollectiveCost(name, ranks, span, size * (ranks - 1) / ranks)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from quire.cache.format import FORMATS
-from quire.plan.communication import CollectiveCost, all_gather, all_reduce, reduce_scatter
+from quire.plan.communication import CollectiveCost, all_gather, all_reduce, all_to_all
 from quire.plan.counts import LayerShape, Lengths, PageShard, count, visible_keys
 from quire.plan.machines import Cluster
 from quire.plan.models import LayerKind, ModelShape
@@ -17,6 +17,12 @@ from quire.plan.step_time import HBM, LATENCY, layer_time, write_bytes, write_ti
 
 COMMUNICATION, CAPACITY = "communication", "capacity"
 """Limiting resources beside those of one GPU."""
+
+
+GATHER, EXCHANGE, MERGED = "gather of queries", "exchange of partial results", "gather of merged outputs"
+"""Collectives of ranks that share a sequence."""
+DIVIDED_FROM = 1 << 20
+"""Bytes of a partial result from which the ranks divide the merge, where every rank needs every head."""
 
 
 class ParallelSplit(NamedTuple):
@@ -29,7 +35,7 @@ class ParallelSplit(NamedTuple):
 
     @property
     def gpus(self) -> int:
-        """The GPUs of one replica, which share the weights."""
+        """The GPUs of one replica."""
         return self.tp * self.cp
 
     def __str__(self) -> str:
@@ -147,7 +153,8 @@ class MemoryUse(NamedTuple):
 
 def memory_of(job: PlanJob, split: ParallelSplit) -> MemoryUse:
     """The memory of the fullest GPU."""
-    weights, usable = job.model.weight_bytes / split.gpus, job.cluster.machine.memory * job.memory_part
+    holders = split.gpus if shares_weights(job.model, split) else split.tp
+    weights, usable = job.model.weight_bytes / holders, job.cluster.machine.memory * job.memory_part
     fullest = max(_cache_bytes(job, split, Counter(batch)) for batch in divided(job, split.dp))
     mean = _cache_bytes(job, split, Counter(job.sequences)) / len(job.sequences)
     return MemoryUse(weights, fullest, usable, int(max(0.0, usable - weights) // mean) * split.dp)
@@ -218,18 +225,29 @@ def _replica_cost(job: PlanJob, split: ParallelSplit, batch: list[tuple[int, int
     return SplitCost(split, parts, collectives, moved, flops, sent, 0, 1, 0.0, 0.0, 0.0, 0)
 
 
+def shares_weights(model: ModelShape, split: ParallelSplit) -> bool:
+    """Whether all GPUs of a replica divide the projections. Otherwise only those of `tp` do, and each rank of `cp` has a copy."""
+    return model.q_heads % split.gpus == 0
+
+
 def layer_collectives(job: PlanJob, split: ParallelSplit, tokens: int) -> list[CollectiveCost]:
-    """The collectives of one layer. The output projection is divided over all GPUs of a replica, so its result is summed over them.
-    Ranks that share a sequence gather the queries of their heads, and merge their outputs by the log-sum-exp."""
-    found = [all_reduce(tokens * job.model.hidden * 2, split.gpus, split.gpus, "all-reduce of the output projection")]
-    if split.cp > 1:
-        heads = tokens * job.model.q_heads // split.tp
-        size = heads * job.model.head_dim * 2
-        found.append(all_gather(size * FORMATS[job.q_format].itemsize // 2, split.cp, split.gpus, "gather of queries"))
-        # Of each rank, not of each part: every rank has a log-sum-exp for every head.
-        found.append(all_gather(4 * heads * split.cp, split.cp, split.gpus, "gather of log-sum-exp"))
-        found.append(reduce_scatter(size, split.cp, split.gpus, "merge of outputs"))
-    return found
+    """The collectives of one layer: the result of the output projection is summed over the GPUs that divide it; ranks that share a
+    sequence exchange partial results, outputs and log-sum-exp in fp32, as `quire.distributed` does."""
+    shared = shares_weights(job.model, split)
+    ranks = split.gpus if shared else split.tp
+    found = [all_reduce(tokens * job.model.hidden * 2, ranks, ranks, "all-reduce of the output projection")]
+    if split.cp == 1:
+        return found
+    heads = tokens * job.model.q_heads // split.tp
+    outputs, lses = 4 * heads * job.model.head_dim, 4 * heads
+    group = split.cp, split.gpus
+    if shared:  # each rank has the queries of its own heads, and needs the results of these alone
+        queries = heads * job.model.head_dim * FORMATS[job.q_format].itemsize
+        return [*found, all_gather(queries, *group, GATHER), all_to_all(outputs + lses, *group, EXCHANGE)]
+    if outputs + lses < DIVIDED_FROM:
+        return [*found, all_gather((outputs + lses) * split.cp, *group, EXCHANGE)]
+    divided_merge = (all_gather(lses * split.cp, *group, EXCHANGE), all_to_all(outputs, *group, EXCHANGE))
+    return [*found, *divided_merge, all_gather(outputs // 2, *group, MERGED)]
 
 
 def kept_tokens(job: PlanJob, kind: LayerKind, lengths: tuple[int, int], cp: int) -> int:
