@@ -11,6 +11,7 @@ import pytest
 
 from quire.cli import main
 from support.parsed_html import ParsedHtml
+from support.plan_rows import FIT_KEYS, all_rows
 
 PLAN = ["plan", "--model", "llama-3-8b", "--gpus", "4xH200"]
 
@@ -139,3 +140,28 @@ def test_needed_options(missing: str, capsys: pytest.CaptureFixture[str]) -> Non
     with pytest.raises(SystemExit) as ended:
         main(["plan", *(word for pair in given.items() for word in pair)])
     assert ended.value.code == 2 and f"{missing}: given nothing; allowed: " in capsys.readouterr().err
+
+
+PAGE = Path(__file__).parents[2] / "docs" / "plan.md"
+
+
+def test_the_page_shows_what_the_command_prints(capsys: pytest.CaptureFixture[str]) -> None:
+    command, listing = re.findall(r"^```\w+\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)[:2]
+    assert main(command.split()[1:]) == 0
+    assert [line.rstrip() for line in capsys.readouterr().out.splitlines()] == listing.splitlines()
+
+
+def test_the_page_shows_the_errors_of_the_model() -> None:
+    rows = {row.key: row for row in all_rows()}
+    shown = re.findall(
+        r"^\| (.+?) \| (.+?) \| ([\d.]+) \| ([\d.]+) \| ([+-]?\d+) % \| (yes|) ?\|$", PAGE.read_text(encoding="utf-8"), re.M
+    )
+    assert len(shown) == 26
+    for table, name, measured, predicted, error, fit in shown:
+        row = rows[table, name]
+        assert float(measured) == row.microseconds and float(predicted) == pytest.approx(row.predicted(), rel=1e-3)
+        assert int(error) == round(100 * row.error) and bool(fit) == (row.key in FIT_KEYS)
+    unseen = [row for row in rows.values() if row.key not in FIT_KEYS]
+    within = sorted(abs(row.error) for row in unseen if abs(row.error) <= 0.15)
+    assert (len(rows), len(FIT_KEYS), len(unseen), len(within)) == (45, 11, 34, 32)
+    assert within[len(within) // 2] < 0.02 and 0.105 < within[-1] < 0.115

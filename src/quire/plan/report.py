@@ -95,7 +95,7 @@ def assumptions(job: PlanJob) -> list[str]:
             f"communication was not measured: collectives are assumed to reach {communication.LINK_PART:.0%} of a link, "
             f"to take at least {communication.LINK_LATENCY * 1e6:g} us within a node and "
             f"{communication.NETWORK_LATENCY * 1e6:g} us between nodes, and not to overlap with computation; "
-            "the GPUs of a replica (tp x cp) divide the weights if they can divide the query heads, otherwise each cp rank has a copy"
+            "the GPUs of a replica divide the weights if they can divide the query heads, otherwise each cp rank has a copy"
         )
     if any(kind.window is not None for kind in job.model.kinds) and not job.whole_cache:
         found.append("layers with a window keep only the pages that the window still sees (--whole-cache: all pages)")
