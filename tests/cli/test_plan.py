@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from quire.cli import main
+from quire.cli.plan import EXAMPLES
 from support.parsed_html import ParsedHtml
 from support.plan_rows import FIT_KEYS, all_rows
 
@@ -140,6 +141,29 @@ def test_needed_options(missing: str, capsys: pytest.CaptureFixture[str]) -> Non
     with pytest.raises(SystemExit) as ended:
         main(["plan", *(word for pair in given.items() for word in pair)])
     assert ended.value.code == 2 and f"{missing}: given nothing; allowed: " in capsys.readouterr().err
+
+
+def examples() -> list[str]:
+    lines = [line for line in EXAMPLES.splitlines() if line.startswith("  quire plan ")]
+    return [re.split(r" {2,}", line.strip())[0] for line in lines]
+
+
+@pytest.mark.parametrize("command", examples())
+def test_examples_of_the_help(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = {
+        "hidden_size": 4096,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "vocab_size": 128256,
+    }
+    (tmp_path / "checkpoint").mkdir()
+    (tmp_path / "checkpoint" / "config.json").write_text(json.dumps(config))
+    assert main(command.split()[1:]) == 0
+    assert capsys.readouterr().out
 
 
 PAGE = Path(__file__).parents[2] / "docs" / "plan.md"

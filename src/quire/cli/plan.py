@@ -21,8 +21,8 @@ heads, context and sequences), the best of them, and the resource that limits it
 those of a model that was fitted to measurements on an H200."""
 EXAMPLES = """\
 examples:
-  quire plan --model llama-3-70b --gpus 8xH200 --context 32768            a decode of 16 sequences
-  quire plan --model llama-3-8b --gpus H100 --context 8192 --batch 128 --kv-dtype fp8
+  quire plan --model llama-3-70b --gpus 8xH200 --context 32768           a decode of 16 sequences
+  quire plan --model llama-3-8b --gpus H100 --context 8192 --batch 64 --kv-dtype fp8
                                                                          one GPU, an fp8 cache
   quire plan --model qwen3-32b --gpus 4xA100 --context 16384 --step prefill --chunk 4096
                                                                          one chunk of 4096 tokens at the end of a prompt
