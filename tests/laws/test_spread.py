@@ -13,7 +13,7 @@ SOURCES = {
     for path in sorted(SRC.rglob("*"))
     if path.suffix in (".py", ".h", ".cpp") and path.is_file()
 }
-ADAPTERS = ("compat/", "conformance/targets/", "bench/peers/", "plan/config.py", "plan/models.py")
+ADAPTERS = ("compat/", "conformance/targets/", "bench/peers/", "integrations/", "plan/config.py", "plan/models.py")
 MOST_FILES = 10
 NAMES = {"a feature": r"softcap", "the formats": r"(?i)e4m3|e5m2|fnuz|['\"]int8"}
 
