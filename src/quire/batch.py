@@ -11,6 +11,7 @@ import torch
 from quire.cache.copies import Copies
 from quire.cache.packing import PackedTensor, pack, packed_copies
 from quire.cache.sequence import NO_POOL, SequenceSnapshot
+from quire.cache.shard import Shard
 from quire.errors import ArgumentError, StaleBatch, describe
 from quire.keywords import refuse_unknown
 
@@ -59,9 +60,13 @@ class Batch:
         copies: (source, target) pages that `quire.write` copies before it writes (copy-on-write).
         sequences: The sequences of the pool, in the order of the batch; a ledger reads them.
         page_size: Slots of a page; needed for the property `slots` if no slots are given.
+        shard: `(rank, ranks, interleave)` for context parallelism: the cache holds only the keys whose position p satisfies
+            `p // interleave % ranks == rank`, and the page table has the pages of these keys. Lengths and `q_starts` still count
+            all tokens of a sequence. `write` skips tokens of other ranks; `attend` sees only keys of this rank, and
+            `quire.merge` of all ranks' results is the attention over all keys. Default: the cache holds every key.
 
     Raises:
-        ArgumentError: An index argument is not a dense tensor, or a hint is not an int of 0 or more.
+        ArgumentError: An index argument is not a dense tensor, a hint is not an int of 0 or more, or the shard is invalid.
 
     Example:
         >>> import torch, quire
@@ -87,6 +92,7 @@ class Batch:
         "copies",
         "sequences",
         "page_size",
+        "shard",
         "step_id",
         "validated",
         "_slot_buffer",
@@ -108,6 +114,7 @@ class Batch:
         copies: Sequence[tuple[int, int]] = (),
         sequences: Sequence[AnySequence] | None = None,
         page_size: int | None = None,
+        shard: tuple[int, int, int] | None = None,
         **unknown: NoReturn,
     ):
         if unknown:
@@ -139,6 +146,8 @@ class Batch:
         """The calls for which the values of this batch were validated: `quire.contract.validated`."""
         self.page_size: int | None = page_size
         """Slots of a page, or None."""
+        self.shard: Shard | None = Shard.of(shard)
+        """The keys that this rank holds, `(rank, ranks, interleave)`; None if it holds all of them."""
         self.step_id: tuple[str, int] | None = None
         """The pool and the step that made this batch; None for other batches."""
         self._slot_buffer: torch.Tensor | None = None
@@ -165,6 +174,11 @@ class Batch:
     def seqs(self) -> int:
         """Number of sequences."""
         return self.kv_lens.shape[0]
+
+    @property
+    def max_keys(self) -> int | None:
+        """`max_kv_len`; with a shard, how many of as many tokens are on this rank."""
+        return self.max_kv_len if self.shard is None or self.max_kv_len is None else self.shard.count(self.max_kv_len)
 
     @property
     def device(self) -> torch.device:
@@ -261,7 +275,7 @@ class Batch:
         sources = (named["page_table"], named["kv_lens"], named["q_starts"])
         buffer = named.get("buffer")
         slots = buffer if buffer is not None and self.given_slots is self._slot_buffer else named.get("slots")
-        batch = Batch(*sources, slots=slots, copies=self.copies, sequences=sequences, page_size=self.page_size)
+        batch = Batch(*sources, slots=slots, copies=self.copies, sequences=sequences, page_size=self.page_size, shard=self.shard)
         batch.max_q_len, batch.max_kv_len = self.max_q_len, self.max_kv_len
         batch._slot_buffer, batch._tokens, batch.step_id = buffer, self._tokens, self.step_id
         batch._derived = {
@@ -276,7 +290,9 @@ class Batch:
         sequences = None
         if self.sequences is not None:
             sequences = tuple(SequenceSnapshot(s.id, s.length, list(s.runs)) for s in self.sequences)
-        fields = {name: getattr(self, name) for name in ("max_q_len", "max_kv_len", "copies", "page_size", "step_id", "_tokens")}
+        fields = {
+            name: getattr(self, name) for name in ("max_q_len", "max_kv_len", "copies", "page_size", "shard", "step_id", "_tokens")
+        }
         buffered = self._slot_buffer is not None and self.given_slots is self._slot_buffer
         return _restored, (memory.cpu().numpy(), dict(zip(named, spans)), self.device, fields, sequences, buffered)
 
@@ -290,7 +306,8 @@ class Batch:
         return torch.searchsorted(self.q_starts[1:].contiguous(), at, right=True)
 
     def slots_of_tokens(self, tokens: int, page_size: int, slots: torch.Tensor | None = None) -> torch.Tensor:
-        """The slot of each row of k and v, int64 `[tokens]`; -1 for padding rows and for pages that the table does not have.
+        """The slot of each row of k and v, int64 `[tokens]`; -1 for padding rows, for pages that the table does not have, and for
+        tokens whose position does not belong to the batch's shard.
 
         Args:
             tokens: Number of rows of k and v.
@@ -308,6 +325,9 @@ class Batch:
         seq = seq.clamp(max=self.seqs - 1)
         starts = self.q_starts.to(torch.int64)
         at = torch.arange(tokens, device=self.device) - starts[seq + 1] + self.kv_lens.to(torch.int64)[seq]
+        if self.shard is not None:
+            live &= (at >= 0) & self.shard.owns(at)
+            at = self.shard.count(at)
         column = torch.div(at, page_size, rounding_mode="floor")
         live &= (column >= 0) & (column < self.page_table.shape[1])
         page = self.page_table[seq, column.clamp(0, self.page_table.shape[1] - 1)].to(torch.int64)
@@ -324,6 +344,7 @@ class Batch:
         max_kv_len: int | None = None,
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.int32,
+        shard: tuple[int, int, int] | None = None,
     ) -> Batch:
         """Makes an empty batch with buffers of a fixed size, for CUDA graphs. `fill` updates the buffers in place.
 
@@ -332,9 +353,10 @@ class Batch:
             max_q_len, max_kv_len: Upper bounds of the lengths, for all later steps.
             device: The device of the buffers.
             dtype: torch.int32 or torch.int64.
+            shard: As in `Batch`, for all later steps.
 
         Raises:
-            ArgumentError: A size is not an int of 0 or more, or `dtype` is not an index type.
+            ArgumentError: A size is not an int of 0 or more, `dtype` is not an index type, or the shard is invalid.
 
         Example:
             >>> import quire
@@ -355,6 +377,7 @@ class Batch:
             torch.zeros(seqs + 1, dtype=dtype, device=device),
             max_q_len=max_q_len,
             max_kv_len=max_kv_len,
+            shard=shard,
         )
         batch._slot_buffer = torch.full((tokens,), -1, dtype=torch.int64, device=device)
         return batch
@@ -373,7 +396,7 @@ class Batch:
         tokens).
 
         Args:
-            page_table, kv_lens, q_starts: As in `Batch`, at most as large as allocated.
+            page_table, kv_lens, q_starts: As in `Batch`, at most as large as allocated; those of the shard, if the batch has one.
             slots: As in `Batch`. A batch that was filled with slots once needs them every time, because a captured graph reads
                 them.
             copies, sequences: Those of a pool's step. A captured graph does not apply copies: call `cache.copy_pages(copies)` for
@@ -591,6 +614,8 @@ class Batch:
         hints = "".join(
             f", {name}={getattr(self, name)}" for name in ("max_q_len", "max_kv_len") if getattr(self, name) is not None
         )
+        if self.shard is not None:
+            hints += f", shard={tuple(self.shard)}"
         tensors = ", ".join(f"{name}={describe(getattr(self, name))}" for name in ("page_table", "kv_lens", "q_starts"))
         return f"Batch({tensors}{hints})"
 

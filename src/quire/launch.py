@@ -121,9 +121,10 @@ def described_attend(call: Call) -> tuple[Problem, Extent]:
     index = (table.dtype, kv_lens.dtype, q_starts.dtype)
     facts = Facts(
         *(q.shape[1], q.dtype, out_dtype, new_dtype, index, types, q_scale, out_scale, call.with_lse, aligned, q.device),
-        *(call.context_from, call.only),
+        *(call.context_from, call.only, batch.shard is not None),
     )
-    (tokens, _, _), (seqs, columns), max_q_len, max_kv_len = q.shape, table.shape, batch.max_q_len, batch.max_kv_len
+    (tokens, _, _), (seqs, columns), max_q_len = q.shape, table.shape, batch.max_q_len
+    max_kv_len = batch.max_kv_len if batch.shard is None else batch.max_keys
     longest_q, capacity = tokens if max_q_len is None else min(tokens, max_q_len), columns * cache.page_size
     extent = Extent(seqs, tokens, longest_q, capacity if max_kv_len is None else min(capacity, max_kv_len))
     return _problem(storage, options.traits, facts), extent
@@ -138,6 +139,8 @@ def described_write(call: Call) -> tuple[Problem, Extent]:
     aligned = aligned and is_aligned(k, storage.stride_units[0]) and is_aligned(v, storage.stride_units[1])
     index = (table.dtype, kv_lens.dtype, q_starts.dtype)
     facts = Facts(storage.kv_heads, k.dtype, k.dtype, None, index, NO_TYPES, "none", "none", False, aligned, k.device)
+    if batch.shard is not None:
+        facts = facts._replace(shard=True)
     return _problem(storage, PLAIN.traits, facts), Extent.of(k, cache, batch)
 
 
@@ -170,6 +173,7 @@ class Facts(NamedTuple):
     device: torch.device
     context_from: int = 1
     only: tuple[int, int] = (0, ANY)
+    shard: bool = False
 
 
 _OF_CACHE = tuple(name for name in FIELDS if name in Storage._fields)
@@ -196,6 +200,7 @@ def _problem(storage: Storage, traits: Traits, facts: Facts) -> Problem:
         out_scale=facts.out_scale,
         context_from=facts.context_from,
         only=facts.only,
+        shard=facts.shard,
     )
 
 

@@ -68,7 +68,8 @@ def prepare(
     layer compiles; a call that has to compile gives a RuntimeWarning that names its problem.
 
     Args:
-        cache_or_problem: The cache of the layer, together with `q_heads` and `q_dtype`; or a `quire.Problem`.
+        cache_or_problem: The cache of the layer, together with `q_heads` and `q_dtype`; or a `quire.Problem`. A cache is prepared
+            for batches with a shard if its pool has one; a Problem if its `shard` is True.
         q_heads, q_dtype, options: Those of the calls.
         forms: Which of "full" and "context" form will be called.
         lse: Whether calls are with LSE (True), without (False) or both.
@@ -145,7 +146,7 @@ def _problems(
         found["attend", problem] = None
         found["write", problem.of_writes()] = None
         # A write with slots and without a batch has int32 index tensors.
-        found["write", problem.of_writes().replace(index="int32")] = None
+        found["write", problem.of_writes().replace(index="int32", shard=False)] = None
         if isinstance(given, Problem) or given.ledger is not None:
             found["audit", problem] = None
     return list(found)
@@ -196,7 +197,9 @@ def _of_cache(
     kv_dtype = torch.bfloat16 if q_dtype.itemsize == 1 else q_dtype
     new = tuple(torch.empty((1, cache.kv_heads, dim), dtype=kv_dtype, device=device) for dim in (cache.head_dim, cache.v_head_dim))
     for form, logs, name in variants:
-        batch = Batch(*(torch.zeros(shape, dtype=getattr(torch, name), device=device) for shape in ((1, 1), (1,), (2,))))
+        shard = None if cache.pool is None else cache.pool.shard
+        tensors = (torch.zeros(shape, dtype=getattr(torch, name), device=device) for shape in ((1, 1), (1,), (2,)))
+        batch = Batch(*tensors, shard=shard)
         call = Call(cache, batch, q, options or PLAIN, None if form == "full" else (new[0], new[1]), with_lse=logs)
         yield described("attend", call)[0]
 

@@ -40,14 +40,14 @@ class Extent(NamedTuple):
     max_q_len: int = 1
     """Upper bound of the new tokens of one sequence."""
     max_kv_len: int = 1
-    """Upper bound of the tokens of one sequence."""
+    """Upper bound of the tokens of one sequence that are on this rank."""
 
     @classmethod
     def of(cls, rows: torch.Tensor, cache: KVCache, batch: Batch) -> Extent:
         """The extent of a call whose queries (or new keys) are `rows`. Lengths come from the hints or, without them, from shapes:
         never from a device."""
         tokens, (seqs, columns) = rows.shape[0], batch.page_table.shape
-        capacity, max_q_len, max_kv_len = columns * cache.page_size, batch.max_q_len, batch.max_kv_len
+        capacity, max_q_len, max_kv_len = columns * cache.page_size, batch.max_q_len, batch.max_keys
         return cls(
             seqs,
             tokens,
@@ -126,6 +126,8 @@ class Problem(Traits):
     """The same for V."""
     far: bool = False
     """Whether offsets of elements in the cache reach 2^31, so that they need 64 bits."""
+    shard: bool = False
+    """Whether the cache holds only the keys of one rank (`Batch(shard=...)`)."""
 
     def __post_init__(self) -> None:
         fill = object.__setattr__
@@ -180,7 +182,7 @@ class Problem(Traits):
     @property
     def features(self) -> tuple[str, ...]:
         """The optional features this call uses, by name."""
-        names = [name for name in (*FEATURES, "lse") if getattr(self, name)]
+        names = [name for name in (*FEATURES, "lse", "shard") if getattr(self, name)]
         if self.window != (None, None):
             names.append("window")
         if self.causal != "yes":

@@ -7,10 +7,11 @@ def attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float | None = None, causal: bool = True,
     window: tuple[int | None, int | None] = (None, None), softcap: float | None = None, alibi: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None, mask: torch.Tensor | None = None, positions: torch.Tensor | None = None,
+    shard: tuple[int, int, int] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Dense attention of q [q_len, q_heads, head_dim] over k, v [kv_len, kv_heads, dim]; the queries are the last tokens. Returns
     out [q_len, q_heads, v_head_dim] and the LSE (natural log) [q_len, q_heads], both float64. Options as in `quire.Options`, but
-    `window` is (left, right), None where unbounded, and `mask` is [q_len, q_len or more].
+    `window` is (left, right), None where unbounded, and `mask` is [q_len, q_len or more]. `shard` hides the keys of other ranks.
 
     >>> attention(torch.zeros(1, 1, 2), torch.zeros(2, 1, 2), torch.tensor([[[1.0]], [[3.0]]]))[0].tolist()  # the mean of 1 and 3
     [[[2.0]]]
@@ -37,6 +38,8 @@ def attention(
         visible &= distance >= 0
     if right is not None:
         visible &= distance >= -right
+    if shard is not None:
+        visible &= torch.arange(kv_len, device=q.device) // shard[2] % shard[1] == shard[0]
 
     # A key that no query sees has no influence, even if it is NaN.
     seen = visible.any(0)[:, None, None]

@@ -23,7 +23,12 @@ FOREIGN_SIGNATURES = {
     "unified_attention",
 }
 # Keyword arguments of the public interface, each with a default; and the reference, which takes the options one by one.
-PUBLIC_SIGNATURES = {("cache/kv_cache.py", "allocate"), ("explain.py", "explain"), ("reference.py", "attention")}
+PUBLIC_SIGNATURES = {
+    ("batch.py", "__init__"),
+    ("cache/kv_cache.py", "allocate"),
+    ("explain.py", "explain"),
+    ("reference.py", "attention"),
+}
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 BRANCHES = (ast.If, ast.For, ast.While, ast.IfExp, ast.ExceptHandler, ast.Assert, ast.With, ast.match_case)

@@ -104,10 +104,12 @@ def build(
     poison: float = math.nan,
     bad_id: int = -1,
     device: str = "cpu",
+    shard: tuple[int, int, int] | None = None,
     **features: Any,
 ) -> Scenario:
     """A batch of sequences of these lengths. `features` are fields of Options; tensors among them are made here. In context form,
-    sequences with fewer new tokens than `context_from` have them in the cache all the same, and not beside it."""
+    sequences with fewer new tokens than `context_from` have them in the cache all the same, and not beside it. With a shard the
+    cache holds the keys of one rank; queries, keys and values are those of the same call without it."""
     g, shuffle = torch.Generator().manual_seed(seed), random.Random(seed).shuffle
     v_head_dim = v_head_dim or head_dim
     seqs, q_heads, live = len(q_lens), kv_heads * group, sum(q_lens)
@@ -116,6 +118,13 @@ def build(
     made = TYPES[q_dtype] if q_dtype not in LARGEST else torch.bfloat16
     options = _options(g, q_lens, kv_lens, tokens, q_heads, features)
     visible = [_visible(options, starts[i], q_lens[i], kv_lens[i], i) for i in range(seqs)]
+
+    # The positions of each sequence that are on this rank, in order: the n-th of them is the n-th key of its pages.
+    kept = [torch.tensor([p for p in range(n) if _is_kept(p, shard)], dtype=torch.long) for n in kv_lens]
+    for i in range(seqs):
+        hidden = torch.ones(kv_lens[i], dtype=torch.bool)
+        hidden[kept[i]] = False
+        visible[i][:, hidden] = False
 
     # Which tokens must be in the cache.
     required = [v.any(0) for v in visible]
@@ -126,7 +135,7 @@ def build(
             cached[i][kv_lens[i] - q_lens[i] :] = False
 
     # Pages in a shuffled order, three of which nobody owns. A cell is filled if its page holds a token that must be there.
-    columns = [-(-n // page_size) for n in kv_lens]
+    columns = [-(-len(at) // page_size) for at in kept]
     pages = sum(columns) + 3
     ids = list(range(pages))
     shuffle(ids)
@@ -134,7 +143,7 @@ def build(
     table = torch.full((seqs, max(columns, default=0) + 2), bad_id)
     for i, row in enumerate(owned):
         for c, page in enumerate(row):
-            if cached[i][c * page_size : (c + 1) * page_size].any():
+            if cached[i][kept[i][c * page_size : (c + 1) * page_size]].any():
                 table[i, c] = page
 
     dense, stored, scale = {}, {}, {}
@@ -143,8 +152,8 @@ def build(
         content = torch.full((pages, page_size, kv_heads, dim), poison, dtype=torch.float64)
         scale[part] = _scales(g, part, format, scales, pages, page_size, kv_heads, poison)
         for i, row in enumerate(owned):
-            at = cached[i].nonzero().flatten()
-            page, offset = torch.tensor(row, dtype=torch.long)[at // page_size], at % page_size
+            key = cached[i][kept[i]].nonzero().flatten()
+            at, page, offset = kept[i][key], torch.tensor(row, dtype=torch.long)[key // page_size], key % page_size
             content[page, offset] = dense[part][i][at]
             if scales == "token" and format in LARGEST:
                 largest = dense[part][i][at].float().abs().amax(-1)
@@ -155,8 +164,8 @@ def build(
         if scale[part] is not None:
             read = read * (scale[part].double().unsqueeze(-1) if scales == "token" else scale[part].double().reshape(-1, 1))
         for i, row in enumerate(owned):
-            at = cached[i].nonzero().flatten()
-            dense[part][i][at] = read[torch.tensor(row, dtype=torch.long)[at // page_size], at % page_size]
+            key = cached[i][kept[i]].nonzero().flatten()
+            dense[part][i][kept[i][key]] = read[torch.tensor(row, dtype=torch.long)[key // page_size], key % page_size]
 
     cache = _wrap(stored, scale, layout, x, format, storage, head_dim, device)
     q = torch.randn(tokens, q_heads, head_dim, generator=g)
@@ -172,13 +181,15 @@ def build(
         new_v = torch.full((tokens, kv_heads, v_head_dim), poison, dtype=made)
         for i in range(seqs):
             if beside[i]:
-                new_k[starts[i] : starts[i + 1]] = dense["k"][i][kv_lens[i] - q_lens[i] :].to(made)
-                new_v[starts[i] : starts[i + 1]] = dense["v"][i][kv_lens[i] - q_lens[i] :].to(made)
+                at = kept[i][kept[i] >= kv_lens[i] - q_lens[i]]
+                token = starts[i] + at - (kv_lens[i] - q_lens[i])
+                new_k[token], new_v[token] = dense["k"][i][at].to(made), dense["v"][i][at].to(made)
         new = (new_k.to(device), new_v.to(device))
     batch = Batch(
         table.to(index[0]).to(device),
         torch.tensor(kv_lens, dtype=index[1], device=device),
         torch.tensor(starts, dtype=index[2], device=device),
+        shard=shard,
     )
 
     outs, lses, honest, weighted, steepest = [], [], [], [], 0.0
@@ -194,6 +205,7 @@ def build(
             "sinks": options.sinks,
             "mask": None if options.mask is None else options.mask[rows],
             "positions": None if options.positions is None else options.positions[rows],
+            "shard": shard,
         }
         exact_q = q[rows].double() * q_scale
         out, lse = reference.attention(exact_q, dense["k"][i], dense["v"][i], **mine)
@@ -219,6 +231,14 @@ def build(
         steepest,
         torch.cat([nothing.float(), *honest]).to(device),
     )
+
+
+def _is_kept(position: int, shard: tuple[int, int, int] | None) -> bool:
+    """Whether a key is on this rank: ranks take turns, `interleave` keys each."""
+    if shard is None:
+        return True
+    rank, ranks, interleave = shard
+    return position // interleave % ranks == rank
 
 
 def _options(

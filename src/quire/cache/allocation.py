@@ -8,6 +8,7 @@ import numpy
 
 from quire.cache.page_rows import ColumnRuns, gather, groups, width_for
 from quire.cache.sequence_record import LAST, LENGTH, LONGEST, PAGES, ROW, WIDTH
+from quire.cache.shard import keys_of
 from quire.cache.transaction import Transaction
 from quire.errors import ArgumentError, OutOfPages
 
@@ -51,9 +52,9 @@ def plan_allocation(pool: PagePool, slots: numpy.ndarray | slice, counts: numpy.
     if longest > LONGEST:
         at = int(end.argmax())
         raise ArgumentError("new_tokens", f"{counts[at]} after {end[at] - counts[at]} tokens", f"at most {LONGEST} in a sequence")
-    need = (end + (pool.page_size - 1)) // pool.page_size
+    need = (keys_of(pool.shard, end) + (pool.page_size - 1)) // pool.page_size
     fresh = need - before[:, PAGES]
-    copied = _copied(pool, before, counts) if pool._shared else NOTHING
+    copied = _copied(pool, before, end) if pool._shared else NOTHING
     wanted = int(fresh.sum()) + len(copied)
     if wanted > pool.free_pages:
         raise OutOfPages(wanted, pool.free_pages, pool.pages)
@@ -68,10 +69,11 @@ def plan_allocation(pool: PagePool, slots: numpy.ndarray | slice, counts: numpy.
     return given
 
 
-def _copied(pool: PagePool, before: numpy.ndarray, counts: numpy.ndarray) -> numpy.ndarray:
+def _copied(pool: PagePool, before: numpy.ndarray, end: numpy.ndarray) -> numpy.ndarray:
     """Indices of the sequences that would write into a shared page. If all holders of a page extend in one step, the last of them
     keeps the page."""
-    at = numpy.flatnonzero((counts > 0) & (before[:, LENGTH] % pool.page_size != 0))
+    first, last = keys_of(pool.shard, before[:, LENGTH]), keys_of(pool.shard, end)
+    at = numpy.flatnonzero((first < last) & (first % pool.page_size != 0))
     at = at[pool._holders[before[at, LAST]] > 1]
     if not len(at):
         return NOTHING

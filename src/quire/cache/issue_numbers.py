@@ -8,6 +8,7 @@ import numpy
 
 from quire.cache.allocation import Allocation
 from quire.cache.sequence_record import LAST, LENGTH, PAGES
+from quire.cache.shard import keys_of
 from quire.cache.transaction import Transaction
 
 if TYPE_CHECKING:
@@ -22,10 +23,11 @@ def initial_numbers(pool: PagePool) -> numpy.ndarray:
     numbers = numpy.full((pool.pages, pool.page_size), FREE, dtype=numpy.int64)
     for sequence in pool.sequences:
         pages = numpy.array(sequence.pages, dtype=numpy.int64)
-        whole = sequence.length // pool.page_size
+        keys = keys_of(pool.shard, sequence.length)
+        whole = keys // pool.page_size
         full, rest = pages[:whole], pages[whole:]
         numbers[full[full >= 0]] = pool.steps
-        numbers[rest, : sequence.length % pool.page_size] = pool.steps
+        numbers[rest, : keys % pool.page_size] = pool.steps
     return numbers
 
 
@@ -33,7 +35,7 @@ def number_step(pool: PagePool, given: Allocation, number: int, transaction: Tra
     """Assigns `number` to the slots of the new tokens of a step. A page copied by copy-on-write keeps the numbers of its source."""
     assert pool._issue is not None
     size, offset = pool.page_size, numpy.arange(pool.page_size)
-    start, end = given.before[:, LENGTH], given.after[:, LENGTH]
+    start, end = keys_of(pool.shard, given.before[:, LENGTH]), keys_of(pool.shard, given.after[:, LENGTH])
     # The free slots of pages that are partly filled; of the copy, if the page is copied.
     partly = numpy.flatnonzero((end > start) & (start % size != 0))
     if len(partly):

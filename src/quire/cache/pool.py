@@ -19,6 +19,7 @@ from quire.cache.page_rows import PageRows, bytes_of, runs_of
 from quire.cache.release import release
 from quire.cache.sequence import Runs, Sequence, StateNumber
 from quire.cache.sequence_record import DROPPED, FIELDS, ID, LAST, LENGTH, LONGEST, OWN, PAGES, ROW, WIDTH
+from quire.cache.shard import Shard, keys_of
 from quire.cache.step_table import StepRequest, StepTable
 from quire.cache.transaction import Transaction
 from quire.errors import ArgumentError, describe
@@ -63,9 +64,11 @@ class PagePool:
         pages: Number of pages, 1 or more.
         page_size: Slots (tokens) of a page, 1 or more.
         device: Where the index tensors of the batches are made. Default: the CPU.
+        shard: `(rank, ranks, interleave)`, the keys that this rank holds, as in `Batch`. The pool then allocates pages for these
+            keys only, and its batches have the shard. Lengths still count all tokens. Default: all keys.
 
     Raises:
-        ArgumentError: `pages` or `page_size` is not a positive int.
+        ArgumentError: `pages` or `page_size` is not a positive int, or the shard is invalid.
 
     Example:
         >>> import quire
@@ -82,7 +85,7 @@ class PagePool:
     """
 
     @with_pointers
-    def __init__(self, pages: int, page_size: int, device: torch.device | str = "cpu"):
+    def __init__(self, pages: int, page_size: int, device: torch.device | str = "cpu", shard: tuple[int, int, int] | None = None):
         for name, value in (("pages", pages), ("page_size", page_size)):
             if not _is_count(value) or value < 1:
                 raise ArgumentError(name, describe(value), "an int of 1 or more")
@@ -92,6 +95,8 @@ class PagePool:
         """Slots of a page."""
         self.device: torch.device = torch.device(device)
         """The device of the batches' index tensors."""
+        self.shard: Shard | None = Shard.of(shard)
+        """The keys that this rank holds, `(rank, ranks, interleave)`; None if it holds all of them."""
         self.steps: int = 0
         """The number of the latest step. Numbers of steps that failed or were rolled back are not used again."""
         self._free = FreeList(capacity=pages)
@@ -164,7 +169,7 @@ class PagePool:
             request = self._request(new_tokens)
             given, copies = self._plan(request, transaction)
             number = self._advance_state(transaction)
-            laid = StepTable(request) if self._last is None else self._last.next(request, given, self.page_size, transaction)
+            laid = StepTable(request) if self._last is None else self._last.next(request, given, self, transaction)
             transaction.set_attribute(self, "_last", laid)
             self._pending = transaction
             transaction.apply()
@@ -236,11 +241,14 @@ class PagePool:
         self._undo_pending()
         row = self._row(sequence)
         least = int(row[DROPPED]) * self.page_size
+        if self.shard is not None and least:
+            least = self.shard.position(least - 1) + 1
         if not _is_count(length) or not least <= length <= row[LENGTH]:
             dropped = f": positions before {least} were dropped" if least else ""
             raise ArgumentError("length", describe(length), f"{least} to {row[LENGTH]}{dropped}")
         transaction, after = Transaction(), row.copy()
-        kept = -(-length // self.page_size)
+        keys = keys_of(self.shard, length)
+        kept = -(-keys // self.page_size)
         last = int(row[LAST])
         if row[WIDTH]:
             cells = self._tables[int(row[WIDTH])].cells[row[ROW]]
@@ -248,7 +256,7 @@ class PagePool:
             gone = cells[max(kept, row[DROPPED]) : row[PAGES]][::-1].astype(numpy.int64)
             release(self, gone, transaction)
             transaction.set_cells(self._tables[int(row[WIDTH])], "cells", (int(row[ROW]), slice(kept, int(row[PAGES]))), -1)
-        filled = length % self.page_size
+        filled = keys % self.page_size
         if filled and self._issue is not None and self._holders[last] == 1:
             transaction.set_cells(self, "_issue", (last, slice(filled, None)), FREE)
         runs = sequence._runs
@@ -271,7 +279,7 @@ class PagePool:
         row = self._row(sequence)
         if not _is_count(before) or not 0 <= before <= row[LENGTH]:
             raise ArgumentError("before", describe(before), f"0 to {row[LENGTH]}")
-        first, end = int(row[DROPPED]), before // self.page_size
+        first, end = int(row[DROPPED]), keys_of(self.shard, before) // self.page_size
         if end <= first:
             return
         transaction, after = Transaction(), row.copy()
@@ -408,7 +416,8 @@ class PagePool:
         return self._mirrors[device]
 
     def __repr__(self) -> str:
-        return f"PagePool({self.pages} pages x {self.page_size} slots, {self.free_pages} free, {self.device})"
+        shard = "" if self.shard is None else f", shard={tuple(self.shard)}"
+        return f"PagePool({self.pages} pages x {self.page_size} slots, {self.free_pages} free, {self.device}{shard})"
 
     def __getstate__(self) -> dict[str, Any]:
         self._undo_pending()

@@ -12,6 +12,7 @@ from quire.cache.allocation import Allocation
 from quire.cache.page_rows import gather
 from quire.cache.sequence import Sequence
 from quire.cache.sequence_record import LENGTH, LONGEST, PAGES, ROW, WIDTH
+from quire.cache.shard import keys_of
 from quire.cache.transaction import Transaction
 from quire.errors import ArgumentError
 
@@ -52,13 +53,13 @@ class StepTable:
     def without_table(self) -> StepTable:
         return StepTable(self.request)
 
-    def next(self, request: StepRequest, given: Allocation, page_size: int, transaction: Transaction) -> StepTable:
+    def next(self, request: StepRequest, given: Allocation, pool: PagePool, transaction: Transaction) -> StepTable:
         """The table of the next step. If it has the same sequences and enough columns, the new pages are planned as writes to this
         one."""
         table = self.table
         if table is None or request.sequences != self.request.sequences:
             return StepTable(request)
-        if -(-given.longest // page_size) > table.shape[1]:
+        if -(-keys_of(pool.shard, given.longest) // pool.page_size) > table.shape[1]:
             return StepTable(request)
         if len(given.copied):
             transaction.set_cells(
@@ -71,7 +72,7 @@ class StepTable:
     def batch(self, pool: PagePool, given: Allocation, copies: tuple[tuple[int, int], ...], number: int) -> Batch:
         """The batch of the step, after its transaction was applied."""
         after, request = given.after, self.request
-        width = max(-(-given.longest // pool.page_size), 1)
+        width = max(-(-keys_of(pool.shard, given.longest) // pool.page_size), 1)
         if self.table is None:
             self.table = gather(pool._tables, after[:, WIDTH], after[:, ROW], width + width // 8 + 8)
         if self._view is None or self._view.shape[1] != width:
@@ -85,6 +86,7 @@ class StepTable:
             copies=copies,
             sequences=request.sequences,
             page_size=pool.page_size,
+            shard=pool.shard,
         )
         batch.step_id, batch._tokens = (pool._name, number), request.tokens
         if pool.device.type != "cpu":

@@ -10,6 +10,7 @@ import torch
 
 from quire.batch import Batch
 from quire.cache.kv_cache import KVCache
+from quire.cache.shard import keys_of, positions_of
 from quire.errors import ArgumentError, describe
 from quire.options import PLAIN, TENSORS, Options
 from quire.problem import ANY
@@ -161,22 +162,32 @@ class Call:
             return self.taken & self.options.causal.cpu()
         return self.taken if self.options.causal else torch.zeros_like(self.taken)
 
+    # Keys are those that are on this rank. Without a shard they are all keys, and a key is its position.
+
+    def keys_before(self, positions: Any) -> Any:
+        """The number of keys before each position."""
+        return keys_of(self.batch.shard, positions)
+
+    def positions_of(self, keys: torch.Tensor) -> torch.Tensor:
+        """The position of each key."""
+        return positions_of(self.batch.shard, keys)
+
     @cached_property
     def first_needed(self) -> torch.Tensor:
-        """The first position of each sequence that one of its queries can see, `[seqs]`; without a tree mask."""
+        """The first key of each sequence that one of its queries can see, `[seqs]`; without a tree mask."""
         left, _ = self.options.sides
         if left is None:
             return torch.zeros_like(self.kv_lens)
-        return torch.minimum((self.context - left).clamp(min=0), self.context.clamp(min=0))
+        return self.keys_before(torch.minimum((self.context - left).clamp(min=0), self.context.clamp(min=0)))
 
     @cached_property
     def end_needed(self) -> torch.Tensor:
-        """One past the last position of each sequence that an attend takes from the cache, `[seqs]`."""
-        return torch.where(self.taken, torch.where(self.takes_new, self.context, self.kv_lens), 0)
+        """One past the last key of each sequence that an attend takes from the cache, `[seqs]`."""
+        return self.keys_before(torch.where(self.taken, torch.where(self.takes_new, self.context, self.kv_lens), 0))
 
     @cached_property
     def reach(self) -> torch.Tensor:
-        """One past the last position of each sequence that an attend needs from the cache, 0 if it needs none, `[seqs]`."""
+        """One past the last key of each sequence that an attend needs from the cache, 0 if it needs none, `[seqs]`."""
         reach = torch.where(self.first_needed < self.end_needed, self.end_needed, 0)
         for seq, ranges in self.tree_needed.items():
             reach[seq] = ranges[-1][1] if ranges else 0
@@ -184,8 +195,8 @@ class Call:
 
     @cached_property
     def needed(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Every token that an attend reads from the cache and that the page table has a column for: sequence and position, `[n]`
-        each, in order."""
+        """Every token that an attend reads from the cache and that the page table has a column for: sequence and key, `[n]` each,
+        in order."""
         capacity = self.page_table.shape[1] * self.cache.page_size
         if self.options.mask is not None:
             parts = [
@@ -206,13 +217,17 @@ class Call:
 
     @cached_property
     def tree_needed(self) -> dict[int, list[tuple[int, int]]]:
-        """With a tree mask: the positions of each sequence that an attend needs from the cache, as ranges in order."""
+        """With a tree mask: the keys of each sequence that an attend needs from the cache, as ranges in order."""
         if self.options.mask is None:
             return {}
-        return {seq: self._tree_needed(seq) for seq in self.taken.nonzero().flatten().tolist()}
+        found = {seq: self._tree_needed(seq) for seq in self.taken.nonzero().flatten().tolist()}
+        if self.batch.shard is None:
+            return found
+        keys = {seq: [(self.keys_before(low), self.keys_before(high)) for low, high in ranges] for seq, ranges in found.items()}
+        return {seq: [(low, high) for low, high in ranges if low < high] for seq, ranges in keys.items()}
 
     def _tree_needed(self, seq: int) -> list[tuple[int, int]]:
-        """The context within the window of any query, and the new tokens that any query sees."""
+        """The positions of the context within the window of any query, and of the new tokens that any query sees."""
         start, stop, context = int(self.q_starts[seq]), int(self.q_starts[seq + 1]), int(self.context[seq])
         left, right = self.options.sides
         found: list[tuple[int, int]] = [(0, context)] if context > 0 else []
@@ -248,7 +263,8 @@ class Call:
         """Every token that a write stores: its index in k, its slot and its position, `[n]` each. The position is -1 for a token
         that is in no sequence."""
         given = self.given_slots
-        host = Batch(self.page_table, self.kv_lens, self.q_starts, slots=None if given is None else given.cpu())
+        slots = None if given is None else given.cpu()
+        host = Batch(self.page_table, self.kv_lens, self.q_starts, slots=slots, shard=self.batch.shard)
         slot = host.slots_of_tokens(self.tokens, self.cache.page_size)
         row = (slot >= 0).nonzero().flatten()
         seq = self.sequence_of_rows(row)

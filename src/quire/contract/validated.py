@@ -82,7 +82,7 @@ def _key(call: Call) -> Any:
     own_slots = call.k is not None and call.slots is None and call.batch.given_slots is None
     rows = call.k if q is None else q
     assert rows is not None
-    facts: tuple[Any, ...] = (cache.pages, cache.page_size, rows.size(0), call.k is None, own_slots)
+    facts: tuple[Any, ...] = (cache.pages, cache.page_size, rows.size(0), call.k is None, own_slots, call.batch.shard)
     if q is None:
         return facts
     facts = (*facts, call.new is None, call.context_from, call.only)

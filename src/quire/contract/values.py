@@ -67,17 +67,20 @@ def table(call: Call) -> Iterator[Violation]:
     if call.q is not None:
         reach = call.reach
     if call.writes and call.given_slots is None:
-        reach = torch.maximum(reach, torch.where(call.q_lens > 0, call.kv_lens, 0))
+        first, end = _written_keys(call)
+        reach = torch.maximum(reach, torch.where(first < end, end, 0))
     narrow = (reach > width * cache.page_size).nonzero().flatten().tolist()
     for i in narrow:
         needs = -(-int(reach[i]) // cache.page_size)
         given = f"{width} columns"
-        allowed = f"{needs} or more: sequence {i} reaches {int(reach[i])} tokens in pages of {cache.page_size}"
+        here = "" if call.batch.shard is None else " of the shard"
+        allowed = f"{needs} or more: sequence {i} reaches {int(reach[i])} tokens{here} in pages of {cache.page_size}"
         yield Violation("table", "page_table", given, allowed, seq=i, picture=_row(call, i, width - 1) if width else "")
     for i, column in _needed_cells(call):
         id = int(call.page_table[i, column])
         if not 0 <= id < cache.pages:
-            note = f"kv_len {int(call.kv_lens[i])}, pages of {cache.page_size}"
+            here = "" if call.batch.shard is None else f", of which {int(call.keys_before(call.kv_lens)[i])} in the shard"
+            note = f"kv_len {int(call.kv_lens[i])}{here}, pages of {cache.page_size}"
             picture = _row(call, i, column, note)
             yield Violation(
                 "table", f"page_table[{i}, {column}]", str(id), f"a page id in [0, {cache.pages})", seq=i, page=id, picture=picture
@@ -93,16 +96,21 @@ def _needed_cells(call: Call) -> list[tuple[int, int]]:
         if call.options.mask is None:
             needed |= _columns(column, size, call.first_needed, call.end_needed)
         else:
-            seq, at = call.needed
-            needed[seq, at // size] = True
+            seq, key = call.needed
+            needed[seq, key // size] = True
     if call.writes and call.given_slots is None:
-        needed |= _columns(column, size, call.context, torch.where(call.q_lens > 0, call.kv_lens, 0))
+        needed |= _columns(column, size, *_written_keys(call))
     bad = needed & ((call.page_table < 0) | (call.page_table >= call.cache.pages))
     return [(i, c) for i, c in bad.nonzero().tolist()]
 
 
+def _written_keys(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
+    """The first key of each sequence that a write stores, and one past the last, `[seqs]` each."""
+    return call.keys_before(call.context), call.keys_before(torch.where(call.q_lens > 0, call.kv_lens, 0))
+
+
 def _columns(column: torch.Tensor, size: int, first: torch.Tensor, end: torch.Tensor) -> torch.Tensor:
-    """Which columns of the page table positions [first, end) of each sequence use, bool `[seqs, columns]`."""
+    """Which columns of the page table keys [first, end) of each sequence use, bool `[seqs, columns]`."""
     first, end = first[:, None], end[:, None]
     return (first < end) & (column * size < end) & ((column + 1) * size > first)
 
@@ -159,7 +167,7 @@ def _ownership(call: Call, row: int, slot: int, given: str, allowed: str) -> Vio
         picture = row_picture("slots", call.given_slots, row)
     elif seq < call.page_table.shape[0]:
         at = row - int(call.q_starts[seq + 1]) + int(call.kv_lens[seq])
-        picture = _row(call, seq, at // call.cache.page_size, f"position {at}")
+        picture = _row(call, seq, call.keys_before(at) // call.cache.page_size, f"position {at}")
     return Violation("ownership", f"slots[{row}]", given, allowed, seq=seq, token=row, page=page, slot=slot, picture=picture)
 
 
@@ -180,27 +188,28 @@ def residency(call: Call) -> Iterator[Violation]:
     ledger = call.cache.ledger
     if call.q is None or ledger is None or not _holds(call):
         return
-    seq, at = call.needed
+    seq, key = call.needed
     # What this call itself writes before it attends (`check` of a step) counts as written, and its copies as applied.
     if call.writes:
-        old = ~_written_now(call, seq, at)
-        seq, at = seq[old], at[old]
+        old = ~_written_now(call, seq, key)
+        seq, key = seq[old], key[old]
     if call.writes and call.batch.copies and not call.cache.has_applied(call.batch.copies):
         ledger = ledger.after(call.batch.copies)
-    slot = call.page_table[seq, at // call.cache.page_size] * call.cache.page_size + at % call.cache.page_size
-    for finding in ledger.audit_read(slot, at, seq, call.batch.sequences):
+    slot = call.page_table[seq, key // call.cache.page_size] * call.cache.page_size + key % call.cache.page_size
+    for finding in ledger.audit_read(slot, call.positions_of(key), seq, call.batch.sequences):
         text = f"{_name(call, finding.seq)} needs {_slot(finding)}: {finding.reason}"
         yield _finding(call, "residency", finding, text, "required slots were written for this sequence")
 
 
-def _written_now(call: Call, seq: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
-    """Which of the tokens (sequence, position) this call itself writes before it attends, to the slot that it will read."""
+def _written_now(call: Call, seq: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    """Which of the tokens (sequence, key) this call itself writes before it attends, to the slot that it will read."""
     row, slot, _ = call.stored
     target = torch.full((call.tokens,), -1, device="cpu")
     target[row] = slot
+    at = call.positions_of(key)
     of_token = (at - call.kv_lens[seq] + call.q_starts[1:][seq]).clamp(min=0)
     size = call.cache.page_size
-    return (at >= call.context[seq]) & (target[of_token] == call.page_table[seq, at // size] * size + at % size)
+    return (at >= call.context[seq]) & (target[of_token] == call.page_table[seq, key // size] * size + key % size)
 
 
 def _name(call: Call, seq: int) -> str:
@@ -213,7 +222,8 @@ def _slot(finding: LedgerFinding) -> str:
 
 
 def _finding(call: Call, rule: str, f: LedgerFinding, given: str, allowed: str) -> Violation:
-    picture = _row(call, f.seq, f.position // call.cache.page_size, f"position {f.position}: offset {f.offset}")
+    column = call.keys_before(f.position) // call.cache.page_size
+    picture = _row(call, f.seq, column, f"position {f.position}: offset {f.offset}")
     return Violation(rule, "cache", given, allowed, seq=f.seq, token=f.position, page=f.page, slot=f.slot, picture=picture)
 
 
@@ -226,16 +236,17 @@ def scales(call: Call) -> Iterator[Violation]:
             yield from _bad_scales(name, scale)
         elif call.q is not None and _holds(call):
             # Per token and head: only the scales of required slots are checked.
-            seq, at = call.needed
+            seq, key = call.needed
             if call.writes:
-                old = ~_written_now(call, seq, at)
-                seq, at = seq[old], at[old]
-            page = call.page_table[seq, at // cache.page_size]
-            read = scale.cpu()[page, at % cache.page_size]
+                old = ~_written_now(call, seq, key)
+                seq, key = seq[old], key[old]
+            at, offset = call.positions_of(key), key % cache.page_size
+            page = call.page_table[seq, key // cache.page_size]
+            read = scale.cpu()[page, offset]
             for i, head in ((read <= 0) | ~read.isfinite()).nonzero().tolist():
-                where = f"{name}[{int(page[i])}, {int(at[i]) % cache.page_size}, {head}]"
+                where = f"{name}[{int(page[i])}, {int(offset[i])}, {head}]"
                 allowed = "a finite number above 0: the slot is required"
-                picture = _row(call, int(seq[i]), int(at[i]) // cache.page_size, f"position {int(at[i])}")
+                picture = _row(call, int(seq[i]), int(key[i]) // cache.page_size, f"position {int(at[i])}")
                 value = float(read[i, head])
                 # `write` stores such a scale for a token with a NaN or an infinity. Only the queries that see the token are
                 # affected.
@@ -291,18 +302,18 @@ def written_scales(call: Call) -> Iterator[Violation]:
         mark = call.cache.scale_mark()
     if ledger is None or mark is None:
         return
-    seq, at = call.needed
+    seq, key = call.needed
     if call.writes:
-        old = ~_written_now(call, seq, at)
-        seq, at = seq[old], at[old]
+        old = ~_written_now(call, seq, key)
+        seq, key = seq[old], key[old]
         if call.batch.copies and not call.cache.has_applied(call.batch.copies):
             ledger = ledger.after(call.batch.copies)
     size = call.cache.page_size
-    slot = call.page_table[seq, at // size] * size + at % size
+    slot, at = call.page_table[seq, key // size] * size + key % size, call.positions_of(key)
     for i in ledger.audit_scales(slot, mark).tolist():
         page, offset = divmod(int(slot[i]), size)
         given = f"slot {int(slot[i])} (page {page}, offset {offset}), which was written with other values of k_scale and v_scale"
-        picture = _row(call, int(seq[i]), int(at[i]) // size, f"position {int(at[i])}: offset {offset}")
+        picture = _row(call, int(seq[i]), int(key[i]) // size, f"position {int(at[i])}: offset {offset}")
         allowed = "the scales that required slots were written with, or write them again"
         where = (int(seq[i]), int(at[i]), page, int(slot[i]))
         yield Violation("written-scales", "cache", given, allowed, *where, picture)

@@ -254,6 +254,7 @@ def _load(number: int, metadata: dict[str, Any], tensors: dict[str, torch.Tensor
         batch=Batch(
             own["page_table"], own["kv_lens"], own["q_starts"],
             slots=own.get("slots"), max_q_len=metadata["max_q_len"], max_kv_len=metadata["max_kv_len"],
+            shard=metadata.get("shard"),
         ),
         q=own["q"],
         options=Options(**given) if given else PLAIN,
@@ -310,6 +311,7 @@ def _facts(call: Call) -> dict[str, Any]:
         "page_size": cache.page_size,
         "max_q_len": batch.max_q_len,
         "max_kv_len": batch.max_kv_len,
+        "shard": None if batch.shard is None else list(batch.shard),
         "options": {name: value for name, value in options.items() if not isinstance(value, torch.Tensor)},
         "strides": {"q": list(call.q.stride()), "k_pages": list(cache.k.stride()), "v_pages": list(cache.v.stride())},
         "device": str(call.q.device),
@@ -325,8 +327,8 @@ def _pages(call: Call, found: Sequence[Violation], which: str) -> tuple[torch.Te
     unreadable = any(v.rule in ("index-types", "devices", "shapes") for v in found) or not call.lengths_hold
     if which == "all" or unreadable:
         return torch.arange(cache.pages, device="cpu"), table
-    seq, at = call.needed
-    cells = torch.unique(torch.stack((seq, at // cache.page_size)), dim=1)
+    seq, key = call.needed
+    cells = torch.unique(torch.stack((seq, key // cache.page_size)), dim=1)
     named = call.page_table[cells[0], cells[1]]
     inside = (named >= 0) & (named < cache.pages)
     ids, new = torch.unique(named[inside], return_inverse=True)

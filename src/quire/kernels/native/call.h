@@ -53,9 +53,28 @@ struct Cache {
     int64_t pages, page_size, heads;
 };
 
+// Which keys of a sequence are in the cache: those whose position p has p / interleave % ranks == rank, in order. Without a shard
+// `ranks` is 1, and a key is its position.
+struct Shard {
+    int64_t rank, ranks, interleave;
+
+    // How many of the first `length` positions are keys of the shard; 0 for a negative length.
+    INLINE int64_t count(int64_t length) const {
+        if (ranks == 1) return length;
+        if (length <= 0) return 0;
+        int64_t cycle = ranks * interleave, rest = length % cycle - rank * interleave;
+        return length / cycle * interleave + (rest < 0 ? 0 : rest < interleave ? rest : interleave);
+    }
+    INLINE int64_t position(int64_t key) const {
+        return ranks == 1 ? key : (key / interleave * ranks + rank) * interleave + key % interleave;
+    }
+    INLINE bool owns(int64_t position) const { return ranks == 1 || position / interleave % ranks == rank; }
+};
+
 struct Batch {
     Index table, kv_lens, q_starts;
     int64_t seqs, width;
+    Shard shard;
 };
 
 // One sequence, read from the index tensors once when the call begins, so that a concurrent change cannot cause an invalid access.
@@ -93,7 +112,7 @@ struct Range {
     int64_t low, high;
 };
 
-// The keys of the context that a query of a tree at the given position sees; none if low >= high.
+// The positions of the context that a query of a tree at the given position sees; none if low >= high.
 INLINE Range context_seen(const Attend& call, int64_t at, int64_t context) {
     int64_t low = call.left == UNBOUNDED ? 0 : at < INT64_MIN + call.left ? INT64_MIN : at - call.left;
     int64_t high = call.right == UNBOUNDED || at >= INT64_MAX - call.right ? context : at + call.right + 1;

@@ -22,8 +22,10 @@ UNBOUNDED = 2**63 - 1
 Words = tuple[int, ...]
 ABSENT: Words = (0, 0, 0, 0)
 """An absent index tensor."""
+NO_SHARD: Words = (0, 1, 1)
+"""One rank, which holds every key."""
 
-_ARRAYS, _INDEX, _BATCH, _PAGES = 4 * 5, 4, 3 * 4 + 2, 15
+_ARRAYS, _INDEX, _BATCH, _PAGES = 4 * 5, 4, 3 * 4 + 2 + 3, 15
 ATTEND = struct.Struct(f"{_ARRAYS}q 5q {_BATCH}q 3d 11q {_INDEX}q 7q")
 """The fields of `Attend` before its cache."""
 WRITE = struct.Struct(f"10q {_BATCH}q {_INDEX}q 3q")
@@ -60,7 +62,7 @@ def batch_of(batch: Batch) -> Words:
         table.data_ptr(), *table.stride(), table.dtype is wide,
         kv_lens.data_ptr(), kv_lens.stride(0), 0, kv_lens.dtype is wide,
         q_starts.data_ptr(), q_starts.stride(0), 0, q_starts.dtype is wide,
-        *table.shape,
+        *table.shape, *(batch.shard or NO_SHARD),
     )  # fmt: skip
 
 

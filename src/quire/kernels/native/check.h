@@ -67,6 +67,7 @@ class Checker {
         return owned;
     }
 
+    int64_t keys(int64_t length) const { return call.batch.shard.count(length); }  // before a position
     bool takes_new(int64_t q_len) const { return call.has_new && q_len >= call.context_from; }
     static bool by_token(const Scales& s) { return s.data && !s.count; }
     static bool is_scale(const float* x) { return !x || (*x > 0 && *x <= __FLT_MAX__); }
@@ -89,7 +90,8 @@ class Checker {
         }
         if (!stores) return true;
         if (call.slots.data) return add_slots(begin, begin + q_len);
-        return pages_exist(call.batch, seq, context, kv_len, call.page_size, call.pages) && add_tokens(seq, context, kv_len);
+        int64_t first = keys(context), end = keys(kv_len);
+        return first >= end || (pages_exist(call.batch, seq, first, end, call.page_size, call.pages) && add_tokens(seq, first, end));
     }
 
     // Without a tree mask, queries have consecutive positions, and the keys they see are one range.
@@ -133,8 +135,11 @@ class Checker {
         return false;
     }
 
-    // Checks the pages and scales of keys [low, high), which some query sees and which are read from the cache.
+    // Checks the pages and scales of the keys at positions [low, high), which some query sees and which are read from the cache.
     bool needed(int64_t seq, int64_t begin, int64_t context, int64_t low, int64_t high) const {
+        if (low >= high) return true;
+        const int64_t new_from = context;  // the position of the first new token
+        low = keys(low), high = keys(high), context = keys(context);
         if (low >= high) return true;
         if (!pages_exist(call.batch, seq, low, high, call.page_size, call.pages)) return false;
         if (!tokens_scaled) return true;
@@ -145,7 +150,8 @@ class Checker {
             int64_t stop = std::min(high, key - slot + call.page_size), page = call.batch.table.at(seq, column);
             if (call.writes && call.slots.data && stop > context) {
                 stop = key + 1;
-                if (key >= context && call.slots.at(begin + key - context) == page * call.page_size + slot) {
+                int64_t token = begin + call.batch.shard.position(key) - new_from;
+                if (key >= context && call.slots.at(token) == page * call.page_size + slot) {
                     key = stop;
                     continue;
                 }
@@ -186,9 +192,9 @@ class Checker {
         return true;
     }
 
-    bool add_tokens(int64_t seq, int64_t context, int64_t kv_len) {
-        for (int64_t key = context; key < kv_len;) {
-            int64_t slot = key % call.page_size, stop = std::min(kv_len, key - slot + call.page_size);
+    bool add_tokens(int64_t seq, int64_t first, int64_t end) {
+        for (int64_t key = first; key < end;) {
+            int64_t slot = key % call.page_size, stop = std::min(end, key - slot + call.page_size);
             int64_t page = call.batch.table.at(seq, key / call.page_size);
             if (page < 0 || page >= call.pages) return false;
             add_run(page * call.page_size + slot, page * call.page_size + slot + stop - key);

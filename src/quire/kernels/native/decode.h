@@ -163,7 +163,7 @@ struct DecodeKernel {
     const Attend& call;
     int64_t k_units, v_lanes;
     int32_t *q, *weights, *copies;
-    float *values, *scores, *keep, *k_scale, *v_scale;
+    float *values, *scores, *keep, *bias, *k_scale, *v_scale;
     SoftmaxState* have;
     VisibleRange* visibles;
     Tile* tiles;
@@ -179,6 +179,7 @@ struct DecodeKernel {
         scores = workspace.take<float>(count * DECODE_KEYS);
         weights = F::PER_UNIT == 1 ? (int32_t*)scores : workspace.take<int32_t>(count * UNITS);
         keep = workspace.take<float>(count + W);
+        bias = workspace.take<float>(call.alibi && call.batch.shard.ranks > 1 ? DECODE_ROWS * DECODE_KEYS : 0);
         k_scale = workspace.take<float>(KEYS);
         v_scale = workspace.take<float>(KEYS);
         have = workspace.take<SoftmaxState>(count);
@@ -224,7 +225,7 @@ struct DecodeKernel {
             int64_t next = end_of(low);
             if (next < unit.high) locate_tile(s, next, end_of(next), after);
             if (tile.bad) bad = true;
-            else visit(unit, tile, next < unit.high && !after.bad ? &after : nullptr, logits);
+            else visit(s, unit, tile, next < unit.high && !after.bad ? &after : nullptr, logits);
             low = next, which = 1 - which;
         }
         for (int64_t h = 0; h < heads; h++) {
@@ -241,7 +242,7 @@ struct DecodeKernel {
 
     // Attends to a tile, for as many heads at a time as are read together. Values are prefetched while keys are scored, and the
     // next keys while values are accumulated.
-    void visit(const Unit& unit, const Tile& tile, const Tile* after, const Logits& logits) {
+    void visit(const Sequence& s, const Unit& unit, const Tile& tile, const Tile* after, const Logits& logits) {
         int64_t some = heads_at_once(keys(tile, 0), values_in(tile, 0));
         for (int64_t h = 0; h < unit.heads; h += some) {
             int64_t heads = least(some, unit.heads - h), head = unit.head + h;
@@ -249,7 +250,7 @@ struct DecodeKernel {
             if (h + some < unit.heads) next = keys(tile, head + some);
             else if (after) next = keys(*after, unit.head);
             score(ready(k, call.cache.k.dim), v, h, heads);
-            for (int64_t i = h; i < h + heads; i++) softmax_head(unit, tile, i, logits);
+            for (int64_t i = h; i < h + heads; i++) softmax_head(s, unit, tile, i, logits);
             accumulate(ready(v, call.cache.v.dim), next, h, heads);
         }
     }
@@ -333,20 +334,24 @@ struct DecodeKernel {
         });
     }
 
-    void softmax_head(const Unit& unit, const Tile& tile, int64_t h, Logits logits) {
+    void softmax_head(const Sequence& s, const Unit& unit, const Tile& tile, int64_t h, Logits logits) {
         const Pages &k = call.cache.k, &v = call.cache.v;
         bool one = k.scale && k.scale_page == 0 && k.scale_slot == 0 && tile.cut == tile.count;  // one scale for all keys
         if (one) logits.factor *= k.scale_of(0, 0, unit.head + h);
         bool k_scaled = !one && scales_of(k, tile.k, tile, unit.head + h, k_scale, DECODE_KEYS);
         bool v_scaled = scales_of(v, tile.v, tile, unit.head + h, v_scale, DECODE_KEYS);
         int64_t base = h * padded_rows;
+        const bool biased = alibi_is_bias(call, s);
         Scores seen{scores + base * DECODE_KEYS, DECODE_KEYS, round_up(tile.count, 2 * W), k_scaled ? k_scale : nullptr,
-                    v_scaled ? v_scale : nullptr, nullptr, call.alibi != nullptr, {}, {}, {}, {}};
+                    v_scaled ? v_scale : nullptr, biased ? bias : nullptr, call.alibi && !biased, {}, {}, {}, {}};
         for (int64_t i = 0; i < unit.rows; i++) {
             const VisibleRange& visible = visibles[base + i];
             seen.first[i] = most<int64_t>(0, visible.low - tile.first);
             seen.last[i] = most<int64_t>(0, least(tile.count, visible.high - tile.first));
             seen.slope[i] = visible.slope, seen.distance[i] = (float)(visible.at - tile.first);
+            for (int64_t j = 0; biased && j < seen.padded; j++) {
+                bias[i * DECODE_KEYS + j] = j < tile.count ? alibi_bias(call, s, visible, tile.first + j) : 0.0f;
+            }
         }
         softmax<F>(seen, unit.rows, weights + base * UNITS, UNITS, logits, have + base, keep + base);
         for (int64_t i = base + unit.rows; i < base + padded_rows; i++) {

@@ -155,6 +155,7 @@ void parallel_for(int64_t threads, int64_t count, size_t workspace, Each each) {
 // The keys that some of the new tokens [first, first + count) of a sequence can see.
 Range sees(const Attend& call, int64_t seq, int64_t first, int64_t count) {
     const Lengths& sequence = call.lengths[seq];
+    const Shard& shard = call.batch.shard;
     int64_t context = sequence.kv_len - sequence.q_len;
     if (call.mask) {
         int64_t low = call.positions.data ? std::max<int64_t>(0, context) : 0;
@@ -162,12 +163,12 @@ Range sees(const Attend& call, int64_t seq, int64_t first, int64_t count) {
             Range seen = context_seen(call, call.positions.at(sequence.begin + t), context);
             if (seen.low < seen.high) low = std::min(low, seen.low);
         }
-        return {low, std::max(low, sequence.kv_len)};
+        return {shard.count(low), shard.count(std::max(low, sequence.kv_len))};
     }
     int64_t right = call.is_causal(seq) ? 0 : call.right;
     int64_t low = call.left == UNBOUNDED ? 0 : std::max<int64_t>(0, context + first - call.left);
     int64_t high = right == UNBOUNDED ? sequence.kv_len : std::max<int64_t>(0, std::min(sequence.kv_len, context + first + count + right));
-    return {low, std::max(low, high)};
+    return {shard.count(low), shard.count(std::max(low, high))};
 }
 
 // The lengths of all sequences, read once. `sound`: whether q_starts assigns the rows of q to sequences.
@@ -185,12 +186,12 @@ std::vector<Lengths> lengths_of(const Attend& call, bool& sound) {
     return lengths;
 }
 
-// Whether a query of a tree sees a key of the context at `capacity` or after it, where the table has no column.
+// Whether a query of a tree sees key `capacity` of the context or one after it, for which the table has no column.
 bool sees_from(const Attend& call, const Lengths& sequence, int64_t context, int64_t capacity) {
     if (!call.positions.data) return true;
     for (int64_t t = sequence.begin; t < sequence.begin + sequence.q_len; t++) {
         Range seen = context_seen(call, call.positions.at(t), context);
-        if (std::max(seen.low, capacity) < seen.high) return true;
+        if (seen.low < seen.high && std::max(call.batch.shard.count(seen.low), capacity) < call.batch.shard.count(seen.high)) return true;
     }
     return false;
 }
@@ -202,8 +203,10 @@ bool is_invalid(const Attend& call, int64_t seq) {
     if (sequence.kv_len < 0 || sequence.kv_len > FAR_AWAY || (call.mask && sequence.q_len > call.mask_width)) return true;
     int64_t context = sequence.kv_len - sequence.q_len, end = call.takes_new(seq) ? std::max<int64_t>(0, context) : sequence.kv_len;
     int64_t columns = call.batch.width, size = call.cache.page_size;
-    if (call.mask) return context > columns * size && sees_from(call, sequence, context, columns * size);
-    int64_t low = call.left == UNBOUNDED ? 0 : std::max<int64_t>(0, context - call.left);
+    const Shard& shard = call.batch.shard;
+    if (call.mask) return shard.count(context) > columns * size && sees_from(call, sequence, context, columns * size);
+    int64_t low = shard.count(call.left == UNBOUNDED ? 0 : std::max<int64_t>(0, context - call.left));
+    end = shard.count(end);
     return low < end && !pages_exist(call.batch, seq, low, end, size, call.cache.pages);
 }
 
@@ -333,7 +336,9 @@ int64_t slot_of(const Write& call, int64_t token, int64_t seq, int64_t end, int6
     if (call.slots.data) return call.slots.at(token);
     if (kv_len < 0 || kv_len > FAR_AWAY) return -1;
     int64_t at = token - end + kv_len;
-    if (at < 0 || at / call.cache.page_size >= call.batch.width) return -1;
+    if (at < 0 || !call.batch.shard.owns(at)) return -1;
+    at = call.batch.shard.count(at);  // its number among the keys of the shard
+    if (at / call.cache.page_size >= call.batch.width) return -1;
     int64_t page = call.batch.table.at(seq, at / call.cache.page_size);
     return page < 0 || page >= call.cache.pages ? -1 : page * call.cache.page_size + at % call.cache.page_size;
 }

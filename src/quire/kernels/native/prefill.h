@@ -41,7 +41,7 @@ struct PrefillKernel {
         v_panels = workspace.take<int32_t>(KEYS * v_lanes);
         line = workspace.take<int32_t>(W * most(k_units, v_lanes));
         keep = workspace.take<float>(MOST_ROWS);
-        bias = workspace.take<float>(call.mask ? STRIP * KEYS : 0);
+        bias = workspace.take<float>(call.mask || (call.alibi && call.batch.shard.ranks > 1) ? STRIP * KEYS : 0);
         k_scale = workspace.take<float>(KEYS);
         v_scale = workspace.take<float>(KEYS);
         have = workspace.take<SoftmaxState>(count);
@@ -121,7 +121,7 @@ struct PrefillKernel {
             if (!some) continue;
             locate_keys(call, s, first, low, high, plain ? nullptr : seen, *tile);
             bad |= tile->bad;
-            attend_tile(s, unit, head, logits, plain && !(s.tree && call.alibi));
+            attend_tile(s, unit, head, logits, plain && !alibi_is_bias(call, s));
         }
         for (int64_t i = 0; i < unit.rows; i++) {
             if (bad) have[i].total = __builtin_nanf("");
@@ -134,10 +134,10 @@ struct PrefillKernel {
         if (!s.tree || !call.positions.data) return s.context;
         int64_t last = 0;
         for (int64_t i = 0; i < unit.rows; i++) {
-            Range seen = context_seen(call, visibles[i].at, s.context);
+            Range seen = context_seen(call, visibles[i].at, s.begin);
             if (seen.low < seen.high) last = most(last, seen.high);
         }
-        return last;
+        return call.batch.shard.count(last);
     }
 
     // Which keys of a tile some row of a tree sees.
@@ -155,8 +155,8 @@ struct PrefillKernel {
         return some;
     }
 
-    // Attends to one tile with all rows. A bias masks keys if visibility does not follow from lengths. A strip uses only the panels
-    // of keys that one of its rows sees.
+    // Attends to one tile with all rows. A bias masks keys if visibility does not follow from lengths, and has ALiBi's penalty if
+    // distances do not. A strip uses only the panels of keys that one of its rows sees.
     void attend_tile(const Sequence& s, const Unit& unit, int64_t head, const Logits& logits, bool plain) {
         constexpr int64_t PER = F::PER_UNIT, PANEL = LANES_OF_PANEL, WEIGHTS = KEYS / PER;
         int64_t first = tile->first, count = tile->count, all_units = round_up((count + PER - 1) / PER, ROUND_UNITS);
@@ -208,9 +208,8 @@ struct PrefillKernel {
     void fill_bias(const Sequence& s, const VisibleRange& visible, int64_t begin, int64_t padded, float* bias) {
         for (int64_t i = 0; i < padded; i++) {
             int64_t j = begin + i, key = tile->first + j;
-            bool sees = j < tile->count && tile->k[j] && is_visible(call, s, visible, key);
-            int64_t distance = sees && visible.slope ? visible.at - key_position(call, s, key) : 0;
-            bias[i] = sees ? -visible.slope * (float)(distance < 0 ? -distance : distance) : -__builtin_inff();
+            bool sees = j < tile->count && tile->k[j] && (!s.tree || is_visible(call, s, visible, key));
+            bias[i] = sees ? alibi_bias(call, s, visible, key) : -__builtin_inff();
         }
     }
 };

@@ -46,7 +46,7 @@ static void locate_keys(const Attend& call, const Sequence& s, int64_t first, in
         }
     }
     for (int64_t key = end; key < high; key++) {
-        int64_t j = key - first, row = s.token + key - s.context;
+        int64_t j = key - first, row = s.token + new_token(call, s, key);
         bool read = !seen || seen[j];
         tile.k[j] = read ? call.new_k.data + row * call.new_k.token * size_of(call.new_k.type) : nullptr;
         tile.v[j] = read ? call.new_v.data + row * call.new_v.token * size_of(call.new_v.type) : nullptr;

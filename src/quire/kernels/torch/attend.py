@@ -21,7 +21,7 @@ import torch
 from quire.batch import Batch
 from quire.cache.kv_cache import KVCache
 from quire.kernels.torch.exact_products import exact_products
-from quire.kernels.torch.features import VisibleKeys
+from quire.kernels.torch.features import SequenceRows, VisibleKeys
 from quire.kernels.torch.invalid import invalid_sequences
 from quire.kernels.torch.read import Reader
 from quire.kernels.torch.strip import Strip
@@ -38,15 +38,6 @@ class TorchTile(NamedTuple):
     keys: int
     span: int
     """Query tokens that share a tile of keys while it is loaded."""
-
-
-class SequenceRows(NamedTuple):
-    """One sequence: its first row of q, and its lengths."""
-
-    start: int
-    q_len: int
-    kv_len: int
-    causal: bool
 
 
 def tile_for(cache: KVCache, q_heads: int, longest: int, batch_invariant: bool) -> TorchTile:
@@ -96,16 +87,27 @@ def launch(
         if padded is not None:
             padded[starts[-1] :] = 0
     longest = max((stop - start for start, stop in pairwise(starts)), default=0)
-    invalid = invalid_sequences(cache, page_table, options, starts, kv_lens, ANY if new is None else context_from)
+    context_from = ANY if new is None else context_from
+    invalid = invalid_sequences(cache, page_table, options, starts, kv_lens, context_from, batch.shard)
     kernel = AttendSequence(q, cache, options, out, lse, longest)
     for seq, ((start, stop), kv_len) in enumerate(zip(pairwise(starts), kv_lens)):
         q_len = stop - start
         if q_len == 0 or not only[0] <= q_len <= only[1]:
             continue
-        rows = SequenceRows(start, q_len, kv_len, causal[seq])
-        new_rows = None if new is None or q_len < context_from else (new[0][start:stop], new[1][start:stop])
+        rows = SequenceRows(start, q_len, kv_len, causal[seq], batch.shard)
+        new_rows = None if new is None or q_len < context_from else _keys_among(new, rows)
         if invalid[seq] or not kernel(rows, page_table[seq], new_rows):
             _make_nan(slice(start, stop), out, lse)
+
+
+def _keys_among(new: tuple[torch.Tensor, torch.Tensor], rows: SequenceRows) -> tuple[torch.Tensor, torch.Tensor]:
+    """The new keys and values of a sequence; with a shard, those of this rank."""
+    of_sequence = slice(rows.start, rows.start + rows.q_len)
+    k, v = new[0][of_sequence], new[1][of_sequence]
+    if rows.shard is None:
+        return k, v
+    owned = rows.shard.owns(torch.arange(rows.kv_len - rows.q_len, rows.kv_len, device=k.device))
+    return k[owned], v[owned]
 
 
 class AttendSequence:
@@ -132,11 +134,11 @@ class AttendSequence:
     ) -> list[torch.Tensor]:
         """The span of queries from the new token `begin` on. Returns, with a tree mask, flags of missing pages."""
         options, tile, missing = self.options, self.tile, []
-        context = rows.kv_len - rows.q_len
         k_new, v_new = (None, None) if new is None else new
         # With a tree mask some page ids may be invalid: hidden keys are read from any page, then masked.
         pages = table if options.mask is None else table.clamp(0, self.cache.pages - 1)
         strips = self._strips(rows, begin)
+        context = strips[0].keys.context
         # The rows of a prefill keep all threads busy; the keys of a decode are divided among threads.
         on_host = self.q.device.type == "cpu"
         divides = on_host and rows.q_len == 1 and options.mask is None and not options.batch_invariant
@@ -158,7 +160,7 @@ class AttendSequence:
         strips, tile, options = [], self.tile, self.options
         for first in range(begin, min(begin + tile.span, rows.q_len), tile.strip):
             count = min(tile.strip, rows.q_len - first, begin + tile.span - first)
-            keys = VisibleKeys(options, rows.start, first, count, rows.q_len, rows.kv_len, rows.causal)
+            keys = VisibleKeys(options, rows, first, count)
             tokens = slice(rows.start + first, rows.start + first + count)
             buffer = self.buffer[first - begin : first - begin + count]
             strips.append(Strip(self.q, tokens, keys, self.cache.kv_heads, options, buffer))
@@ -171,7 +173,7 @@ def _tiles(ranges: list[VisibleKeys], keys: int) -> Iterator[tuple[int, int]]:
     lowest, highest = min(one.low for one in ranges), max(one.high for one in ranges)
     seen, context = max(one.context_seen for one in ranges), ranges[0].context
     at = lowest // keys * keys
-    while at < highest:
+    while lowest < highest and at < highest:
         if at >= seen and at + keys <= context:
             at = context // keys * keys
             continue

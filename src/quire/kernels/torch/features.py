@@ -4,71 +4,94 @@ softcap (`cap_scores`), ALiBi (`alibi_penalty`) and sinks (`add_sink`)."""
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 
+from quire.cache.shard import Shard, keys_of, positions_of
 from quire.options import Options
 
 
+class SequenceRows(NamedTuple):
+    """One sequence: its first row of q, its lengths, whether it is causal, and which of its keys are on this rank."""
+
+    start: int
+    q_len: int
+    kv_len: int
+    causal: bool
+    shard: Shard | None
+
+
 class VisibleKeys:
-    """The keys that the new tokens [first, first + count) of a sequence see: a subset of [low, high).
+    """The keys that the new tokens [first, first + count) of a sequence see: a subset of [low, high). With a shard, keys are those
+    of this rank; otherwise a key is its position.
 
     Without a tree mask the queries have consecutive positions, so every key of [low, high) is visible to at least one of them.
     """
 
-    def __init__(self, options: Options, token: int, first: int, count: int, q_len: int, kv_len: int, causal: bool):
-        self.context, self.count = kv_len - q_len, count
+    def __init__(self, options: Options, rows: SequenceRows, first: int, count: int):
+        token, q_len, kv_len, causal, self.shard = rows
+        self.begin, self.count = kv_len - q_len, count
+        """The position of the sequence's first new token, and the number of queries."""
+        self.context = keys_of(self.shard, self.begin)
+        """The number of keys of the context."""
         self.left, self.right = options.sides
-        self.low, self.high = 0, kv_len
-        self.first = self.context + first
-        self.context_seen = self.context
-        """One past the last key of the context that may be visible."""
+        low, high, context_seen = 0, kv_len, self.begin
+        self.first = self.begin + first
         self.tree: torch.Tensor | None = None
         if options.mask is not None:
             self.tree = options.mask[token + first : token + first + count, :q_len]
             self.tree_at = None if options.positions is None else options.positions[token : token + q_len].long()
             if self.tree_at is not None:
-                self.low, self.context_seen = self._context_range(self.tree_at[first : first + count].tolist())
+                low, context_seen = self._context_range(self.tree_at[first : first + count].tolist())
             self.tree_first = first
-            return
-        if causal:
-            self.right = 0
-        if self.left is not None:
-            self.low = max(0, self.first - self.left)
-        if self.right is not None:
-            self.high = max(0, min(kv_len, self.first + count + self.right))
+        else:
+            if causal:
+                self.right = 0
+            if self.left is not None:
+                low = max(0, self.first - self.left)
+            if self.right is not None:
+                high = max(0, min(kv_len, self.first + count + self.right))
+        self.low, self.high = keys_of(self.shard, low), keys_of(self.shard, high)
+        self.context_seen = keys_of(self.shard, context_seen)
+        """One past the last key of the context that may be visible."""
 
     def _context_range(self, positions: list[int]) -> tuple[int, int]:
-        """From the first to one past the last key of the context that a query at one of these positions sees."""
-        first, end = self.context, 0
+        """From the first to one past the last position of the context that a query at one of these positions sees."""
+        first, end = self.begin, 0
         for at in positions:
             low = 0 if self.left is None else max(0, at - self.left)
-            high = self.context if self.right is None else min(self.context, at + self.right + 1)
+            high = self.begin if self.right is None else min(self.begin, at + self.right + 1)
             if low < high:
                 first, end = min(first, low), max(end, high)
         return max(0, first), end
 
     def distance(self, low: int, high: int, device: torch.device) -> torch.Tensor:
         """q_pos - k_pos over keys [low, high), `[count, high - low]`."""
-        k_at = torch.arange(low, high, device=device)
+        k_at = positions_of(self.shard, torch.arange(low, high, device=device))
         if self.tree is None or self.tree_at is None:
             q_at = torch.arange(self.first, self.first + self.count, device=device)
         else:
             q_at = self.tree_at[self.tree_first : self.tree_first + self.count]
-            k_at = torch.where(k_at < self.context, k_at, self.tree_at[(k_at - self.context).clamp(min=0)])
+            k_at = torch.where(k_at < self.begin, k_at, self.tree_at[(k_at - self.begin).clamp(min=0)])
         return q_at[:, None] - k_at
 
     def visible(self, low: int, high: int, device: torch.device) -> torch.Tensor | None:
         """Which query sees which of keys [low, high), bool `[count, high - low]`; None where all see all."""
         tree = self.tree
-        past_left = self.left is not None and (tree is not None or low < self.first + self.count - 1 - self.left)
-        past_right = self.right is not None and (tree is not None or high - 1 > self.first + self.right)
+        first, last = positions_of(self.shard, low), positions_of(self.shard, high - 1)
+        past_left = self.left is not None and (tree is not None or first < self.first + self.count - 1 - self.left)
+        past_right = self.right is not None and (tree is not None or last > self.first + self.right)
         if tree is None and not past_left and not past_right:
             return None
         visible = torch.ones(self.count, high - low, dtype=torch.bool, device=device)
         if tree is not None and high > self.context:
             cut = max(low, self.context)
-            visible[:, cut - low :] = tree[:, cut - self.context : high - self.context]
+            # Column j of the mask is the token at position `begin + j`.
+            columns = slice(cut - self.begin, high - self.begin)
+            if self.shard is not None:
+                columns = self.shard.position(torch.arange(cut, high, device=device)) - self.begin
+            visible[:, cut - low :] = tree[:, columns]
         if past_left or past_right:
             distance = self.distance(low, high, device)
             if self.left is not None:

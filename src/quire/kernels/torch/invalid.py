@@ -7,11 +7,18 @@ from itertools import pairwise
 import torch
 
 from quire.cache.kv_cache import KVCache
+from quire.cache.shard import Shard, keys_of
 from quire.options import Options
 
 
 def invalid_sequences(
-    cache: KVCache, page_table: torch.Tensor, options: Options, starts: list[int], kv_lens: list[int], context_from: int
+    cache: KVCache,
+    page_table: torch.Tensor,
+    options: Options,
+    starts: list[int],
+    kv_lens: list[int],
+    context_from: int,
+    shard: Shard | None,
 ) -> list[bool]:
     """One flag per sequence. New tokens of sequences with at least `context_from` of them are not in the cache. With a tree mask
     only lengths are checked here: its pages are checked key by key when they are read."""
@@ -24,11 +31,12 @@ def invalid_sequences(
         context = kv_len - q_len
         end = max(0, context) if q_len >= context_from else kv_len
         first = 0 if left is None else max(0, context - left)
+        first, end = keys_of(shard, first), keys_of(shard, end)
         if q_len == 0 or kv_len < 0:
             invalid.append(q_len > 0)
             first = end = 0
         elif options.mask is not None:
-            invalid.append(_tree_is_invalid(options, start, stop, context, capacity) or (cache.pages == 0 and end > 0))
+            invalid.append(_tree_is_invalid(options, start, stop, context, capacity, shard) or (cache.pages == 0 and end > 0))
             first = end = 0
         else:
             invalid.append(first < end and end > capacity)
@@ -44,19 +52,19 @@ def invalid_sequences(
     return [a or b for a, b in zip(invalid, bad.any(1).tolist())]
 
 
-def _tree_is_invalid(options: Options, start: int, stop: int, context: int, capacity: int) -> bool:
+def _tree_is_invalid(options: Options, start: int, stop: int, context: int, capacity: int, shard: Shard | None) -> bool:
     """Whether a mask is too narrow for its tokens, or one of them sees a key of the context that the table has no column for."""
     assert options.mask is not None
     if stop - start > options.mask.shape[1]:
         return True
-    if context <= capacity:
+    if keys_of(shard, context) <= capacity:
         return False
     left, right = options.sides
     if options.positions is None:
         return True
     for at in options.positions[start:stop].tolist():
-        low = capacity if left is None else max(capacity, at - left)
-        high = context if right is None else min(context, at + right + 1)
+        low = capacity if left is None else max(capacity, keys_of(shard, at - left))
+        high = keys_of(shard, context if right is None else min(context, at + right + 1))
         if low < high:
             return True
     return False

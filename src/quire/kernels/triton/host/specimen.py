@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from quire.cache.format import FORMATS
+from quire.cache.shard import Shard
 from quire.options import NUMBERS, TENSORS, TYPE_TRAITS
 from quire.problem import Extent, Problem
 
@@ -57,7 +58,8 @@ def _batch(problem: Problem, extent: Extent) -> Any:
         kv_lens=_meta_tensor(extent.seqs, dtype=lens),
         q_starts=_meta_tensor(extent.seqs + 1, dtype=starts),
         max_q_len=extent.max_q_len,
-        max_kv_len=extent.max_kv_len,
+        max_keys=extent.max_kv_len,
+        shard=Shard(0, 2, 1) if problem.shard else None,
     )
 
 
