@@ -85,7 +85,7 @@ class Ledger:
         self.current = torch.zeros_like(self.issue) if pool is None else pool.issue_on(self.device)
         """The current issue numbers of the slots."""
         self.violations = torch.zeros(9, dtype=torch.int64, device=device)
-        """The result of the audit kernel since `clear`: the count; the lowest sequence and position, packed; whether a token is
+        """The result of the audit kernel since `clear`: the count; the lowest sequence and key, packed; whether a token is
         stored; and that token's sequence, position and slot, the recorded position, the recorded issue number and the current
         one."""
 

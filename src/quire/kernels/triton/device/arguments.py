@@ -52,6 +52,10 @@ class BatchTensors(NamedTuple):
     tokens: Number
     short: Number
     """Sequences with at most so many new tokens are short: their keys are split over programs."""
+    rank: Number
+    """This and the next two are the shard, None without one: which keys of a sequence are in the cache."""
+    ranks: Number
+    interleave: Number
 
 
 class Query(NamedTuple):

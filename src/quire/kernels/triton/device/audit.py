@@ -1,8 +1,8 @@
-"""Checks a batch against the ledger. One program takes a chunk of the positions of one sequence, finds the slots of those that the
+"""Checks a batch against the ledger. One program takes a chunk of the keys of one sequence, finds the slots of those that the
 sequence needs from the cache, and counts the slots that do not hold their token. A second launch, of one program and zero chunks,
 records the first of them for the report.
 
-The recorded one does not depend on the order of programs: packed into a number, the lowest sequence and position is the largest.
+The recorded one does not depend on the order of programs: packed into a number, the lowest sequence and key is the largest.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from quire.kernels.triton.device.arguments import Number, Pointer, Stride
-from quire.kernels.triton.device.features import has_left_edge, lowest_position, window_begin
+from quire.kernels.triton.device.features import has_left_edge, keys_before, lowest_position, position_of, window_begin
 
 LARGEST = tl.constexpr(2**63 - 1)
 
@@ -58,22 +58,22 @@ def audit_kernel(found, marks, batch, tree, chunks, N: tl.constexpr):
 
 @triton.jit
 def count_wrong(found, marks, batch, tree, chunks, N: tl.constexpr):
-    """Counts the positions of one chunk whose slots do not hold their token."""
+    """Counts the keys of one chunk whose slots do not hold their token."""
     seq = (tl.program_id(0) // chunks).to(tl.int64)
-    position = (tl.program_id(0) % chunks).to(tl.int64) * N.POSITIONS + tl.arange(0, N.POSITIONS)
+    key = (tl.program_id(0) % chunks).to(tl.int64) * N.POSITIONS + tl.arange(0, N.POSITIONS)
     first, end = needed_of(batch, tree, seq, N)
-    needed = (position >= first) & (position < end)
-    slot, needed = slot_of(marks, batch, seq, position, needed, N)
-    _, _, _, wrong = marks_of(marks, slot, position, needed)
+    needed = (key >= first) & (key < end)
+    slot, needed = slot_of(marks, batch, seq, key, needed, N)
+    _, _, _, wrong = marks_of(marks, slot, position_of(batch, key), needed)
     count = tl.sum(wrong.to(tl.int32))
     if count > 0:
         tl.atomic_add(found, count.to(tl.int64))
-        tl.atomic_max(found + 1, tl.max(tl.where(wrong, LARGEST - (seq << 32) - position, 0)))
+        tl.atomic_max(found + 1, tl.max(tl.where(wrong, LARGEST - (seq << 32) - key, 0)))
 
 
 @triton.jit
 def needed_of(batch, tree, seq, N: tl.constexpr):
-    """The first position that a sequence needs from the cache, and the one after the last."""
+    """The first key that a sequence needs from the cache, and the one after the last."""
     start = tl.load(batch.q_starts + seq * batch.q_starts_step).to(tl.int64)
     stop = tl.load(batch.q_starts + (seq + 1) * batch.q_starts_step).to(tl.int64)
     kv_len = tl.load(batch.kv_lens + seq * batch.kv_lens_step).to(tl.int64)
@@ -87,17 +87,17 @@ def needed_of(batch, tree, seq, N: tl.constexpr):
         first = window_begin(query, N)
     end = tl.where(q_len >= N.CONTEXT_FROM, context, kv_len)
     looked_at = (q_len > 0) & (q_len >= N.MIN_Q_LEN) & (q_len <= N.MAX_Q_LEN)
-    return first, tl.where(looked_at, end, 0)
+    return keys_before(batch, first), keys_before(batch, tl.where(looked_at, end, 0))
 
 
 @triton.jit
-def slot_of(marks, batch, seq, position, needed, N: tl.constexpr):
-    """The slot of each position, and whether it has one. Missing pages are checked by another rule."""
-    column = position // N.PAGE_SIZE
+def slot_of(marks, batch, seq, key, needed, N: tl.constexpr):
+    """The slot of each key, and whether it has one. Missing pages are checked by another rule."""
+    column = key // N.PAGE_SIZE
     needed &= column < batch.table_width
     page = tl.load(batch.page_table + seq * batch.table_row + column * batch.table_step, mask=needed, other=-1).to(tl.int64)
     needed &= (page >= 0) & (page < marks.pages)
-    return tl.where(needed, page * N.PAGE_SIZE + position % N.PAGE_SIZE, 0), needed
+    return tl.where(needed, page * N.PAGE_SIZE + key % N.PAGE_SIZE, 0), needed
 
 
 @triton.jit
@@ -116,9 +116,10 @@ def record_first(found, marks, batch, N: tl.constexpr):
     packed = tl.load(found + 1)
     kept = tl.load(found + 2)
     seq = (LARGEST - packed) >> 32
-    position = (LARGEST - packed) & 0xFFFFFFFF
+    key = (LARGEST - packed) & 0xFFFFFFFF
+    position = position_of(batch, key)
     # A call on another stream may have packed it: then it may be right in this batch, or not exist.
-    slot, there = slot_of(marks, batch, seq, position, (packed > 0) & (kept == 0) & (seq < batch.seqs), N)
+    slot, there = slot_of(marks, batch, seq, key, (packed > 0) & (kept == 0) & (seq < batch.seqs), N)
     held, issue, now, wrong = marks_of(marks, slot, position, there)
     tl.store(found + 2, 1, mask=wrong)
     tl.store(found + 3, seq, mask=wrong)

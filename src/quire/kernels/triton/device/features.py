@@ -1,5 +1,5 @@
-"""The attention features. Each feature is a group of functions below: causality, window, tree mask, ALiBi, softcap and sinks. The
-kernels of Triton and Gluon call only the hooks, which compose the features:
+"""The attention features. Each feature is a group of functions below: causality, window, tree mask, ALiBi, softcap, sinks and the
+shard. The kernels of Triton and Gluon call only the hooks, which compose the features:
 
     query_position     tree mask                       where a query lies in its sequence
     visible_range      causality, window               the keys that the queries of a unit see, as ranges
@@ -9,8 +9,12 @@ kernels of Triton and Gluon call only the hooks, which compose the features:
     load_slopes        ALiBi                           what a unit loads once
     transform_scores   softcap, ALiBi                  products become logits
     add_sink           sinks                           one more term of the denominator
+    keys_before        shard                           how many keys of the cache lie before a position
+    position_of        shard                           the position of a key
 
 and two constants by which they choose their loops, `has_left_edge` and `decides_by_key`.
+
+A *key* is a number in the order of the pages, and a *position* a number in the sequence. They differ only with a shard.
 
 A feature that a call does not use costs nothing: its argument is None or a constant says so, and the compiler removes the code.
 """
@@ -90,6 +94,13 @@ def visible_range(batch, seq, context, first, last, position, q_len, kv_len, C: 
         if has_left_edge(C):
             visible_from = window_begin(position, C)
         visible_to = tl.minimum(position + right + 1, kv_len)
+    if batch.ranks is not None:
+        low = keys_before(batch, low)
+        high = keys_before(batch, high)
+        all_from = keys_before(batch, all_from)
+        all_to = keys_before(batch, all_to)
+        visible_from = keys_before(batch, visible_from)
+        visible_to = keys_before(batch, visible_to)
     return low, high, all_from, all_to, visible_from, visible_to
 
 
@@ -108,10 +119,10 @@ def is_visible(unit, features, key, inside, C: tl.constexpr):
 
 
 @triton.jit
-def first_needed_key(context, C: tl.constexpr):
+def first_needed_key(shard, context, C: tl.constexpr):
     """The first key that some query of a sequence needs. If visibility is decided by key, that may be any key."""
     if has_left_edge(C) and not decides_by_key(C):
-        return window_begin(context, C)
+        return keys_before(shard, window_begin(context, C))
     else:
         return context * 0
 
@@ -119,9 +130,9 @@ def first_needed_key(context, C: tl.constexpr):
 @triton.jit
 def needs_pages(unit, C: tl.constexpr):
     """Whether some query of a unit may see a key that is in the pages."""
-    needed = unit.cached > first_needed_key(unit.context, C)
+    needed = unit.cached > first_needed_key(unit, unit.context, C)
     if has_left_edge(C) and decides_by_key(C):
-        needed &= tl.max((unit.live & (unit.position - C.LEFT < unit.cached)).to(tl.int32)) > 0
+        needed &= tl.max((unit.live & (keys_before(unit, unit.position - C.LEFT) < unit.cached)).to(tl.int32)) > 0
     return needed
 
 
@@ -197,19 +208,20 @@ def load_positions(features, token, inside):
 @triton.jit
 def distance_of(unit, features, key):
     """q_pos - k_pos, `[ROWS, KEYS]`. The positions of new tokens may be given."""
+    place = position_of(unit, key)
     if features.positions is not None:
-        is_new = key >= unit.context
-        token = (unit.start + key - unit.context).to(tl.int64)
+        is_new = place >= unit.context
+        token = (unit.start + place - unit.context).to(tl.int64)
         position = load_positions(features, token, is_new & (key < unit.high))
-        return unit.position[:, None] - tl.where(is_new, position.to(tl.int32), key)[None, :]
+        return unit.position[:, None] - tl.where(is_new, position.to(tl.int32), place)[None, :]
     else:
-        return unit.position[:, None] - key[None, :]
+        return unit.position[:, None] - place[None, :]
 
 
 @triton.jit
 def is_in_tree(unit, features, key, inside):
     """Which query row sees which key under the mask, `[ROWS, KEYS]`: all of the context, and new tokens where the mask is set."""
-    column = key - unit.context
+    column = position_of(unit, key) - unit.context
     visible = inside[None, :] & unit.live[:, None]
     mask = tl.load(
         features.mask + unit.token.to(tl.int64)[:, None] * features.mask_token + column[None, :] * features.mask_column,
@@ -229,6 +241,36 @@ def lowest_position(features, start, stop, tokens, LARGEST: tl.constexpr, STEP: 
         position = load_positions(features, token, inside).to(tl.int64)
         lowest = tl.minimum(lowest, tl.min(tl.where(inside, position, LARGEST)))
     return lowest
+
+
+# Shard. Its numbers are fields of a batch and of a unit.
+
+
+@triton.jit
+def keys_before(shard, position):
+    """How many keys of the cache lie before a position; 0 for a negative one. Without a shard, the position."""
+    if shard.ranks is not None:
+        cycle = shard.ranks * shard.interleave
+        position = tl.maximum(position, 0)
+        rest = position % cycle - shard.rank * shard.interleave
+        return position // cycle * shard.interleave + tl.minimum(tl.maximum(rest, 0), shard.interleave)
+    else:
+        return position
+
+
+@triton.jit
+def position_of(shard, key):
+    """The position of a key. Without a shard, the key."""
+    if shard.ranks is not None:
+        return (key // shard.interleave * shard.ranks + shard.rank) * shard.interleave + key % shard.interleave
+    else:
+        return key
+
+
+@triton.jit
+def is_in_shard(shard, position):
+    """Whether the key at a position of 0 or more is in the cache, with a shard."""
+    return position // shard.interleave % shard.ranks == shard.rank
 
 
 # ALiBi

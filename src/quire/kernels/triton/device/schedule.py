@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from quire.kernels.triton.device.features import first_needed_key, has_left_edge
+from quire.kernels.triton.device.features import first_needed_key, has_left_edge, keys_before
 
 
 @triton.jit
@@ -34,14 +34,23 @@ def key_tiles(batch, q_len, kv_len, T: tl.constexpr, C: tl.constexpr):
     not delay others."""
     capacity = (tl.full([], 0, tl.int64) + batch.table_width) * C.PAGE_SIZE
     context = kv_len - q_len
-    kv_len = tl.minimum(kv_len, capacity + q_len + 1).to(tl.int32)
-    first = first_needed_key(kv_len - q_len, C) // T.STEP
+    if batch.ranks is not None:
+        first = first_needed_key(batch, context, C) // T.STEP
+        # From here on lengths count the keys of the shard.
+        context = keys_before(batch, context)
+        kv_len = keys_before(batch, kv_len)
+        new_keys = kv_len - context
+        kv_len = tl.minimum(kv_len, capacity + new_keys + 1).to(tl.int32)
+    else:
+        kv_len = tl.minimum(kv_len, capacity + q_len + 1).to(tl.int32)
+        first = first_needed_key(batch, kv_len - q_len, C) // T.STEP
+        new_keys = q_len
     keys = kv_len - first * T.STEP
     if C.NEW and has_left_edge(C):
         # If the window hides the whole context, the table may be shorter than it: only new tokens are needed.
         alone = (q_len >= C.CONTEXT_FROM) & (context > capacity)
         first = tl.where(alone, context // T.STEP, first)
-        keys = tl.where(alone, context % T.STEP + q_len, keys)
+        keys = tl.where(alone, context % T.STEP + new_keys, keys)
     return first, tl.maximum((keys + T.STEP - 1) // T.STEP, 1)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from quire.kernels.triton.device.features import decides_by_key, is_visible, per_row, transform_scores
+from quire.kernels.triton.device.features import decides_by_key, is_visible, per_row, position_of, transform_scores
 from quire.kernels.triton.device.formats import decode
 
 
@@ -143,7 +143,7 @@ def attend_tiles(
                 k = tl.load(cache.k + at)
             k = to_dot_type(decode(k, tl.constexpr(C.FORMAT), C.HARDWARE), C)
         if SOURCE != "pages":
-            token = (unit.start + key - unit.context).to(tl.int64)[:, None]
+            token = (unit.start + position_of(unit, key) - unit.context).to(tl.int64)[:, None]
             is_new = (inside & (key >= unit.cached))[:, None]
             at = token * new.k_token + head * new.k_head + k_dim[None, :] * new.k_dim
             if MASKED or C.K_WIDTH != C.HEAD_DIM:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from quire.kernels.triton.device.features import add_sink, load_slopes, query_position, visible_range
+from quire.kernels.triton.device.features import add_sink, keys_before, load_slopes, query_position, visible_range
 from quire.kernels.triton.device.formats import decode, encode
 from quire.kernels.triton.device.schedule import lengths
 from quire.kernels.triton.device.tiles import to_dot_type
@@ -23,6 +23,7 @@ class WorkUnit(NamedTuple):
     start: Any
     """The first new token of the sequence."""
     context: Any
+    """The position of that token."""
     cached: Any
     """Keys below come from pages, others from `New`."""
     low: Any
@@ -43,6 +44,10 @@ class WorkUnit(NamedTuple):
     position: Any
     """In the sequence."""
     slope: Any
+    rank: Any
+    """The shard, as in `BatchTensors`."""
+    ranks: Any
+    interleave: Any
 
 
 @triton.jit
@@ -85,10 +90,11 @@ def make_unit(batch, features, seq, start, q_len, kv_len, q_tile, head, index, T
     cached = kv_len
     if C.NEW:
         cached = tl.where(q_len >= C.CONTEXT_FROM, context, kv_len)
+    cached = keys_before(batch, cached)
     slope = load_slopes(features, context, q_head, live)
     return WorkUnit(
         seq, start, context, cached, low, high, all_from, all_to, visible_from, visible_to,
-        kv_head, member, token, q_head, live, position, slope,
+        kv_head, member, token, q_head, live, position, slope, batch.rank, batch.ranks, batch.interleave,
     )  # fmt: skip
 
 

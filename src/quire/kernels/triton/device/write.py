@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from quire.kernels.triton.device.arguments import KStride, Number, Pointer, Stride, UnitStride, VectorPointer, VStride
+from quire.kernels.triton.device.features import is_in_shard, keys_before
 from quire.kernels.triton.device.formats import encode
 
 
@@ -38,6 +39,10 @@ class NewTokens(NamedTuple):
     tokens: Number
     search: Number
     """Steps of the binary search for a token's sequence."""
+    rank: Number
+    """This and the next two are the shard, None without one: tokens of other ranks are not written."""
+    ranks: Number
+    interleave: Number
 
 
 class PageTensors(NamedTuple):
@@ -134,6 +139,9 @@ def slot_of(pages, tokens, token, S: tl.constexpr):
         seq = tl.minimum(low, tokens.seqs - 1)
         stop = tl.load(tokens.q_starts + (seq + 1) * tokens.q_starts_step, mask=live, other=0).to(tl.int64)
         position = token - stop + tl.load(tokens.kv_lens + seq * tokens.kv_lens_step, mask=live, other=0).to(tl.int64)
+        if tokens.ranks is not None:
+            owned = (position >= 0) & is_in_shard(tokens, position)
+            position = tl.where(owned, keys_before(tokens, position), -1)
         live &= (position >= 0) & (position // S.PAGE_SIZE < tokens.table_width)
         column = position // S.PAGE_SIZE
         slot = position % S.PAGE_SIZE

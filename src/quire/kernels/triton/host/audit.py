@@ -7,7 +7,7 @@ from typing import Any
 
 from quire.kernels.triton.device.arguments import BatchTensors, Number, Pointer
 from quire.kernels.triton.device.audit import AuditConstants, LedgerTensors, TreePositions, audit_kernel
-from quire.kernels.triton.host.launcher import At, Launch, Launcher, platform_of
+from quire.kernels.triton.host.launcher import NO_SHARD, At, Launch, Launcher, platform_of
 from quire.kernels.triton.host.program import Program
 from quire.kernels.triton.host.tuning import AUDIT, WorkPerProgram
 from quire.platform import Platform
@@ -46,7 +46,7 @@ class AuditLauncher(Launcher):
         marks = (at(ledger.position), at(ledger.issue), at(ledger.current), cache.pages)
         rows = (
             at(table), *table.stride(), table.shape[1], at(kv_lens), *kv_lens.stride(), at(q_starts), *q_starts.stride(),
-            None, None, extent.seqs, extent.tokens, ANY,
+            None, None, extent.seqs, extent.tokens, ANY, *(batch.shard or NO_SHARD),
         )  # fmt: skip
         tree = (None, None) if positions is None else (at(positions), positions.stride(0))
         found = at(ledger.violations)

@@ -9,7 +9,7 @@ import torch
 
 from quire.cache.format import FORMATS
 from quire.kernels.triton.device.write import NewTokens, PageTensors, WriteConstants, write_kernel
-from quire.kernels.triton.host.launcher import At, Launch, Launcher, platform_of
+from quire.kernels.triton.host.launcher import NO_SHARD, At, Launch, Launcher, platform_of
 from quire.kernels.triton.host.program import Program
 from quire.kernels.triton.host.tuning import WRITE, WorkPerProgram
 from quire.platform import Platform
@@ -63,7 +63,7 @@ class WriteLauncher(Launcher):
         tokens = (
             at(k), *k.stride(), at(v), *v.stride(), at(slots), step, words,
             at(table), *table.stride(), table.shape[1], at(kv_lens), *kv_lens.stride(), at(q_starts), *q_starts.stride(),
-            extent.seqs, extent.tokens, extent.seqs.bit_length(),
+            extent.seqs, extent.tokens, extent.seqs.bit_length(), *(batch.shard or NO_SHARD),
         )  # fmt: skip
         grid = (-(-extent.tokens * self.problem.kv_heads // self.work.size), 1, 1)
         yield self.program, grid, ((at(cache.k), at(cache.v), *scales, cache.pages), tokens), False
