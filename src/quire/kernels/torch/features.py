@@ -90,7 +90,7 @@ class VisibleKeys:
             # Column j of the mask is the token at position `begin + j`.
             columns = slice(cut - self.begin, high - self.begin)
             if self.shard is not None:
-                columns = self.shard.position(torch.arange(cut, high, device=device)) - self.begin
+                columns = positions_of(self.shard, torch.arange(cut, high, device=device)) - self.begin
             visible[:, cut - low :] = tree[:, columns]
         if past_left or past_right:
             distance = self.distance(low, high, device)
