@@ -15,7 +15,7 @@ import torch
 
 from quire.conformance.cases.call import KernelCall, checksum, guarded
 from quire.conformance.cases.case import Case
-from quire.conformance.cases.page_plan import PagePlan, generator, page_plan, page_table
+from quire.conformance.cases.page_plan import PagePlan, by_key, generator, kept_positions, page_plan, page_table
 from quire.options import NUMBERS
 
 # The kit has its own table of formats, so that an error in the library's table is detected.
@@ -57,6 +57,10 @@ def build(case: Case, device: torch.device | str = "cpu") -> KernelCall:
     starts = [sum(case.q_lens[:i]) for i in range(seqs + 1)]
     options = _options(case, starts, tokens)
     visible = [visibility(options, starts[i], case.q_lens[i], case.kv_lens[i], i) for i in range(seqs)]
+    for mask, kv_len in zip(visible, case.kv_lens):
+        elsewhere = torch.ones(kv_len, dtype=torch.bool)
+        elsewhere[kept_positions(case, kv_len)] = False
+        mask[:, elsewhere] = False
     cached = _cached(case, visible)
 
     made = TYPES[case.q_dtype] if case.q_dtype not in LARGEST else torch.bfloat16
@@ -89,6 +93,7 @@ def build(case: Case, device: torch.device | str = "cpu") -> KernelCall:
         lse=guarded((tokens, case.q_heads), torch.float32, device) if case.lse else None,
         q_scale=Q_SCALE if case.q_dtype in LARGEST else None,
         batch_invariant=case.batch_invariant,
+        shard=None if case.shard[1] == 1 else (case.shard[0], case.shard[1], case.shard[2]),
         max_q_len=max_q_len,
         max_kv_len=max_kv_len,
         fill_byte=case.fill_byte,
@@ -278,7 +283,10 @@ def _dense(case: Case, part: str, dim: int, made: torch.dtype, plan: PagePlan) -
                 x += 0.5  # otherwise the mean of a long sequence is close to zero
         rows.append(x.to(made).double())
     for i, shared in enumerate(plan.shared):
-        rows[i][: shared * case.page_size] = rows[plan.leader][: shared * case.page_size]
+        # Sequences that share pages have the same keys up to the last one of these pages.
+        kept = kept_positions(case, case.kv_lens[i])[: shared * case.page_size]
+        same = int(kept[-1]) + 1 if kept.numel() else 0
+        rows[i][:same] = rows[plan.leader][:same]
     return rows
 
 
@@ -319,14 +327,15 @@ def _store(
     scale = _scale(case, part, plan)
     spots = []
     for i, row in enumerate(plan.owned):
-        at = cached[i].nonzero().flatten()
-        ids = torch.tensor(row, dtype=torch.long)[at // size]
+        key = by_key(case, cached)[i].nonzero().flatten()
+        at, offset = kept_positions(case, case.kv_lens[i])[key], key % size
+        ids = torch.tensor(row, dtype=torch.long)[key // size]
         page = at_of[ids] if at_of is not None else torch.tensor([place[int(p)] for p in ids], dtype=torch.long)  # type: ignore[index]
-        content[page, at % size] = dense[i][at]
-        spots.append((at, page, at % size))
+        content[page, offset] = dense[i][at]
+        spots.append((at, page, offset))
         if case.scales == "token" and scale is not None:
             largest = dense[i][at].float().abs().amax(-1)
-            scale[ids, at % size] = torch.where(largest == 0, 1.0, largest / LARGEST[case.format])
+            scale[ids, offset] = torch.where(largest == 0, 1.0, largest / LARGEST[case.format])
     wide: torch.Tensor | None = None
     if scale is not None:
         wide = scale[plan.touched.clamp(min=0)].unsqueeze(-1) if scale.dim() == 3 else scale.reshape(-1, 1)

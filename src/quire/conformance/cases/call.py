@@ -58,6 +58,9 @@ class KernelCall:
     """Divides the output, which then has an fp8 dtype and saturates."""
     batch_invariant: bool = False
     """Each sequence must give the same bits alone as in the batch."""
+    shard: tuple[int, int, int] | None = None
+    """(rank, ranks, interleave): the cache holds the keys whose position p has p // interleave % ranks == rank, and the page table
+    their pages. Lengths count all keys; new tokens of other ranks are not visible."""
     max_q_len: int | None = None
     max_kv_len: int | None = None
     fill_byte: int = 0xCB
@@ -113,7 +116,8 @@ class KernelCall:
         return KVCache(self.k_pages, self.v_pages, layout, format, self.k_scale, self.v_scale, None, False)
 
     def batch(self) -> Batch:
-        return Batch(self.page_table, self.kv_lens, self.q_starts, max_q_len=self.max_q_len, max_kv_len=self.max_kv_len)
+        hints = {"max_q_len": self.max_q_len, "max_kv_len": self.max_kv_len}
+        return Batch(self.page_table, self.kv_lens, self.q_starts, **hints, shard=self.shard)
 
     def options(self) -> Options:
         given = {name: getattr(self, name) for name in OPTIONS}
@@ -174,6 +178,7 @@ OPTIONAL_ARGUMENTS = (
     "v_scale",
     "new_k",
     "new_v",
+    "shard",
 )
 
 

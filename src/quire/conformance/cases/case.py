@@ -58,6 +58,8 @@ class Case:
     mask: bool = False
     """A tree mask, with positions if window or ALiBi need them."""
     scale: float | None = None
+    shard: tuple[int, ...] = (0, 1, 1)
+    """rank, ranks, interleave: the cache holds the keys whose position p has p // interleave % ranks == rank."""
     padding: int = 0
     """Rows of q after the last sequence."""
     data: str = "random"
@@ -90,6 +92,8 @@ class Case:
             raise ArgumentError("q_lens", f"{len(self.q_lens)} of them", f"{len(self.kv_lens)}, as many as kv_lens")
         if not -1 <= self.only < len(self.q_lens):
             raise ArgumentError("only", self.only, f"-1, or a sequence: 0 to {len(self.q_lens) - 1}")
+        if len(self.shard) != 3 or not 0 <= self.shard[0] < self.shard[1] or self.shard[2] < 1:
+            raise ArgumentError("shard", self.shard, "rank, ranks, interleave with 0 <= rank < ranks and interleave >= 1")
         for spec in fields(self):
             allowed = ALLOWED.get(spec.name)
             value = getattr(self, spec.name)
@@ -144,6 +148,7 @@ class Case:
             causal={"yes": "yes", "no": "no", "mixed": "per-sequence"}[self.causal],
             window=self.window,
             lse=self.lse,
+            shard=self.shard[1] > 1,
             **features,
         )
 

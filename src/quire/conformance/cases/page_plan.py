@@ -20,6 +20,12 @@ def generator(case: Case, *purpose: object) -> torch.Generator:
     return torch.Generator().manual_seed(zlib.crc32(f"{case.code} {purpose}".encode()))
 
 
+def kept_positions(case: Case, kv_len: int) -> torch.Tensor:
+    """The positions of a sequence whose keys are in the cache, in order: the n-th of them is the n-th key of its pages."""
+    rank, ranks, interleave = case.shard
+    return (torch.arange(max(kv_len, 0)) // interleave % ranks == rank).nonzero().flatten()
+
+
 @dataclass
 class PagePlan:
     """The pages of a case."""
@@ -44,8 +50,8 @@ class PagePlan:
 
 def page_plan(case: Case) -> PagePlan:
     """Assigns pages to every sequence."""
-    contexts = [(kv_len - q_len) // case.page_size for q_len, kv_len in zip(case.q_lens, case.kv_lens)]
-    columns = [-(-kv_len // case.page_size) for kv_len in case.kv_lens]
+    contexts = [kept_positions(case, kv_len - q_len).numel() // case.page_size for q_len, kv_len in zip(case.q_lens, case.kv_lens)]
+    columns = [-(-kept_positions(case, kv_len).numel() // case.page_size) for kv_len in case.kv_lens]
     leader, shared = 0, [0] * case.seqs
     if case.table in ("shared", "partly"):
         leader = contexts.index(max(contexts))
@@ -98,12 +104,17 @@ def _shuffled(case: Case, count: int) -> list[int]:
     return order
 
 
+def by_key(case: Case, of_positions: list[torch.Tensor]) -> list[torch.Tensor]:
+    """For each sequence, the entries of a tensor [kv_len] at the positions of its keys."""
+    return [entries[kept_positions(case, entries.numel())] for entries in of_positions]
+
+
 def page_table(case: Case, plan: PagePlan, cached: list[torch.Tensor]) -> torch.Tensor:
     """The page table, [seqs, columns]. Entries of pages that must not be read are filled like those after the end."""
     size = case.page_size
     read = [
         [bool(seen[column * size : (column + 1) * size].any()) for column in range(len(pages))]
-        for seen, pages in zip(cached, plan.owned)
+        for seen, pages in zip(by_key(case, cached), plan.owned)
     ]
     if case.tail == "none":
         width = max((column + 1 for columns in read for column, needed in enumerate(columns) if needed), default=0)

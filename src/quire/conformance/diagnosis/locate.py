@@ -105,9 +105,9 @@ def _key(call: KernelCall, seq: int, query: int, stages: Stages | None) -> tuple
         key = None
     if key is None:
         return None, None, None
-    column = key // call.page_size
+    column, offset = divmod(int(x.key_numbers(call, torch.tensor([key]))), call.page_size)
     page = int(call.page_table[seq, column]) if column < call.page_table.shape[1] else None
-    return key, page, key % call.page_size
+    return key, page, offset
 
 
 def _changed_key(call: KernelCall, seq: int, query: int, stages: Stages) -> int | None:
@@ -132,4 +132,4 @@ def cell(finding: Finding, call: KernelCall) -> tuple[int, int] | None:
     place = finding.where
     if place.sequence is None or place.key is None:
         return None
-    return place.sequence, place.key // call.page_size
+    return place.sequence, int(x.key_numbers(call, torch.tensor([place.key]))) // call.page_size

@@ -8,7 +8,7 @@
     gather      keys and values of a sequence: from the cache, and new ones that are passed as arguments
     kv_head     the kv head of each query head
     score       logits: q·k, scale, softcap
-    visibility  visibility mask, bool [queries, keys]: causality or tree mask, and window
+    visibility  visibility mask, bool [queries, keys]: causality or tree mask, window, and the shard
     bias        added to the logits: ALiBi
     softmax     weights with the sink, times the values; the LSE
     store       the results of a sequence to the rows of the output
@@ -119,14 +119,28 @@ def sequences(w: Work, indices: Indices) -> list[BatchSequence]:
     return [BatchSequence(i, starts[i], starts[i + 1] - starts[i], lens[i]) for i in range(w.call.seqs)]
 
 
+def is_kept(call: KernelCall, keys: int) -> torch.Tensor:
+    """Which of the first positions of a sequence are in the cache, bool [keys]: all of them without a shard."""
+    rank, ranks, interleave = call.shard or (0, 1, 1)
+    return torch.arange(keys) // interleave % ranks == rank
+
+
+def key_numbers(call: KernelCall, positions: torch.Tensor) -> torch.Tensor:
+    """The number of each key in the pages of its sequence: its position, or how many keys of the shard lie before it."""
+    if call.shard is None or not positions.numel():
+        return positions
+    kept = is_kept(call, int(positions.max()) + 1).long()
+    return (kept.cumsum(0) - kept)[positions]
+
+
 def locate(w: Work, indices: Indices, sequence: BatchSequence, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The page of each key position, and its offset in the page."""
-    size = w.call.page_size
+    size, key = w.call.page_size, key_numbers(w.call, positions)
     if not indices.table.shape[1]:
         # A table without columns is legal if no key of the cache is visible.
-        return torch.full_like(positions, -1), positions % size
-    column = (positions // size).clamp(max=indices.table.shape[1] - 1)
-    return indices.table[sequence.seq, column], positions % size
+        return torch.full_like(positions, -1), key % size
+    column = (key // size).clamp(max=indices.table.shape[1] - 1)
+    return indices.table[sequence.seq, column], key % size
 
 
 def address(w: Work, part: str, page: torch.Tensor, offset: torch.Tensor) -> torch.Tensor:
@@ -256,7 +270,7 @@ def visible_at(
         visible &= distances <= left
     if right is not None:
         visible &= distances >= -right - ahead
-    return visible
+    return visible & is_kept(w.call, distances.shape[1])
 
 
 def bias(w: Work, sequence: BatchSequence, keys: int) -> torch.Tensor | float:

@@ -139,6 +139,7 @@ def call_of(recorded: Recorded, with_lse: bool) -> KernelCall:
         **_options(options, q.shape[2]),
         max_q_len=recorded.batch.max_q_len,
         max_kv_len=recorded.batch.max_kv_len,
+        shard=recorded.batch.shard,
     ).take_checksums()
 
 
