@@ -132,4 +132,13 @@ CONTRACT: tuple[Rule, ...] = (
         binds="caller",
         values=(values.written_scales,),
     ),
+    Rule(
+        "shards",
+        "With `Batch(shard=(rank, ranks, interleave))` the cache holds the keys whose position p satisfies `p // interleave % "
+        "ranks == rank`, in order, and the page table has their pages. Lengths, positions, windows, distances and columns of a "
+        "tree mask are those of the whole sequence. Tokens of other ranks are neither written nor seen, and their rows of `new` "
+        "may hold any value. The results of all ranks, of which one has the sinks, merged by LSE, are the result over all keys.",
+        binds="kernel",
+        proof="tests/test_shard.py",
+    ),
 )

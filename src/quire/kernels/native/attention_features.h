@@ -44,7 +44,7 @@ static INLINE VisibleRange visible_range(const Attend& call, const Sequence& s, 
     int64_t right = s.causal ? 0 : call.right;
     if (call.left != UNBOUNDED) visible.low = most<int64_t>(0, visible.at - call.left);
     if (right != UNBOUNDED) visible.high = most<int64_t>(0, least(s.kv_len, visible.at + right + 1));
-    visible.low = shard.count(visible.low), visible.high = shard.count(visible.high);
+    if (shard.ranks > 1) visible.low = shard.count(visible.low), visible.high = shard.count(visible.high);
     return visible;
 }
 
