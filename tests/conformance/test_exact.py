@@ -40,9 +40,14 @@ def test_exact_computation_equals_the_reference(case: Case) -> None:
     starts = call.q_starts.tolist()
     for i, (q_len, kv_len) in enumerate(zip(case.q_lens, case.kv_lens)):
         rows = slice(starts[i], starts[i + 1])
-        at = torch.arange(kv_len if call.new is None else kv_len - q_len)
-        page = call.page_table[i].long()[at // case.page_size].clamp(min=0)
-        k, v = (pages[page, at % case.page_size] for pages in dense)
+        rank, ranks, interleave = case.shard
+        cached = kv_len if call.new is None else kv_len - q_len
+        # The positions in the cache, in order: the n-th of them is the n-th key of the pages. Others stay zero.
+        at = torch.tensor([p for p in range(cached) if p // interleave % ranks == rank], dtype=torch.long)
+        key = torch.arange(len(at))
+        page = call.page_table[i].long()[key // case.page_size].clamp(min=0)
+        k, v = (torch.zeros(max(cached, 0), *pages.shape[2:], dtype=torch.float64) for pages in dense)
+        k[at], v[at] = (pages[page, key % case.page_size] for pages in dense)
         if call.new is not None:
             k, v = (torch.cat((x, fresh[rows].double())) for x, fresh in zip((k, v), call.new))
         want, lse = reference.attention(
@@ -57,6 +62,7 @@ def test_exact_computation_equals_the_reference(case: Case) -> None:
             sinks=call.sinks,
             mask=None if call.mask is None else call.mask[rows],
             positions=None if call.positions is None else call.positions[rows],
+            shard=call.shard,
         )
         torch.testing.assert_close(got.out[rows], want, rtol=1e-10, atol=1e-12)
         torch.testing.assert_close(got.lse[rows], lse, rtol=1e-10, atol=1e-12)

@@ -116,8 +116,8 @@ class KernelCall:
         return KVCache(self.k_pages, self.v_pages, layout, format, self.k_scale, self.v_scale, None, False)
 
     def batch(self) -> Batch:
-        hints = {"max_q_len": self.max_q_len, "max_kv_len": self.max_kv_len}
-        return Batch(self.page_table, self.kv_lens, self.q_starts, **hints, shard=self.shard)
+        index = self.page_table, self.kv_lens, self.q_starts
+        return Batch(*index, max_q_len=self.max_q_len, max_kv_len=self.max_kv_len, shard=self.shard)
 
     def options(self) -> Options:
         given = {name: getattr(self, name) for name in OPTIONS}
