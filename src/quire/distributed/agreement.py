@@ -1,0 +1,86 @@
+"""Whether all ranks were called with the same arguments. Every first message of a call begins with a header of facts, one number
+each, so the check costs no collective of its own and no rank can leave it out."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any, NamedTuple
+
+import torch
+
+from quire.distributed.errors import RankMismatch
+from quire.distributed.group import RankGroup
+from quire.errors import describe
+from quire.options import Options
+
+HEADER = 32
+"""Numbers of a header, int64. A message continues at a multiple of 16 bytes, as kernels prefer."""
+
+
+class Fact(NamedTuple):
+    """One argument that all ranks must have in common."""
+
+    number: int
+    value: Any
+
+    @classmethod
+    def of(cls, value: Any) -> Fact:
+        return cls(number_of(value), value)
+
+
+Facts = Mapping[str, Fact]
+
+
+def facts_of(**values: Any) -> dict[str, Fact]:
+    """Facts by name."""
+    return {name: Fact.of(value) for name, value in values.items()}
+
+
+def option_facts(options: Options) -> dict[str, Fact]:
+    """The facts of every option."""
+    return {f"options.{spec.name}": Fact.of(getattr(options, spec.name)) for spec in fields(options)}
+
+
+def header_of(caller: str, facts: Facts) -> torch.Tensor:
+    """The name of the function and its facts as int64 `[HEADER]`."""
+    numbers = [number_of(caller), *(fact.number for fact in facts.values())]
+    assert len(numbers) <= HEADER
+    return torch.tensor([*numbers, *[0] * (HEADER - len(numbers))], dtype=torch.int64)
+
+
+def number_of(value: Any) -> int:
+    """An int itself; a checksum, which is negative, of anything else."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value
+    if isinstance(value, torch.Tensor):
+        data = f"{value.dtype}{list(value.shape)}".encode()
+        if value.device.type == "cpu":  # values on a device are not read: that would wait for it
+            data += value.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+    else:
+        data = repr(value).encode()
+    return -1 - zlib.crc32(data)
+
+
+def compare(caller: str, facts: Facts, headers: torch.Tensor, group: RankGroup) -> None:
+    """Raises `RankMismatch` if the headers of the ranks, int64 `[ranks, HEADER]`, are not equal."""
+    rows = headers.tolist()
+    mine = rows[group.rank]
+    if all(row == mine for row in rows):
+        return
+    for i, name in enumerate(("the function", *facts)):
+        others = {rank: shown(row[i]) for rank, row in enumerate(rows) if row[i] != mine[i]}
+        if others:
+            here = describe(facts[name].value) if name in facts else caller
+            raise RankMismatch(caller, name, here, others, str(group))
+
+
+def shown(number: int) -> str:
+    """A fact of another rank: ints are known, of anything else only that it differs."""
+    return str(number) if number >= 0 else "another value"
+
+
+def agree(caller: str, facts: Facts, group: RankGroup) -> None:
+    """Compares facts in a collective of their own."""
+    compare(caller, facts, group.all_gather(header_of(caller, facts).to(group.device)).wait(), group)

@@ -1,0 +1,298 @@
+"""Context parallelism: the keys of every sequence are divided over the ranks, and partial results are merged by their LSE."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Literal, overload
+from weakref import WeakKeyDictionary, WeakSet
+
+import torch
+
+from quire.attend import Result, attend
+from quire.batch import Batch
+from quire.cache.kv_cache import KVCache
+from quire.contract.check import Level
+from quire.distributed.agreement import Facts, agree, compare, facts_of, header_of, option_facts
+from quire.distributed.chunks import can_be_divided, check_chunks, row_ranges, rows_of
+from quire.distributed.context_call import TYPES, ContextCall, LayerPlan, checked_arguments, exclude_padding, stored
+from quire.distributed.exchange import DividedExchange, GatherExchange, OwnHeadsExchange, PartialShape
+from quire.distributed.group import TIMEOUT, Group, PendingCollective, RankGroup, as_bytes
+from quire.errors import ArgumentError, describe
+from quire.options import PLAIN, Options
+from quire.write import write
+
+DIVIDED_FROM = 1 << 20
+"""Bytes of a partial result from which merging is divided over the ranks: there, traffic costs more than two more collectives."""
+MOST_HEADERS = 1024
+"""Of calls with different arguments on a GPU: one for each number of tokens and layer with other options."""
+ATTEND = "ContextParallel.attend"
+
+
+class ContextParallel:
+    """The keys of this rank. Rank r holds the keys of positions p with `p // interleave % ranks == r`, so a sequence grows by turns
+    on every rank and all ranks hold nearly the same number of keys. A rank may hold no key of a short sequence.
+
+    Make pools and batches with `shard=cp.shard`, write with `quire.write` as without ranks (it skips the keys of other ranks), and
+    call `cp.attend` or `cp.step` in place of `quire.attend` and `quire.step`. Lengths, `q_starts`, q, k and v are those of all
+    tokens on every rank.
+
+    All ranks of the group make the value together, and make the same calls in the same order.
+
+    Args:
+        group: A `ProcessGroup`, one dimension of a `DeviceMesh` such as `mesh["cp"]`, or None for all ranks.
+        interleave: How many neighbouring positions are on one rank; a multiple or divisor of the page size is practical, but any
+            number is allowed.
+        split_heads: False: every rank brings the queries of all heads and gets their results. True: the query heads are divided
+            over the ranks, in order; each brings its own, and gets the results of its own. Each sends its queries to all others;
+            outputs go only to the rank that needs them. This is for tensor parallelism in which these ranks have the same KV heads.
+        dtype: In which type outputs of partial results are exchanged. fp32 loses nothing; bf16 or fp16 halves the traffic and
+            rounds each partial result once. They are merged in fp32 anyway.
+        chunks: The rows of a call are computed in this many parts, and the partial results of one part are exchanged while the next
+            is computed. Calls with a tree mask, and calls that are not causal, are computed in one part.
+        timeout: Seconds after which a collective fails; it is set on the group, for all its later collectives. None leaves the
+            group's own (torch's default is 30 minutes for gloo, 10 for NCCL).
+
+    Raises:
+        ArgumentError: An argument is not allowed.
+        RankMismatch: Ranks have different arguments.
+        CommunicationError: A rank did not answer within the timeout.
+
+    Example:
+        >>> import torch, torch.distributed as dist, quire
+        >>> from quire.distributed import ContextParallel
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> cp = ContextParallel(interleave=16)
+        >>> pool = quire.PagePool(pages=8, page_size=16, shard=cp.shard)
+        >>> cache = quire.KVCache.allocate(pool, kv_heads=2, head_dim=64)
+        >>> batch = pool.step({pool.sequence(): 5})
+        >>> q, k, v = torch.randn(5, 12, 64, dtype=torch.bfloat16).split((8, 2, 2), dim=1)
+        >>> cp.step(q, k, v, cache, batch).shape
+        torch.Size([5, 8, 64])
+        >>> dist.destroy_process_group()
+    """
+
+    def __init__(
+        self,
+        group: Group = None,
+        *,
+        interleave: int = 16,
+        split_heads: bool = False,
+        dtype: torch.dtype = torch.float32,
+        chunks: int = 1,
+        timeout: float | None = TIMEOUT,
+    ):
+        if not isinstance(interleave, int) or isinstance(interleave, bool) or interleave < 1:
+            raise ArgumentError("interleave", describe(interleave), "an int of 1 or more")
+        if not isinstance(split_heads, bool):
+            raise ArgumentError("split_heads", describe(split_heads), "True or False")
+        if dtype not in TYPES:
+            raise ArgumentError("dtype", describe(dtype), ", ".join(map(str, TYPES)))
+        check_chunks(chunks)
+        self._group = RankGroup(group, timeout)
+        self.interleave, self.split_heads, self.dtype, self.chunks = interleave, split_heads, dtype, chunks
+        self._plans: WeakKeyDictionary[Options, LayerPlan] = WeakKeyDictionary()
+        self._headers: dict[tuple[int, ...], torch.Tensor] = {}
+        self._agreed: WeakSet[torch.Tensor] = WeakSet()
+        own = {"interleave": interleave, "split_heads": split_heads, "dtype": dtype, "chunks": chunks}
+        agree("ContextParallel", facts_of(ranks=self._group.size, **own), self._group)
+
+    @property
+    def rank(self) -> int:
+        """This rank within the group."""
+        return self._group.rank
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks."""
+        return self._group.size
+
+    @property
+    def shard(self) -> tuple[int, int, int]:
+        """`(rank, ranks, interleave)`, for `PagePool(shard=...)` and `Batch(shard=...)`."""
+        return self._group.rank, self._group.size, self.interleave
+
+    @overload
+    def attend(
+        self, q: torch.Tensor, cache: KVCache, batch: Batch, options: Options | None = ..., *,
+        out: torch.Tensor | None = ..., lse: Literal[False] = ..., kernel: str | None = ..., check: Level = ...,
+    ) -> torch.Tensor: ...  # fmt: skip
+    @overload
+    def attend(
+        self, q: torch.Tensor, cache: KVCache, batch: Batch, options: Options | None = ..., *,
+        out: torch.Tensor | None = ..., lse: Literal[True] | torch.Tensor, kernel: str | None = ..., check: Level = ...,
+    ) -> tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
+    def attend(
+        self,
+        q: torch.Tensor,
+        cache: KVCache,
+        batch: Batch,
+        options: Options | None = None,
+        *,
+        out: torch.Tensor | None = None,
+        lse: bool | torch.Tensor = False,
+        kernel: str | None = None,
+        check: Level = "auto",
+    ) -> Result:
+        """`quire.attend` over the keys of all ranks. The cache holds all tokens, each on its rank (full form).
+
+        Args:
+            q: Queries `[tokens, q_heads, head_dim]`: of all heads, or with `split_heads` of this rank's heads.
+            cache: The keys and values of this rank.
+            batch: The sequences, with `shard=cp.shard`; the same lengths on every rank.
+            options: The options, the same on every rank; `alibi` and `sinks` for the heads of all ranks of this group.
+            out, lse: As in `quire.attend`, for the heads of q.
+            kernel: As in `quire.attend`; ranks may choose different ones.
+            check: As in `quire.attend`. Arguments are compared between the ranks: in host memory in every call, with the lengths;
+                on a GPU when they are new, and with "full" in every call with the lengths.
+
+        Returns:
+            `out`, or `(out, lse)`.
+
+        Raises:
+            RankMismatch: Ranks have different arguments.
+            CommunicationError: A collective failed or timed out.
+            ArgumentError, ContractError, KernelError, StaleBatch: As `quire.attend`, on this rank.
+        """
+        call = self._call(q, cache, batch, options, out, lse, check)
+        return self._finish(call, self._gather_heads(call), kernel)
+
+    @overload
+    def step(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cache: KVCache, batch: Batch, options: Options | None = ..., *,
+        out: torch.Tensor | None = ..., lse: Literal[False] = ..., check: Level = ...,
+    ) -> torch.Tensor: ...  # fmt: skip
+    @overload
+    def step(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cache: KVCache, batch: Batch, options: Options | None = ..., *,
+        out: torch.Tensor | None = ..., lse: Literal[True] | torch.Tensor, check: Level = ...,
+    ) -> tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
+    def step(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        cache: KVCache,
+        batch: Batch,
+        options: Options | None = None,
+        *,
+        out: torch.Tensor | None = None,
+        lse: bool | torch.Tensor = False,
+        check: Level = "auto",
+    ) -> Result:
+        """Writes the new keys and values of this rank to its cache, then computes attention over the keys of all ranks. With
+        `split_heads` the queries are sent meanwhile.
+
+        Args:
+            q, cache, batch, options, out, lse, check: As in `attend`.
+            k, v: The new keys and values of all tokens, `[tokens, kv_heads, dim]`.
+
+        Returns:
+            `out`, or `(out, lse)`.
+
+        Raises:
+            RankMismatch, CommunicationError: As `attend`.
+            ArgumentError, ContractError, KernelError, StaleBatch: As `quire.write` and `quire.attend`, on this rank.
+        """
+        call = self._call(q, cache, batch, options, out, lse, check)
+        gathering = self._gather_heads(call)
+        write(k, v, cache, batch, check=check)
+        return self._finish(call, gathering, None)
+
+    def _call(
+        self,
+        q: torch.Tensor,
+        cache: KVCache,
+        batch: Batch,
+        options: Options | None,
+        out: torch.Tensor | None,
+        lse: bool | torch.Tensor,
+        check: Level,
+    ) -> ContextCall:
+        """The arguments of a call, checked, with what all ranks must have in common."""
+        options = PLAIN if options is None else options
+        dtype = checked_arguments(q, cache, batch, options, out, lse, self.shard)
+        plan = self._plan(options)
+        facts = plan.facts | facts_of(
+            tokens=q.shape[0],
+            q_heads=q.shape[1],
+            head_dim=q.shape[2],
+            v_head_dim=cache.v_head_dim,
+            kv_heads=cache.kv_heads,
+            q_type=q.dtype,
+            out_type=dtype,
+        )
+        if q.device.type == "cpu" or check == "full":
+            facts |= facts_of(kv_lens=batch.kv_lens.long().cpu(), q_starts=batch.q_starts.long().cpu())
+        return ContextCall(q, cache, batch, options, plan, facts, self._header(facts, q.device), dtype, out, lse, check)
+
+    def _header(self, facts: Facts, device: torch.device) -> torch.Tensor:
+        """The header of a call on its device. There it is kept, so that a CUDA graph can be captured after a first call."""
+        if device.type == "cpu":
+            return header_of(ATTEND, facts)
+        key = tuple(fact.number for fact in facts.values())
+        if key not in self._headers:
+            if len(self._headers) >= MOST_HEADERS:
+                self._headers.clear()
+            self._headers[key] = header_of(ATTEND, facts).to(device)
+        return self._headers[key]
+
+    def _plan(self, options: Options) -> LayerPlan:
+        if options not in self._plans:
+            sinks = options.sinks if self.rank == 0 else None
+            partial = replace(options, sinks=sinks, out_scale=None)
+            self._plans[options] = LayerPlan(partial, option_facts(options))
+        return self._plans[options]
+
+    def _gather_heads(self, call: ContextCall) -> PendingCollective | None:
+        """Starts to gather the queries of all heads, if this rank has only some."""
+        if not self.split_heads:
+            return None
+        q = call.q.contiguous()
+        message = torch.cat((as_bytes(call.header), as_bytes(q)))
+        return self._group.all_gather(message)
+
+    def _finish(self, call: ContextCall, gathering: PendingCollective | None, kernel: str | None) -> Result:
+        q, header = call.q, call.header
+        if gathering is not None:
+            messages, begin = gathering.wait(), header.numel() * 8
+            self._compare(call, messages[:, :begin].view(torch.int64))
+            heads = messages[:, begin:].view(q.dtype).view(self.ranks, *q.shape)
+            q = heads.transpose(0, 1).flatten(1, 2)
+        divided = self.chunks if can_be_divided(call.options) else 1
+        under_way = []
+        for rows in row_ranges(q.shape[0], divided):
+            whole = rows == slice(0, q.shape[0])
+            batch = call.batch if whole else rows_of(call.batch, rows)
+            shape = PartialShape(rows.stop - rows.start, q.shape[1], call.cache.v_head_dim, self.dtype, q.device)
+            exchange = self._exchange(call, shape)
+            attend(
+                q[rows], call.cache, batch, call.plan.partial, out=exchange.out, lse=exchange.lse, kernel=kernel, check=call.check
+            )
+            exclude_padding(exchange.lse, batch)
+            exchange.start()
+            under_way.append(exchange)
+        parts = []
+        for exchange in under_way:
+            merged, headers = exchange.finish()
+            parts.append(merged)
+            if headers is not None:
+                self._compare(call, headers)
+        out, lse = parts[0] if len(parts) == 1 else (torch.cat(each) for each in zip(*parts))
+        return stored(call, out, lse)
+
+    def _exchange(self, call: ContextCall, shape: PartialShape) -> GatherExchange | DividedExchange | OwnHeadsExchange:
+        if self.split_heads:
+            return OwnHeadsExchange(self._group, shape, call.finished)
+        kind = DividedExchange if shape.bytes >= DIVIDED_FROM and self.ranks > 1 else GatherExchange
+        return kind(self._group, shape, call.header, call.finished)
+
+    def _compare(self, call: ContextCall, headers: torch.Tensor) -> None:
+        """Compares the arguments of all ranks. On a GPU that waits for the device, so it is done once for equal arguments."""
+        if headers.device.type != "cpu" and call.check != "full":
+            if call.header in self._agreed or torch.cuda.is_current_stream_capturing():
+                return
+            self._agreed.add(call.header)
+        compare(ATTEND, call.facts, headers, self._group)
+
+    def __repr__(self) -> str:
+        return f"ContextParallel(rank {self.rank} of {self.ranks}, interleave={self.interleave}, split_heads={self.split_heads})"
