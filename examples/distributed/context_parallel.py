@@ -1,6 +1,6 @@
 """Context parallelism: every rank has some of the keys of every sequence. Start it with
 
-    torchrun --nproc-per-node 2 examples/distributed/context_parallel.py
+torchrun --nproc-per-node 2 examples/distributed/context_parallel.py
 """
 
 import os

@@ -25,9 +25,9 @@ class Decoder:
             return (torch.randn(*shape, generator=generator) * shape[-1] ** -0.5).to(device)
 
         self.embed = weight(256, WIDTH) * WIDTH**0.5
-        self.q, self.k, self.v = (weight(LAYERS, n * HEAD_DIM, WIDTH) for n in (2 * Q_HEADS, KV_HEADS, KV_HEADS))
-        self.q = self.q[:, : Q_HEADS * HEAD_DIM]
-        self.out, self.up, self.down = weight(LAYERS, WIDTH, Q_HEADS * HEAD_DIM), weight(LAYERS, 128, WIDTH), weight(LAYERS, WIDTH, 128)
+        self.q, self.k, self.v = (weight(LAYERS, n * HEAD_DIM, WIDTH) for n in (Q_HEADS, KV_HEADS, KV_HEADS))
+        self.out = weight(LAYERS, WIDTH, Q_HEADS * HEAD_DIM)
+        self.up, self.down = weight(LAYERS, 128, WIDTH), weight(LAYERS, WIDTH, 128)
         slopes = 2.0 ** -torch.arange(1.0, Q_HEADS + 1)
         self.options = quire.Options(alibi=slopes.to(device), sinks=torch.linspace(-1, 1, Q_HEADS).to(device))
 

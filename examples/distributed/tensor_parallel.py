@@ -1,6 +1,6 @@
 """Tensor parallelism: every rank has some of the heads. Start it with
 
-    torchrun --nproc-per-node 2 examples/distributed/tensor_parallel.py
+torchrun --nproc-per-node 2 examples/distributed/tensor_parallel.py
 """
 
 import os

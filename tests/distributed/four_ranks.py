@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ def tensor_parallel() -> dict[str, float]:
         tp = TensorParallel(q_heads=8, kv_heads=kv_heads, timeout=TIMEOUT)
         assert (tp.q_heads, tp.kv_heads, tp.replicas) == (2, 1, 4 // kv_heads)
         for name in ("alibi", "sinks", "fp8-head", "int8-token", "all"):
-            found[f"{name}, {kv_heads} KV heads"] = Layer(**vars(LAYERS[name]) | {"kv_heads": kv_heads}).on_ranks(tp, None)
+            found[f"{name}, {kv_heads} KV heads"] = replace(LAYERS[name], kv_heads=kv_heads).on_ranks(tp, None)
     return found
 
 

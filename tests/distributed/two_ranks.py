@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -62,7 +63,7 @@ def split_heads() -> dict[str, float]:
     whole = TensorParallel(q_heads=8, kv_heads=1, timeout=TIMEOUT)
     found = {}
     for name in ("alibi", "sinks", "fp8-tensor", "all", "fp8-queries"):
-        layer = Layer(**{**vars(LAYERS[name]), "kv_heads": 1})
+        layer = replace(LAYERS[name], kv_heads=1)
         found[name] = layer.on_ranks(None, cp, split=whole)
     return found
 
@@ -70,7 +71,9 @@ def split_heads() -> dict[str, float]:
 def rounded_parts() -> dict[str, float]:
     """Partial results that are exchanged in bf16 are rounded once."""
     cp = ContextParallel(interleave=4, dtype=torch.bfloat16, timeout=TIMEOUT)
-    return {name: LAYERS[name].on_ranks(None, cp, rounding=2.0**-9) for name in ("plain", "bf16", "all")}
+    return {
+        name: LAYERS[name].on_ranks(None, cp, rounding=torch.finfo(torch.bfloat16).eps / 2) for name in ("plain", "bf16", "all")
+    }
 
 
 def same_bits() -> None:
@@ -115,8 +118,7 @@ def buffers() -> None:
     got = cp.attend(q, cache, batch, out=out, lse=lse)
     assert got[0] is out and got[1] is lse and torch.equal(out[:9], want[:9]) and torch.equal(lse, want_lse)
     assert (out[9:] == 7).all() and not want[9:].any() and not lse[9:].any()
-    nothing = quire.Batch(torch.zeros(0, 1, dtype=torch.int32), torch.zeros(0, dtype=torch.int32), torch.zeros(1, dtype=torch.int32),
-                          shard=cp.shard)  # fmt: skip
+    nothing = quire.Batch(*(torch.zeros(size, dtype=torch.int32) for size in ((0, 1), 0, 1)), shard=cp.shard)
     assert cp.attend(q[:0], cache, nothing).shape == (0, 4, 16)
 
 
@@ -151,11 +153,12 @@ def mismatches() -> dict[str, str]:
         "sinks": lambda: cp.attend(q, cache, batch, quire.Options(sinks=torch.tensor([float(rank)]))),
         "out_scale": lambda: own.attend(q, cache, batch, quire.Options(out_scale=1.0 + rank)),
         "kv_lens": lambda: cp.attend(q, cache, other),
+        "tokens": lambda: cp.attend(q[rank:], cache, batch),
+        "tokens of own heads": lambda: own.attend(q[rank:], cache, batch),
+        "type": lambda: cp.attend(q, cache, batch, out=torch.empty(9, 1, 16, dtype=(torch.float32, torch.bfloat16)[rank])),
         "interleave": lambda: ContextParallel(interleave=4 + rank, timeout=TIMEOUT),
         "kv_heads": lambda: TensorParallel(q_heads=8, kv_heads=1 + rank, timeout=TIMEOUT),
-        "function": lambda: (
-            ContextParallel(timeout=TIMEOUT) if rank else TensorParallel(q_heads=8, kv_heads=1, timeout=TIMEOUT)
-        ),
+        "function": lambda: ContextParallel(timeout=TIMEOUT) if rank else TensorParallel(q_heads=8, kv_heads=1, timeout=TIMEOUT),
     }
     quire.write(k, v, cache, batch)
     return {name: refused(RankMismatch, call) for name, call in given.items()}
@@ -205,7 +208,7 @@ def faults() -> dict[str, float]:
 CHECKS = {
     check.__name__: check
     for check in (
-        tensor_parallel, gathered, divided, split_heads, rounded_parts, same_bits, chunks, buffers, projection, mismatches, arguments,
-        faults,
+        tensor_parallel, gathered, divided, split_heads, rounded_parts, same_bits, chunks, buffers, projection, mismatches,
+        arguments, faults,
     )
 }  # fmt: skip

@@ -1,5 +1,5 @@
-"""Whether all ranks were called with the same arguments. Every first message of a call begins with a header of facts, one number
-each, so the check costs no collective of its own and no rank can leave it out."""
+"""Whether all ranks were called with the same arguments. Every call begins with the exchange of a header of facts, one number each,
+in a message of a fixed size: messages of different sizes would end the process (gloo) or hang (NCCL)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from quire.errors import describe
 from quire.options import Options
 
 HEADER = 32
-"""Numbers of a header, int64. A message continues at a multiple of 16 bytes, as kernels prefer."""
+"""Numbers of a header, int64."""
 
 
 class Fact(NamedTuple):

@@ -12,6 +12,7 @@ from quire.cache.kv_cache import KVCache
 from quire.cache.memory import overlaps_itself
 from quire.contract.check import Level
 from quire.distributed.agreement import Fact
+from quire.distributed.group import PendingCollective
 from quire.errors import ArgumentError, describe
 from quire.options import Options
 from quire.problem import default_out_dtype, is_fp8
@@ -37,6 +38,8 @@ class ContextCall(NamedTuple):
     plan: LayerPlan
     facts: dict[str, Fact]
     header: torch.Tensor
+    headers: PendingCollective
+    """Those of all ranks."""
     dtype: torch.dtype
     """Of the result."""
     out: torch.Tensor | None

@@ -15,9 +15,9 @@ from quire.contract.check import Level
 from quire.distributed.agreement import Facts, agree, compare, facts_of, header_of, option_facts
 from quire.distributed.chunks import can_be_divided, check_chunks, row_ranges, rows_of
 from quire.distributed.context_call import TYPES, ContextCall, LayerPlan, checked_arguments, exclude_padding, stored
-from quire.distributed.exchange import DividedExchange, GatherExchange, OwnHeadsExchange, PartialShape
-from quire.distributed.group import TIMEOUT, Group, PendingCollective, RankGroup, as_bytes
-from quire.errors import ArgumentError, describe
+from quire.distributed.exchange import DividedExchange, Exchange, GatherExchange, OwnHeadsExchange, PartialShape
+from quire.distributed.group import TIMEOUT, Group, PendingCollective, RankGroup
+from quire.errors import ArgumentError, QuireError, describe
 from quire.options import PLAIN, Options
 from quire.write import write
 
@@ -223,7 +223,10 @@ class ContextParallel:
         )
         if q.device.type == "cpu" or check == "full":
             facts |= facts_of(kv_lens=batch.kv_lens.long().cpu(), q_starts=batch.q_starts.long().cpu())
-        return ContextCall(q, cache, batch, options, plan, facts, self._header(facts, q.device), dtype, out, lse, check)
+        header = self._header(facts, q.device)
+        # Under way while this rank computes.
+        headers = self._group.all_gather(header)
+        return ContextCall(q, cache, batch, options, plan, facts, header, headers, dtype, out, lse, check)
 
     def _header(self, facts: Facts, device: torch.device) -> torch.Tensor:
         """The header of a call on its device. There it is kept, so that a CUDA graph can be captured after a first call."""
@@ -247,47 +250,45 @@ class ContextParallel:
         """Starts to gather the queries of all heads, if this rank has only some."""
         if not self.split_heads:
             return None
-        q = call.q.contiguous()
-        message = torch.cat((as_bytes(call.header), as_bytes(q)))
-        return self._group.all_gather(message)
+        self._compare(call)
+        return self._group.all_gather(call.q.contiguous())
 
     def _finish(self, call: ContextCall, gathering: PendingCollective | None, kernel: str | None) -> Result:
-        q, header = call.q, call.header
-        if gathering is not None:
-            messages, begin = gathering.wait(), header.numel() * 8
-            self._compare(call, messages[:, :begin].view(torch.int64))
-            heads = messages[:, begin:].view(q.dtype).view(self.ranks, *q.shape)
-            q = heads.transpose(0, 1).flatten(1, 2)
+        # Of all ranks [ranks, tokens, heads, head_dim], as the heads of the group.
+        q = call.q if gathering is None else gathering.wait().transpose(0, 1).flatten(1, 2)
         divided = self.chunks if can_be_divided(call.options) else 1
         under_way = []
         for rows in row_ranges(q.shape[0], divided):
-            whole = rows == slice(0, q.shape[0])
-            batch = call.batch if whole else rows_of(call.batch, rows)
+            batch = call.batch if divided == 1 else rows_of(call.batch, rows)
             shape = PartialShape(rows.stop - rows.start, q.shape[1], call.cache.v_head_dim, self.dtype, q.device)
             exchange = self._exchange(call, shape)
-            attend(
-                q[rows], call.cache, batch, call.plan.partial, out=exchange.out, lse=exchange.lse, kernel=kernel, check=call.check
-            )
-            exclude_padding(exchange.lse, batch)
+            self._attend_to_own_keys(call, q[rows], batch, exchange, kernel)
+            if not under_way and gathering is None:
+                self._compare(call)
             exchange.start()
             under_way.append(exchange)
-        parts = []
-        for exchange in under_way:
-            merged, headers = exchange.finish()
-            parts.append(merged)
-            if headers is not None:
-                self._compare(call, headers)
+        parts = [exchange.finish() for exchange in under_way]
         out, lse = parts[0] if len(parts) == 1 else (torch.cat(each) for each in zip(*parts))
         return stored(call, out, lse)
 
-    def _exchange(self, call: ContextCall, shape: PartialShape) -> GatherExchange | DividedExchange | OwnHeadsExchange:
+    def _attend_to_own_keys(self, call: ContextCall, q: torch.Tensor, batch: Batch, into: Exchange, kernel: str | None) -> None:
+        try:
+            attend(q, call.cache, batch, call.plan.partial, out=into.out, lse=into.lse, kernel=kernel, check=call.check)
+        except QuireError:
+            # If ranks have different arguments, this is the reason.
+            self._compare(call)
+            raise
+        exclude_padding(into.lse, batch)
+
+    def _exchange(self, call: ContextCall, shape: PartialShape) -> Exchange:
         if self.split_heads:
             return OwnHeadsExchange(self._group, shape, call.finished)
         kind = DividedExchange if shape.bytes >= DIVIDED_FROM and self.ranks > 1 else GatherExchange
-        return kind(self._group, shape, call.header, call.finished)
+        return kind(self._group, shape, call.finished)
 
-    def _compare(self, call: ContextCall, headers: torch.Tensor) -> None:
+    def _compare(self, call: ContextCall) -> None:
         """Compares the arguments of all ranks. On a GPU that waits for the device, so it is done once for equal arguments."""
+        headers = call.headers.wait()
         if headers.device.type != "cpu" and call.check != "full":
             if call.header in self._agreed or torch.cuda.is_current_stream_capturing():
                 return

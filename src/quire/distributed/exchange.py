@@ -5,7 +5,7 @@
                       every rank needs every head.
     OwnHeadsExchange  each rank merges its own heads (all-to-all), and needs no others.
 
-An exchange has buffers for the partial result of this rank, `out` and `lse`. `start` sends them, `finish` merges what arrived: in
+An exchange has buffers for the partial result of this rank, `out` and `lse`. `start` sends them, `finish` waits and merges: in
 fp32, in the order of the ranks, row by row. All exchanges therefore give the same bits.
 """
 
@@ -64,60 +64,46 @@ class Finish(Protocol):
 class GatherExchange:
     """Every rank gets the partial results of all."""
 
-    def __init__(self, group: RankGroup, shape: PartialShape, header: torch.Tensor, finish: Finish):
+    def __init__(self, group: RankGroup, shape: PartialShape, finish: Finish):
         self._group, self._shape, self._finish = group, shape, finish
-        self._begin = header.numel() * 8
-        self._message = torch.empty(self._begin + shape.bytes, dtype=torch.uint8, device=shape.device)
-        self._message[: self._begin].view(torch.int64).copy_(header)
-        self.out, self.lse = (view[0] for view in shape.views(self._message[None, self._begin :]))
+        self._message = torch.empty(shape.bytes, dtype=torch.uint8, device=shape.device)
+        self.out, self.lse = (view[0] for view in shape.views(self._message[None]))
 
     def start(self) -> None:
         self._pending = self._group.all_gather(self._message)
 
-    def finish(self) -> tuple[Merged, torch.Tensor]:
-        """The merged result, and the headers of the ranks."""
-        messages = self._pending.wait()
-        outs, lses = self._shape.views(messages[:, self._begin :])
+    def finish(self) -> Merged:
+        outs, lses = self._shape.views(self._pending.wait())
         out, lse = merge([part.float() for part in outs], list(lses))
-        return (self._finish(out), lse), messages[:, : self._begin].view(torch.int64)
+        return self._finish(out), lse
 
 
 class DividedExchange:
     """Every rank merges `tokens / ranks` rows, rounded up, and gets the others merged."""
 
-    def __init__(self, group: RankGroup, shape: PartialShape, header: torch.Tensor, finish: Finish):
+    def __init__(self, group: RankGroup, shape: PartialShape, finish: Finish):
         self._group, self._shape, self._finish = group, shape, finish
         self._each = -(-shape.tokens // group.size)
         rows = self._each * group.size
         self._outs = torch.empty(rows, shape.heads, shape.dim, dtype=shape.dtype, device=shape.device)
-        # LSEs are a small part: every rank gets them all, and with them the headers.
-        self._begin = header.numel() * 2
-        self._message = torch.full((self._begin + rows * shape.heads,), -torch.inf, device=shape.device)
-        self._message[: self._begin].view(torch.int64).copy_(header)
-        self.out = self._outs[: shape.tokens]
-        self.lse = self._lses(self._message)[: shape.tokens]
-
-    def _lses(self, message: torch.Tensor) -> torch.Tensor:
-        return message[self._begin :].view(-1, self._shape.heads)
+        # LSEs are a small part: every rank gets them all.
+        self._lses = torch.full((rows, shape.heads), -torch.inf, device=shape.device)
+        self.out, self.lse = self._outs[: shape.tokens], self._lses[: shape.tokens]
 
     def start(self) -> None:
-        self._pending_lses = self._group.all_gather(self._message)
-        self._pending = self._group.all_to_all(self._outs.view(self._group.size, self._each, *self._outs.shape[1:]))
+        self._pending_lses = self._group.all_gather(self._lses)
+        self._pending = self._group.all_to_all(self._outs.unflatten(0, (self._group.size, self._each)))
 
-    def finish(self) -> tuple[Merged, torch.Tensor]:
-        """The merged result, and the headers of the ranks."""
-        messages = self._pending_lses.wait()
-        lses = [self._lses(message) for message in messages]
+    def finish(self) -> Merged:
+        lses, tokens = self._pending_lses.wait(), self._shape.tokens
         mine = slice(self._group.rank * self._each, (self._group.rank + 1) * self._each)
-        out, _ = merge([part.float() for part in self._pending.wait()], [lse[mine] for lse in lses])
+        out, _ = merge([part.float() for part in self._pending.wait()], list(lses[:, mine]))
         merged = self._group.all_gather(self._finish(out)).wait()
-        lse = torch.logsumexp(torch.stack(lses), dim=0)
-        tokens = self._shape.tokens
-        return (merged.flatten(0, 1)[:tokens], lse[:tokens]), messages[:, : self._begin].view(torch.int64)
+        return merged.flatten(0, 1)[:tokens], torch.logsumexp(lses, dim=0)[:tokens]
 
 
 class OwnHeadsExchange:
-    """Every rank gets the partial results of its own heads. The headers went with the queries."""
+    """Every rank gets the partial results of its own heads."""
 
     def __init__(self, group: RankGroup, shape: PartialShape, finish: Finish):
         self._group, self._shape, self._finish = group, shape, finish
@@ -133,8 +119,10 @@ class OwnHeadsExchange:
         lses.copy_(self.lse.unflatten(1, (ranks, -1)).transpose(0, 1))
         self._pending = self._group.all_to_all(messages)
 
-    def finish(self) -> tuple[Merged, None]:
-        """The merged result of this rank's heads."""
+    def finish(self) -> Merged:
         outs, lses = self._own.views(self._pending.wait())
         out, lse = merge([part.float() for part in outs], list(lses))
-        return (self._finish(out), lse), None
+        return self._finish(out), lse
+
+
+Exchange = GatherExchange | DividedExchange | OwnHeadsExchange
