@@ -257,7 +257,7 @@ class ContextParallel:
         # Of all ranks [ranks, tokens, heads, head_dim], as the heads of the group.
         q = call.q if gathering is None else gathering.wait().transpose(0, 1).flatten(1, 2)
         divided = self.chunks if can_be_divided(call.options) else 1
-        under_way = []
+        under_way: list[Exchange] = []
         for rows in row_ranges(q.shape[0], divided):
             batch = call.batch if divided == 1 else rows_of(call.batch, rows)
             shape = PartialShape(rows.stop - rows.start, q.shape[1], call.cache.v_head_dim, self.dtype, q.device)

@@ -51,8 +51,8 @@ class PartialShape(NamedTuple):
 
 
 def padded(size: int) -> int:
-    """The next multiple of 16 bytes: a tensor that begins there is aligned."""
-    return -(-size // 16) * 16
+    """The next multiple of 16 bytes, at least 16: a tensor that begins there is aligned."""
+    return max(1, -(-size // 16)) * 16
 
 
 class Finish(Protocol):

@@ -96,6 +96,8 @@ class RankGroup:
     def _start(self, name: str, call: Callable[[], Any], result: torch.Tensor, kept: torch.Tensor) -> PendingCollective:
         if self._failed is not None:
             raise self._failed
+        if not result.numel():  # on every rank
+            return PendingCollective(self, name, None, result, kept)
         return PendingCollective(self, name, self.guarded(name, call, time.perf_counter()), result, kept)
 
     def guarded(self, name: str, call: Callable[[], Any], begin: float) -> Any:
