@@ -34,5 +34,6 @@ def attention(layer: int, x: torch.Tensor, batch: quire.Batch) -> torch.Tensor:
 
 tokens = generate(decoder, pool, attention)
 assert tokens == generate_alone(decoder), "a single process generates other tokens"
-print(f"{cp}: {sum(map(len, tokens))} tokens, equal to a single process; {pool.usage()}", flush=True)
+if dist.get_rank() == 0:
+    print(f"{cp}: {sum(map(len, tokens))} tokens, equal to a single process; {pool.usage()}")
 dist.destroy_process_group()

@@ -24,9 +24,9 @@ class Decoder:
         def weight(*shape: int) -> torch.Tensor:
             return (torch.randn(*shape, generator=generator) * shape[-1] ** -0.5).to(device)
 
-        self.embed = weight(256, WIDTH) * WIDTH**0.5
+        self.embed, self.unembed = weight(256, WIDTH) * WIDTH**0.5, weight(256, WIDTH)
         self.q, self.k, self.v = (weight(LAYERS, n * HEAD_DIM, WIDTH) for n in (Q_HEADS, KV_HEADS, KV_HEADS))
-        self.out = weight(LAYERS, WIDTH, Q_HEADS * HEAD_DIM)
+        self.q, self.out = 2 * self.q, 2 * weight(LAYERS, WIDTH, Q_HEADS * HEAD_DIM)  # attention decides which token is next
         self.up, self.down = weight(LAYERS, 128, WIDTH), weight(LAYERS, WIDTH, 128)
         slopes = 2.0 ** -torch.arange(1.0, Q_HEADS + 1)
         self.options = quire.Options(alibi=slopes.to(device), sinks=torch.linspace(-1, 1, Q_HEADS).to(device))
@@ -36,7 +36,7 @@ class Decoder:
         for layer in range(LAYERS):
             x = x + attention(layer, F.rms_norm(x, (WIDTH,)), batch)
             x = x + F.silu(F.rms_norm(x, (WIDTH,)) @ self.up[layer].T) @ self.down[layer].T
-        return F.rms_norm(x, (WIDTH,)) @ self.embed.T
+        return F.rms_norm(x, (WIDTH,)) @ self.unembed.T
 
 
 @torch.no_grad()

@@ -29,4 +29,8 @@ LAYERS = {
         options={"window": 40, "alibi": True, "sinks": True, "softcap": 3.0},
     ),
     "one-token": Layer(steps=((1,), (1,), (1,)), options={"sinks": True, "alibi": True}, seed=13),
+    "causal-per-sequence": Layer(options={"causal": torch.tensor([True, False, True]), "sinks": True}, seed=14),
+    "tree": Layer(steps=((30, 9), (5, 7)), padding=1, options={"mask": True}, seed=15),
+    "ledger": Layer(ledger=True, steps=LONG, options={"window": 20}, seed=16),
+    "odd-sizes": Layer(q_heads=8, kv_heads=2, head_dim=24, page_size=5, steps=LONG, seed=17),
 }  # fmt: skip

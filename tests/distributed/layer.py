@@ -38,15 +38,21 @@ class Layer:
     padding: int = 0
     """Rows of q, k and v after the last token."""
     options: dict[str, Any] = field(default_factory=dict)
+    ledger: bool = False
     seed: int = 0
 
-    def whole_options(self) -> quire.Options:
+    def whole_options(self, step: int) -> quire.Options:
         given = dict(self.options)
         generator = torch.Generator().manual_seed(self.seed)
         if given.get("alibi"):
             given["alibi"] = slopes(self.q_heads)
         if given.get("sinks"):
             given["sinks"] = 2 * torch.randn(self.q_heads, generator=generator)
+        if given.get("mask"):
+            # A token sees itself, and others with a probability of one half.
+            tokens, longest = sum(self.steps[step]) + self.padding, max(self.steps[step])
+            index = torch.cat([torch.arange(count) for count in (*self.steps[step], self.padding)])
+            given["mask"] = (torch.rand(tokens, longest, generator=generator) < 0.5) | (index[:, None] == torch.arange(longest))
         return quire.Options(**given)
 
     def whole_scales(self) -> dict[str, torch.Tensor]:
@@ -74,7 +80,8 @@ class Layer:
     def cache(self, pool: quire.PagePool, kv_heads: int, scales: dict[str, Any]) -> quire.KVCache:
         kind = quire.cache.format.FORMATS[self.format].dtype
         given = {"scales": "token"} if self.scales == "token" else scales
-        return quire.KVCache.allocate(pool, kv_heads=kv_heads, head_dim=self.head_dim, dtype=kind, **given)
+        sizes = {"kv_heads": kv_heads, "head_dim": self.head_dim, "dtype": kind}
+        return quire.KVCache.allocate(pool, **sizes, ledger=self.ledger, **given)
 
     @cached_property
     def answers(self) -> list[tuple[Truth, int]]:
@@ -86,7 +93,7 @@ class Layer:
             q, k, v = self.tokens(step)
             batch = pool.step(dict(zip(sequences, counts)))
             quire.write(k, v, cache, batch)
-            options = self.whole_options()
+            options = self.whole_options(step)
             call = kernel_call(q, cache, batch, options)
             want = truth(call)
             found.append((want, sum(counts)))
@@ -100,14 +107,15 @@ class Layer:
         ranks, this rank has only its own query heads. The largest error over its budget."""
         shard = {} if cp is None else {"shard": cp.shard}
         pool = quire.PagePool(pages=64, page_size=self.page_size, **shard)
-        options, scales, kv_heads = self.whole_options(), self.whole_scales(), self.kv_heads
+        scales, kv_heads = self.whole_scales(), self.kv_heads
         if tp is not None:
-            options, kv_heads = tp.options(options), tp.kv_heads
+            kv_heads = tp.kv_heads
             scales = {name: tp.scale(scale) for name, scale in scales.items()}
         cache = self.cache(pool, kv_heads, scales)
         sequences, worst = [pool.sequence() for _ in self.steps[0]], 0.0
         for step, counts in enumerate(self.steps):
             q, k, v = self.tokens(step)
+            options = self.whole_options(step) if tp is None else tp.options(self.whole_options(step))
             own = split or tp
             if own is not None:
                 q, k, v = own.q(q), own.kv(k), own.kv(v)
@@ -137,7 +145,7 @@ def error(out: torch.Tensor, lse: torch.Tensor, want: Truth, live: int, heads: s
 def kernel_call(q: torch.Tensor, cache: quire.KVCache, batch: quire.Batch, options: quire.Options) -> KernelCall:
     """The call as the oracle takes it."""
     dtype = default_out_dtype(q.dtype, options.out_scale is not None)
-    given = {name: getattr(options, name) for name in ("causal", "softcap", "alibi", "sinks", "q_scale", "out_scale")}
+    given = {name: getattr(options, name) for name in ("causal", "softcap", "alibi", "sinks", "mask", "q_scale", "out_scale")}
     return KernelCall(
         q, cache.k, cache.v, batch.page_table.clone(), batch.kv_lens.clone(), batch.q_starts.clone(),
         torch.empty(*q.shape[:2], cache.v_head_dim, dtype=dtype),

@@ -63,7 +63,9 @@ def test_four_ranks_equal_a_single_process(four: dict[str, Any], name: str) -> N
     within_budget(four, name)
 
 
-@pytest.mark.parametrize("name", [n for n in two_ranks.CHECKS if n not in (*BUDGETED, "mismatches", "arguments", "faults")])
+@pytest.mark.parametrize(
+    "name", [n for n in two_ranks.CHECKS if n not in (*BUDGETED, "mismatches", "local_errors", "arguments", "faults")]
+)
 def test_on_two_ranks(two: dict[str, Any], name: str) -> None:
     assert of_ranks(two, name) == [None, None]
 
@@ -113,6 +115,8 @@ REFUSED = {
     "out": "out: given float32[2, 4, 8] on cpu; allowed: [tokens, q_heads, v_head_dim] = [2, 4, 16]",
     "fp8 out": "out: given float8_e4m3fn[2, 4, 16] on cpu; allowed: float32, float16 or bfloat16; fp8 with out_scale",
     "lse": "lse: given float64[2, 4] on cpu; allowed: True, False or float32[2, 4]",
+    "context form": "new: given",
+    "device": "q: given float32[2, 4, 16] on meta; allowed: a tensor on a device of the group's backend, cpu:gloo",
     "weight": "weight: given float32[5, 7] on cpu for out float32[2, 4, 16] on cpu; allowed: [width, q_heads * v_head_dim]",
 }
 
@@ -121,6 +125,16 @@ REFUSED = {
 def test_arguments_that_are_refused(two: dict[str, Any], name: str) -> None:
     for messages in of_ranks(two, "arguments"):
         assert REFUSED[name] in messages[name]
+
+
+def test_an_error_on_one_rank_reaches_the_others(two: dict[str, Any]) -> None:
+    for rank, messages in enumerate(of_ranks(two, "local_errors")):
+        assert len(messages) == 6
+        for name, message in messages.items():
+            if name.endswith(str(rank)):
+                assert "page_table" in message and "99" in message
+            else:
+                assert f"ContextParallel.attend: rank {1 - rank} of the group" in message
 
 
 def test_a_group_without_this_rank_is_refused(two: dict[str, Any]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ import quire
 from distributed.cases import LAYERS
 from distributed.faults import FAULTS
 from distributed.layer import Layer
-from quire.distributed import ContextParallel, RankMismatch, TensorParallel
+from quire.distributed import ContextParallel, RankFailed, RankMismatch, TensorParallel
 from quire.distributed import context_parallel as module
 
 TIMEOUT = 60.0
@@ -165,6 +166,27 @@ def mismatches() -> dict[str, str]:
     return {name: refused(RankMismatch, call) for name, call in given.items()}
 
 
+def local_errors() -> dict[str, Any]:
+    """An error on one rank makes the others fail at once, and the group can be used further."""
+    rank, found = dist.get_rank(), {}
+    for heads, chunks in ((False, 1), (True, 1), (False, 3)):
+        cp = ContextParallel(interleave=4, split_heads=heads, chunks=chunks, timeout=TIMEOUT)
+        pool = quire.PagePool(pages=32, page_size=8, shard=cp.shard)
+        cache = quire.KVCache.allocate(pool, kv_heads=1, head_dim=16, dtype=torch.float32)
+        batch = pool.step({pool.sequence(): 9}).clone()
+        q, k, v = torch.ones(3, 9, 1, 16)
+        for failing in (0, 1):
+            page = int(batch.page_table[0, 0])
+            if rank == failing:
+                batch.page_table[0, 0] = 99
+            kind = quire.ContractError if rank == failing else RankFailed
+            for call in (partial(cp.attend, q, cache, batch), partial(cp.step, q, k, v, cache, batch)):
+                found[f"{heads} {chunks} {failing}"] = refused(kind, call)
+            batch.page_table[0, 0] = page
+            assert torch.isfinite(cp.step(q, k, v, cache, batch)).all()
+    return found
+
+
 def arguments() -> dict[str, str]:
     """What one rank can refuse by itself."""
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("tp", "cp"))
@@ -194,6 +216,8 @@ def arguments() -> dict[str, str]:
         "out": lambda: cp.attend(q, cache, batch, out=torch.empty(2, 4, 8)),
         "fp8 out": lambda: cp.attend(q, cache, batch, out=torch.empty(2, 4, 16, dtype=torch.float8_e4m3fn)),
         "lse": lambda: cp.attend(q, cache, batch, lse=torch.empty(2, 4, dtype=torch.float64)),
+        "context form": lambda: cp.attend(q, cache, batch, new=(q, q)),
+        "device": lambda: cp.attend(q.to("meta"), cache, batch),
         "weight": lambda: tp.project(torch.ones(2, 4, 16), torch.ones(5, 7)),
     }
     if dist.get_rank() == 1:
@@ -210,6 +234,6 @@ CHECKS = {
     check.__name__: check
     for check in (
         tensor_parallel, gathered, divided, split_heads, rounded_parts, same_bits, chunks, buffers, projection, mismatches,
-        arguments, faults,
+        local_errors, arguments, faults,
     )
 }  # fmt: skip

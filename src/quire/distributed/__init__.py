@@ -1,7 +1,7 @@
 """Attention over several devices and machines, on torch.distributed: tensor parallelism divides heads, context parallelism keys."""
 
 from quire.distributed.context_parallel import ContextParallel
-from quire.distributed.errors import CommunicationError, RankMismatch
+from quire.distributed.errors import CommunicationError, RankFailed, RankMismatch
 from quire.distributed.tensor_parallel import TensorParallel
 
-__all__ = ["TensorParallel", "ContextParallel", "CommunicationError", "RankMismatch"]
+__all__ = ["TensorParallel", "ContextParallel", "CommunicationError", "RankMismatch", "RankFailed"]

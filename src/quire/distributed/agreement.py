@@ -1,5 +1,6 @@
-"""Whether all ranks were called with the same arguments. Every call begins with the exchange of a header of facts, one number each,
-in a message of a fixed size: messages of different sizes would end the process (gloo) or hang (NCCL)."""
+"""Whether all ranks were called with the same arguments. A header of facts, one number
+each, is exchanged before anything else, in a message of a fixed size: messages of different sizes would end the process (gloo) or
+hang (NCCL). The header also says whether its rank raised an error, so that the others do not wait for it."""
 
 from __future__ import annotations
 
@@ -10,13 +11,15 @@ from typing import Any, NamedTuple
 
 import torch
 
-from quire.distributed.errors import RankMismatch
+from quire.distributed.errors import RankFailed, RankMismatch
 from quire.distributed.group import RankGroup
 from quire.errors import describe
 from quire.options import Options
 
 HEADER = 32
 """Numbers of a header, int64."""
+STATUS = HEADER - 1
+"""Where a header has a 1 if its rank raised an error."""
 
 
 class Fact(NamedTuple):
@@ -46,7 +49,7 @@ def option_facts(options: Options) -> dict[str, Fact]:
 def header_of(caller: str, facts: Facts) -> torch.Tensor:
     """The name of the function and its facts as int64 `[HEADER]`."""
     numbers = [number_of(caller), *(fact.number for fact in facts.values())]
-    assert len(numbers) <= HEADER
+    assert len(numbers) < HEADER
     return torch.tensor([*numbers, *[0] * (HEADER - len(numbers))], dtype=torch.int64)
 
 
@@ -63,17 +66,21 @@ def number_of(value: Any) -> int:
     return -1 - zlib.crc32(data)
 
 
-def compare(caller: str, facts: Facts, headers: torch.Tensor, group: RankGroup) -> None:
-    """Raises `RankMismatch` if the headers of the ranks, int64 `[ranks, HEADER]`, are not equal."""
+def compare(caller: str, facts: Facts, headers: torch.Tensor, group: RankGroup, error: Exception | None = None) -> None:
+    """Raises `RankMismatch` if the headers of the ranks, int64 `[ranks, HEADER]`, are not equal; then the error of this rank, if
+    there is one; then `RankFailed` if another rank has one."""
     rows = headers.tolist()
     mine = rows[group.rank]
-    if all(row == mine for row in rows):
-        return
     for i, name in enumerate(("the function", *facts)):
         others = {rank: shown(row[i]) for rank, row in enumerate(rows) if row[i] != mine[i]}
         if others:
             here = describe(facts[name].value) if name in facts else caller
-            raise RankMismatch(caller, name, here, others, str(group))
+            raise RankMismatch(caller, name, here, others, str(group)) from error
+    if error is not None:
+        raise error
+    failed = tuple(rank for rank, row in enumerate(rows) if row[STATUS])
+    if failed:
+        raise RankFailed(caller, failed, str(group))
 
 
 def shown(number: int) -> str:

@@ -6,13 +6,12 @@ from typing import NamedTuple
 
 import torch
 
-from quire.attend import Result
+from quire.attend import Result, attend
 from quire.batch import Batch
 from quire.cache.kv_cache import KVCache
 from quire.cache.memory import overlaps_itself
 from quire.contract.check import Level
 from quire.distributed.agreement import Fact
-from quire.distributed.group import PendingCollective
 from quire.errors import ArgumentError, describe
 from quire.options import Options
 from quire.problem import default_out_dtype, is_fp8
@@ -38,13 +37,16 @@ class ContextCall(NamedTuple):
     plan: LayerPlan
     facts: dict[str, Fact]
     header: torch.Tensor
-    headers: PendingCollective
-    """Those of all ranks."""
     dtype: torch.dtype
     """Of the result."""
     out: torch.Tensor | None
     lse: bool | torch.Tensor
     check: Level
+
+    def attend_to_own_keys(self, q: torch.Tensor, batch: Batch, out: torch.Tensor, lse: torch.Tensor, kernel: str | None) -> None:
+        """The partial result of some rows over the keys of this rank."""
+        attend(q, self.cache, batch, self.plan.partial, out=out, lse=lse, kernel=kernel, check=self.check)
+        exclude_padding(lse, batch)
 
     def finished(self, out: torch.Tensor) -> torch.Tensor:
         """The merged output, fp32, in the type of the result."""

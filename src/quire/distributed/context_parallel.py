@@ -2,27 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Literal, overload
+from functools import partial
+from typing import Literal, NoReturn, overload
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 
-from quire.attend import Result, attend
+from quire.attend import Result
 from quire.batch import Batch
 from quire.cache.kv_cache import KVCache
 from quire.contract.check import Level
-from quire.distributed.agreement import Facts, agree, compare, facts_of, header_of, option_facts
+from quire.distributed.agreement import STATUS, Facts, agree, compare, facts_of, header_of, option_facts
 from quire.distributed.chunks import can_be_divided, check_chunks, row_ranges, rows_of
-from quire.distributed.context_call import TYPES, ContextCall, LayerPlan, checked_arguments, exclude_padding, stored
+from quire.distributed.context_call import TYPES, ContextCall, LayerPlan, checked_arguments, stored
 from quire.distributed.exchange import DividedExchange, Exchange, GatherExchange, OwnHeadsExchange, PartialShape
-from quire.distributed.group import TIMEOUT, Group, PendingCollective, RankGroup
-from quire.errors import ArgumentError, QuireError, describe
+from quire.distributed.group import TIMEOUT, Group, RankGroup
+from quire.errors import ArgumentError, describe
+from quire.keywords import refuse_unknown
 from quire.options import PLAIN, Options
 from quire.write import write
 
-DIVIDED_FROM = 1 << 20
-"""Bytes of a partial result from which merging is divided over the ranks: there, traffic costs more than two more collectives."""
+DIVIDED_FROM = 3 << 20
+"""Bytes of the partial results of other ranks from which merging is divided over the ranks: from there on, traffic costs more than
+two more collectives (measured with gloo)."""
 MOST_HEADERS = 1024
 """Of calls with different arguments on a GPU: one for each number of tokens and layer with other options."""
 ATTEND = "ContextParallel.attend"
@@ -132,6 +136,7 @@ class ContextParallel:
         lse: bool | torch.Tensor = False,
         kernel: str | None = None,
         check: Level = "auto",
+        **unknown: NoReturn,
     ) -> Result:
         """`quire.attend` over the keys of all ranks. The cache holds all tokens, each on its rank (full form).
 
@@ -151,10 +156,13 @@ class ContextParallel:
         Raises:
             RankMismatch: Ranks have different arguments.
             CommunicationError: A collective failed or timed out.
+            RankFailed: Another rank raised an error (in host memory; on a GPU it is noticed by the timeout).
             ArgumentError, ContractError, KernelError, StaleBatch: As `quire.attend`, on this rank.
         """
+        if unknown:
+            refuse_unknown(ContextParallel.attend, unknown)
         call = self._call(q, cache, batch, options, out, lse, check)
-        return self._finish(call, self._gather_heads(call), kernel)
+        return self._run(call, kernel)
 
     @overload
     def step(
@@ -178,6 +186,7 @@ class ContextParallel:
         out: torch.Tensor | None = None,
         lse: bool | torch.Tensor = False,
         check: Level = "auto",
+        **unknown: NoReturn,
     ) -> Result:
         """Writes the new keys and values of this rank to its cache, then computes attention over the keys of all ranks. With
         `split_heads` the queries are sent meanwhile.
@@ -190,13 +199,13 @@ class ContextParallel:
             `out`, or `(out, lse)`.
 
         Raises:
-            RankMismatch, CommunicationError: As `attend`.
+            RankMismatch, RankFailed, CommunicationError: As `attend`.
             ArgumentError, ContractError, KernelError, StaleBatch: As `quire.write` and `quire.attend`, on this rank.
         """
+        if unknown:
+            refuse_unknown(ContextParallel.step, unknown)
         call = self._call(q, cache, batch, options, out, lse, check)
-        gathering = self._gather_heads(call)
-        write(k, v, cache, batch, check=check)
-        return self._finish(call, gathering, None)
+        return self._run(call, None, partial(write, k, v, cache, batch, check=check))
 
     def _call(
         self,
@@ -211,6 +220,7 @@ class ContextParallel:
         """The arguments of a call, checked, with what all ranks must have in common."""
         options = PLAIN if options is None else options
         dtype = checked_arguments(q, cache, batch, options, out, lse, self.shard)
+        self._group.check_device("q", q)
         plan = self._plan(options)
         facts = plan.facts | facts_of(
             tokens=q.shape[0],
@@ -223,10 +233,7 @@ class ContextParallel:
         )
         if q.device.type == "cpu" or check == "full":
             facts |= facts_of(kv_lens=batch.kv_lens.long().cpu(), q_starts=batch.q_starts.long().cpu())
-        header = self._header(facts, q.device)
-        # Under way while this rank computes.
-        headers = self._group.all_gather(header)
-        return ContextCall(q, cache, batch, options, plan, facts, header, headers, dtype, out, lse, check)
+        return ContextCall(q, cache, batch, options, plan, facts, self._header(facts, q.device), dtype, out, lse, check)
 
     def _header(self, facts: Facts, device: torch.device) -> torch.Tensor:
         """The header of a call on its device. There it is kept, so that a CUDA graph can be captured after a first call."""
@@ -242,58 +249,67 @@ class ContextParallel:
     def _plan(self, options: Options) -> LayerPlan:
         if options not in self._plans:
             sinks = options.sinks if self.rank == 0 else None
-            partial = replace(options, sinks=sinks, out_scale=None)
-            self._plans[options] = LayerPlan(partial, option_facts(options))
+            own = replace(options, sinks=sinks, out_scale=None)
+            self._plans[options] = LayerPlan(own, option_facts(options))
         return self._plans[options]
 
-    def _gather_heads(self, call: ContextCall) -> PendingCollective | None:
-        """Starts to gather the queries of all heads, if this rank has only some."""
-        if not self.split_heads:
-            return None
-        self._compare(call)
-        return self._group.all_gather(call.q.contiguous())
-
-    def _finish(self, call: ContextCall, gathering: PendingCollective | None, kernel: str | None) -> Result:
-        # Of all ranks [ranks, tokens, heads, head_dim], as the heads of the group.
-        q = call.q if gathering is None else gathering.wait().transpose(0, 1).flatten(1, 2)
-        divided = self.chunks if can_be_divided(call.options) else 1
+    def _run(self, call: ContextCall, kernel: str | None, before: Callable[[], None] | None = None) -> Result:
+        """Calls `before`, computes the rows of a call in parts, and exchanges each part while the next is computed."""
+        gathering, q, on_host = None, call.q, call.q.device.type == "cpu"
+        if self.split_heads:
+            self._agree(call)
+            gathering = self._group.all_gather(q.contiguous())
+        ranges = row_ranges(q.shape[0], self.chunks if can_be_divided(call.options) else 1)
+        error = None if before is None else _error_of(before)
+        if gathering is not None:
+            # Of all ranks, [ranks, tokens, heads, head_dim], as the heads of the group.
+            q = gathering.wait().transpose(0, 1).flatten(1, 2)
         under_way: list[Exchange] = []
-        for rows in row_ranges(q.shape[0], divided):
-            batch = call.batch if divided == 1 else rows_of(call.batch, rows)
+        for i, rows in enumerate(ranges):
             shape = PartialShape(rows.stop - rows.start, q.shape[1], call.cache.v_head_dim, self.dtype, q.device)
             exchange = self._exchange(call, shape)
-            self._attend_to_own_keys(call, q[rows], batch, exchange, kernel)
-            if not under_way and gathering is None:
-                self._compare(call)
+            if error is None:
+                batch = call.batch if len(ranges) == 1 else rows_of(call.batch, rows)
+                error = _error_of(partial(call.attend_to_own_keys, q[rows], batch, exchange.out, exchange.lse, kernel))
+            # On a GPU no status is read, so it is sent once, with the arguments.
+            if on_host or (i == 0 and not self.split_heads):
+                self._agree(call, error)
+            if error is not None:
+                raise error
             exchange.start()
             under_way.append(exchange)
         parts = [exchange.finish() for exchange in under_way]
         out, lse = parts[0] if len(parts) == 1 else (torch.cat(each) for each in zip(*parts))
         return stored(call, out, lse)
 
-    def _attend_to_own_keys(self, call: ContextCall, q: torch.Tensor, batch: Batch, into: Exchange, kernel: str | None) -> None:
-        try:
-            attend(q, call.cache, batch, call.plan.partial, out=into.out, lse=into.lse, kernel=kernel, check=call.check)
-        except QuireError:
-            # If ranks have different arguments, this is the reason.
-            self._compare(call)
-            raise
-        exclude_padding(into.lse, batch)
-
     def _exchange(self, call: ContextCall, shape: PartialShape) -> Exchange:
         if self.split_heads:
             return OwnHeadsExchange(self._group, shape, call.finished)
-        kind = DividedExchange if shape.bytes >= DIVIDED_FROM and self.ranks > 1 else GatherExchange
+        kind = DividedExchange if shape.bytes * (self.ranks - 1) >= DIVIDED_FROM else GatherExchange
         return kind(self._group, shape, call.finished)
 
-    def _compare(self, call: ContextCall) -> None:
-        """Compares the arguments of all ranks. On a GPU that waits for the device, so it is done once for equal arguments."""
-        headers = call.headers.wait()
-        if headers.device.type != "cpu" and call.check != "full":
-            if call.header in self._agreed or torch.cuda.is_current_stream_capturing():
+    def _agree(self, call: ContextCall, error: Exception | None = None) -> None:
+        """Compares the arguments of all ranks, and whether one of them raised an error: nothing is exchanged then. On a GPU this
+        waits for the device, so it is done once for equal arguments."""
+        header = call.header
+        if error is not None:
+            header = header.clone()
+            header[STATUS] = 1
+        headers = self._group.all_gather(header).wait()
+        if headers.device.type != "cpu" and call.check != "full" and error is None:
+            if header in self._agreed or torch.cuda.is_current_stream_capturing():
                 return
-            self._agreed.add(call.header)
-        compare(ATTEND, call.facts, headers, self._group)
+            self._agreed.add(header)
+        compare(ATTEND, call.facts, headers, self._group, error)
 
     def __repr__(self) -> str:
         return f"ContextParallel(rank {self.rank} of {self.ranks}, interleave={self.interleave}, split_heads={self.split_heads})"
+
+
+def _error_of(action: Callable[[], None]) -> Exception | None:
+    """The error that an action raises: all ranks are told before it is raised, so that none of them waits."""
+    try:
+        action()
+    except Exception as error:
+        return error
+    return None

@@ -51,3 +51,24 @@ class RankMismatch(QuireError, ValueError):
             f"{caller}: {argument} differs between the ranks of {group}: given {here} here, {there}; "
             "allowed: the same on every rank"
         )
+
+
+class RankFailed(QuireError, RuntimeError):
+    """Another rank raised an error in the same call, before results were exchanged. The group can be used further.
+
+    Attributes:
+        ranks: The ranks of the group that raised.
+
+    Example:
+        >>> from quire.distributed import RankFailed
+        >>> print(RankFailed("ContextParallel.attend", (1,), "'cp' of ranks 0, 1"))
+        ContextParallel.attend: rank 1 of the group 'cp' of ranks 0, 1 raised an error in this call; nothing was exchanged. ...
+    """
+
+    def __init__(self, caller: str, ranks: tuple[int, ...], group: str):
+        self.ranks = ranks
+        names = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+        super().__init__(
+            f"{caller}: {names} of the group {group} raised an error in this call; nothing was exchanged. Its message is in the "
+            "output of that rank."
+        )

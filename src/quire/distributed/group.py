@@ -72,6 +72,12 @@ class RankGroup:
             return torch.device("cpu")
         return torch.device("cuda", torch.cuda.current_device())
 
+    def check_device(self, name: str, tensor: torch.Tensor) -> None:
+        """Raises unless the backend has collectives on the device of the tensor."""
+        kinds = dist.get_backend_config(self._group)
+        if f"{tensor.device.type}:" not in kinds:
+            raise ArgumentError(name, describe(tensor), f"a tensor on a device of the group's backend, {kinds}")
+
     def __str__(self) -> str:
         ranks = ", ".join(map(str, dist.get_process_group_ranks(self._group)))
         return f"'{self.name}' of ranks {ranks} (this is rank {dist.get_rank()}, backend {dist.get_backend(self._group)})"

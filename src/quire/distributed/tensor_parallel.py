@@ -145,6 +145,7 @@ class TensorParallel:
         Raises:
             CommunicationError: The collective failed or timed out.
         """
+        self._group.check_device("x", x)
         return self._group.all_reduce(x).wait()
 
     def project(self, out: torch.Tensor, weight: torch.Tensor, *, chunks: int = 1) -> torch.Tensor:
@@ -171,6 +172,7 @@ class TensorParallel:
             raise ArgumentError(
                 "weight", f"{describe(weight)} for out {describe(out)}", f"[width, q_heads * v_head_dim] for {self}"
             )
+        self._group.check_device("out", out)
         under_way = [self._group.all_reduce(rows[part] @ weight.T) for part in row_ranges(rows.shape[0], chunks)]
         parts = [each.wait() for each in under_way]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
