@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import quire
 from distributed.cases import LAYERS
 from distributed.faults import FAULTS
-from distributed.layer import Layer
+from distributed.layer import Layer, slopes
 from quire.distributed import ContextParallel, RankFailed, RankMismatch, TensorParallel
 from quire.distributed import context_parallel as module
 
@@ -225,6 +227,27 @@ def arguments() -> dict[str, str]:
     return {name: refused(quire.ArgumentError, call) for name, call in calls.items()}
 
 
+def page() -> None:
+    """The Python code of docs/integrations/distributed.md runs, and gives what a single process gives."""
+    text = (Path(__file__).parents[2] / "docs" / "integrations" / "distributed.md").read_text()
+    generator = torch.Generator().manual_seed(3)
+    sizes = {"w_q": (8 * 64, 32), "w_k": (2 * 64, 32), "w_v": (2 * 64, 32), "w_out": (32, 8 * 64), "x": (21, 32)}
+    given = {name: torch.randn(*size, generator=generator) * size[1] ** -0.5 for name, size in sizes.items()}
+    given |= {"slopes": slopes(8), "sinks": torch.ones(8), "device": torch.device("cpu"), "quire": quire}
+    session: dict[str, Any] = {**given, "heads": lambda rows: rows.unflatten(1, (-1, 64))}
+    parts = re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    assert len(parts) == 3
+    exec(compile(parts[0], "page", "exec"), session)
+    want = session["out"]
+    exec(compile(parts[1], "page", "exec"), session)
+    assert session["batch"].shard is not None
+    # fp32 queries over the same bf16 keys: the partial results and the projection round differently.
+    scale = want.abs().max()
+    assert ((session["out"] - want).abs() <= 64 * 8 * 2.0**-23 * scale).all()
+    exec(compile(parts[2], "page", "exec"), session)
+    assert session["cp"].split_heads and session["every"].q_heads == 4 and session["pair"].q_heads == 8
+
+
 def faults() -> dict[str, float]:
     """The error of each fault that is planted: the checks must see it."""
     return {name: fault() for name, fault in FAULTS.items()}
@@ -234,6 +257,6 @@ CHECKS = {
     check.__name__: check
     for check in (
         tensor_parallel, gathered, divided, split_heads, rounded_parts, same_bits, chunks, buffers, projection, mismatches,
-        local_errors, arguments, faults,
+        local_errors, arguments, page, faults,
     )
 }  # fmt: skip
