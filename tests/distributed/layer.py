@@ -102,9 +102,10 @@ class Layer:
             assert error(*single, want, sum(counts), slice(None)) <= 1
         return found
 
-    def on_ranks(self, tp: Any, cp: Any, *, split: Any = None, chunks: int = 1, rounding: float = 0.0) -> float:
+    def on_ranks(self, tp: Any, cp: Any, *, split: Any = None, rounding: float = 0.0, buffers: bool = False) -> float:
         """Runs all steps on this rank: `tp` divides heads, `cp` keys, either may be None. With `split`, a TensorParallel over all
-        ranks, this rank has only its own query heads. The largest error over its budget."""
+        ranks, this rank has only its own query heads; with `buffers`, results go to given ones. The largest error over its
+        budget."""
         shard = {} if cp is None else {"shard": cp.shard}
         pool = quire.PagePool(pages=64, page_size=self.page_size, **shard)
         scales, kv_heads = self.whole_scales(), self.kv_heads
@@ -123,7 +124,9 @@ class Layer:
             if cp is None:
                 out, lse = quire.step(q, k, v, cache, batch, options, lse=True)
             else:
-                out, lse = cp.step(q, k, v, cache, batch, options, lse=True)
+                dtype = default_out_dtype(q.dtype, options.out_scale is not None)
+                given = torch.zeros(*q.shape[:2], self.head_dim, dtype=dtype) if buffers else None
+                out, lse = cp.step(q, k, v, cache, batch, options, out=given, lse=True)
             heads = slice(None) if own is None else slice(own.rank * own.q_heads, (own.rank + 1) * own.q_heads)
             want, live = self.answers[step]
             worst = max(worst, error(out, lse, want, live, heads, rounding))

@@ -50,7 +50,7 @@ def within_budget(found: dict[str, Any], name: str) -> None:
         assert ratios and not wrong, f"rank {rank}: error over budget {wrong}"
 
 
-BUDGETED = ("tensor_parallel", "gathered", "divided", "split_heads", "rounded_parts", "chunks")
+BUDGETED = ("tensor_parallel", "gathered", "divided", "split_heads", "as_on_a_device", "rounded_parts", "chunks")
 
 
 @pytest.mark.parametrize("name", BUDGETED)
@@ -150,11 +150,11 @@ def test_a_dead_rank_fails_the_others_and_they_end(four: dict[str, Any]) -> None
     killed, stopped, _, state = of_ranks(four, "last")
     assert state == STOPS
     for seen in (killed, stopped):
-        assert len(seen) == 2, "both calls after it failed"
-        message, collective, timeout, _ = seen[0]
-        assert (collective, timeout) == ("all_gather", four_ranks.SHORT)
-        assert message.startswith("all_gather: failed after") and "in the group 'end' of ranks" in message
-        assert seen[1][0] == message, "the group stays unusable"
+        assert [collective for _, collective, _ in seen] == ["all_gather", "all_gather", "all_reduce"], "every call after it failed"
+        for message, collective, timeout in seen:
+            assert timeout == four_ranks.SHORT
+            assert message.startswith(f"{collective}: failed after") and "in the group 'end' of ranks" in message
+        assert seen[1][0] == seen[0][0], "a group stays unusable"
     assert "of ranks 0, 2 (this is rank 0, backend gloo)" in killed[0][0]
-    assert "Timed out" in stopped[0][0] and "timeout 3 s" in stopped[0][0]
+    assert "Timed out" in stopped[0][0] and "(timeout 3 s)" in stopped[0][0] and "Timed out" not in killed[0][0]
     assert four["exit"][:3] == [0, 0, -signal.SIGKILL], "the partners ended by themselves"

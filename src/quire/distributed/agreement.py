@@ -22,35 +22,40 @@ STATUS = HEADER - 1
 """Where a header has a 1 if its rank raised an error."""
 
 
-class Fact(NamedTuple):
+class CommonFact(NamedTuple):
     """One argument that all ranks must have in common."""
 
     number: int
     value: Any
 
     @classmethod
-    def of(cls, value: Any) -> Fact:
+    def of(cls, value: Any) -> CommonFact:
         return cls(number_of(value), value)
 
 
-Facts = Mapping[str, Fact]
+Facts = Mapping[str, CommonFact]
 
 
-def facts_of(**values: Any) -> dict[str, Fact]:
+def facts_of(**values: Any) -> dict[str, CommonFact]:
     """Facts by name."""
-    return {name: Fact.of(value) for name, value in values.items()}
+    return {name: CommonFact.of(value) for name, value in values.items()}
 
 
-def option_facts(options: Options) -> dict[str, Fact]:
+def option_facts(options: Options) -> dict[str, CommonFact]:
     """The facts of every option."""
-    return {f"options.{spec.name}": Fact.of(getattr(options, spec.name)) for spec in fields(options)}
+    return {f"options.{spec.name}": CommonFact.of(getattr(options, spec.name)) for spec in fields(options)}
 
 
 def header_of(caller: str, facts: Facts) -> torch.Tensor:
     """The name of the function and its facts as int64 `[HEADER]`."""
-    numbers = [number_of(caller), *(fact.number for fact in facts.values())]
+    numbers = [number_of(caller), *numbers_of(facts)]
     assert len(numbers) < HEADER
     return torch.tensor([*numbers, *[0] * (HEADER - len(numbers))], dtype=torch.int64)
+
+
+def numbers_of(facts: Facts) -> tuple[int, ...]:
+    """The numbers of the facts: equal for equal arguments."""
+    return tuple(fact.number for fact in facts.values())
 
 
 def number_of(value: Any) -> int:

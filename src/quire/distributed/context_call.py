@@ -11,7 +11,7 @@ from quire.batch import Batch
 from quire.cache.kv_cache import KVCache
 from quire.cache.memory import overlaps_itself
 from quire.contract.check import Level
-from quire.distributed.agreement import Fact
+from quire.distributed.agreement import CommonFact
 from quire.errors import ArgumentError, describe
 from quire.options import Options
 from quire.problem import default_out_dtype, is_fp8
@@ -24,7 +24,7 @@ class LayerPlan(NamedTuple):
 
     partial: Options
     """The options of this rank's partial result: the sink is in that of rank 0, and `out_scale` applies to the merged result."""
-    facts: dict[str, Fact]
+    facts: dict[str, CommonFact]
 
 
 class ContextCall(NamedTuple):
@@ -35,7 +35,7 @@ class ContextCall(NamedTuple):
     batch: Batch
     options: Options
     plan: LayerPlan
-    facts: dict[str, Fact]
+    facts: dict[str, CommonFact]
     header: torch.Tensor
     dtype: torch.dtype
     """Of the result."""
@@ -79,23 +79,30 @@ def checked_arguments(
         raise ArgumentError("batch", given, f"shard={shard}: make it, or its PagePool, with shard=cp.shard")
     if q.dim() != 3 or not q.shape[1]:
         raise ArgumentError("q", describe(q), "[tokens, q_heads, head_dim]")
-    dtype = default_out_dtype(q.dtype, options.out_scale is not None) if out is None else out.dtype
     if out is not None:
-        size = (*q.shape[:2], cache.v_head_dim)
-        if tuple(out.shape) != size or out.device != q.device or overlaps_itself(out):
-            raise ArgumentError("out", describe(out), f"[tokens, q_heads, v_head_dim] = {list(size)} on {q.device}, no overlaps")
-        if is_fp8(dtype) != (options.out_scale is not None) or not (is_fp8(dtype) or dtype in TYPES):
-            raise ArgumentError("out", describe(out), "float32, float16 or bfloat16; fp8 with out_scale, and only with it")
+        _check_out(out, (*q.shape[:2], cache.v_head_dim), q.device, options)
     if not isinstance(lse, bool):
         fits = isinstance(lse, torch.Tensor) and lse.dtype is torch.float32 and lse.shape == q.shape[:2]
         if not fits or lse.device != q.device or overlaps_itself(lse):
             raise ArgumentError("lse", describe(lse), f"True, False or float32{list(q.shape[:2])} on {q.device}, no overlaps")
-    return dtype
+    return default_out_dtype(q.dtype, options.out_scale is not None) if out is None else out.dtype
+
+
+def _check_out(out: torch.Tensor, shape: tuple[int, ...], device: torch.device, options: Options) -> None:
+    if not isinstance(out, torch.Tensor) or tuple(out.shape) != shape or out.device != device or overlaps_itself(out):
+        raise ArgumentError("out", describe(out), f"[tokens, q_heads, v_head_dim] = {list(shape)} on {device}, no overlaps")
+    if is_fp8(out.dtype) != (options.out_scale is not None) or not (is_fp8(out.dtype) or out.dtype in TYPES):
+        raise ArgumentError("out", describe(out), "float32, float16 or bfloat16; fp8 with out_scale, and only with it")
+
+
+def is_on_host(tensor: torch.Tensor) -> bool:
+    """Whether values can be read without waiting for a device."""
+    return tensor.device.type == "cpu"
 
 
 def exclude_padding(lse: torch.Tensor, batch: Batch) -> None:
     """Gives padding rows an LSE of -inf, so that they are merged to zeros whatever they hold."""
-    if lse.device.type == "cpu":
+    if is_on_host(lse):
         lse[int(batch.q_starts[-1]) :] = -torch.inf
     else:
         lse.masked_fill_(torch.arange(lse.shape[0], device=lse.device)[:, None] >= batch.q_starts[-1], -torch.inf)
@@ -107,7 +114,7 @@ def stored(call: ContextCall, out: torch.Tensor, lse: torch.Tensor) -> Result:
     live = torch.arange(tokens, device=out.device) < end
     lse = lse.masked_fill(~live[:, None], 0.0)
     if call.out is not None:
-        if call.q.device.type == "cpu":
+        if is_on_host(out):
             call.out[: int(end)] = out[: int(end)]
         else:
             # As integers of the same size: torch.where does not know every type.

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Literal, NoReturn, overload
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -14,9 +14,9 @@ from quire.attend import Result
 from quire.batch import Batch
 from quire.cache.kv_cache import KVCache
 from quire.contract.check import Level
-from quire.distributed.agreement import STATUS, Facts, agree, compare, facts_of, header_of, option_facts
+from quire.distributed.agreement import STATUS, Facts, agree, compare, facts_of, header_of, numbers_of, option_facts
 from quire.distributed.chunks import can_be_divided, check_chunks, row_ranges, rows_of
-from quire.distributed.context_call import TYPES, ContextCall, LayerPlan, checked_arguments, stored
+from quire.distributed.context_call import TYPES, ContextCall, LayerPlan, checked_arguments, is_on_host, stored
 from quire.distributed.exchange import DividedExchange, Exchange, GatherExchange, OwnHeadsExchange, PartialShape
 from quire.distributed.group import TIMEOUT, Group, RankGroup
 from quire.errors import ArgumentError, describe
@@ -96,7 +96,7 @@ class ContextParallel:
         self.interleave, self.split_heads, self.dtype, self.chunks = interleave, split_heads, dtype, chunks
         self._plans: WeakKeyDictionary[Options, LayerPlan] = WeakKeyDictionary()
         self._headers: dict[tuple[int, ...], torch.Tensor] = {}
-        self._agreed: WeakSet[torch.Tensor] = WeakSet()
+        self._agreed: set[tuple[int, ...]] = set()
         own = {"interleave": interleave, "split_heads": split_heads, "dtype": dtype, "chunks": chunks}
         agree("ContextParallel", facts_of(ranks=self._group.size, **own), self._group)
 
@@ -231,19 +231,20 @@ class ContextParallel:
             q_type=q.dtype,
             out_type=dtype,
         )
-        if q.device.type == "cpu" or check == "full":
+        if is_on_host(q) or check == "full":
             facts |= facts_of(kv_lens=batch.kv_lens.long().cpu(), q_starts=batch.q_starts.long().cpu())
-        return ContextCall(q, cache, batch, options, plan, facts, self._header(facts, q.device), dtype, out, lse, check)
+        return ContextCall(q, cache, batch, options, plan, facts, self._header(facts, q), dtype, out, lse, check)
 
-    def _header(self, facts: Facts, device: torch.device) -> torch.Tensor:
-        """The header of a call on its device. There it is kept, so that a CUDA graph can be captured after a first call."""
-        if device.type == "cpu":
+    def _header(self, facts: Facts, q: torch.Tensor) -> torch.Tensor:
+        """The header of a call on the device of q. There it is kept, so that a CUDA graph can be captured after a first call."""
+        if is_on_host(q):
             return header_of(ATTEND, facts)
-        key = tuple(fact.number for fact in facts.values())
+        key = numbers_of(facts)
         if key not in self._headers:
             if len(self._headers) >= MOST_HEADERS:
                 self._headers.clear()
-            self._headers[key] = header_of(ATTEND, facts).to(device)
+                self._agreed.clear()
+            self._headers[key] = header_of(ATTEND, facts).to(q.device)
         return self._headers[key]
 
     def _plan(self, options: Options) -> LayerPlan:
@@ -255,7 +256,7 @@ class ContextParallel:
 
     def _run(self, call: ContextCall, kernel: str | None, before: Callable[[], None] | None = None) -> Result:
         """Calls `before`, computes the rows of a call in parts, and exchanges each part while the next is computed."""
-        gathering, q, on_host = None, call.q, call.q.device.type == "cpu"
+        gathering, q, on_host = None, call.q, is_on_host(call.q)
         if self.split_heads:
             self._agree(call)
             gathering = self._group.all_gather(q.contiguous())
@@ -296,10 +297,11 @@ class ContextParallel:
             header = header.clone()
             header[STATUS] = 1
         headers = self._group.all_gather(header).wait()
-        if headers.device.type != "cpu" and call.check != "full" and error is None:
-            if header in self._agreed or torch.cuda.is_current_stream_capturing():
+        if not is_on_host(call.q) and call.check != "full" and error is None:
+            key = numbers_of(call.facts)
+            if key in self._agreed or (call.q.is_cuda and torch.cuda.is_current_stream_capturing()):
                 return
-            self._agreed.add(header)
+            self._agreed.add(key)
         compare(ATTEND, call.facts, headers, self._group, error)
 
     def __repr__(self) -> str:
