@@ -129,7 +129,7 @@ def test_arguments_that_are_refused(two: dict[str, Any], name: str) -> None:
 
 def test_an_error_on_one_rank_reaches_the_others(two: dict[str, Any]) -> None:
     for rank, messages in enumerate(of_ranks(two, "local_errors")):
-        assert len(messages) == 6
+        assert len(messages) == 10
         for name, message in messages.items():
             if name.endswith(str(rank)):
                 assert "page_table" in message and "99" in message

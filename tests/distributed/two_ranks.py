@@ -184,22 +184,23 @@ def mismatches() -> dict[str, str]:
 
 
 def local_errors() -> dict[str, Any]:
-    """An error on one rank makes the others fail at once, and the group can be used further."""
+    """An error on one rank makes the others fail at once, and the group can be used further. With three chunks of three rows, a
+    fault in the first page is found in the first, and one in the last page in the last."""
     rank, found = dist.get_rank(), {}
-    for heads, chunks in ((False, 1), (True, 1), (False, 3)):
-        cp = ContextParallel(interleave=4, split_heads=heads, chunks=chunks, timeout=TIMEOUT)
-        pool = quire.PagePool(pages=32, page_size=8, shard=cp.shard)
+    for heads, chunks, column in ((False, 1, 0), (True, 1, 0), (False, 3, 0), (False, 3, -1), (True, 3, -1)):
+        cp = ContextParallel(interleave=1, split_heads=heads, chunks=chunks, timeout=TIMEOUT)
+        pool = quire.PagePool(pages=32, page_size=1, shard=cp.shard)
         cache = quire.KVCache.allocate(pool, kv_heads=1, head_dim=16, dtype=torch.float32)
-        batch = pool.step({pool.sequence(): 9}).clone()
-        q, k, v = torch.ones(3, 9, 1, 16)
+        batch = pool.step({pool.sequence(): 10}).clone()
+        q, k, v = torch.ones(3, 10, 1, 16)
         for failing in (0, 1):
-            page = int(batch.page_table[0, 0])
+            page = int(batch.page_table[0, column])
             if rank == failing:
-                batch.page_table[0, 0] = 99
+                batch.page_table[0, column] = 99
             kind = quire.ContractError if rank == failing else RankFailed
             for call in (partial(cp.attend, q, cache, batch), partial(cp.step, q, k, v, cache, batch)):
-                found[f"{heads} {chunks} {failing}"] = refused(kind, call)
-            batch.page_table[0, 0] = page
+                found[f"{heads} {chunks} {column} {failing}"] = refused(kind, call)
+            batch.page_table[0, column] = page
             assert torch.isfinite(cp.step(q, k, v, cache, batch)).all()
     return found
 

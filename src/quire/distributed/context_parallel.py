@@ -272,13 +272,15 @@ class ContextParallel:
             if error is None:
                 batch = call.batch if len(ranges) == 1 else rows_of(call.batch, rows)
                 error = _error_of(partial(call.attend_to_own_keys, q[rows], batch, exchange.out, exchange.lse, kernel))
-            # On a GPU no status is read, so it is sent once, with the arguments.
-            if on_host or (i == 0 and not self.split_heads):
+            if i == 0 and (on_host or not self.split_heads):
                 self._agree(call, error)
-            if error is not None:
+            if error is not None and not on_host:
                 raise error
             exchange.start()
             under_way.append(exchange)
+        if on_host and len(ranges) > 1:
+            # A rank with an error in a later part takes part to the end, so that no other waits for it.
+            self._agree(call, error)
         parts = [exchange.finish() for exchange in under_way]
         out, lse = parts[0] if len(parts) == 1 else (torch.cat(each) for each in zip(*parts))
         return stored(call, out, lse)
