@@ -74,9 +74,10 @@ def checked_arguments(
     ):
         if not isinstance(value, kind):
             raise ArgumentError(name, describe(value), f"a {kind.__name__}")
-    if batch.shard is None or tuple(batch.shard) != shard:
-        given = "no shard" if batch.shard is None else f"shard={tuple(batch.shard)}"
-        raise ArgumentError("batch", given, f"shard={shard}: make it, or its PagePool, with shard=cp.shard")
+    given = (0, 1, shard[2]) if batch.shard is None else tuple(batch.shard)  # without a shard, one rank holds all keys
+    if given != shard:
+        shown = "no shard" if batch.shard is None else f"shard={given}"
+        raise ArgumentError("batch", shown, f"shard={shard}: make it, or its PagePool, with shard=cp.shard")
     if q.dim() != 3 or not q.shape[1]:
         raise ArgumentError("q", describe(q), "[tokens, q_heads, head_dim]")
     if out is not None:

@@ -129,8 +129,6 @@ def mesh_name(group: Group) -> str | None:
 
 def process_group(group: Group) -> dist.ProcessGroup:
     """The process group that was given, or the one of a mesh."""
-    if not dist.is_available():
-        raise ArgumentError("group", "a torch that was built without torch.distributed", "a build with it")
     if not dist.is_initialized():
         raise ArgumentError("group", "no process group: torch.distributed is not initialized", "init_process_group called before")
     if group is None:
