@@ -50,7 +50,7 @@ def within_budget(found: dict[str, Any], name: str) -> None:
         assert ratios and not wrong, f"rank {rank}: error over budget {wrong}"
 
 
-BUDGETED = ("tensor_parallel", "gathered", "divided", "split_heads", "as_on_a_device", "rounded_parts", "chunks")
+BUDGETED = ("tensor_parallel", "gathered", "divided", "split_heads", "as_on_a_device", "rounded_parts", "shared_prefix", "chunks")
 
 
 @pytest.mark.parametrize("name", BUDGETED)

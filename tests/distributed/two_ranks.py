@@ -15,8 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import quire
 from distributed.cases import LAYERS
 from distributed.faults import FAULTS, replaced
-from distributed.layer import Layer, slopes
-from quire.conformance.oracle.budget import SAFETY_FACTOR, least_loss
+from distributed.layer import Layer, error, kernel_call, slopes
+from quire.conformance.oracle.budget import SAFETY_FACTOR, least_loss, truth
 from quire.distributed import ContextParallel, RankFailed, RankMismatch, TensorParallel, context_call
 from quire.distributed import context_parallel as module
 
@@ -115,6 +115,36 @@ def same_bits() -> None:
     both = [torch.empty_like(results[0][0]) for _ in range(2)]
     dist.all_gather(both, results[0][0])
     assert torch.equal(*both)
+
+
+def shared_prefix() -> dict[str, float]:
+    """Sequences that share a prefix, write to a shared page (copy-on-write), are trimmed and continue."""
+    found = {}
+    cp = ContextParallel(interleave=3, timeout=TIMEOUT)
+    whole, mine = quire.PagePool(pages=32, page_size=4), quire.PagePool(pages=32, page_size=4, shard=cp.shard)
+    caches = [quire.KVCache.allocate(pool, kv_heads=2, head_dim=16, dtype=torch.float32, ledger=True) for pool in (whole, mine)]
+    prefixes = [pool.sequence() for pool in (whole, mine)]
+    forks: list[list[Any]] = [[], []]
+
+    def run(name: str, counts: tuple[int, ...]) -> None:
+        tokens = torch.randn(sum(counts), 12, 16, generator=torch.Generator().manual_seed(len(found)))
+        q, k, v = tokens.split((8, 2, 2), dim=1)
+        batches = [pool.step(dict(zip(forks[i] or [prefixes[i]], counts))) for i, pool in enumerate((whole, mine))]
+        quire.write(k, v, caches[0], batches[0])
+        want = truth(kernel_call(q, caches[0], batches[0], quire.Options()))
+        out, lse = cp.step(q, k, v, caches[1], batches[1], lse=True)
+        found[name] = error(out, lse, want, len(q), slice(None))
+        if name == "forked":
+            # Of the 22 keys rank 0 has 12, in full pages, and rank 1 has 10: it alone writes to a shared page.
+            assert batches[0].copies and bool(batches[1].copies) == (cp.rank == 1)
+
+    run("prefix", (22,))
+    forks = [[pool.fork(prefix), pool.fork(prefix)] for pool, prefix in zip((whole, mine), prefixes)]
+    run("forked", (4, 1))
+    for pool, (first, _) in zip((whole, mine), forks):
+        pool.trim(first, 23)
+    run("trimmed", (1, 6))
+    return found
 
 
 def chunks() -> dict[str, float]:
@@ -276,7 +306,7 @@ def faults() -> dict[str, float]:
 CHECKS = {
     check.__name__: check
     for check in (
-        tensor_parallel, gathered, divided, split_heads, as_on_a_device, rounded_parts, same_bits, chunks, buffers, projection,
-        mismatches, local_errors, arguments, page, faults,
+        tensor_parallel, gathered, divided, split_heads, as_on_a_device, rounded_parts, same_bits, shared_prefix, chunks, buffers,
+        projection, mismatches, local_errors, arguments, page, faults,
     )
 }  # fmt: skip
