@@ -231,6 +231,9 @@ def local_errors() -> dict[str, Any]:
             for call in (partial(cp.attend, q, cache, batch), partial(cp.step, q, k, v, cache, batch)):
                 found[f"{heads} {chunks} {column} {failing}"] = refused(kind, call)
             batch.page_table[0, column] = page
+            kind, shard = (quire.ArgumentError, None) if rank == failing else (RankFailed, cp.shard)
+            other = quire.Batch(batch.page_table, batch.kv_lens, batch.q_starts, shard=shard)
+            refused(kind, partial(cp.attend, q, cache, other))
             assert torch.isfinite(cp.step(q, k, v, cache, batch)).all()
     return found
 

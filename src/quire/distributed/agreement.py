@@ -19,7 +19,9 @@ from quire.options import Options
 HEADER = 32
 """Numbers of a header, int64."""
 STATUS = HEADER - 1
-"""Where a header has a 1 if its rank raised an error."""
+"""Where a header says whether its rank raised an error."""
+FAILED, REFUSED = 1, 2
+"""The rank raised an error while it computed; it refused its arguments, so that the header has no facts."""
 
 
 class CommonFact(NamedTuple):
@@ -75,10 +77,10 @@ def compare(caller: str, facts: Facts, headers: torch.Tensor, group: RankGroup, 
     """Raises `RankMismatch` if the headers of the ranks, int64 `[ranks, HEADER]`, are not equal; then the error of this rank, if
     there is one; then `RankFailed` if another rank has one."""
     rows = headers.tolist()
-    mine = rows[group.rank]
+    mine, refused = rows[group.rank], any(row[STATUS] == REFUSED for row in rows)
     for i, name in enumerate(("the function", *facts)):
         others = {rank: shown(row[i]) for rank, row in enumerate(rows) if row[i] != mine[i]}
-        if others:
+        if others and not refused:
             here = describe(facts[name].value) if name in facts else caller
             raise RankMismatch(caller, name, here, others, str(group)) from error
     if error is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Literal, NoReturn, overload
+from typing import Any, Literal, NoReturn, overload
 from weakref import WeakKeyDictionary
 
 import torch
@@ -14,7 +14,18 @@ from quire.attend import Result
 from quire.batch import Batch
 from quire.cache.kv_cache import KVCache
 from quire.contract.check import Level
-from quire.distributed.agreement import STATUS, Facts, agree, compare, facts_of, header_of, numbers_of, option_facts
+from quire.distributed.agreement import (
+    FAILED,
+    REFUSED,
+    STATUS,
+    Facts,
+    agree,
+    compare,
+    facts_of,
+    header_of,
+    numbers_of,
+    option_facts,
+)
 from quire.distributed.chunks import can_be_divided, check_chunks, row_ranges, rows_of
 from quire.distributed.context_call import TYPES, ContextCall, LayerPlan, checked_arguments, is_on_host, stored
 from quire.distributed.exchange import DividedExchange, Exchange, GatherExchange, OwnHeadsExchange, PartialShape
@@ -207,7 +218,18 @@ class ContextParallel:
         call = self._call(q, cache, batch, options, out, lse, check)
         return self._run(call, None, partial(write, k, v, cache, batch, check=check))
 
-    def _call(
+    def _call(self, *arguments: Any) -> ContextCall:
+        """The arguments of a call, checked. If this rank refuses them, the others are told, in host memory."""
+        try:
+            return self._checked_call(*arguments)
+        except ArgumentError:
+            if self._group.device.type == "cpu":
+                header = header_of(ATTEND, {})
+                header[STATUS] = REFUSED
+                self._group.all_gather(header).wait()
+            raise
+
+    def _checked_call(
         self,
         q: torch.Tensor,
         cache: KVCache,
@@ -217,7 +239,7 @@ class ContextParallel:
         lse: bool | torch.Tensor,
         check: Level,
     ) -> ContextCall:
-        """The arguments of a call, checked, with what all ranks must have in common."""
+        """The arguments of a call with what all ranks must have in common."""
         options = PLAIN if options is None else options
         dtype = checked_arguments(q, cache, batch, options, out, lse, self.shard)
         self._group.check_device("q", q)
@@ -297,7 +319,7 @@ class ContextParallel:
         header = call.header
         if error is not None:
             header = header.clone()
-            header[STATUS] = 1
+            header[STATUS] = FAILED
         headers = self._group.all_gather(header).wait()
         if not is_on_host(call.q) and call.check != "full" and error is None:
             key = numbers_of(call.facts)
