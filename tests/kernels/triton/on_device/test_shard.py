@@ -17,8 +17,10 @@ from support.launched import attend, audit, bits, card, run, write
 from support.scenario import build
 
 LENS: dict[str, Any] = {"q_lens": [1, 40, 3, 0, 20], "kv_lens": [5, 40, 100, 7, 90], "padding": 2}
-# (rank, ranks, interleave): keys in turns, in odd pieces, page by page, one rank with all keys of some sequences, an empty one.
-SHARDS = [(0, 2, 1), (2, 3, 3), (1, 2, 16), (0, 4, 37), (1, 2, 1000)]
+# (rank, ranks, interleave): keys in turns, in odd pieces, page by page; every sequence has keys whose position is another number.
+SHARDS = [(1, 2, 1), (2, 3, 3), (1, 2, 16)]
+# Then rank 0, whose first keys have their own numbers; all keys of some sequences on one rank; a rank without keys.
+MORE_SHARDS = [*SHARDS, (0, 2, 1), (0, 4, 37), (1, 2, 1000)]
 FEATURES: dict[str, dict[str, Any]] = {
     "plain": {},
     "window": {"window": 20},
@@ -45,7 +47,7 @@ def test_feature(name: str, form: str, kernel: str, device: str) -> None:
 
 
 @pytest.mark.parametrize("kernel", ["decode", "mixed"])
-@pytest.mark.parametrize("shard", SHARDS)
+@pytest.mark.parametrize("shard", MORE_SHARDS)
 def test_shard(shard: tuple[int, int, int], kernel: str, device: str) -> None:
     index = (torch.int64, torch.int32, torch.int64)
     attend(kernel, device, **LENS, form="context", shard=shard, window=(40, 2), causal="mixed", alibi=True, index=index)
