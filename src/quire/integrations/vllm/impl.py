@@ -13,13 +13,13 @@ from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionImpl, AttentionType
 
 from quire.attend import attend
-from quire.batch import Batch
 from quire.cache.kv_cache import KVCache
 from quire.checked import checked
 from quire.errors import QuireError
 from quire.integrations.engines import EngineError
-from quire.integrations.vllm import context_parallel
-from quire.integrations.vllm.cache_view import cache_view
+from quire.integrations.vllm import checking
+from quire.integrations.vllm.cache_view import PER_TENSOR, cache_view, layer_scale
+from quire.integrations.vllm.context_parallel import attend_sharded, sharded_options
 from quire.integrations.vllm.metadata import QuireMetadata
 from quire.integrations.vllm.settings import Settings
 from quire.integrations.vllm.unsupported import refuse_layer
@@ -27,6 +27,7 @@ from quire.options import Options
 from quire.write import write
 
 ENCODERS = (AttentionType.ENCODER, AttentionType.ENCODER_ONLY)
+UNWATCHED: AbstractContextManager[None] = nullcontext()
 
 
 class QuireImpl(AttentionImpl[QuireMetadata]):
@@ -59,16 +60,18 @@ class QuireImpl(AttentionImpl[QuireMetadata]):
         self.sliding_window, self.sinks = sliding_window, sinks
         # vLLM writes no cap as None or 0.
         self.logits_soft_cap = logits_soft_cap or None
-        self.is_encoder = attn_type in ENCODERS
+        self.is_encoder, self.is_cross = attn_type in ENCODERS, attn_type == AttentionType.ENCODER_DECODER
+        self.has_layer_scales = kv_cache_dtype in PER_TENSOR
         self.settings = Settings.read()
         refuse_layer(self, extra, get_current_vllm_config_or_none())
         self._pages: torch.Tensor | None = None
+        self._scales: tuple[torch.Tensor, ...] = ()
         self._cache: KVCache | None = None
-        self._options: dict[tuple[int, ...], tuple[tuple[Any, ...], Options]] = {}
+        self._options: dict[tuple[Any, ...], tuple[Options, tuple[Any, ...]]] = {}
 
     def fused_output_quant_supported(self, quant_key: QuantKey) -> bool:
-        """Whether the output can be stored as fp8 by the attention itself."""
-        return bool(quant_key == kFp8StaticTensorSym)
+        """Whether the attention itself can store its output as fp8. Ranks combine outputs that are not quantised."""
+        return bool(quant_key == kFp8StaticTensorSym) and self.dcp_world_size == 1
 
     def forward(
         self,
@@ -84,22 +87,26 @@ class QuireImpl(AttentionImpl[QuireMetadata]):
     ) -> torch.Tensor:
         """Writes the attention of the step's tokens to `output [tokens, heads, head_size]`."""
         if output_block_scale is not None:
-            raise EngineError("output_block_scale: got a tensor; Quire supports only None: a scale for the whole output")
+            raise EngineError("output_block_scale: got a tensor; Quire supports only None: one scale for the whole output")
         if attn_metadata is None:
             # vLLM measures memory without any sequence.
             return output.fill_(0)
         tokens = attn_metadata.num_actual_tokens
         q, out = (query, output) if query.shape[0] == tokens else (query[:tokens], output[:tokens])
-        batch = attn_metadata.batch
-        options = self.options(layer, attn_metadata.causal, q, output_scale)
         try:
+            if self.settings.checked and not self.is_encoder and not self.is_cross and checking.is_dummy(attn_metadata):
+                cache = checking.without_ledger(self.cache_of(layer, kv_cache))
+                attend(q, cache, attn_metadata.batch, self.options_of(layer, attn_metadata, q, output_scale), out=out)
+                return output
             with self.watch():
+                options = self.options_of(layer, attn_metadata, q, output_scale)
                 if self.is_encoder:
-                    attend(q, self.encoder_cache(key, value), batch, options, new=(key[:tokens], value[:tokens]), out=out)
+                    new = (key[:tokens], value[:tokens])
+                    attend(q, self.encoder_cache(key, value), attn_metadata.batch, options, new=new, out=out)
                 elif self.dcp_world_size > 1:
-                    context_parallel.attend_sharded(self, q, self.cache_of(layer, kv_cache), batch, options, out)
+                    attend_sharded(q, self.cache_of(layer, kv_cache), attn_metadata.batch, options, out)
                 else:
-                    attend(q, self.cache_of(layer, kv_cache), batch, options, out=out)
+                    attend(q, self.cache_of(layer, kv_cache), attn_metadata.batch, options, out=out)
         except QuireError as error:
             raise located(error, layer, "attention") from error
         return output
@@ -113,28 +120,33 @@ class QuireImpl(AttentionImpl[QuireMetadata]):
         tokens = slot_mapping.shape[0]
         if key.shape[0] != tokens:
             key, value = key[:tokens], value[:tokens]
+        batch = None
+        if self.settings.checked and not self.is_cross:
+            batch = checking.batch_of_write(layer)
         try:
             with self.watch():
-                write(key, value, self.cache_of(layer, kv_cache), self.batch_of(layer), slots=slot_mapping)
+                write(key, value, self.cache_of(layer, kv_cache), batch, slots=slot_mapping)
         except QuireError as error:
             raise located(error, layer, "cache write") from error
 
     def watch(self) -> AbstractContextManager[None]:
         """The context of every operation: `quire.checked()` if the user asked for it."""
-        return checked(results=self.settings.results) if self.settings.checked else nullcontext()
-
-    def batch_of(self, layer: torch.nn.Module) -> Batch | None:
-        """The batch of a write. Only a ledger needs it, for the positions of the tokens."""
-        return None
+        return checked(results=self.settings.results) if self.settings.checked else UNWATCHED
 
     def cache_of(self, layer: Any, pages: torch.Tensor) -> KVCache:
-        """The layer's cache. It is made again if vLLM replaces the tensor."""
-        if pages is not self._pages:
+        """The layer's cache. It is made again if vLLM replaces the tensor, and gets the scales that vLLM puts in place of others."""
+        cache = self._cache
+        if pages is not self._pages or cache is None:
             scales = (layer._k_scale, layer._v_scale)
-            self._cache = cache_view(pages, self.kv_cache_dtype, self.head_size, scales, current_platform.fp8_dtype())
-            self._pages = pages
-        assert self._cache is not None
-        return self._cache
+            fp8, ledger = current_platform.fp8_dtype(), self.settings.checked
+            cache = self._cache = cache_view(pages, self.kv_cache_dtype, self.head_size, scales, fp8, ledger)
+            checking.share_ledger(cache, pages)
+            self._pages, self._scales = pages, scales
+        elif self.has_layer_scales and not (layer._k_scale is self._scales[0] and layer._v_scale is self._scales[1]):
+            self._scales = (layer._k_scale, layer._v_scale)
+            cache.k_scale = layer_scale("k_scale", layer._k_scale, cache.kv_heads)
+            cache.v_scale = layer_scale("v_scale", layer._v_scale, cache.kv_heads)
+        return cache
 
     def encoder_cache(self, key: torch.Tensor, value: torch.Tensor) -> KVCache:
         """A cache without tokens: an encoder's keys and values come with the call."""
@@ -144,14 +156,13 @@ class QuireImpl(AttentionImpl[QuireMetadata]):
             self._cache = KVCache.wrap(k, v, layout="nhd")
         return self._cache
 
-    def options(
-        self, layer: Any, causal: bool | torch.Tensor, q: torch.Tensor, output_scale: torch.Tensor | None
-    ) -> Options:
-        """The options of a call: those of the layer, and what depends on the step."""
-        key = (id(causal), id(output_scale), q.dtype.itemsize == 1)
+    def options_of(self, layer: Any, metadata: QuireMetadata, q: torch.Tensor, output_scale: torch.Tensor | None) -> Options:
+        """The options of a call: those of the layer, and what depends on the step. Made once for each combination."""
+        causal, quantised = metadata.causal, q.dtype.itemsize == 1
+        key = (id(causal), id(output_scale), quantised)
         known = self._options.get(key)
         if known is not None:
-            return known[1]
+            return known[0]
         options = Options(
             window=self.sliding_window,
             softcap=self.logits_soft_cap,
@@ -159,14 +170,16 @@ class QuireImpl(AttentionImpl[QuireMetadata]):
             sinks=self.sinks,
             scale=self.scale,
             causal=causal,
-            q_scale=layer._q_scale.view(()) if q.dtype.itemsize == 1 else None,
+            q_scale=layer._q_scale.view(()) if quantised else None,
             out_scale=None if output_scale is None else output_scale.view(()),
             batch_invariant=bool(envs.VLLM_BATCH_INVARIANT),
         )
-        if isinstance(causal, torch.Tensor):
-            # It is another tensor in every step; nothing is gained by keeping it.
-            return options
-        self._options[key] = (causal, output_scale), options
+        if self.dcp_world_size > 1:
+            options = sharded_options(options)
+        if not isinstance(causal, torch.Tensor):
+            # The tensors are kept with the options: another tensor could get the same id. A tensor for `causal` is another one in
+            # every step, so that nothing would be gained.
+            self._options[key] = options, (causal, output_scale)
         return options
 
 

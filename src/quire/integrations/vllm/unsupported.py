@@ -6,9 +6,10 @@ from __future__ import annotations
 from typing import Any
 
 from quire.integrations.engines import EngineError
-from quire.integrations.vllm.cache_view import CACHE_TYPES, PLAIN
+from quire.integrations.vllm.cache_view import CACHE_TYPES
+from quire.integrations.vllm.settings import CHECKED
 
-UNSUPPORTED = "is not supported by Quire; start vLLM with another attention backend"
+ELSEWHERE = "not supported by Quire; start vLLM with another attention backend"
 
 
 def refuse_layer(impl: Any, extra: dict[str, Any], config: Any) -> None:
@@ -23,37 +24,41 @@ def refuse_layer(impl: Any, extra: dict[str, Any], config: Any) -> None:
         EngineError: It names what was given and what is allowed.
     """
     if extra.pop("chunk_lookback", -1) != -1:
-        raise EngineError(f"chunked attention with lookback (chunk_lookback) {UNSUPPORTED}")
+        raise EngineError(f"chunked attention with lookback (chunk_lookback): {ELSEWHERE}")
     if extra:
-        raise EngineError(f"the layer's arguments {', '.join(sorted(extra))}: {UNSUPPORTED}".replace("is not", "not"))
+        raise EngineError(f"{', '.join(sorted(extra))}, given for the layer: {ELSEWHERE}")
     if impl.kv_cache_dtype not in CACHE_TYPES:
         raise EngineError(f"--kv-cache-dtype: got {impl.kv_cache_dtype}; Quire supports {', '.join(CACHE_TYPES)}")
     if not 1 <= impl.head_size <= 512:
         raise EngineError(f"head size: got {impl.head_size}; Quire supports 1 to 512")
     if impl.num_heads % impl.num_kv_heads:
         raise EngineError(f"heads: got {impl.num_heads} over {impl.num_kv_heads} KV heads; allowed is a multiple of the KV heads")
-    if impl.sinks is not None and impl.sinks.shape[0] != impl.num_heads:
+    if impl.sinks is not None and tuple(impl.sinks.shape) != (impl.num_heads,):
         raise EngineError(f"sinks: got {list(impl.sinks.shape)}; allowed is one for each of {impl.num_heads} heads")
-    if impl.is_encoder and impl.kv_cache_dtype not in PLAIN:
-        # An encoder has no cache: its keys and values are used as they are, so the setting has no effect on it.
-        impl.kv_cache_dtype = "auto"
     if config is not None:
-        _refuse_model(config)
+        refuse_model(config)
         if impl.settings.checked:
-            _refuse_checking(config)
+            refuse_checking(config)
 
 
-def _refuse_model(config: Any) -> None:
+def refuse_model(config: Any) -> None:
+    """Raises if the model or its distribution needs something that Quire does not have."""
     model = config.model_config
-    if model is None:
-        return
-    if getattr(model, "is_mm_prefix_lm", False):
-        raise EngineError(f"bidirectional attention among the tokens of an image (mm_prefix) {UNSUPPORTED}")
-    if getattr(model, "rswa_window", None) is not None:
-        raise EngineError(f"reference sliding window attention (R-SWA) {UNSUPPORTED}")
+    if model is not None and model.is_mm_prefix_lm:
+        raise EngineError(f"bidirectional attention among the tokens of an image (mm_prefix): {ELSEWHERE}")
+    if model is not None and model.rswa_window is not None:
+        raise EngineError(f"reference sliding window attention (R-SWA): {ELSEWHERE}")
     if config.parallel_config.prefill_context_parallel_size > 1:
-        raise EngineError(f"prefill context parallelism {UNSUPPORTED}")
+        raise EngineError(f"prefill context parallelism: {ELSEWHERE}")
 
 
-def _refuse_checking(config: Any) -> None:
-    """Checks read values on the host, which a CUDA graph cannot, and a ledger must see every write."""
+def refuse_checking(config: Any) -> None:
+    """Raises if calls cannot be checked: a CUDA graph cannot read values, and a ledger has to see every write."""
+    from vllm.config import CUDAGraphMode
+
+    if config.compilation_config.cudagraph_mode not in (None, CUDAGraphMode.NONE):
+        raise EngineError(f"{CHECKED}: checks read values, which CUDA graphs cannot; start vLLM with --enforce-eager")
+    if config.kv_transfer_config is not None:
+        raise EngineError(f"{CHECKED}: got a KV connector, whose writes the ledger does not see; start vLLM without one")
+    if config.parallel_config.decode_context_parallel_size > 1:
+        raise EngineError(f"{CHECKED}: got decode context parallelism; it can be checked on one rank only")
