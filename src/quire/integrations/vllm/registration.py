@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from quire.integrations.engines import ENGINES
+import logging
+
+from quire.integrations.engines import ENGINES, EngineError
 from quire.integrations.vllm.settings import Settings
 
 NAME = "QUIRE"
@@ -22,10 +24,17 @@ def register() -> None:
     """Registers Quire's backend in this process; called by vLLM. Calling it again changes nothing.
 
     Raises:
-        EngineError: vLLM is missing or has an unsupported version, or a setting has a value that is not allowed.
+        EngineError: A setting has a value that is not allowed, or vLLM is missing or has an unsupported version. If no setting asks
+            for Quire, an unsupported version is only logged and nothing is registered: vLLM then starts as without Quire.
     """
-    ENGINES["vllm"].require()
     settings = Settings.read()
+    try:
+        ENGINES["vllm"].require()
+    except EngineError as error:
+        if settings != Settings() or ENGINES["vllm"].installed() is None:
+            raise
+        logging.getLogger("vllm.quire").warning("the backend %s is not available: %s", NAME, error)
+        return
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
     if NAME not in AttentionBackendEnum.__members__:

@@ -1,0 +1,138 @@
+"""Quire's layer inside vLLM's own classes, without an engine: every layout, cache type and feature that vLLM may ask for on a GPU,
+executed here on the CPU, and compared with the exact computation of the conformance kit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from layers import FP8, PAGE_SIZE, Sequences, Step
+from vllm.v1.kv_cache_interface import KVCacheLayout
+
+from quire.conformance.oracle.budget import truth
+from quire.integrations.vllm.cache_view import PER_TENSOR, PER_TOKEN_HEAD
+
+ALL_NEW = Sequences((7, 20), (7, 20))
+FEATURES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "window": {"sliding_window": 11},
+    "softcap": {"logits_soft_cap": 5.0},
+    "alibi": {"alibi_slopes": [0.5, 0.25, 0.125, 0.0625]},
+    "sinks": {"sinks": torch.tensor([0.5, -1.0, 2.0, 0.0])},
+    "not causal": {"causal": False},
+    "causal for each sequence": {"causal": torch.tensor([True, False, False, True])},
+    "not causal, window": {"causal": False, "sliding_window": 11},
+    "all": {"sliding_window": 11, "logits_soft_cap": 5.0, "sinks": torch.tensor([0.5, -1.0, 2.0, 0.0])},
+}
+
+
+def agrees(step: Step, out: torch.Tensor) -> None:
+    """The output is within the error budget of the exact result over what the cache holds."""
+    right = truth(step.call())
+    error = (out.double() - right.outcome.out.double()).abs()
+    assert bool((error <= right.budget).all()), f"largest error {float(error.max())}, over the budget at {int((error > right.budget).sum())}"
+
+
+@pytest.mark.parametrize("layout", KVCacheLayout, ids=lambda layout: layout.name)
+@pytest.mark.parametrize("cache_type", ("auto", *PER_TENSOR, *PER_TOKEN_HEAD))
+def test_layouts_and_cache_types(layout: KVCacheLayout, cache_type: str) -> None:
+    step = Step(layout, cache_type, torch.bfloat16, scales=(0.03, 0.07))
+    agrees(step, step.run())
+
+
+@pytest.mark.parametrize("name", FEATURES)
+@pytest.mark.parametrize("cache_type", ("auto", "fp8", "int8_per_token_head"))
+def test_features(name: str, cache_type: str) -> None:
+    step = Step(cache_type=cache_type, scales=(0.03, 0.07), **FEATURES[name])
+    agrees(step, step.run())
+
+
+@pytest.mark.parametrize("cache_type", ("float16", "bfloat16"))
+def test_a_cache_of_another_type_than_the_model(cache_type: str) -> None:
+    step = Step(cache_type=cache_type)
+    agrees(step, step.run())
+
+
+def test_the_new_tokens_are_what_was_written() -> None:
+    """Independent of the kit: the slots of the new tokens hold K, V, and the scales of the layer divide them."""
+    step = Step(cache_type="fp8", scales=(0.03, 0.07))
+    step.run()
+    for token, slot in enumerate(step.common.slot_mapping.tolist()):
+        stored = step.pages[slot // PAGE_SIZE, :, slot % PAGE_SIZE].view(FP8).double()
+        for part, given, scale in ((stored[:, :32], step.k[token], 0.03), (stored[:, 32:], step.v[token], 0.07)):
+            wanted = (given.double() / torch.tensor(scale, dtype=torch.float32).double()).float().to(FP8).double()
+            assert torch.equal(part, wanted)
+
+
+def test_scales_of_each_head() -> None:
+    step = Step(cache_type="fp8")
+    step.layer._k_scale, step.layer._v_scale = torch.tensor([0.03, 0.09]), torch.tensor([0.07, 0.02])
+    # The context was written with other scales; all tokens are new here.
+    step = _again(step, ALL_NEW)
+    agrees(step, step.run())
+
+
+def _again(step: Step, sequences: Sequences) -> Step:
+    other = Step(cache_type=step.cache_type, sequences=sequences)
+    other.layer._k_scale, other.layer._v_scale = step.layer._k_scale, step.layer._v_scale
+    return other
+
+
+def test_scales_that_vllm_replaces_are_used() -> None:
+    """Reloading weights may put other tensors in place of the layer's scales."""
+    step = Step(cache_type="fp8", sequences=ALL_NEW)
+    step.run()
+    step.layer._k_scale = torch.tensor(0.5)
+    agrees(step, step.run())
+
+
+def test_a_cache_that_vllm_replaces_is_used() -> None:
+    step = Step(sequences=ALL_NEW)
+    step.run()
+    step.pages = torch.full_like(step.pages, float("nan"))
+    agrees(step, step.run())
+
+
+def test_padding_is_neither_read_nor_written() -> None:
+    step = Step()
+    tokens = step.common.num_actual_tokens
+    step.q = torch.cat((step.q, torch.full_like(step.q[:3], float("nan"))))
+    out = step.run()
+    assert bool(out[tokens:].isnan().all()) and not bool(out[:tokens].isnan().any())
+    step.q = step.q[:tokens]
+    agrees(step, out[:tokens])
+
+
+def test_a_step_without_metadata_gives_zeros() -> None:
+    step = Step()
+    out = torch.full_like(step.q, float("nan"))
+    assert not bool(step.impl.forward(step.layer, step.q, step.k, step.v, step.pages, None, out).any())
+
+
+def test_batch_invariance(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With vLLM's setting, a sequence has the same bits in a batch and alone, and prefilled in one chunk or two."""
+    monkeypatch.setattr("vllm.envs.VLLM_BATCH_INVARIANT", True, raising=False)
+    step = Step(sequences=Sequences((300, 64), (300, 1)))
+    whole = step.run()
+    step.metadata.batch.q_starts[:] = torch.tensor([0, 1, 2])
+    q = step.q
+    step.q, step.metadata.num_actual_tokens = q[299:].contiguous(), 2
+    out = torch.empty_like(step.q)
+    step.impl.forward(step.layer, step.q, step.k, step.v, step.pages, step.metadata, out)
+    assert torch.equal(out, whole[299:])
+
+
+def test_fp8_queries_and_outputs() -> None:
+    step = Step(cache_type="fp8", scales=(0.03, 0.07))
+    exact = truth(step.call()) if step.run() is not None else None
+    q_scale, out_scale = torch.tensor(0.02), torch.tensor([0.01])
+    step.layer._q_scale.copy_(q_scale)
+    given = step.q
+    step.q = (given / q_scale).to(FP8)
+    out = step.run(dtype=FP8, output_scale=out_scale)
+    # fp8 queries have 4 significant bits, fp8 outputs too.
+    assert exact is not None
+    error = (out.double() * 0.01 - exact.outcome.out).abs()
+    assert float(error.max()) < 2**-3 * float(exact.outcome.out.abs().max())
+    assert out.dtype is FP8
