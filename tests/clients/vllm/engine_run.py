@@ -86,6 +86,15 @@ def count_calls(counts: Counter[str]) -> None:
         setattr(impl, name, counting)
 
 
+def logits_of(output: Any, vocabulary: int) -> torch.Tensor:
+    """The logits from which each token was taken, `[tokens, vocabulary]`."""
+    logits = torch.full((len(output.token_ids), vocabulary), float("nan"), dtype=torch.float64)
+    for row, by_token in zip(logits, output.logprobs):
+        for token, value in by_token.items():
+            row[token] = value.logprob
+    return logits
+
+
 def run(request: dict[str, Any]) -> dict[str, Any]:
     """Runs the requests, each added at its step, until all are finished."""
     counts: Counter[str] = Counter()
@@ -123,11 +132,7 @@ def run(request: dict[str, Any]) -> dict[str, Any]:
     for i, prompt in enumerate(prompts):
         output = finished[i]
         chosen = output.outputs[0]
-        logits = torch.full((len(chosen.token_ids), request["vocabulary"]), float("nan"), dtype=torch.float64)
-        for row, by_token in zip(logits, chosen.logprobs):
-            for token, value in by_token.items():
-                row[token] = value.logprob
-        results.append({"prompt": prompt, "tokens": list(chosen.token_ids), "logits": logits})
+        results.append({"prompt": prompt, "tokens": list(chosen.token_ids), "logits": logits_of(chosen, request["vocabulary"])})
         counts["cached"] += output.num_cached_tokens or 0
         counts["generated"] += len(chosen.token_ids)
     return {"results": results, "counts": dict(counts)}

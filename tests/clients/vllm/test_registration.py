@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import subprocess
 import sys
 from importlib import metadata
@@ -86,8 +87,12 @@ def test_a_bad_setting_stops_vllm() -> None:
     assert done.returncode and "QUIRE_VLLM_OVERRIDE: got NO_SUCH" in done.stderr
 
 
-def test_an_unused_plugin_does_not_stop_another_version(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+def test_an_unused_plugin_does_not_stop_another_version(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(Engine, "installed", lambda self: "0.31.4")
-    register()
-    text = "".join(capfd.readouterr())
-    assert "the backend QUIRE is not available: vllm 0.31.4 is not supported" in text
+    logger = logging.getLogger("vllm.quire")
+    logger.addHandler(caplog.handler)
+    try:
+        register()
+    finally:
+        logger.removeHandler(caplog.handler)
+    assert "the backend QUIRE is not available: vllm 0.31.4 is not supported" in caplog.text
