@@ -31,8 +31,37 @@ def no_sinks(engine: Any) -> None:
         layer.impl.sinks = None
 
 
+def with_scales(engine: Any) -> None:
+    """No fault: the layers have scales, as if they came with a checkpoint."""
+    for layer in layers_of(engine):
+        layer._k_scale.fill_(0.04)
+        layer._v_scale.fill_(0.02)
+
+
+def dropped_scales(engine: Any) -> None:
+    """The engine writes the keys of one layer without its scales, and reads them with the scales."""
+    with_scales(engine)
+    layer = layers_of(engine)[1]
+    update, scale, one = layer.impl.do_kv_cache_update, layer._k_scale, layer._k_scale.new_ones(())
+
+    def write_without_scale(*arguments: Any) -> None:
+        layer._k_scale = one
+        update(*arguments)
+        layer._k_scale = scale
+
+    layer.impl.do_kv_cache_update = write_without_scale
+
+
+def cache_never_written(engine: Any) -> None:
+    """The engine forgets to write the cache of one layer."""
+    layers_of(engine)[1].impl.do_kv_cache_update = lambda *arguments: None
+
+
 FAULTS: dict[str, Callable[[Any], None]] = {
     "narrow window": narrow_window,
     "wrong scale": wrong_scale,
     "no sinks": no_sinks,
+    "none, with scales": with_scales,
+    "dropped scales": dropped_scales,
+    "cache never written": cache_never_written,
 }
