@@ -27,7 +27,6 @@ WINDOW = 48
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", COMMON),
-    "llama_mqa": ("Llama", COMMON | {"num_key_value_heads": 1}),
     "qwen3": ("Qwen3", COMMON),
     "gemma2": (
         "Gemma2",
