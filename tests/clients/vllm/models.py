@@ -61,8 +61,13 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "Bloom",
         {"vocab_size": VOCABULARY, "hidden_size": 128, "n_layer": 3, "n_head": 4, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
     ),
+    "bert": (
+        "Bert:BertModel",
+        {"vocab_size": VOCABULARY, "hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4}
+        | {"max_position_embeddings": 256, "pad_token_id": 0},
+    ),
 }
-"""By name: the class of transformers (config:model where they differ) and its config."""
+"""By name: the class of transformers (config:model where they differ; a name that ends in Model is the class) and its config."""
 
 ATTENTION_GAIN = 2.0
 """How many times larger the weights of queries and keys are than those of an untrained model: with those attention is nearly uniform,
@@ -75,19 +80,30 @@ def write_model(name: str, folder: Path, **changes: Any) -> Path:
     config_kind, _, model_kind = kind.partition(":")
     config = getattr(transformers, f"{config_kind}Config")(**values | changes)
     torch.manual_seed(20)
-    model = getattr(transformers, f"{model_kind or config_kind}ForCausalLM")(config).float()
+    kind = model_kind if model_kind.endswith("Model") else f"{model_kind or config_kind}ForCausalLM"
+    model = getattr(transformers, kind)(config).float()
     with torch.no_grad():
         for key, weight in model.named_parameters():
             fill(key, weight, tied=config.tie_word_embeddings)
     path = folder / name
     model.save_pretrained(path)
+    if name == "bert":
+        write_tokenizer(path)
     return path
+
+
+def write_tokenizer(path: Path) -> None:
+    """A tokenizer, which vLLM needs for encoder models even if prompts are tokens: words are numbers."""
+    from tokenizers import Tokenizer, models
+
+    words = Tokenizer(models.WordLevel({str(i): i for i in range(VOCABULARY)}, unk_token="0"))
+    transformers.PreTrainedTokenizerFast(tokenizer_object=words, pad_token="0", unk_token="0").save_pretrained(path)
 
 
 def fill(key: str, weight: torch.Tensor, tied: bool) -> None:
     """Weights that keep activations and logits near 1, so that every layer matters to the result. `tied` embeddings are the output
     matrix too; Gemma multiplies them by the root of their size."""
-    if "norm" in key or "ln_" in key or "layernorm" in key:
+    if "norm" in key.lower() or "ln_" in key:
         if key.endswith("bias"):
             weight.zero_()
         return
@@ -96,7 +112,7 @@ def fill(key: str, weight: torch.Tensor, tied: bool) -> None:
         weight.normal_(0.0, 1.0 if "sinks" in key else 0.1)
         return
     fan_in = weight.shape[-1] if weight.dim() == 2 else weight.shape[-2]
-    gain = ATTENTION_GAIN if any(part in key for part in ("q_proj", "k_proj", "query_key_value")) else 1.0
+    gain = ATTENTION_GAIN if any(part in key for part in ("q_proj", "k_proj", "query", "key")) else 1.0
     weight.normal_(0.0, 1.0 if "embed" in key and not tied else gain * fan_in**-0.5)
 
 
