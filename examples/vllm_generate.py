@@ -37,12 +37,16 @@ asked = parser.parse_args()
 with tempfile.TemporaryDirectory() as folder:
     arguments = {"attention_backend": asked.attention_backend} if asked.attention_backend else {}
     if asked.model is None:
-        llm = LLM(random_model(folder), skip_tokenizer_init=True, dtype="float32", enforce_eager=True, max_model_len=512, **arguments)
+        llm = LLM(
+            random_model(folder), skip_tokenizer_init=True, dtype="float32", enforce_eager=True, max_model_len=512, **arguments
+        )
         prompts = [{"prompt_token_ids": list(range(3, 3 + length))} for length in (5, 70, 200)]
     else:
         llm = LLM(asked.model, **arguments)
         prompts = ["The pages of a book", "Attention is"]
-    outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=16, detokenize=asked.model is not None), use_tqdm=False)
+    outputs = llm.generate(
+        prompts, SamplingParams(temperature=0, max_tokens=16, detokenize=asked.model is not None), use_tqdm=False
+    )
 
 for output in outputs:
     print(output.outputs[0].text or list(output.outputs[0].token_ids))

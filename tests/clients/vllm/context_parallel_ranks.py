@@ -1,5 +1,5 @@
-"""Two ranks of vLLM's decode context parallelism, each holding a part of the keys, without an engine: vLLM's engine does not distribute
-keys on CPUs, its process groups do. Each rank compares its heads with attention over all keys:
+"""Two ranks of vLLM's decode context parallelism, each holding a part of the keys, without an engine: on CPUs vLLM's process groups
+have such ranks, and its engine refuses them. Each rank compares its heads with attention over all keys:
 
     python context_parallel_ranks.py RANK PORT INTERLEAVE
 """

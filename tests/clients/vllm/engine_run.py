@@ -77,13 +77,15 @@ def count_calls(counts: Counter[str]) -> None:
     """Counts the calls of Quire's operators by the plugin."""
     from quire.integrations.vllm import impl
 
+    def counting(name: str, call: Any) -> Any:
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            counts[name] += 1
+            return call(*args, **kwargs)
+
+        return counted
+
     for name in ("attend", "write"):
-
-        def counting(*args: Any, _call: Any = getattr(impl, name), _name: str = name, **kwargs: Any) -> Any:
-            counts[_name] += 1
-            return _call(*args, **kwargs)
-
-        setattr(impl, name, counting)
+        setattr(impl, name, counting(name, getattr(impl, name)))
 
 
 def logits_of(output: Any, vocabulary: int) -> torch.Tensor:

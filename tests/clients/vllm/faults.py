@@ -1,5 +1,5 @@
-"""Faults for tests that have to fail: of the plugin, to see that comparisons notice them, and of an engine, to see that checked mode
-names them. Each takes the engine of this process."""
+"""Faults for tests that have to fail: of the plugin, to see that comparisons notice them, and of an engine, to see that checked
+mode names them. Each takes the engine of this process."""
 
 from __future__ import annotations
 

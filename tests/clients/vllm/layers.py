@@ -87,13 +87,14 @@ class Step:
         layout: KVCacheLayout = KVCacheLayout.LBHNC,
         cache_type: str = "auto",
         dtype: torch.dtype = torch.float32,
-        sequences: Sequences = Sequences(),
+        sequences: Sequences | None = None,
         causal: bool | torch.Tensor = True,
         scales: tuple[float, float] = (1.0, 1.0),
         head_size: int = 32,
         **features: Any,
     ):
         heads, kv_heads = 4, 2
+        sequences = Sequences() if sequences is None else sequences
         self.features, self.causal, self.cache_type = features, causal, cache_type
         stored = dtype if cache_type == "auto" else kv_cache_dtype_str_to_dtype(cache_type, None)
         mode = get_kv_quant_mode(cache_type)

@@ -43,8 +43,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "gemma3": (
         "Gemma3Text:Gemma3",
-        COMMON
-        | {"num_hidden_layers": 4, "tie_word_embeddings": True, "sliding_window": WINDOW, "query_pre_attn_scalar": 32},
+        COMMON | {"num_hidden_layers": 4, "tie_word_embeddings": True, "sliding_window": WINDOW, "query_pre_attn_scalar": 32},
     ),
     "gpt_oss": (
         "GptOss",
@@ -59,7 +58,15 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "bloom": (
         "Bloom",
-        {"vocab_size": VOCABULARY, "hidden_size": 128, "n_layer": 3, "n_head": 4, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
+        {
+            "vocab_size": VOCABULARY,
+            "hidden_size": 128,
+            "n_layer": 3,
+            "n_head": 4,
+            "pad_token_id": 0,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+        },
     ),
     "bert": (
         "Bert:BertModel",
@@ -70,8 +77,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 """By name: the class of transformers (config:model where they differ; a name that ends in Model is the class) and its config."""
 
 ATTENTION_GAIN = 2.0
-"""How many times larger the weights of queries and keys are than those of an untrained model: with those attention is nearly uniform,
-and a wrong mask or scale changes little."""
+"""How many times larger the weights of queries and keys are than those of an untrained model: with those attention is nearly
+uniform, and a wrong mask or scale changes little."""
 
 
 def write_model(name: str, folder: Path, **changes: Any) -> Path:

@@ -1,6 +1,6 @@
 """Runs prompts through an engine with several ranks, each in a process of its own, and writes what came out:
 
-    python parallel_run.py REQUEST.json RESULT.pt
+python parallel_run.py REQUEST.json RESULT.pt
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Runs prompts through an encoder model and writes its vectors, with those of transformers in float64:
 
-    python pooling_run.py REQUEST.json RESULT.pt
+python pooling_run.py REQUEST.json RESULT.pt
 """
 
 from __future__ import annotations

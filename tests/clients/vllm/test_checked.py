@@ -1,5 +1,5 @@
-"""QUIRE_VLLM_CHECKED in a running engine: it names faults of the engine, with the rule, the layer and the place, and is quiet without
-any."""
+"""QUIRE_VLLM_CHECKED in a running engine: it names faults of the engine, with the rule, the layer and the place, and finds none in
+a correct one."""
 
 from __future__ import annotations
 

@@ -68,9 +68,7 @@ def test_cross_attention(q_lens: tuple[int, ...]) -> None:
     common.encoder_seq_lens_cpu = numpy.array(encoded, dtype=numpy.int32)
     common.encoder_seq_lens = torch.tensor(encoded, dtype=torch.int32)
     metadata = builder.build(0, common)
-    impl = backend.get_impl_cls()(
-        HEADS, HEAD_SIZE, HEAD_SIZE**-0.5, KV_HEADS, attn_type=AttentionType.ENCODER_DECODER
-    )
+    impl = backend.get_impl_cls()(HEADS, HEAD_SIZE, HEAD_SIZE**-0.5, KV_HEADS, attn_type=AttentionType.ENCODER_DECODER)
     layer, pages = layer_with_scales(), torch.full((8, KV_HEADS, PAGE_SIZE, 2 * HEAD_SIZE), float("nan"))
     layer.kv_sharing_target_layer_name = None
     q = torch.randn(sum(q_lens), HEADS, HEAD_SIZE)

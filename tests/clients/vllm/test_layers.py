@@ -31,7 +31,9 @@ def agrees(step: Step, out: torch.Tensor) -> None:
     """The output is within the error budget of the exact result over what the cache holds."""
     right = truth(step.call())
     error = (out.double() - right.outcome.out.double()).abs()
-    assert bool((error <= right.budget).all()), f"largest error {float(error.max())}, over the budget at {int((error > right.budget).sum())}"
+    assert bool((error <= right.budget).all()), (
+        f"largest error {float(error.max())}, over the budget at {int((error > right.budget).sum())}"
+    )
 
 
 @pytest.mark.parametrize("layout", KVCacheLayout, ids=lambda layout: layout.name)

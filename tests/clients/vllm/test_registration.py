@@ -55,7 +55,8 @@ def test_the_command_line_accepts_the_name() -> None:
 
 
 @pytest.mark.parametrize(
-    ("variable", "value", "allowed"), [(OVERRIDE, "CPU_ATTN,FLASH_ATTN", "CPU_ATTN, ROCM_ATTN, TRITON_ATTN"), (CHECKED, "yes", "0, 1, results")]
+    ("variable", "value", "allowed"),
+    [(OVERRIDE, "CPU_ATTN,FLASH_ATTN", "CPU_ATTN, ROCM_ATTN, TRITON_ATTN"), (CHECKED, "yes", "0, 1, results")],
 )
 def test_an_unknown_setting_is_refused(variable: str, value: str, allowed: str) -> None:
     with pytest.raises(EngineError) as refused:

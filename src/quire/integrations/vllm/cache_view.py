@@ -75,7 +75,9 @@ def _with_inline_scales(pages: torch.Tensor, format: str | None, head_dim: int, 
     v_head_dim = content - head_dim - 2 * SCALE_BYTES
     if v_head_dim < 1 or head_dim % SCALE_BYTES or v_head_dim % SCALE_BYTES:
         allowed = f"multiples of {SCALE_BYTES}: a slot holds fp32 scales between K and V"
-        raise EngineError(f"head sizes of a cache with scales per token and head: got {head_dim} and {v_head_dim}; allowed are {allowed}")
+        raise EngineError(
+            f"head sizes of a cache with scales per token and head: got {head_dim} and {v_head_dim}; allowed are {allowed}"
+        )
     v_at = head_dim + SCALE_BYTES
 
     def scale(at: int) -> torch.Tensor:

@@ -1,5 +1,5 @@
-"""The checked mode of the plugin (`QUIRE_VLLM_CHECKED`): every call runs within `quire.checked()`, and every cache keeps a ledger of
-what was written to it, at which position and with which scales."""
+"""The checked mode of the plugin (`QUIRE_VLLM_CHECKED`): every call runs within `quire.checked()`, and every cache keeps a ledger
+of what was written to it, at which position and with which scales."""
 
 from __future__ import annotations
 

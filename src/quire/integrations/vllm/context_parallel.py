@@ -1,6 +1,6 @@
-"""Decode context parallelism: the pages of a sequence are distributed over the ranks of a group. Each rank attends with the queries of
-all ranks to the keys that it holds, and the partial results are combined by their LSE. New tokens are in the cache already, so prefill
-and decode are the same call."""
+"""Decode context parallelism: the pages of a sequence are distributed over the ranks of a group. Each rank attends with the queries
+of all ranks to the keys that it holds, and the partial results are combined by their LSE. New tokens are in the cache already, so
+prefill and decode are the same call."""
 
 from __future__ import annotations
 

@@ -134,7 +134,7 @@ class QuireImpl(AttentionImpl[QuireMetadata]):
         return checked(results=self.settings.results) if self.settings.checked else UNWATCHED
 
     def cache_of(self, layer: Any, pages: torch.Tensor) -> KVCache:
-        """The layer's cache. It is made again if vLLM replaces the tensor, and gets the scales that vLLM puts in place of others."""
+        """The layer's cache. It is made again if vLLM replaces the tensor, and gets other scales if vLLM replaces them."""
         cache = self._cache
         if pages is not self._pages or cache is None:
             scales = (layer._k_scale, layer._v_scale)
