@@ -1,5 +1,5 @@
-"""What vLLM's own validation says of Quire for configurations of CUDA and ROCm, and what Quire refuses when a layer is made: on CPUs
-vLLM validates nothing."""
+"""What vLLM's own validation says of Quire for configurations of CUDA and ROCm, and what Quire refuses when a layer is made: on
+CPUs vLLM validates nothing."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Tokens per second of vLLM on the CPU, with its own attention and with Quire's, on a model in which attention dominates: few
-layers, small matrices, long contexts. The two are measured in turn, each in a process of its own; the best of several rounds counts,
-because other programs on the machine only make a round slower:
+layers, small matrices, long contexts. The two are measured in turn, each in a process of its own; the best of several rounds
+counts, because other programs on the machine only make a round slower:
 
     python tests/clients/vllm/throughput.py [--context 8192] [--sequences 4] [--dtype float32] [--kv-cache-dtype auto] [--rounds 3]
 """

@@ -27,6 +27,11 @@ from quire.options import Options
 from quire.write import write
 
 ENCODERS = (AttentionType.ENCODER, AttentionType.ENCODER_ONLY)
+ARGUMENTS = (
+    *("num_kv_heads", "alibi_slopes", "sliding_window"),
+    *("kv_cache_dtype", "logits_soft_cap", "attn_type", "kv_sharing_target_layer_name"),
+)
+"""The arguments of a layer after its sizes, in vLLM's order."""
 UNWATCHED: AbstractContextManager[None] = nullcontext()
 
 
@@ -37,21 +42,13 @@ class QuireImpl(AttentionImpl[QuireMetadata]):
     supports_dcp = True
     supports_mtp_with_cp_non_trivial_interleave_size = True
 
-    def __init__(
-        self,
-        num_heads: int,
-        head_size: int,
-        scale: float,
-        num_kv_heads: int | None = None,
-        alibi_slopes: list[float] | None = None,
-        sliding_window: int | None = None,
-        kv_cache_dtype: str = "auto",
-        logits_soft_cap: float | None = None,
-        attn_type: str = AttentionType.DECODER,
-        kv_sharing_target_layer_name: str | None = None,
-        sinks: torch.Tensor | None = None,
-        **extra: Any,
-    ) -> None:
+    def __init__(self, num_heads: int, head_size: int, scale: float, *given: Any, **named: Any) -> None:
+        """Called by vLLM with the arguments of `AttentionImpl.__init__`, in its order, and `sinks` where a model has them."""
+        extra = dict(zip(ARGUMENTS, given, strict=False)) | named
+        num_kv_heads, alibi_slopes, sliding_window = (extra.pop(name, None) for name in ARGUMENTS[:3])
+        kv_cache_dtype, logits_soft_cap = extra.pop("kv_cache_dtype", "auto"), extra.pop("logits_soft_cap", None)
+        attn_type = extra.pop("attn_type", AttentionType.DECODER)
+        kv_sharing_target_layer_name, sinks = extra.pop("kv_sharing_target_layer_name", None), extra.pop("sinks", None)
         self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
         self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         self.kv_cache_dtype, self.attn_type = kv_cache_dtype, attn_type
