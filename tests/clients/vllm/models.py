@@ -136,5 +136,7 @@ _models: dict[str, Any] = {}
 def _loaded(path: str) -> Any:
     if path not in _models:
         load = transformers.AutoModelForCausalLM.from_pretrained
-        _models[path] = load(path, dtype=torch.float64, attn_implementation="eager").eval()
+        # The other implementations of experts have no float64.
+        eager = {"attn_implementation": "eager", "experts_implementation": "eager"}
+        _models[path] = load(path, dtype=torch.float64, **eager).eval()
     return _models[path]
