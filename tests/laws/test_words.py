@@ -57,7 +57,7 @@ RETIRED_IN_NAMES = {
 }
 # A child process inherits its parent's environment; and the command line asks it about shell completion and colors, and shows the
 # settings of engines, of which the vLLM plugin has its own.
-MAY_READ_ENVIRONMENT = ("bench/", "prepare.py", "cli/__init__.py", "cli/engines.py", "cli/sheet.py", "integrations/vllm/settings.py")
+MAY_READ_ENVIRONMENT = ("bench/", "prepare.py", "cli/__init__.py", "cli/engines.py", "cli/sheet.py", "integrations/vllm/")
 
 
 def inside(path: Path, places: tuple[str, ...]) -> bool:
