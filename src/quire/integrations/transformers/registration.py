@@ -1,0 +1,43 @@
+"""Makes Quire known to transformers, through its public registries alone."""
+
+from __future__ import annotations
+
+import os
+
+from quire.integrations.engines import ENGINES
+from quire.integrations.transformers.hub import VARIABLE, local_kernels, names_of_folder
+
+NAME = "quire"
+"""The name for `attn_implementation` with `generate`."""
+
+
+def register(*, replace: str | None = None) -> None:
+    """Registers `attn_implementation="quire"`, and adds the kernel folder of `quire/flash-attn2` to LOCAL_KERNELS. Importing
+    `quire.integrations.transformers` calls it; calling it again is harmless.
+
+    Args:
+        replace: A repository of the Hub for which Quire's folder is loaded instead, in this process. For models that accept only
+            certain repositories: GPT-OSS accepts "kernels-community/vllm-flash-attn3".
+
+    Raises:
+        EngineError: transformers is not installed, or has an unsupported version.
+    """
+    ENGINES["transformers"].require()
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    from quire.integrations.transformers.dense import dense_attention
+    from quire.integrations.transformers.visible_keys import visible_keys_mask
+
+    AttentionInterface.register(NAME, dense_attention)
+    AttentionMaskInterface.register(NAME, visible_keys_mask)
+    os.environ[VARIABLE] = local_kernels(*(() if replace is None else (replace,)))
+
+
+def register_paged() -> None:
+    """Registers Quire's function for paged caches under every name by which LOCAL_KERNELS knows its folder."""
+    from transformers import AttentionInterface
+
+    from quire.integrations.transformers.paged import paged_attention
+
+    for name in names_of_folder():
+        AttentionInterface.register(name, paged_attention)

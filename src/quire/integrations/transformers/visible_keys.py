@@ -1,0 +1,191 @@
+"""Which keys each sequence of a forward pass sees: what a mask becomes for Quire, computed once for all layers.
+
+transformers asks the mask function of an attention implementation for a mask and passes it, unchanged, to every layer. Quire needs
+no matrix: the first visible key of each sequence, the position of the last query, causality and a window say the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers import masking_utils
+
+from quire.batch import Batch
+from quire.errors import ArgumentError, describe
+
+OPAQUE = torch.float8_e5m2
+"""The type of the tensor that a mask becomes. torch refuses arithmetic with it, so a model that computes attention by itself, and
+would add the mask to its logits, fails instead of computing something else."""
+
+
+class VisibleKeys:
+    """The visible keys of a batch `[seqs]`, as indices into the keys that a layer's cache returns."""
+
+    def __init__(
+        self,
+        sizes: tuple[int, int, int],
+        end: int | torch.Tensor,
+        starts: torch.Tensor | None,
+        causal: bool,
+        window: int | tuple[int, int] | None,
+        device: torch.device,
+    ):
+        self.seqs, self.q_len, self.keys = sizes
+        self.end = end
+        """One past the key of the last query: an int, or a tensor [] of a static cache."""
+        self.starts = starts
+        """The first visible key of each sequence, [seqs]; None if nothing is padded."""
+        self.causal, self.window, self.device = causal, window, device
+        self._batches: dict[tuple[int, ...], Batch] = {}
+
+    @property
+    def is_static(self) -> bool:
+        """Whether the keys are a buffer of a fixed size."""
+        return isinstance(self.end, torch.Tensor)
+
+    def batch(self) -> Batch:
+        """The batch for keys in which a sequence is one page; only without padding."""
+        if () not in self._batches:
+            of = {"dtype": torch.int32, "device": self.device}
+            kv_lens = torch.zeros(self.seqs, **of) + self.end  # type: ignore[call-overload]
+            q_starts = torch.arange(self.seqs + 1, **of) * self.q_len  # type: ignore[call-overload]
+            pages = torch.arange(self.seqs, **of)[:, None]  # type: ignore[call-overload]
+            hint = None if isinstance(self.end, torch.Tensor) else self.end
+            self._batches[()] = Batch(pages, kv_lens.to(torch.int32), q_starts, max_q_len=self.q_len, max_kv_len=hint)
+        return self._batches[()]
+
+    def token_batch(self, tokens_apart: int) -> Batch:
+        """The batch for keys in which a page is one token, and the first tokens of two sequences are `tokens_apart` pages apart.
+
+        Every row of q belongs to a sequence. A row of padding therefore attends to the padding before it: its result is finite, and
+        no row that is not padding depends on it."""
+        if (tokens_apart,) not in self._batches:
+            assert self.starts is not None
+            first_query = self.end - self.q_len
+            starts = self.starts.long()
+            padded = (starts - first_query).clamp(0, self.q_len)
+            q_lens, kv_lens = [padded, self.q_len - padded], [(padded > 0) * starts, (padded < self.q_len) * (self.end - starts)]
+            first = torch.arange(self.seqs, device=self.device) * tokens_apart
+            firsts = [first, first + starts]
+            if self.q_len == 1:
+                # A query that is generated is no padding.
+                q_lens, kv_lens, firsts = [torch.ones_like(padded)], [self.end - starts], firsts[1:]
+            lens = torch.stack(q_lens, 1).flatten()
+            q_starts = torch.zeros(lens.shape[0] + 1, dtype=torch.long, device=self.device)
+            torch.cumsum(lens, 0, out=q_starts[1:])
+            table = torch.stack(firsts, 1).flatten()[:, None] + torch.arange(self.keys, device=self.device)
+            kv = torch.stack(kv_lens, 1).flatten()
+            self._batches[tokens_apart,] = Batch(table, kv, q_starts, max_q_len=self.q_len, max_kv_len=self.keys)
+        return self._batches[tokens_apart,]
+
+    def as_mask(self) -> torch.Tensor:
+        """A tensor of four axes that carries this object through a model: transformers passes such a mask on as it is."""
+        mask = torch.empty((self.seqs, 1, 1, 3), dtype=OPAQUE, device=self.device)
+        mask.visible_keys = self  # type: ignore[attr-defined]
+        return mask
+
+
+def visible_keys_of(mask: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor, causal: bool) -> VisibleKeys:
+    """What `visible_keys_mask` made; without a mask all keys are visible.
+
+    Raises:
+        ArgumentError: The mask was made by something else, or for other sizes.
+    """
+    sizes = q.shape[0], q.shape[2], k.shape[2]
+    if mask is None:
+        if causal and sizes[1] not in (1, sizes[2]):
+            allowed = "a mask: without one, causal queries must be one, or as many as keys"
+            raise ArgumentError("attention_mask", f"None for {sizes[1]} queries and {sizes[2]} keys", allowed)
+        return VisibleKeys(sizes, sizes[2], None, causal, None, q.device)
+    found = getattr(mask, "visible_keys", None)
+    if not isinstance(found, VisibleKeys):
+        allowed = "None, or the padding of each sequence as [batch, keys]: Quire takes no mask of queries and keys"
+        raise ArgumentError("attention_mask", describe(mask), allowed)
+    if (found.seqs, found.q_len, found.keys) != sizes:
+        text = "{} sequences, {} queries and {} keys"
+        given = f"a mask of {text.format(found.seqs, found.q_len, found.keys)}"
+        raise ArgumentError("attention_mask", given, f"one of {text.format(*sizes)}, those of the layer")
+    return found
+
+
+@torch.compiler.disable
+def visible_keys_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | torch.Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: Callable[..., Any] = masking_utils.causal_mask_function,
+    attention_mask: torch.Tensor | None = None,
+    local_size: int | None = None,
+    device: torch.device | str = "cpu",
+    **given: Any,
+) -> torch.Tensor:
+    """The mask function of "quire", called by transformers once for each kind of layer in a forward pass.
+
+    Raises:
+        ArgumentError: The mask is not causal, a causal window or without causality; or the padding is not at the left.
+    """
+    causal, window = _meaning(mask_function, local_size)
+    end = q_offset + q_length - kv_offset if causal else kv_length
+    if isinstance(end, torch.Tensor) and end.device.type == "cpu":
+        # Nothing waits for a read in host memory, and kernels are chosen better by known lengths.
+        end = int(end)
+    starts = None
+    if attention_mask is not None:
+        starts = _starts(attention_mask, end + kv_offset)
+        if starts is not None:
+            starts = (starts - kv_offset).clamp(min=0)
+    return VisibleKeys((batch_size, q_length, kv_length), end, starts, causal, window, torch.device(device)).as_mask()
+
+
+def _meaning(mask_function: Callable[..., Any], size: int | None) -> tuple[bool, int | tuple[int, int] | None]:
+    """Causality and window of a mask, by comparison with the functions that transformers makes for them."""
+    if mask_function is masking_utils.causal_mask_function:
+        return True, None
+    if mask_function is masking_utils.bidirectional_mask_function:
+        return False, None
+    if size is not None:
+        if _is_same(mask_function, masking_utils.sliding_window_causal_mask_function(size)):
+            return True, size
+        if _is_same(mask_function, masking_utils.sliding_window_bidirectional_mask_function(size)):
+            return False, (size, size)
+    allowed = "causal, a causal window, or all keys; not chunks, packed sequences, images or functions of a model's own"
+    raise ArgumentError("mask_function", getattr(mask_function, "__qualname__", describe(mask_function)), allowed)
+
+
+def _is_same(a: object, b: object) -> bool:
+    """Whether two functions have the same code over the same values."""
+    if isinstance(a, tuple) and isinstance(b, tuple):
+        return len(a) == len(b) and all(map(_is_same, a, b))
+    if not (callable(a) and callable(b)):
+        return type(a) is type(b) and not isinstance(a, torch.Tensor) and a == b
+    if getattr(a, "__code__", a) is not getattr(b, "__code__", b):
+        return False
+    cells = [tuple(cell.cell_contents for cell in getattr(f, "__closure__", None) or ()) for f in (a, b)]
+    return _is_same(*cells)
+
+
+def _starts(padding: torch.Tensor, end: int | torch.Tensor) -> torch.Tensor | None:
+    """The first token of each sequence [seqs], from a mask [seqs, tokens] that is False for padding; None if nothing is padded."""
+    if padding.dim() != 2:
+        raise ArgumentError("attention_mask", describe(padding), "a mask [batch, tokens] of padding, or None")
+    padding = padding.bool()
+    tokens = padding.shape[1]
+    if isinstance(end, int):
+        padding = padding[:, :end]
+        tokens = end
+    starts = padding.int().argmax(1)
+    is_left = padding.sum(1) == padding.shape[1] - starts
+    if padding.device.type != "cpu":
+        # A read would wait for the device. A sequence with other padding gets a start that no page has: its result is NaN.
+        return torch.where(is_left, starts, tokens)
+    if not bool(is_left.all()):
+        row = int((~is_left).int().argmax())
+        given = f"padding inside or after sequence {row}, or a sequence that is all padding"
+        raise ArgumentError("attention_mask", given, "padding to the left of each sequence: padding_side='left'")
+    if padding.shape[1] < tokens:
+        raise ArgumentError("attention_mask", describe(padding), f"{tokens} tokens, those of the cache and the new ones")
+    return starts if bool(starts.any()) else None
