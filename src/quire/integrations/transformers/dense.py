@@ -11,6 +11,7 @@ from quire.batch import Batch
 from quire.cache.format import format_of
 from quire.cache.kv_cache import KVCache
 from quire.cache.layout import LAYOUTS
+from quire.errors import ArgumentError, describe
 from quire.integrations.transformers.layer_options import layer_options, refuse_unsupported
 from quire.integrations.transformers.visible_keys import VisibleKeys, visible_keys_of
 
@@ -56,15 +57,17 @@ def paged(k: torch.Tensor, v: torch.Tensor, visible: VisibleKeys) -> tuple[KVCac
 
     Without padding a sequence is one page. With padding it must begin at any token, so a page is one token: the view has a page for
     every distance from the first token, and heads of one page are tokens of another. Nothing is written through it."""
-    if visible.starts is None:
-        return KVCache.wrap(k, v, layout="hnd"), visible.batch()
-    if _tokens_apart(k) is None or _tokens_apart(k) != _tokens_apart(v):
-        k, v = k.contiguous(), v.contiguous()
-    apart = _tokens_apart(k)
-    assert apart is not None
+    if k.dtype is not v.dtype:
+        raise ArgumentError("value", describe(v), f"the type of key, {k.dtype}")
+    batch = visible.batch() if visible.starts is None else None
+    if batch is None:
+        if _tokens_apart(k) is None or _tokens_apart(k) != _tokens_apart(v):
+            k, v = k.contiguous(), v.contiguous()
+        apart = _tokens_apart(k)
+        assert apart is not None
+        k, v, batch = _token_pages(k), _token_pages(v), visible.token_batch(apart)
     # Not KVCache.wrap: it rejects memory in which elements overlap, because a write would be ambiguous.
-    cache = KVCache(_token_pages(k), _token_pages(v), LAYOUTS["hnd"], format_of(k.dtype, None), None, None, None, False)
-    return cache, visible.token_batch(apart)
+    return KVCache(k, v, LAYOUTS["hnd"], format_of(k.dtype, None), None, None, None, False), batch
 
 
 def _tokens_apart(keys: torch.Tensor) -> int | None:

@@ -1,0 +1,112 @@
+"""What Quire does not compute is refused with the name of the argument, never computed as something else."""
+
+from __future__ import annotations
+
+import copy
+from unittest import mock
+
+import pytest
+import torch
+import transformers
+
+from quire.errors import ArgumentError
+from quire.integrations.engines import ENGINES, EngineError
+from quire.integrations.transformers import register, use_quire
+from support.transformers_models import CONFIGS, SIZES, batched, generated, model, padded, prompts
+
+IDS = padded(12, 12)["input_ids"]
+
+
+@torch.no_grad()
+def test_a_mask_of_queries_and_keys() -> None:
+    with pytest.raises(ArgumentError, match=r"attention_mask.*no mask of queries and keys"):
+        model("llama", "quire")(input_ids=IDS, attention_mask=torch.ones(2, 1, 12, 12, dtype=torch.bool))
+
+
+@pytest.mark.parametrize("row", [[1] * 9 + [0] * 3, [1] * 4 + [0] * 2 + [1] * 6, [0] * 12], ids=["right", "inside", "all"])
+@torch.no_grad()
+def test_padding_that_is_not_at_the_left(row: list[int]) -> None:
+    mask = torch.tensor([[1] * 12, row])
+    with pytest.raises(ArgumentError, match=r"attention_mask.*sequence 1.*left"):
+        model("llama", "quire")(input_ids=IDS, attention_mask=mask)
+
+
+@torch.no_grad()
+def test_packed_sequences() -> None:
+    positions = torch.cat((torch.arange(5), torch.arange(7)))[None]
+    with pytest.raises(ArgumentError, match=r"mask_function.*packed"):
+        model("llama", "quire")(input_ids=IDS[:1], position_ids=positions, use_cache=False)
+
+
+@torch.no_grad()
+def test_chunked_attention() -> None:
+    config = transformers.Llama4TextConfig(**SIZES, intermediate_size_mlp=96, attention_chunk_size=8, num_local_experts=2, head_dim=8)
+    made = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="quire").eval()
+    with pytest.raises(ArgumentError, match=r"mask_function.*chunks"):
+        made(input_ids=IDS)
+
+
+@torch.no_grad()
+def test_dropout() -> None:
+    config = CONFIGS["llama"]()
+    config.attention_dropout = 0.1
+    made = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="quire").train()
+    with pytest.raises(ArgumentError, match=r"dropout.*0\.1"):
+        made(input_ids=IDS)
+
+
+def test_gradients() -> None:
+    with pytest.raises(ArgumentError, match=r"query.*no_grad"):
+        model("llama", "quire")(input_ids=IDS)
+
+
+@torch.no_grad()
+def test_attention_weights() -> None:
+    with pytest.raises((ArgumentError, ValueError), match="output_attentions"):
+        model("llama", "quire").generate(IDS, output_attentions=True, return_dict_in_generate=True, max_new_tokens=2)
+    with pytest.raises(ArgumentError, match="output_attentions"):
+        model("bloom", "quire")(input_ids=IDS, output_attentions=True)
+
+
+@torch.no_grad()
+def test_bloom_needs_use_quire() -> None:
+    """A model that adds a mask to its logits cannot add this one."""
+    made = transformers.AutoModelForCausalLM.from_config(CONFIGS["bloom"](), attn_implementation="quire").eval()
+    for length in (1, 2, 3, 12):
+        with pytest.raises((RuntimeError, EngineError)):
+            made(input_ids=IDS[:, :length])
+    with pytest.raises(EngineError, match="attn_implementation='quire' is enough"):
+        use_quire(model("llama", "quire"))
+
+
+@torch.no_grad()
+def test_use_quire_needs_the_implementation() -> None:
+    made = use_quire(transformers.AutoModelForCausalLM.from_config(CONFIGS["bloom"](), attn_implementation="eager").eval())
+    with pytest.raises(ArgumentError, match="attention_mask"):
+        made(input_ids=IDS)
+
+
+def test_continuous_batching_refuses_the_name_for_generate() -> None:
+    with pytest.raises(ValueError, match="quire is not supported for continuous batching"):
+        batched(model("llama", "quire"), prompts(5))
+
+
+def test_another_version_of_transformers() -> None:
+    with mock.patch.object(type(ENGINES["transformers"]), "installed", lambda engine: "5.23.0"):
+        with pytest.raises(EngineError, match=r"transformers 5\.23\.0 is not supported.*5\.22 or newer, before 5\.23"):
+            register()
+    with mock.patch.object(type(ENGINES["transformers"]), "installed", lambda engine: None):
+        with pytest.raises(EngineError, match=r"pip install 'quire\[transformers\]'"):
+            register()
+
+
+def test_registration_keeps_other_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_KERNELS", "some/kernel=/some/path")
+    register()
+    entries = dict(entry.split("=") for entry in __import__("os").environ["LOCAL_KERNELS"].split(":"))
+    assert entries["some/kernel"] == "/some/path" and "quire/flash-attn2" in entries
+
+
+def test_the_checks_let_plain_calls_pass() -> None:
+    """The control: none of these refusals is raised by a plain call."""
+    assert generated(model("llama", "quire"), padded(5), 3) == generated(model("llama", "eager"), copy.deepcopy(padded(5)), 3)
