@@ -42,7 +42,8 @@ HOW: dict[str, dict[str, Any]] = {
     "beams": {"num_beams": 3},
     "prompt lookup": {"prompt_lookup_num_tokens": 3},
     "chunked prefill": {"prefill_chunk_size": 8},
-    "offloaded": {"cache_implementation": "dynamic_full"},
+    "hybrid cache": {"cache_implementation": "hybrid"},
+    "sliding cache": {"cache_implementation": "sliding_window"},
 }
 
 

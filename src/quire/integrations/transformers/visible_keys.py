@@ -19,6 +19,9 @@ OPAQUE = torch.float8_e5m2
 """The type of the tensor that a mask becomes. torch refuses arithmetic with it, so a model that computes attention by itself, and
 would add the mask to its logits, fails instead of computing something else."""
 
+NOWHERE = -(2**40)
+"""The start of a sequence whose padding is not supported, where that is found out on a device: no page is there."""
+
 
 class VisibleKeys:
     """The visible keys of a batch `[seqs]`, as indices into the keys that a layer's cache returns."""
@@ -66,12 +69,14 @@ class VisibleKeys:
             first_query = self.end - self.q_len
             starts = self.starts.long()
             padded = (starts - first_query).clamp(0, self.q_len)
-            q_lens, kv_lens = [padded, self.q_len - padded], [(padded > 0) * starts, (padded < self.q_len) * (self.end - starts)]
+            q_lens = [padded, self.q_len - padded]
+            kv_lens = [(padded > 0) * starts, (padded < self.q_len) * (self.end - starts)]
             first = torch.arange(self.seqs, device=self.device) * tokens_apart
             firsts = [first, first + starts]
             if self.q_len == 1:
-                # A query that is generated is no padding.
-                q_lens, kv_lens, firsts = [torch.ones_like(padded)], [self.end - starts], firsts[1:]
+                # No sequence is empty: a query of padding sees itself.
+                starts = starts.clamp(max=self.end - 1)
+                q_lens, kv_lens, firsts = [torch.ones_like(padded)], [self.end - starts], [first + starts]
             lens = torch.stack(q_lens, 1).flatten()
             q_starts = torch.zeros(lens.shape[0] + 1, dtype=torch.long, device=self.device)
             torch.cumsum(lens, 0, out=q_starts[1:])
@@ -135,9 +140,9 @@ def visible_keys_mask(
         end = int(end)
     starts = None
     if attention_mask is not None:
-        starts = _starts(attention_mask, end + kv_offset)
+        starts = _starts(attention_mask, end + kv_offset, attention_mask.device.type == "cpu")
         if starts is not None:
-            starts = (starts - kv_offset).clamp(min=0)
+            starts = torch.where(starts == NOWHERE, starts, (starts - kv_offset).clamp(min=0))
     return VisibleKeys((batch_size, q_length, kv_length), end, starts, causal, window, torch.device(device)).as_mask()
 
 
@@ -168,24 +173,23 @@ def _is_same(a: object, b: object) -> bool:
     return _is_same(*cells)
 
 
-def _starts(padding: torch.Tensor, end: int | torch.Tensor) -> torch.Tensor | None:
-    """The first token of each sequence [seqs], from a mask [seqs, tokens] that is False for padding; None if nothing is padded."""
+def _starts(padding: torch.Tensor, end: int | torch.Tensor, read_values: bool) -> torch.Tensor | None:
+    """The first token of each sequence [seqs], from a mask [seqs, tokens] that is False for padding; None if nothing is padded. A
+    sequence of padding alone, as in the first chunk of a prompt, begins at `end`."""
     if padding.dim() != 2:
         raise ArgumentError("attention_mask", describe(padding), "a mask [batch, tokens] of padding, or None")
     padding = padding.bool()
-    tokens = padding.shape[1]
     if isinstance(end, int):
+        if padding.shape[1] < end:
+            raise ArgumentError("attention_mask", describe(padding), f"{end} tokens, those of the cache and the new ones")
         padding = padding[:, :end]
-        tokens = end
-    starts = padding.int().argmax(1)
-    is_left = padding.sum(1) == padding.shape[1] - starts
-    if padding.device.type != "cpu":
+    tokens = padding.shape[1]
+    starts = torch.where(padding.any(1), padding.int().argmax(1), tokens)
+    is_left = padding.sum(1) == tokens - starts
+    if not read_values:
         # A read would wait for the device. A sequence with other padding gets a start that no page has: its result is NaN.
-        return torch.where(is_left, starts, tokens)
+        return torch.where(is_left, starts, NOWHERE)
     if not bool(is_left.all()):
-        row = int((~is_left).int().argmax())
-        given = f"padding inside or after sequence {row}, or a sequence that is all padding"
+        given = f"padding inside or after sequence {int((~is_left).int().argmax())}"
         raise ArgumentError("attention_mask", given, "padding to the left of each sequence: padding_side='left'")
-    if padding.shape[1] < tokens:
-        raise ArgumentError("attention_mask", describe(padding), f"{tokens} tokens, those of the cache and the new ones")
     return starts if bool(starts.any()) else None
