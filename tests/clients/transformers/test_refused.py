@@ -80,14 +80,24 @@ def test_attention_weights() -> None:
 
 
 @torch.no_grad()
-def test_bloom_needs_use_quire() -> None:
-    """A model that adds a mask to its logits cannot add this one."""
-    made = transformers.AutoModelForCausalLM.from_config(CONFIGS["bloom"](), attn_implementation="quire").eval()
-    for length in (1, 2, 3, 12):
-        with pytest.raises((RuntimeError, EngineError)):
-            made(input_ids=IDS[:, :length])
+def test_models_with_attention_code_of_their_own() -> None:
+    mpt = transformers.MptConfig(d_model=64, n_heads=4, n_layers=2, vocab_size=300)
+    for config in (CONFIGS["bloom"](), mpt):
+        made = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="quire").eval()
+        with pytest.raises(EngineError, match=rf"{config.model_type} computes attention in its own code.*use_quire\(model\)"):
+            made(input_ids=IDS)
     with pytest.raises(EngineError, match="attn_implementation='quire' is enough"):
         use_quire(model("llama", "quire"))
+
+
+@torch.no_grad()
+def test_nothing_can_be_computed_with_the_mask() -> None:
+    """A model that is not recognised, and adds the mask to its logits, fails: torch computes nothing with this type."""
+    made = transformers.AutoModelForCausalLM.from_config(CONFIGS["bloom"](), attn_implementation="quire").eval()
+    with mock.patch.object(visible_keys, "require_interface"):
+        for length in (1, 2, 3, 12):
+            with pytest.raises(RuntimeError):
+                made(input_ids=IDS[:, :length])
 
 
 @torch.no_grad()

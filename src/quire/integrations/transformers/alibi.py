@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from quire.errors import ArgumentError, describe
 from quire.integrations.engines import EngineError
 from quire.integrations.transformers.dense import attend_visible
 from quire.integrations.transformers.layer_options import layer_options, refuse_unsupported
-from quire.integrations.transformers.visible_keys import visible_keys_of
+from quire.integrations.transformers.visible_keys import changed_configs, visible_keys_of
 
 
 class QuireBloomAttention(BloomAttention):
@@ -66,6 +67,7 @@ def use_quire(model: PreTrainedModel) -> PreTrainedModel:
         if type(layer) not in (BloomAttention, QuireBloomAttention):
             raise ArgumentError("model", describe(layer), "Bloom's own attention layers, not a subclass")
         layer.__class__ = QuireBloomAttention
+    changed_configs[id(model.config)] = weakref.ref(model.config)
     return model
 
 

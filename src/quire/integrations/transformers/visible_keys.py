@@ -6,6 +6,8 @@ no matrix: the first visible key of each sequence, the position of the last quer
 
 from __future__ import annotations
 
+import sys
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +16,7 @@ from transformers import masking_utils
 
 from quire.batch import Batch
 from quire.errors import ArgumentError, describe
+from quire.integrations.engines import EngineError
 
 OPAQUE = torch.float8_e5m2
 """The type of the tensor that a mask becomes. torch refuses arithmetic with it, so a model that computes attention by itself, and
@@ -21,6 +24,9 @@ would add the mask to its logits, fails instead of computing something else."""
 
 NOWHERE = -(2**40)
 """The start of a sequence whose padding is not supported, where that is found out on a device: no page is there."""
+
+changed_configs: dict[int, weakref.ref[Any]] = {}
+"""By identity: the configs of models that `use_quire` has changed."""
 
 
 class VisibleKeys:
@@ -132,7 +138,9 @@ def visible_keys_mask(
 
     Raises:
         ArgumentError: The mask is not causal, a causal window or without causality; or the padding is not at the left.
+        EngineError: The model computes attention in its own code.
     """
+    require_interface(given.get("config"))
     causal, window = _meaning(mask_function, local_size)
     end = q_offset + q_length - kv_offset if causal else kv_length
     if isinstance(end, torch.Tensor) and end.device.type == "cpu":
@@ -144,6 +152,17 @@ def visible_keys_mask(
         if starts is not None:
             starts = torch.where(starts == NOWHERE, starts, (starts - kv_offset).clamp(min=0))
     return VisibleKeys((batch_size, q_length, kv_length), end, starts, causal, window, torch.device(device)).as_mask()
+
+
+def require_interface(config: Any) -> None:
+    """Raises unless the model of a config asks `AttentionInterface` for its attention, or `use_quire` has changed it."""
+    modeling = sys.modules.get(type(config).__module__.replace(".configuration_", ".modeling_"))
+    changed = changed_configs.get(id(config), lambda: None)() is config
+    if modeling is None or hasattr(modeling, "ALL_ATTENTION_FUNCTIONS") or changed or config is None:
+        return
+    what = f"{config.model_type} computes attention in its own code, not through transformers' AttentionInterface"
+    allowed = "call quire.integrations.transformers.use_quire(model), which supports Bloom, or choose another attn_implementation"
+    raise EngineError(f"{what}: {allowed}")
 
 
 def _meaning(mask_function: Callable[..., Any], size: int | None) -> tuple[bool, int | tuple[int, int] | None]:
