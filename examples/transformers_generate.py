@@ -1,7 +1,7 @@
 """transformers with Quire: `generate` and continuous batching, compared with transformers' own attention.
 
-    python examples/transformers_generate.py                      a tiny model with generated weights
-    python examples/transformers_generate.py --model PATH         a model on disk
+python examples/transformers_generate.py                      a tiny model with generated weights
+python examples/transformers_generate.py --model PATH         a model on disk
 """
 
 import argparse
@@ -10,8 +10,6 @@ from importlib import metadata
 
 import torch
 import transformers
-
-import quire.integrations.transformers  # makes both names below known to transformers
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--model", help="a model that transformers can load")

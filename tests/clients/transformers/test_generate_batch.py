@@ -26,7 +26,7 @@ def stand_in() -> None:
 def requests() -> list[list[int]]:
     """Prompts from one token to twice as many as a step takes, two with a common beginning, two equal."""
     rows = prompts(3, 70, 17, 130, 1, 33)
-    return [*rows, rows[3][:100] + [7, 8, 9], rows[3]]
+    return [*rows, [*rows[3][:100], 7, 8, 9], rows[3]]
 
 
 def pages_of(name: str, page_size: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from unittest import mock
 
 import pytest
@@ -51,7 +52,9 @@ def test_packed_sequences() -> None:
 
 @torch.no_grad()
 def test_chunked_attention() -> None:
-    config = transformers.Llama4TextConfig(**SIZES, intermediate_size_mlp=96, attention_chunk_size=8, num_local_experts=2, head_dim=8)
+    config = transformers.Llama4TextConfig(
+        **SIZES, intermediate_size_mlp=96, attention_chunk_size=8, num_local_experts=2, head_dim=8
+    )
     made = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="quire").eval()
     with pytest.raises(ArgumentError, match=r"mask_function.*chunks"):
         made(input_ids=IDS)
@@ -124,7 +127,7 @@ def test_another_version_of_transformers() -> None:
 def test_registration_keeps_other_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_KERNELS", "some/kernel=/some/path")
     register()
-    entries = dict(entry.split("=") for entry in __import__("os").environ["LOCAL_KERNELS"].split(":"))
+    entries = dict(entry.split("=") for entry in os.environ["LOCAL_KERNELS"].split(":"))
     assert entries["some/kernel"] == "/some/path" and "quire/flash-attn2" in entries
 
 

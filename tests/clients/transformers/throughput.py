@@ -103,9 +103,7 @@ def generate(model: LlamaForCausalLM, setting: Setting, prompts: list[list[int]]
         allow_block_sharing=False,
         auto_switch_to_flash=False,
     )
-    out = model.generate_batch(
-        prompts, generation_config=generation, continuous_batching_config=batching, progress_bar=False
-    )
+    out = model.generate_batch(prompts, generation_config=generation, continuous_batching_config=batching, progress_bar=False)
     return [out[name].generated_tokens for name in sorted(out, key=lambda name: int(name.rsplit("_", 1)[1]))]
 
 

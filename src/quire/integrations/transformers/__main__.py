@@ -1,4 +1,4 @@
-"""Prints the variable with which transformers finds Quire's kernel folder: `export $(python -m quire.integrations.transformers)`."""
+"""Prints the variable with which transformers finds the kernel folder: `export $(python -m quire.integrations.transformers)`."""
 
 from quire.integrations.transformers.hub import VARIABLE, local_kernels
 

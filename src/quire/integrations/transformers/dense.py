@@ -19,7 +19,7 @@ SMALLEST_PAGE = 256
 """The smallest page that `repacked` makes."""
 
 
-@torch.compiler.disable
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def dense_attention(
     module: torch.nn.Module,
     query: torch.Tensor,

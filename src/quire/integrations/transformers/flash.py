@@ -6,6 +6,8 @@ anyway; everything else has its effect or is refused.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from quire.attend import attend
@@ -69,7 +71,10 @@ def flash_attn_varlen_func(
     """Attention of packed `q` [tokens, q_heads, head_dim]. The keys are packed too, [tokens, kv_heads, head_dim] at `cu_seqlens_k`;
     or, with a `block_table`, pages [pages, page_size, kv_heads, head_dim] of `seqused_k` tokens for each sequence."""
     options = _options(softmax_scale, causal, window_size, softcap, s_aux, dropout_p)
-    hints = {"max_q_len": _length("max_seqlen_q", max_seqlen_q), "max_kv_len": _length("max_seqlen_k", max_seqlen_k)}
+    hints: dict[str, Any] = {
+        "max_q_len": _length("max_seqlen_q", max_seqlen_q),
+        "max_kv_len": _length("max_seqlen_k", max_seqlen_k),
+    }
     if block_table is not None:
         kv_lens = seqused_k if seqused_k is not None else _lengths(cu_seqlens_k)
         return attend(q, KVCache.wrap(k, v, layout="nhd"), Batch(block_table, kv_lens, cu_seqlens_q, **hints), options)

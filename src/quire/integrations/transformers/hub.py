@@ -13,7 +13,8 @@ VARIABLE = "LOCAL_KERNELS"
 
 
 def hub_folder() -> Path:
-    """The folder with the layout of a repository of the Hub: `build/VARIANT/__init__.py` and `metadata.json`."""
+    """The folder, with the layout of a repository of the Hub: a variant for every device, its module and `metadata.json`. The
+    metadata has to name one backend, and its architectures are compared with the device: a CPU has none."""
     return Path(__file__).parent / "hub" / "flash-attn2"
 
 

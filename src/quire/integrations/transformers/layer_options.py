@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from quire.errors import ArgumentError, describe
-from quire.options import Options
+from quire.options import Options, Window
 
 REFUSED = ("position_bias", "attention_bias", "alibi", "head_mask", "cu_seq_lens_q", "cu_seq_lens_k", "block_table")
 """Arguments that change a result and that this function has no use for."""
@@ -17,7 +17,7 @@ _MOST = 4096
 
 def layer_options(
     scale: float | None,
-    window: int | tuple[int, int] | None,
+    window: Window,
     softcap: float | None,
     sinks: torch.Tensor | None,
     causal: bool,

@@ -37,7 +37,7 @@ def step_of(allocator: Any, arguments: dict[str, Any]) -> Step:
         return Step(Batch(table[allocator.index] // (stride // page), lens, q_starts, page_size=page), None)
     read, rows = arguments["read_index"][allocator.index], arguments["write_index"][allocator.index]
     slots = torch.where(rows == allocator.write_trash_index, -1, rows // stride * page + rows % stride)
-    hints = {"max_q_len": longest_q, "max_kv_len": longest_k}
+    hints: dict[str, Any] = {"max_q_len": longest_q, "max_kv_len": longest_k}
     window = getattr(allocator, "sliding_window", None)
     if window is None:
         source, starts = (read, k_starts) if read.numel() else (rows, q_starts)

@@ -68,7 +68,7 @@ class PagedLayers:
 _layers: WeakKeyDictionary[Any, PagedLayers] = WeakKeyDictionary()
 
 
-@torch.compiler.disable
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def paged_attention(
     module: torch.nn.Module,
     query: torch.Tensor,
@@ -81,8 +81,8 @@ def paged_attention(
     cache: Any = None,
     **arguments: Any,
 ) -> tuple[torch.Tensor, None]:
-    """The attention function of "quire/flash-attn2": `query` [1, q_heads, tokens, head_dim] of all requests of a step, and their new
-    keys and values. Returns [1, tokens, q_heads, head_dim], and no weights. Without a paged cache, as in `generate`, transformers'
+    """The attention function of "quire/flash-attn2": `query` [1, q_heads, tokens, head_dim] of all requests of a step, and their
+    new keys and values. Returns [1, tokens, q_heads, head_dim], and no weights. Without a paged cache, as in `generate`, transformers'
     function calls the functions of `quire.integrations.transformers.flash`."""
     if not isinstance(cache, PagedAttentionCache):
         others = {"scaling": scaling, "dropout": dropout, "cache": cache, **arguments}

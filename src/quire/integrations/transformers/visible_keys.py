@@ -121,7 +121,7 @@ def visible_keys_of(mask: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor,
     return found
 
 
-@torch.compiler.disable
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def visible_keys_mask(
     batch_size: int,
     q_length: int,
