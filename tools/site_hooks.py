@@ -28,7 +28,7 @@ LINK = re.compile(r"(\]\()([^)\s#]+)([^)\s]*\))")
 def on_files(files: Files, config: Any) -> Files:
     for source, page in PAGES.items():
         if source != "README.md":
-            files.append(File.generated(config, page, content=relink((ROOT / source).read_text(), source)))
+            files.append(File.generated(config, page, content=relink((ROOT / source).read_text(), source, page)))
     files.append(File.generated(config, "examples.md", content=examples_page()))
     files.append(File.generated(config, "api.md", content=api_page()))
     return files
@@ -46,7 +46,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     if page.file.src_uri in BOOSTED:
         page.meta["search"] = {"boost": BOOSTED[page.file.src_uri]}
     generated = page.file.generated_by is not None
-    return markdown if generated else relink(markdown, f"docs/{page.file.src_uri}")
+    return markdown if generated else relink(markdown, f"docs/{page.file.src_uri}", page.file.src_uri)
 
 
 def on_page_content(html: str, **_: Any) -> str:
@@ -55,8 +55,9 @@ def on_page_content(html: str, **_: Any) -> str:
     return FIGURE.sub(rf'<picture>{source}<img \1src="figures/\2.svg"\3></picture>', html)
 
 
-def relink(markdown: str, source: str) -> str:
-    """Links of a file of the repository, as links between pages of the site."""
+def relink(markdown: str, source: str, page: str) -> str:
+    """Links of a file of the repository, as links from its page to other pages of the site."""
+    folder = posixpath.dirname(page) or "."
 
     def target(found: re.Match[str]) -> str:
         link = found[2]
@@ -64,19 +65,24 @@ def relink(markdown: str, source: str) -> str:
             return found[0]
         path = posixpath.normpath(posixpath.join(posixpath.dirname(source), link))
         if path in SHOWN:
-            return f"{found[1]}{SHOWN[path]}{found[3]}"
+            return f"{found[1]}{posixpath.relpath(SHOWN[path], folder)}{found[3]}"
         if path.split("/")[0] == "examples":
-            return f"{found[1]}examples.md#{anchor(path)})"
-        return f"{found[1]}{posixpath.relpath(path, 'docs')}{found[3]}"
+            return f"{found[1]}{posixpath.relpath('examples.md', folder)}#{anchor(path)})"
+        return f"{found[1]}{posixpath.relpath(path, posixpath.join('docs', folder))}{found[3]}"
 
     return LINK.sub(target, markdown)
+
+
+FOLDERS = ("", "integrations", "distributed")
+"""The folders of examples that the site shows with their source."""
 
 
 def examples_page() -> str:
     """The examples, each with its source."""
     parts = ["# Examples\n\nEach file runs as it is: `python examples/01_first_batch.py`.\n"]
-    for path in sorted((ROOT / "examples").glob("*.py")):
-        parts.append(f"## {path.name} {{ #{anchor(f'examples/{path.name}')} }}\n\n```python\n{path.read_text()}```\n")
+    for path in (path for folder in FOLDERS for path in sorted((ROOT / "examples" / folder).glob("*.py"))):
+        name = path.relative_to(ROOT / "examples").as_posix()
+        parts.append(f"## {name} {{ #{anchor(f'examples/{name}')} }}\n\n```python\n{path.read_text()}```\n")
     about = "The investigation of a failing test, in several files; [its page](rocm_story.md) shows what it prints."
     parts.append(f"## rocm_story {{ #{anchor('examples/rocm_story')} }}\n\n{about} Run it with `python examples/rocm_story`.\n")
     return "\n".join(parts)
@@ -84,8 +90,9 @@ def examples_page() -> str:
 
 def anchor(path: str) -> str:
     """The heading of an example on the page of examples."""
-    name = path.removeprefix("examples").split("/")[1:2]
-    return Path(name[0]).stem.replace("_", "-") if name else "examples"
+    names = path.split("/")[1:]
+    shown = names[:1] if names[:1] == ["rocm_story"] else names
+    return "-".join(shown).removesuffix(".py").replace("_", "-") or "examples"
 
 
 OTHERS = {

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-EXAMPLE = Path(__file__).parents[3] / "examples" / "vllm" / "generate.py"
+EXAMPLE = Path(__file__).parents[3] / "examples" / "integrations" / "vllm_generate.py"
 
 
 def run(**environment: str) -> list[str]:

@@ -1,7 +1,7 @@
 """Text generation with vLLM and Quire's attention:
 
-    QUIRE_VLLM_OVERRIDE=CPU_ATTN python examples/vllm/generate.py [MODEL]        on a CPU
-    python examples/vllm/generate.py --attention-backend QUIRE MODEL             on a GPU
+    QUIRE_VLLM_OVERRIDE=CPU_ATTN python examples/integrations/vllm_generate.py [MODEL]        on a CPU
+    python examples/integrations/vllm_generate.py --attention-backend QUIRE MODEL             on a GPU
 
 Without MODEL a small one with random weights is made, which shows that everything runs and generates random tokens.
 """
