@@ -28,7 +28,7 @@ PLACES = (
     *("mixed", "fp8-head-scales", "window-needle", "context-form", "int64", "softcap-alibi", "sinks-window-lse", "tree", "edges"),
     *("window-both-sides", "x-packed-int8-tokens", "high-pages", "far", "very-far", "hints-low", "everything", "e5m2-tensor"),
     *("e4m3fnuz-tensor", "x-packed", "fp8-queries", "scale", "causal-mixed", "tree-window", "fp8-context", "long-random"),
-    *("alibi-sinks", "extreme", "strided", "strided-context"),
+    *("alibi-sinks", "extreme", "strided", "strided-context", "shard-tokens", "shard-tree"),
 )
 CHAOTIC = ("fp16-read-as-bf16", "lse-without-log", "accumulated-in-16-bits")
 """Outputs that overflow, or consist of rounding errors: no prediction is within the budget everywhere."""
@@ -322,3 +322,10 @@ def test_page_kept_from_an_earlier_long_call_is_a_state_leak() -> None:
 def test_reproducible_dependence_on_an_earlier_call_is_a_state_leak() -> None:
     finding = examine(BY_NAME["mixed"], injected("state-leaks")).findings[0]
     assert finding.fault == "state-leaks"
+
+
+@pytest.mark.parametrize("name", [fault.name for fault in CATALOGUE if fault.group == "shard"])
+def test_faults_of_shards_are_identified(name: str) -> None:
+    case = place_of(name)
+    assert case is not None and case.shard[1] > 1
+    assert examine(case, injected(name)).findings[0].fault == name

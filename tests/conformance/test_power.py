@@ -12,7 +12,7 @@ from quire.conformance.runner.power import ALWAYS_SHOW, never_exposed, power_of
 COVER = (
     *("very-far", "hints-low", "fp8-context", "e5m2-tensor", "e4m3fnuz-tensor", "e4m3fn-tokens", "fp8-queries", "scale"),
     *("everything", "tree-window", "window-both-sides", "causal-mixed", "sinks", "int64-needle", "heads-4-3", "long-random"),
-    *("cross", "fp32", "extreme", "strided", "strided-context", "invariant"),
+    *("cross", "fp32", "extreme", "strided", "strided-context", "invariant", "shard-tokens", "shard-tree"),
 )
 """Cases that, with those of smoke, detect every fault; `quire conform --power --level standard` prints the matrix."""
 CASES = [*cases_of("smoke"), *(case for case in cases_of("standard") if case.name in COVER)]
