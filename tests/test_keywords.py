@@ -96,7 +96,7 @@ def test_caches_pools_options_and_questions_answer_too(
 def test_signatures_are_those_that_were_written() -> None:
     import inspect
 
-    assert list(inspect.signature(quire.PagePool).parameters) == ["pages", "page_size", "device"]
+    assert list(inspect.signature(quire.PagePool).parameters) == ["pages", "page_size", "device", "shard"]
     assert "softcap" in inspect.signature(quire.Options).parameters and "layout" in inspect.signature(quire.KVCache.wrap).parameters
 
 

@@ -57,7 +57,7 @@ def test_checked_raises_for_a_hint_too_and_ends_with_its_block() -> None:
 def test_rule_ids_are_stable() -> None:
     assert [rule.id for rule in CONTRACT] == [
         "dont-care", "residency", "index-types", "table", "lengths", "ownership", "output", "quantisation", "addressing",
-        "capture", "repeatable", "shapes", "devices", "numbers", "written-scales",
+        "capture", "repeatable", "shapes", "devices", "numbers", "written-scales", "shards",
     ]  # fmt: skip
 
 

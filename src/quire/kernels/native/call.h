@@ -54,21 +54,21 @@ struct Cache {
 };
 
 // Which keys of a sequence are in the cache: those whose position p has p / interleave % ranks == rank, in order. Without a shard
-// `ranks` is 1, and a key is its position.
+// `ranks` is at most 1, and a key is its position.
 struct Shard {
     int64_t rank, ranks, interleave;
 
     // How many of the first `length` positions are keys of the shard; 0 for a negative length.
     INLINE int64_t count(int64_t length) const {
-        if (ranks == 1) return length;
+        if (ranks < 2) return length;
         if (length <= 0) return 0;
         int64_t cycle = ranks * interleave, rest = length % cycle - rank * interleave;
         return length / cycle * interleave + (rest < 0 ? 0 : rest < interleave ? rest : interleave);
     }
     INLINE int64_t position(int64_t key) const {
-        return ranks == 1 ? key : (key / interleave * ranks + rank) * interleave + key % interleave;
+        return ranks < 2 ? key : (key / interleave * ranks + rank) * interleave + key % interleave;
     }
-    INLINE bool owns(int64_t position) const { return ranks == 1 || position / interleave % ranks == rank; }
+    INLINE bool owns(int64_t position) const { return ranks < 2 || position / interleave % ranks == rank; }
 };
 
 struct Batch {
