@@ -138,5 +138,9 @@ def _loaded(path: str) -> Any:
         load = transformers.AutoModelForCausalLM.from_pretrained
         # The other implementations of experts have no float64.
         eager = {"attn_implementation": "eager", "experts_implementation": "eager"}
-        _models[path] = load(path, dtype=torch.float64, **eager).eval()
+        model = _models[path] = load(path, dtype=torch.float64, **eager).eval()
+        if model.config.model_type == "bloom":
+            # vLLM has the exact GELU here, transformers an approximation by tanh.
+            for layer in model.transformer.h:
+                layer.mlp.gelu_impl = torch.nn.GELU()
     return _models[path]
