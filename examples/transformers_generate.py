@@ -11,6 +11,8 @@ from importlib import metadata
 import torch
 import transformers
 
+import quire.integrations.transformers  # noqa: F401  # makes both names below known to transformers
+
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--model", help="a model that transformers can load")
 asked = parser.parse_args()

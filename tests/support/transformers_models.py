@@ -63,7 +63,7 @@ class Launch(NamedTuple):
 class Launches(list[Launch]):
     """The attention kernels that ran, and the kinds of steps of continuous batching."""
 
-    steps: list[tuple[str, page_tables.Step]]
+    steps: list[tuple[str, page_tables.PagedStep]]
 
 
 @contextlib.contextmanager
@@ -79,7 +79,7 @@ def launches() -> Iterator[Launches]:
 
         return recorded
 
-    def step_of(allocator: Any, arguments: Any) -> page_tables.Step:
+    def step_of(allocator: Any, arguments: Any) -> page_tables.PagedStep:
         made = page_tables.step_of(allocator, arguments)
         seen.steps.append((allocator.layer_type, made))
         return made

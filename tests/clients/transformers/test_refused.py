@@ -38,7 +38,7 @@ def test_padding_on_a_device_is_not_read() -> None:
     starts = visible_keys._starts(mask, 4, read_values=False)
     assert starts.tolist() == [1, visible_keys.NOWHERE, 4]
     for queries in (1, 4):
-        batch = visible_keys.VisibleKeys((3, queries, 4), 4, starts, True, None, torch.device("cpu")).token_batch(8)
+        batch = visible_keys.DenseVisibility((3, queries, 4), 4, starts, True, None, torch.device("cpu")).token_batch(8)
         table, lens = batch.page_table.view(3, -1, 4)[1], batch.kv_lens.view(3, -1)[1]
         assert int(table[-1].max()) < 0 and int(lens[-1]) > 4
 

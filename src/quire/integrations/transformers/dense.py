@@ -13,7 +13,7 @@ from quire.cache.kv_cache import KVCache
 from quire.cache.layout import LAYOUTS
 from quire.errors import ArgumentError, describe
 from quire.integrations.transformers.layer_options import layer_options, refuse_unsupported
-from quire.integrations.transformers.visible_keys import VisibleKeys, visible_keys_of
+from quire.integrations.transformers.visible_keys import DenseVisibility, visible_keys_of
 
 SMALLEST_PAGE = 256
 """The smallest page that `repacked` makes."""
@@ -42,7 +42,7 @@ def dense_attention(
     return attend_visible(query, key, value, visible, options), None
 
 
-def attend_visible(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visible: VisibleKeys, options: Any) -> torch.Tensor:
+def attend_visible(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visible: DenseVisibility, options: Any) -> torch.Tensor:
     """Attention of `q` [batch, q_heads, tokens, head_dim] over dense keys; returns [batch, tokens, q_heads, head_dim]."""
     if k.device.type != "cpu" and not is_stable(k, visible):
         k, v = repacked(k), repacked(v)
@@ -52,7 +52,7 @@ def attend_visible(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visible: V
     return attend(rows, cache, batch, options).view(seqs, tokens, heads, v.shape[3])
 
 
-def paged(k: torch.Tensor, v: torch.Tensor, visible: VisibleKeys) -> tuple[KVCache, Batch]:
+def paged(k: torch.Tensor, v: torch.Tensor, visible: DenseVisibility) -> tuple[KVCache, Batch]:
     """Dense keys and values as pages, and the batch over them. Nothing is copied, unless K and V have different orders of axes.
 
     Without padding a sequence is one page. With padding it must begin at any token, so a page is one token: the view has a page for
@@ -83,7 +83,7 @@ def _token_pages(keys: torch.Tensor) -> torch.Tensor:
     return keys.as_strided((pages, heads, 1, dim), (token, head, token, last))
 
 
-def is_stable(keys: torch.Tensor, visible: VisibleKeys) -> bool:
+def is_stable(keys: torch.Tensor, visible: DenseVisibility) -> bool:
     """Whether keys of the next forward pass have the same shape. GPU kernels are compiled for strides and the size of a page, and a
     `DynamicCache` has others for every token."""
     length = keys.shape[2]

@@ -71,10 +71,8 @@ def flash_attn_varlen_func(
     """Attention of packed `q` [tokens, q_heads, head_dim]. The keys are packed too, [tokens, kv_heads, head_dim] at `cu_seqlens_k`;
     or, with a `block_table`, pages [pages, page_size, kv_heads, head_dim] of `seqused_k` tokens for each sequence."""
     options = _options(softmax_scale, causal, window_size, softcap, s_aux, dropout_p)
-    hints: dict[str, Any] = {
-        "max_q_len": _length("max_seqlen_q", max_seqlen_q),
-        "max_kv_len": _length("max_seqlen_k", max_seqlen_k),
-    }
+    hints: dict[str, Any] = {"max_q_len": _length("max_seqlen_q", max_seqlen_q)}
+    hints["max_kv_len"] = _length("max_seqlen_k", max_seqlen_k)
     if block_table is not None:
         kv_lens = seqused_k if seqused_k is not None else _lengths(cu_seqlens_k)
         return attend(q, KVCache.wrap(k, v, layout="nhd"), Batch(block_table, kv_lens, cu_seqlens_q, **hints), options)
@@ -103,9 +101,9 @@ def flash_attn_with_kvcache(
     s_aux: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention of `q` [batch, tokens, q_heads, head_dim] over a cache: pages [pages, page_size, kv_heads, head_dim] of a
-    `block_table`, or rows [batch, length, kv_heads, head_dim]. New `k` and `v` [batch, tokens, kv_heads, head_dim] are written after
-    the `cache_seqlens` tokens of each sequence first; without them these are all tokens. A sequence of -1 tokens, as in padded
-    batches of transformers, is skipped: its rows are zeros."""
+    `block_table`, or rows [batch, length, kv_heads, head_dim]. New `k` and `v` [batch, tokens, kv_heads, head_dim] are written
+    after the `cache_seqlens` tokens of each sequence first; without them these are all tokens. A sequence of -1 tokens, as in
+    padded batches of transformers, is skipped: its rows are zeros."""
     options = _options(softmax_scale, causal, window_size, softcap, s_aux)
     seqs, tokens = q.shape[:2]
     cache = KVCache.wrap(k_cache, v_cache, layout="nhd")

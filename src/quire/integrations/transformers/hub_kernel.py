@@ -1,8 +1,8 @@
 """The content of the folder that transformers loads as a kernel of the Hub: the functions of FlashAttention, by Quire.
 
 When transformers loads a kernel it registers its own function under the kernel's name, one that gathers the pages of a request
-before every call, and takes the kernel's functions afterwards. `flash_attn_func`, the first it takes, is therefore an attribute made
-on demand: it registers Quire's function, which reads the pages where they are.
+before every call, and takes the kernel's functions afterwards. `flash_attn_func`, the first it takes, is therefore an attribute
+made on demand: it registers Quire's function, which reads the pages where they are.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ import torch
 from quire.batch import Batch
 
 
-class Step(NamedTuple):
+class PagedStep(NamedTuple):
     """The batch of one allocator in one forward pass."""
 
     batch: Batch
@@ -25,7 +25,7 @@ class Step(NamedTuple):
     """Whether the pages hold exactly the window, in the order of a ring."""
 
 
-def step_of(allocator: Any, arguments: dict[str, Any]) -> Step:
+def step_of(allocator: Any, arguments: dict[str, Any]) -> PagedStep:
     """The batch of an allocator's layers."""
     kind = allocator.layer_type
     q_starts, k_starts = arguments["cu_seq_lens_q"], arguments["cu_seq_lens_k"][kind]
@@ -34,7 +34,7 @@ def step_of(allocator: Any, arguments: dict[str, Any]) -> Step:
     page, stride = allocator.tokens_per_page, allocator.block_physical_stride
     if table is not None:
         # The maximum lengths are not known here: transformers passes 1.
-        return Step(Batch(table[allocator.index] // (stride // page), lens, q_starts, page_size=page), None)
+        return PagedStep(Batch(table[allocator.index] // (stride // page), lens, q_starts, page_size=page), None)
     read, rows = arguments["read_index"][allocator.index], arguments["write_index"][allocator.index]
     slots = torch.where(rows == allocator.write_trash_index, -1, rows // stride * page + rows % stride)
     hints: dict[str, Any] = {"max_q_len": longest_q, "max_kv_len": longest_k}
@@ -42,14 +42,14 @@ def step_of(allocator: Any, arguments: dict[str, Any]) -> Step:
     if window is None:
         source, starts = (read, k_starts) if read.numel() else (rows, q_starts)
         table = _taken(source, starts, torch.arange(0, longest_k, page, device=read.device)) // stride
-        return Step(Batch(table, lens, q_starts, slots=slots, **hints), slots)
+        return PagedStep(Batch(table, lens, q_starts, slots=slots, **hints), slots)
     positions = arguments.get("position_ids")
     if longest_q == 1 and read.numel() and positions is not None and positions.dim() == 2:
         table = _ring(read, rows, k_starts, lens, positions[0][q_starts[:-1]], (window, page)) // stride
-        return Step(Batch(table, lens, q_starts, slots=slots, **hints), slots, is_ring=True)
+        return PagedStep(Batch(table, lens, q_starts, slots=slots, **hints), slots, is_ring=True)
     context = torch.arange(max(1, min(longest_k, window)), device=rows.device)
     table = _taken(read, k_starts, context) if read.numel() else torch.zeros_like(lens)[:, None]
-    return Step(Batch(table, lens, q_starts, **hints), slots, context_first=True)
+    return PagedStep(Batch(table, lens, q_starts, **hints), slots, context_first=True)
 
 
 def _taken(source: torch.Tensor, starts: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
@@ -67,7 +67,7 @@ def _ring(
 ) -> torch.Tensor:
     """The first row of each page of a ring, `[seqs, pages]`. The token at position `p` is in place `p % window` of the ring.
 
-    `read` has the context in the order of positions, and thus begins anywhere in the ring; `rows` has the place of the new token."""
+    `read` has the context in the order of positions, so it begins anywhere in the ring; `rows` has the place of the new token."""
     window, page = sizes
     oldest = torch.where(positions < window, 0, (positions + 1) % window)[:, None]
     places = torch.arange(0, window, page, device=read.device)

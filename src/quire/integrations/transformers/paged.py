@@ -24,7 +24,7 @@ from quire.cache.kv_cache import KVCache
 from quire.cache.layout import LAYOUTS
 from quire.errors import ArgumentError, describe
 from quire.integrations.transformers.layer_options import layer_options, refuse_unsupported
-from quire.integrations.transformers.page_tables import Step, step_of
+from quire.integrations.transformers.page_tables import PagedStep, step_of
 from quire.step import step
 from quire.write import write
 
@@ -38,10 +38,10 @@ class PagedLayers:
         self.tokens: dict[int, KVCache] = {}
         """By layer: the same memory, where a page is a token. It is only read."""
         self.batch_of: list[Any] | None = None
-        self.steps: dict[int, Step] = {}
+        self.steps: dict[int, PagedStep] = {}
         """By allocator: the batch of the forward pass that `batch_of` identifies."""
 
-    def step(self, allocator: Any, arguments: dict[str, Any]) -> Step:
+    def step(self, allocator: Any, arguments: dict[str, Any]) -> PagedStep:
         """The batch of an allocator's layers, made by the first of them."""
         if self.batch_of is not arguments["read_index"]:
             # transformers makes this list once in a forward pass. It is kept, so that no other list can have its identity.
@@ -82,8 +82,8 @@ def paged_attention(
     **arguments: Any,
 ) -> tuple[torch.Tensor, None]:
     """The attention function of "quire/flash-attn2": `query` [1, q_heads, tokens, head_dim] of all requests of a step, and their
-    new keys and values. Returns [1, tokens, q_heads, head_dim], and no weights. Without a paged cache, as in `generate`, transformers'
-    function calls the functions of `quire.integrations.transformers.flash`."""
+    new keys and values. Returns [1, tokens, q_heads, head_dim], and no weights. Without a paged cache, as in `generate`,
+    transformers' function calls the functions of `quire.integrations.transformers.flash`."""
     if not isinstance(cache, PagedAttentionCache):
         others = {"scaling": scaling, "dropout": dropout, "cache": cache, **arguments}
         return flash_attention_forward(module, query, key, value, attention_mask, **others)

@@ -29,7 +29,7 @@ changed_configs: dict[int, weakref.ref[Any]] = {}
 """By identity: the configs of models that `use_quire` has changed."""
 
 
-class VisibleKeys:
+class DenseVisibility:
     """The visible keys of a batch `[seqs]`, as indices into the keys that a layer's cache returns."""
 
     def __init__(
@@ -98,7 +98,7 @@ class VisibleKeys:
         return mask
 
 
-def visible_keys_of(mask: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor, causal: bool) -> VisibleKeys:
+def visible_keys_of(mask: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor, causal: bool) -> DenseVisibility:
     """What `visible_keys_mask` made; without a mask all keys are visible.
 
     Raises:
@@ -109,9 +109,9 @@ def visible_keys_of(mask: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor,
         if causal and sizes[1] not in (1, sizes[2]):
             allowed = "a mask: without one, causal queries must be one, or as many as keys"
             raise ArgumentError("attention_mask", f"None for {sizes[1]} queries and {sizes[2]} keys", allowed)
-        return VisibleKeys(sizes, sizes[2], None, causal, None, q.device)
+        return DenseVisibility(sizes, sizes[2], None, causal, None, q.device)
     found = getattr(mask, "visible_keys", None)
-    if not isinstance(found, VisibleKeys):
+    if not isinstance(found, DenseVisibility):
         allowed = "None, or the padding of each sequence as [batch, keys]: Quire takes no mask of queries and keys"
         raise ArgumentError("attention_mask", describe(mask), allowed)
     if (found.seqs, found.q_len, found.keys) != sizes:
@@ -151,7 +151,7 @@ def visible_keys_mask(
         starts = _starts(attention_mask, end + kv_offset, attention_mask.device.type == "cpu")
         if starts is not None:
             starts = torch.where(starts == NOWHERE, starts, (starts - kv_offset).clamp(min=0))
-    return VisibleKeys((batch_size, q_length, kv_length), end, starts, causal, window, torch.device(device)).as_mask()
+    return DenseVisibility((batch_size, q_length, kv_length), end, starts, causal, window, torch.device(device)).as_mask()
 
 
 def require_interface(config: Any) -> None:
