@@ -22,11 +22,14 @@ FOREIGN_SIGNATURES = {
     "use_rocm_custom_paged_attention",
     "unified_attention",
 }
-# Keyword arguments of the public interface, each with a default; and the reference, which takes the options one by one.
+# Keyword arguments of the public interface, each with a default; the reference, which takes the options one by one; and
+# FlashAttention's functions, whose arguments transformers reads off the signature.
 PUBLIC_SIGNATURES = {
     ("batch.py", "__init__"),
     ("cache/kv_cache.py", "allocate"),
     ("explain.py", "explain"),
+    ("integrations/transformers/flash.py", "flash_attn_varlen_func"),
+    ("integrations/transformers/flash.py", "flash_attn_with_kvcache"),
     ("reference.py", "attention"),
 }
 

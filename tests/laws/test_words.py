@@ -56,8 +56,17 @@ RETIRED_IN_NAMES = {
     "honest": "correct",
 }
 # A child process inherits its parent's environment; and the command line asks it about shell completion and colors, and shows the
-# settings of engines, of which the vLLM plugin has its own.
-MAY_READ_ENVIRONMENT = ("bench/", "prepare.py", "cli/__init__.py", "cli/engines.py", "cli/sheet.py", "integrations/vllm/")
+# settings of engines, of which the vLLM plugin has its own. The package `kernels` finds a kernel's folder by a variable.
+MAY_READ_ENVIRONMENT = (
+    "bench/",
+    "prepare.py",
+    "cli/__init__.py",
+    "cli/engines.py",
+    "cli/sheet.py",
+    "integrations/vllm/",
+    "integrations/transformers/hub.py",
+    "integrations/transformers/registration.py",
+)
 
 
 def inside(path: Path, places: tuple[str, ...]) -> bool:

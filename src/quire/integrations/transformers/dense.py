@@ -61,16 +61,16 @@ def paged(k: torch.Tensor, v: torch.Tensor, visible: DenseVisibility) -> tuple[K
         raise ArgumentError("value", describe(v), f"the type of key, {k.dtype}")
     batch = visible.batch() if visible.starts is None else None
     if batch is None:
-        if _tokens_apart(k) is None or _tokens_apart(k) != _tokens_apart(v):
+        if _token_distance(k) is None or _token_distance(k) != _token_distance(v):
             k, v = k.contiguous(), v.contiguous()
-        apart = _tokens_apart(k)
-        assert apart is not None
-        k, v, batch = _token_pages(k), _token_pages(v), visible.token_batch(apart)
+        distance = _token_distance(k)
+        assert distance is not None
+        k, v, batch = _token_pages(k), _token_pages(v), visible.token_batch(distance)
     # Not KVCache.wrap: it rejects memory in which elements overlap, because a write would be ambiguous.
     return KVCache(k, v, LAYOUTS["hnd"], format_of(k.dtype, None), None, None, None, False), batch
 
 
-def _tokens_apart(keys: torch.Tensor) -> int | None:
+def _token_distance(keys: torch.Tensor) -> int | None:
     """The distance between two sequences in tokens; None if it is no whole number."""
     batch, _, token, _ = keys.stride()
     return batch // token if token and batch % token == 0 else None

@@ -65,19 +65,19 @@ class DenseVisibility:
             self._batches[()] = Batch(pages, kv_lens.to(torch.int32), q_starts, max_q_len=self.q_len, max_kv_len=hint)
         return self._batches[()]
 
-    def token_batch(self, tokens_apart: int) -> Batch:
-        """The batch for keys in which a page is one token, and the first tokens of two sequences are `tokens_apart` pages apart.
+    def token_batch(self, token_distance: int) -> Batch:
+        """The batch for keys in which a page is one token, and a sequence begins `token_distance` pages after the one before it.
 
         Every row of q belongs to a sequence. A row of padding therefore attends to the padding before it: its result is finite, and
         no row that is not padding depends on it."""
-        if (tokens_apart,) not in self._batches:
+        if (token_distance,) not in self._batches:
             assert self.starts is not None
             first_query = self.end - self.q_len
             starts = self.starts.long()
             padded = (starts - first_query).clamp(0, self.q_len)
             q_lens = [padded, self.q_len - padded]
             kv_lens = [(padded > 0) * starts, (padded < self.q_len) * (self.end - starts)]
-            first = torch.arange(self.seqs, device=self.device) * tokens_apart
+            first = torch.arange(self.seqs, device=self.device) * token_distance
             firsts = [first, first + starts]
             if self.q_len == 1:
                 # No sequence is empty: a query of padding sees itself.
@@ -88,8 +88,8 @@ class DenseVisibility:
             torch.cumsum(lens, 0, out=q_starts[1:])
             table = torch.stack(firsts, 1).flatten()[:, None] + torch.arange(self.keys, device=self.device)
             kv = torch.stack(kv_lens, 1).flatten()
-            self._batches[tokens_apart,] = Batch(table, kv, q_starts, max_q_len=self.q_len, max_kv_len=self.keys)
-        return self._batches[tokens_apart,]
+            self._batches[token_distance,] = Batch(table, kv, q_starts, max_q_len=self.q_len, max_kv_len=self.keys)
+        return self._batches[token_distance,]
 
     def as_mask(self) -> torch.Tensor:
         """A tensor of four axes that carries this object through a model: transformers passes such a mask on as it is."""
