@@ -28,7 +28,7 @@ def test_the_code_of_the_page_runs(tmp_path: Path) -> None:
 
 
 def test_the_example_runs() -> None:
-    command = (sys.executable, str(ROOT / "examples" / "transformers_generate.py"))
+    command = (sys.executable, str(ROOT / "examples" / "integrations" / "transformers_generate.py"))
     done = subprocess.run(command, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.count("those of eager attention") == 2

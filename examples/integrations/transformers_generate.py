@@ -1,7 +1,7 @@
 """transformers with Quire: `generate` and continuous batching, compared with transformers' own attention.
 
-python examples/transformers_generate.py                      a tiny model with generated weights
-python examples/transformers_generate.py --model PATH         a model on disk
+python examples/integrations/transformers_generate.py                      a tiny model with generated weights
+python examples/integrations/transformers_generate.py --model PATH         a model on disk
 """
 
 import argparse
