@@ -12,6 +12,7 @@ ARCHES = ("sm90", "gfx942", "sm80", "sm89", "sm100", "gfx1100", "gfx1201")
 
 FP16: dict[str, Any] = {"format": "fp16", "q_dtype": "fp16", "out_dtype": "fp16"}
 TREE = {"mask": True, "positions": "int32", "window": [50, 2], "alibi": True}
+SHARD = {"shard": True, "window": [100, 0], "alibi": True}
 TRITON = {
     f"{kernel}-{format}": KernelSample(kernel, format=format) for kernel in ("decode", "mixed") for format in ("bf16", "e4m3fn")
 }
@@ -21,6 +22,7 @@ TRITON |= {
     "decode-lse-window": KernelSample("decode", 64, lse=True, problem={"window": [100, 0]}, small=True),
     "mixed-new-softcap": KernelSample("mixed", 64, new=True, lse=True, problem={"softcap": True}, small=True),
     "mixed-tree": KernelSample("mixed", 64, "int8", scales="head", problem=TREE, small=True),
+    "mixed-shard": KernelSample("mixed", 64, new=True, lse=True, problem=SHARD, small=True),
     "audit": KernelSample("audit"),
 }
 GLUON = {
