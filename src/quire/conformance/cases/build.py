@@ -15,7 +15,7 @@ import torch
 
 from quire.conformance.cases.call import KernelCall, checksum, guarded
 from quire.conformance.cases.case import Case
-from quire.conformance.cases.page_plan import PagePlan, by_key, generator, kept_positions, page_plan, page_table
+from quire.conformance.cases.page_plan import PagePlan, generator, kept_positions, page_plan, page_table
 from quire.options import NUMBERS
 
 # The kit has its own table of formats, so that an error in the library's table is detected.
@@ -57,7 +57,7 @@ def build(case: Case, device: torch.device | str = "cpu") -> KernelCall:
     starts = [sum(case.q_lens[:i]) for i in range(seqs + 1)]
     options = _options(case, starts, tokens)
     visible = [visibility(options, starts[i], case.q_lens[i], case.kv_lens[i], i) for i in range(seqs)]
-    for mask, kv_len in zip(visible, case.kv_lens):
+    for mask, kv_len in zip(visible, case.kv_lens) if case.shard[1] > 1 else ():
         elsewhere = torch.ones(kv_len, dtype=torch.bool)
         elsewhere[kept_positions(case, kv_len)] = False
         mask[:, elsewhere] = False
@@ -327,8 +327,9 @@ def _store(
     scale = _scale(case, part, plan)
     spots = []
     for i, row in enumerate(plan.owned):
-        key = by_key(case, cached)[i].nonzero().flatten()
-        at, offset = kept_positions(case, case.kv_lens[i])[key], key % size
+        kept = kept_positions(case, case.kv_lens[i])
+        key = cached[i][kept].nonzero().flatten()
+        at, offset = kept[key], key % size
         ids = torch.tensor(row, dtype=torch.long)[key // size]
         page = at_of[ids] if at_of is not None else torch.tensor([place[int(p)] for p in ids], dtype=torch.long)  # type: ignore[index]
         content[page, offset] = dense[i][at]

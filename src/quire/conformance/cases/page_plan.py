@@ -23,7 +23,8 @@ def generator(case: Case, *purpose: object) -> torch.Generator:
 def kept_positions(case: Case, kv_len: int) -> torch.Tensor:
     """The positions of a sequence whose keys are in the cache, in order: the n-th of them is the n-th key of its pages."""
     rank, ranks, interleave = case.shard
-    return (torch.arange(max(kv_len, 0)) // interleave % ranks == rank).nonzero().flatten()
+    positions = torch.arange(max(kv_len, 0))
+    return positions if ranks == 1 else positions[positions // interleave % ranks == rank]
 
 
 @dataclass
@@ -104,17 +105,12 @@ def _shuffled(case: Case, count: int) -> list[int]:
     return order
 
 
-def by_key(case: Case, of_positions: list[torch.Tensor]) -> list[torch.Tensor]:
-    """For each sequence, the entries of a tensor [kv_len] at the positions of its keys."""
-    return [entries[kept_positions(case, entries.numel())] for entries in of_positions]
-
-
 def page_table(case: Case, plan: PagePlan, cached: list[torch.Tensor]) -> torch.Tensor:
     """The page table, [seqs, columns]. Entries of pages that must not be read are filled like those after the end."""
     size = case.page_size
     read = [
         [bool(seen[column * size : (column + 1) * size].any()) for column in range(len(pages))]
-        for seen, pages in zip(by_key(case, cached), plan.owned)
+        for seen, pages in zip((of_positions[kept_positions(case, len(of_positions))] for of_positions in cached), plan.owned)
     ]
     if case.tail == "none":
         width = max((column + 1 for columns in read for column, needed in enumerate(columns) if needed), default=0)

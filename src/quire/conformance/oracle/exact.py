@@ -270,7 +270,7 @@ def visible_at(
         visible &= distances <= left
     if right is not None:
         visible &= distances >= -right - ahead
-    return visible & is_kept(w.call, distances.shape[1])
+    return visible if w.call.shard is None else visible & is_kept(w.call, distances.shape[1])
 
 
 def bias(w: Work, sequence: BatchSequence, keys: int) -> torch.Tensor | float:
