@@ -57,10 +57,8 @@ def build(case: Case, device: torch.device | str = "cpu") -> KernelCall:
     starts = [sum(case.q_lens[:i]) for i in range(seqs + 1)]
     options = _options(case, starts, tokens)
     visible = [visibility(options, starts[i], case.q_lens[i], case.kv_lens[i], i) for i in range(seqs)]
-    for mask, kv_len in zip(visible, case.kv_lens) if case.shard[1] > 1 else ():
-        elsewhere = torch.ones(kv_len, dtype=torch.bool)
-        elsewhere[kept_positions(case, kv_len)] = False
-        mask[:, elsewhere] = False
+    if case.shard[1] > 1:
+        _hide_other_ranks(case, visible)
     cached = _cached(case, visible)
 
     made = TYPES[case.q_dtype] if case.q_dtype not in LARGEST else torch.bfloat16
@@ -106,6 +104,14 @@ def build(case: Case, device: torch.device | str = "cpu") -> KernelCall:
             used = indexable(tensor)[plan.touched[plan.touched >= 0].to(tensor.device)]
             call.checksums[name] = used, checksum(used)
     return call.take_checksums()
+
+
+def _hide_other_ranks(case: Case, visible: list[torch.Tensor]) -> None:
+    """Hides the keys that are not in the shard of the case."""
+    for mask, kv_len in zip(visible, case.kv_lens):
+        elsewhere = torch.ones(kv_len, dtype=torch.bool)
+        elsewhere[kept_positions(case, kv_len)] = False
+        mask[:, elsewhere] = False
 
 
 def _cached(case: Case, visible: list[torch.Tensor]) -> list[torch.Tensor]:
