@@ -47,7 +47,8 @@ class Packages:
 def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Packages:
     folder = tmp_path / "packages"
     folder.mkdir()
-    monkeypatch.syspath_prepend(str(folder))
+    # Not syspath_prepend: undone after `clean`, it would leave the path without the installed packages to all later tests.
+    monkeypatch.setattr(sys, "path", [str(folder), *sys.path])
     return Packages(folder)
 
 
