@@ -94,3 +94,31 @@ def test_buffers_that_are_refused(name, buffer):
 def test_tensors_are_no_lists_of_parts():
     with pytest.raises(quire.ArgumentError, match="outs: given float32"):
         quire.merge(torch.randn(2, 3, 2, 4), torch.randn(2, 3, 2))
+
+
+def test_a_sink_of_infinity_in_one_part_gives_what_a_single_call_gives() -> None:
+    """Its weight is 1, so the output is 0 and the LSE +inf; the other heads are merged as ever."""
+    pool = quire.PagePool(pages=4, page_size=4)
+    cache = quire.KVCache.allocate(pool, kv_heads=1, head_dim=8, dtype=torch.float32)
+    batch = pool.step({pool.sequence(): 9})
+    q, k, v = torch.randn(9, 6, 8, generator=torch.Generator().manual_seed(1)).split((4, 1, 1), dim=1)
+    options = Options(sinks=torch.tensor([torch.inf, 0.0, -torch.inf, 1.0]))
+    want, want_lse = quire.step(q, k, v, cache, batch, options, lse=True)
+    parts = []
+    for rank, given in enumerate((options, Options())):
+        part = quire.PagePool(pages=4, page_size=4, shard=(rank, 2, 2))
+        own = quire.KVCache.allocate(part, kv_heads=1, head_dim=8, dtype=torch.float32)
+        parts.append(quire.step(q, k, v, own, part.step({part.sequence(): 9}), given, lse=True))
+    for order in (parts, parts[::-1]):
+        out, lse = quire.merge(*zip(*order))
+        assert (out[:, 0] == 0).all() and (lse[:, 0] == torch.inf).all()
+        assert (want[:, 0] == 0).all() and (want_lse[:, 0] == torch.inf).all()
+        torch.testing.assert_close(out, want)
+        torch.testing.assert_close(lse, want_lse)
+
+
+def test_parts_with_an_lse_of_infinity_have_equal_weights() -> None:
+    outs = [torch.full((1, 1, 2), value) for value in (1.0, 3.0, 50.0)]
+    out, lse = quire.merge(outs, [torch.full((1, 1), value) for value in (torch.inf, torch.inf, 100.0)])
+    assert out.tolist() == [[[2.0, 2.0]]] and lse.tolist() == [[torch.inf]]
+    assert quire.merge(outs[:2], [torch.full((1, 1), torch.nan), torch.zeros(1, 1)])[1].isnan().all()

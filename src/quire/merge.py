@@ -20,7 +20,9 @@ def merge(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Merges partial attention results of the same queries over disjoint sets of keys into the result over all keys.
 
-    A partial result without keys (LSE of -inf) has no influence; its output may hold any value. A sink must be in exactly one.
+    A partial result without keys (LSE of -inf) has no influence; its output may hold any value. A sink must be in exactly one. Where
+    an LSE is +inf, as with a sink of +inf, parts with a smaller one have no influence, and those with +inf have equal weights: with
+    such a sink the output is 0 and the LSE +inf, as without parts.
 
     Args:
         outs: Outputs `[tokens, q_heads, v_head_dim]`, all of one floating-point type.
@@ -44,7 +46,10 @@ def merge(
     _check_buffers(outs, lses, out, lse)
     parts = torch.stack(list(lses))
     total_lse = torch.logsumexp(parts, dim=0)
-    shares = torch.exp(parts - total_lse.masked_fill(total_lse == -math.inf, 0.0)).unsqueeze(-1)
+    # An infinite total has no difference to its parts: inf - inf is NaN.
+    shares = torch.exp(parts - total_lse.masked_fill(total_lse.isinf(), 0.0))
+    largest = parts == math.inf
+    shares = torch.where(total_lse == math.inf, largest / largest.sum(dim=0).clamp(min=1), shares).unsqueeze(-1)
     total = torch.zeros(outs[0].shape, dtype=torch.float32, device=outs[0].device)
     for part, share in zip(outs, shares):
         total += torch.where(share == 0, 0.0, part.float() * share)

@@ -61,13 +61,14 @@ def numbers_of(facts: Facts) -> tuple[int, ...]:
 
 
 def number_of(value: Any) -> int:
-    """An int itself; a checksum, which is negative, of anything else."""
-    if isinstance(value, int) and not isinstance(value, bool):
+    """An int that is not negative and has 63 bits itself; a checksum, which is negative, of anything else."""
+    if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 63:
         return value
     if isinstance(value, torch.Tensor):
         data = f"{value.dtype}{list(value.shape)}".encode()
         if value.device.type == "cpu":  # values on a device are not read: that would wait for it
-            data += value.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+            # An empty tensor may have strides with which torch cannot view it as bytes.
+            data += value.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes() if value.numel() else b""
     else:
         data = repr(value).encode()
     return -1 - zlib.crc32(data)
