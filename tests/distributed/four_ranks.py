@@ -13,10 +13,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
+import quire
 from distributed.cases import LAYERS
 from distributed.layer import Layer
 from distributed.ranks import STOPS
-from quire.distributed import CommunicationError, ContextParallel, TensorParallel
+from quire.distributed import CommunicationError, ContextParallel, RankFailed, RankMismatch, TensorParallel
 
 TIMEOUT = 60.0
 SHORT = 3.0
@@ -61,7 +62,21 @@ def combined_with_own_heads() -> dict[str, float]:
     return {name: layer.on_ranks(tp, cp, split=every) for name, layer in LAYERS.items()}
 
 
-CHECKS = {check.__name__: check for check in (tensor_parallel, context_parallel, combined, combined_with_own_heads)}
+def numbers_of_ranks() -> tuple[str, list[int], str, list[int]]:
+    """What errors say of the other rank of a pair: of ranks 2 and 3, too, which are 0 and 1 in their group."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("tp", "cp"))
+    found: list[Any] = []
+    for value in (4 + dist.get_rank() % 2, 0 if dist.get_rank() % 2 else 4):
+        try:
+            ContextParallel(mesh["cp"], interleave=value, timeout=TIMEOUT)
+        except (RankMismatch, RankFailed, quire.ArgumentError) as error:
+            found += [str(error), list(getattr(error, "ranks", ()))]
+    return tuple(found)
+
+
+CHECKS = {
+    check.__name__: check for check in (tensor_parallel, context_parallel, combined, combined_with_own_heads, numbers_of_ranks)
+}
 
 
 def LAST(send: Callable[[Any], None]) -> None:

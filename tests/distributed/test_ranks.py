@@ -58,7 +58,7 @@ def test_two_ranks_equal_a_single_process(two: dict[str, Any], name: str) -> Non
     within_budget(two, name)
 
 
-@pytest.mark.parametrize("name", four_ranks.CHECKS)
+@pytest.mark.parametrize("name", [name for name in four_ranks.CHECKS if name != "numbers_of_ranks"])
 def test_four_ranks_equal_a_single_process(four: dict[str, Any], name: str) -> None:
     within_budget(four, name)
 
@@ -118,6 +118,12 @@ REFUSED = {
     "context form": "new: given",
     "device": "q: given float32[2, 4, 16] on meta; allowed: a tensor on a device of the group's backend, cpu:gloo",
     "weight": "weight: given float32[5, 7] on cpu for out float32[2, 4, 16] on cpu; allowed: [width, q_heads * v_head_dim]",
+    "no weight": "weight: given nothing (None); allowed: a tensor",
+    "no out": "out: given nothing (None); allowed: a tensor",
+    "type of weight": "weight: given bfloat16[5, 64] on cpu; allowed: a tensor",
+    "no options": "options: given nothing (None); allowed: the Options of the whole model",
+    "no tensor": "x: given [1]; allowed: a tensor",
+    "scale": "scale: given 'x'; allowed: a number, [], [2]",
 }
 
 
@@ -135,6 +141,14 @@ def test_an_error_on_one_rank_reaches_the_others(two: dict[str, Any]) -> None:
                 assert "page_table" in message and "99" in message
             else:
                 assert f"ContextParallel.attend: rank {1 - rank} of the group" in message
+
+
+def test_errors_have_the_numbers_of_ranks_among_all(four: dict[str, Any]) -> None:
+    for rank, (differs, differing, failed, failing) in enumerate(of_ranks(four, "numbers_of_ranks")):
+        other = rank ^ 1
+        assert (differing == [other] and f"5 at rank {other}" in differs) or (rank % 2 and f"4 at rank {other}" in differs)
+        if rank % 2 == 0:
+            assert failing == [other] and f"rank {other} of the group 'cp' of ranks {rank}, {other}" in failed
 
 
 def test_a_group_without_this_rank_is_refused(two: dict[str, Any]) -> None:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import quire
+from distributed.call_checks import CALL_CHECKS, refused
 from distributed.cases import LAYERS
 from distributed.faults import FAULTS, replaced
 from distributed.layer import Layer, error, kernel_call, slopes
@@ -21,15 +22,6 @@ from quire.distributed import ContextParallel, RankFailed, RankMismatch, TensorP
 from quire.distributed import context_parallel as module
 
 TIMEOUT = 60.0
-
-
-def refused(kind: type[Exception], call: Any) -> str:
-    """The message of the error that a call raises."""
-    try:
-        call()
-    except kind as error:
-        return str(error)
-    raise AssertionError(f"no {kind.__name__}")
 
 
 def tensor_parallel() -> dict[str, float]:
@@ -270,6 +262,12 @@ def arguments() -> dict[str, str]:
         "context form": lambda: cp.attend(q, cache, batch, new=(q, q)),
         "device": lambda: cp.attend(q.to("meta"), cache, batch),
         "weight": lambda: tp.project(torch.ones(2, 4, 16), torch.ones(5, 7)),
+        "no weight": lambda: tp.project(torch.ones(2, 4, 16), None),
+        "no out": lambda: tp.project(None, None),
+        "type of weight": lambda: tp.project(torch.ones(2, 4, 16), torch.ones(5, 64, dtype=torch.bfloat16)),
+        "no options": lambda: tp.options(None),
+        "no tensor": lambda: tp.reduce([1]),
+        "scale": lambda: tp.scale("x"),
     }
     if dist.get_rank() == 1:
         calls["foreign group"] = lambda: ContextParallel(alone)
@@ -310,6 +308,6 @@ CHECKS = {
     check.__name__: check
     for check in (
         tensor_parallel, gathered, divided, split_heads, as_on_a_device, rounded_parts, same_bits, shared_prefix, chunks, buffers,
-        projection, mismatches, local_errors, arguments, page, faults,
+        projection, mismatches, local_errors, *CALL_CHECKS, arguments, page, faults,
     )
 }  # fmt: skip

@@ -11,8 +11,10 @@ from quire.batch import Batch
 from quire.cache.kv_cache import KVCache
 from quire.cache.memory import overlaps_itself
 from quire.contract.check import Level
+from quire.contract.rule import Violation
 from quire.distributed.agreement import CommonFact
-from quire.errors import ArgumentError, describe
+from quire.distributed.call_order import Place
+from quire.errors import ArgumentError, ContractError, describe
 from quire.options import Options
 from quire.problem import default_out_dtype, is_fp8
 
@@ -36,6 +38,7 @@ class ContextCall(NamedTuple):
     options: Options
     plan: LayerPlan
     facts: dict[str, CommonFact]
+    place: Place
     header: torch.Tensor
     dtype: torch.dtype
     """Of the result."""
@@ -80,6 +83,10 @@ def checked_arguments(
         raise ArgumentError("batch", shown, f"shard={shard}: make it, or its PagePool, with shard=cp.shard")
     if q.dim() != 3 or not q.shape[1]:
         raise ArgumentError("q", describe(q), "[tokens, q_heads, head_dim]")
+    if q.requires_grad and torch.is_grad_enabled():
+        # quire.attend would not see it with split_heads: what is received has no history.
+        allowed = "inference only: call under torch.no_grad() or detach it"
+        raise ContractError("attend", [Violation("shapes", "q", "a tensor that requires grad", allowed)])
     if out is not None:
         _check_out(out, (*q.shape[:2], cache.v_head_dim), q.device, options)
     if not isinstance(lse, bool):

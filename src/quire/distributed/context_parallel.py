@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal, NoReturn, overload
+from typing import Literal, NoReturn, overload
 from weakref import WeakKeyDictionary
 
 import torch
@@ -13,10 +13,11 @@ import torch
 from quire.attend import Result
 from quire.batch import Batch
 from quire.cache.kv_cache import KVCache
+from quire.cache.pool import PagePool
+from quire.cache.sequence import Sequence
 from quire.contract.check import Level
 from quire.distributed.agreement import (
     FAILED,
-    REFUSED,
     STATUS,
     Facts,
     agree,
@@ -25,11 +26,14 @@ from quire.distributed.agreement import (
     header_of,
     numbers_of,
     option_facts,
+    refusal,
 )
+from quire.distributed.call_order import CallOrder, Place, ordered
 from quire.distributed.chunks import can_be_divided, check_chunks, row_ranges, rows_of
 from quire.distributed.context_call import TYPES, ContextCall, LayerPlan, checked_arguments, is_on_host, stored
 from quire.distributed.exchange import DividedExchange, Exchange, GatherExchange, OwnHeadsExchange, PartialShape
 from quire.distributed.group import TIMEOUT, Group, RankGroup
+from quire.distributed.pool_step import POOL_STEP, step_of_all
 from quire.errors import ArgumentError, describe
 from quire.keywords import refuse_unknown
 from quire.options import PLAIN, Options
@@ -96,20 +100,26 @@ class ContextParallel:
         chunks: int = 1,
         timeout: float | None = TIMEOUT,
     ):
-        if not isinstance(interleave, int) or isinstance(interleave, bool) or interleave < 1:
-            raise ArgumentError("interleave", describe(interleave), "an int of 1 or more")
-        if not isinstance(split_heads, bool):
-            raise ArgumentError("split_heads", describe(split_heads), "True or False")
-        if dtype not in TYPES:
-            raise ArgumentError("dtype", describe(dtype), ", ".join(map(str, TYPES)))
-        check_chunks(chunks)
-        self._group = RankGroup(group, timeout)
+        self._group = RankGroup(group)
         self.interleave, self.split_heads, self.dtype, self.chunks = interleave, split_heads, dtype, chunks
         self._plans: WeakKeyDictionary[Options, LayerPlan] = WeakKeyDictionary()
         self._headers: dict[tuple[int, ...], torch.Tensor] = {}
         self._agreed: set[tuple[int, ...]] = set()
-        own = {"interleave": interleave, "split_heads": split_heads, "dtype": dtype, "chunks": chunks}
-        agree("ContextParallel", facts_of(ranks=self._group.size, **own), self._group)
+        agree("ContextParallel", partial(self._own_facts, timeout), self._group)
+        self._order = CallOrder(self._group.process_group)
+
+    def _own_facts(self, timeout: float | None) -> Facts:
+        """What all ranks must have in common, checked."""
+        if not isinstance(self.interleave, int) or isinstance(self.interleave, bool) or self.interleave < 1:
+            raise ArgumentError("interleave", describe(self.interleave), "an int of 1 or more")
+        if not isinstance(self.split_heads, bool):
+            raise ArgumentError("split_heads", describe(self.split_heads), "True or False")
+        if self.dtype not in TYPES:
+            raise ArgumentError("dtype", describe(self.dtype), ", ".join(map(str, TYPES)))
+        check_chunks(self.chunks)
+        self._group.set_timeout(timeout)
+        own = {"interleave": self.interleave, "split_heads": self.split_heads, "dtype": self.dtype, "chunks": self.chunks}
+        return facts_of(ranks=self._group.size, **own)
 
     @property
     def rank(self) -> int:
@@ -136,6 +146,7 @@ class ContextParallel:
         self, q: torch.Tensor, cache: KVCache, batch: Batch, options: Options | None = ..., *,
         out: torch.Tensor | None = ..., lse: Literal[True] | torch.Tensor, kernel: str | None = ..., check: Level = ...,
     ) -> tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
+    @ordered
     def attend(
         self,
         q: torch.Tensor,
@@ -172,7 +183,7 @@ class ContextParallel:
         """
         if unknown:
             refuse_unknown(ContextParallel.attend, unknown)
-        call = self._call(q, cache, batch, options, out, lse, check)
+        call = self._checked_call(q, cache, batch, options, out, lse, check)
         return self._run(call, kernel)
 
     @overload
@@ -185,6 +196,7 @@ class ContextParallel:
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cache: KVCache, batch: Batch, options: Options | None = ..., *,
         out: torch.Tensor | None = ..., lse: Literal[True] | torch.Tensor, check: Level = ...,
     ) -> tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
+    @ordered
     def step(
         self,
         q: torch.Tensor,
@@ -215,19 +227,38 @@ class ContextParallel:
         """
         if unknown:
             refuse_unknown(ContextParallel.step, unknown)
-        call = self._call(q, cache, batch, options, out, lse, check)
+        call = self._checked_call(q, cache, batch, options, out, lse, check)
         return self._run(call, None, partial(write, k, v, cache, batch, check=check))
 
-    def _call(self, *arguments: Any) -> ContextCall:
-        """The arguments of a call, checked. If this rank refuses them, the others are told, in host memory."""
-        try:
-            return self._checked_call(*arguments)
-        except ArgumentError:
-            if self._group.device.type == "cpu":
-                header = header_of(ATTEND, {})
-                header[STATUS] = REFUSED
-                self._group.all_gather(header).wait()
-            raise
+    @ordered
+    def pool_step(self, pool: PagePool, new_tokens: Mapping[Sequence, int]) -> Batch:
+        """`pool.step` on every rank, or on none. Ranks hold different numbers of keys, so one can be out of pages while the others
+        are not; if each called `pool.step` by itself, the others would wait for it in the next call. This is one small collective,
+        which waits for the device on a GPU.
+
+        Args:
+            pool: The pool of this rank, with `shard=cp.shard`.
+            new_tokens: As in `PagePool.step`: for each sequence, in the same order and with the same counts on every rank.
+
+        Returns:
+            The `Batch` of this rank.
+
+        Raises:
+            OutOfPages: A rank has too few free pages: on every rank, with the numbers of that rank. No pool is changed.
+            RankMismatch: Ranks have different numbers of sequences or of new tokens. No pool is changed.
+            RankFailed: Another rank raised another error. No pool is changed.
+            ArgumentError: As `PagePool.step`, or the pool has another shard, on this rank.
+            CommunicationError: The collective failed or timed out. No pool is changed.
+        """
+        self._order.has_answered = True  # whatever happens, it tells the other ranks
+        return step_of_all(pool, new_tokens, self.shard, self._order.place(), self._group)
+
+    def _refuse(self, method: str) -> None:
+        """Tells the other ranks that this one refused its arguments, in host memory."""
+        self._order.has_answered = True
+        if self._group.device.type == "cpu":
+            caller = POOL_STEP if method == "pool_step" else ATTEND
+            self._group.all_gather(refusal(caller, self._order.place())).wait()
 
     def _checked_call(
         self,
@@ -255,18 +286,21 @@ class ContextParallel:
         )
         if is_on_host(q) or check == "full":
             facts |= facts_of(kv_lens=batch.kv_lens.long().cpu(), q_starts=batch.q_starts.long().cpu())
-        return ContextCall(q, cache, batch, options, plan, facts, self._header(facts, q), dtype, out, lse, check)
+            place = self._order.place(cache)
+            header = header_of(ATTEND, facts, place).to(q.device)
+        else:
+            place = self._order.always()
+            header = self._header(facts, place, q.device)
+        return ContextCall(q, cache, batch, options, plan, facts, place, header, dtype, out, lse, check)
 
-    def _header(self, facts: Facts, q: torch.Tensor) -> torch.Tensor:
-        """The header of a call on the device of q. There it is kept, so that a CUDA graph can be captured after a first call."""
-        if is_on_host(q):
-            return header_of(ATTEND, facts)
+    def _header(self, facts: Facts, place: Place, device: torch.device) -> torch.Tensor:
+        """The header of a call on a device. There it is kept, so that a CUDA graph can be captured after a first call."""
         key = numbers_of(facts)
         if key not in self._headers:
             if len(self._headers) >= MOST_HEADERS:
                 self._headers.clear()
                 self._agreed.clear()
-            self._headers[key] = header_of(ATTEND, facts).to(q.device)
+            self._headers[key] = header_of(ATTEND, facts, place).to(device)
         return self._headers[key]
 
     def _plan(self, options: Options) -> LayerPlan:
@@ -320,13 +354,15 @@ class ContextParallel:
         if error is not None:
             header = header.clone()
             header[STATUS] = FAILED
+        self._order.has_answered = True
         headers = self._group.all_gather(header).wait()
         if not is_on_host(call.q) and call.check != "full" and error is None:
             key = numbers_of(call.facts)
             if key in self._agreed or (call.q.is_cuda and torch.cuda.is_current_stream_capturing()):
                 return
             self._agreed.add(key)
-        compare(ATTEND, call.facts, headers, self._group, error)
+        compare(ATTEND, call.facts, call.place, headers, self._group, error)
+        self._order.accept(call.cache)
 
     def __repr__(self) -> str:
         return f"ContextParallel(rank {self.rank} of {self.ranks}, interleave={self.interleave}, split_heads={self.split_heads})"

@@ -32,11 +32,12 @@ class CommunicationError(QuireError, RuntimeError):
 
 
 class RankMismatch(QuireError, ValueError):
-    """Ranks of a group called the same function with different arguments.
+    """Ranks of a group called the same function with different arguments, or are at different calls. Of tensors and other values
+    that are no ints, the message has this rank's; of the other ranks only that they differ.
 
     Attributes:
-        argument: What differs, such as "options.window".
-        ranks: The ranks of the group that differ from this one.
+        argument: What differs, such as "options.window", or "the call".
+        ranks: The ranks that differ from this one, by their number among all ranks, as `torch.distributed.get_rank()` gives it.
 
     Example:
         >>> from quire.distributed import RankMismatch
@@ -57,7 +58,7 @@ class RankFailed(QuireError, RuntimeError):
     """Another rank raised an error in the same call, before results were exchanged. The group can be used further.
 
     Attributes:
-        ranks: The ranks of the group that raised.
+        ranks: The ranks that raised, by their number among all ranks.
 
     Example:
         >>> from quire.distributed import RankFailed

@@ -49,21 +49,27 @@ class PendingCollective:
 class RankGroup:
     """A group of ranks. Every collective takes and gives contiguous tensors, and is started before it is waited for."""
 
-    def __init__(self, group: Group, timeout: float | None):
-        self._group = process_group(group)
+    def __init__(self, group: Group):
+        self._group = self.process_group = process_group(group)
         self.name = mesh_name(group) or self._group.group_name
         """The dimension of the mesh, or torch's name of the group."""
         self.rank: int = dist.get_rank(self._group)
         """This rank within the group."""
         self.size: int = dist.get_world_size(self._group)
         """Number of ranks."""
-        self.timeout = timeout
+        self.global_ranks: tuple[int, ...] = tuple(dist.get_process_group_ranks(self._group))
+        """The numbers of its ranks among all ranks, by their number in the group. Messages have these."""
+        self.timeout: float | None = None
         self._failed: CommunicationError | None = None
+
+    def set_timeout(self, timeout: float | None) -> None:
+        """Sets the timeout of all later collectives of the group, in seconds; None leaves it."""
         if timeout is not None:
             if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not 0 < timeout < 10**9:
                 raise ArgumentError("timeout", describe(timeout), "seconds above 0, or None to leave the group's own timeout")
             # Not a timeout of our own for each wait: after that gloo's thread would keep the process from ending.
             self._group.set_timeout(timedelta(seconds=timeout))
+        self.timeout = timeout
 
     @property
     def device(self) -> torch.device:
@@ -79,7 +85,7 @@ class RankGroup:
             raise ArgumentError(name, describe(tensor), f"a tensor on a device of the group's backend, {kinds}")
 
     def __str__(self) -> str:
-        ranks = ", ".join(map(str, dist.get_process_group_ranks(self._group)))
+        ranks = ", ".join(map(str, self.global_ranks))
         return f"'{self.name}' of ranks {ranks} (this is rank {dist.get_rank()}, backend {dist.get_backend(self._group)})"
 
     def all_gather(self, message: torch.Tensor) -> PendingCollective:

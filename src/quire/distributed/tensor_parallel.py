@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
 
-from quire.distributed.agreement import agree, facts_of
+from quire.distributed.agreement import Facts, agree, facts_of
 from quire.distributed.chunks import row_ranges
 from quire.distributed.group import TIMEOUT, Group, RankGroup
 from quire.distributed.heads import split
@@ -53,11 +54,16 @@ class TensorParallel:
     """
 
     def __init__(self, group: Group = None, *, q_heads: int, kv_heads: int, timeout: float | None = TIMEOUT):
-        self._group = RankGroup(group, timeout)
+        self._group = RankGroup(group)
         self._whole = {"q_heads": q_heads, "kv_heads": kv_heads}
-        agree("TensorParallel", facts_of(ranks=self._group.size, **self._whole), self._group)
+        agree("TensorParallel", partial(self._own_facts, timeout), self._group)
         self._split = split(q_heads, kv_heads, self._group.size, self._group.rank)
         self._options: WeakKeyDictionary[Options, Options] = WeakKeyDictionary()
+
+    def _own_facts(self, timeout: float | None) -> Facts:
+        """What all ranks must have in common."""
+        self._group.set_timeout(timeout)
+        return facts_of(ranks=self._group.size, **self._whole)
 
     @property
     def rank(self) -> int:
@@ -111,6 +117,8 @@ class TensorParallel:
         Raises:
             ArgumentError: `alibi` or `sinks` has another number of heads.
         """
+        if not isinstance(options, Options):
+            raise ArgumentError("options", describe(options), "the Options of the whole model")
         if options not in self._options:
             given = {name: getattr(options, name) for name in PER_HEAD if getattr(options, name) is not None}
             for name, value in given.items():
@@ -130,9 +138,11 @@ class TensorParallel:
         Raises:
             ArgumentError: The last axis does not have the model's kv_heads.
         """
-        if not isinstance(scale, torch.Tensor) or scale.dim() == 0:
+        if scale is None or (isinstance(scale, (int, float)) and not isinstance(scale, bool)):
             return scale
-        if scale.shape[-1] != self._whole["kv_heads"] or scale.dim() not in (1, 3):
+        if isinstance(scale, torch.Tensor) and scale.dim() == 0:
+            return scale
+        if not isinstance(scale, torch.Tensor) or scale.shape[-1] != self._whole["kv_heads"] or scale.dim() not in (1, 3):
             heads = self._whole["kv_heads"]
             raise ArgumentError(
                 "scale", describe(scale), f"a number, [], [{heads}] or [pages, page_size, {heads}]: the whole model's"
@@ -143,8 +153,11 @@ class TensorParallel:
         """The sum of `x` over all ranks, in place, in the type of `x`: what follows a row-parallel projection.
 
         Raises:
+            ArgumentError: `x` is no tensor on a device of the group.
             CommunicationError: The collective failed or timed out.
         """
+        if not isinstance(x, torch.Tensor):
+            raise ArgumentError("x", describe(x), "a tensor")
         self._group.check_device("x", x)
         return self._group.all_reduce(x).wait()
 
@@ -165,6 +178,9 @@ class TensorParallel:
             ArgumentError: The shapes do not fit.
             CommunicationError: A collective failed or timed out.
         """
+        for name, value in (("out", out), ("weight", weight)):
+            if not isinstance(value, torch.Tensor) or value.dtype != getattr(out, "dtype", None) or value.dim() < 2:
+                raise ArgumentError(name, describe(value), "a tensor: out [tokens, q_heads, v_head_dim], weight of the same type")
         rows = out.flatten(1)
         if weight.dim() == 2 and weight.shape[1] == rows.shape[1] * self.ranks:
             weight = self.q(weight, dim=1)
