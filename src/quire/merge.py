@@ -21,8 +21,8 @@ def merge(
     """Merges partial attention results of the same queries over disjoint sets of keys into the result over all keys.
 
     A partial result without keys (LSE of -inf) has no influence; its output may hold any value. A sink must be in exactly one.
-    Where an LSE is +inf, as with a sink of +inf, parts with a smaller one have no influence, and those with +inf have equal weights:
-    with such a sink the output is 0 and the LSE +inf, as without parts.
+    Where an LSE is +inf, as with a sink of +inf, parts with a smaller one have no influence, and those with +inf have equal
+    weights: with such a sink the output is 0 and the LSE +inf, as without parts.
 
     Args:
         outs: Outputs `[tokens, q_heads, v_head_dim]`, all of one floating-point type.
