@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-import itertools
+import heapq
+from collections import Counter
 from dataclasses import replace
 
 import pytest
 
 from quire.errors import ArgumentError
+from quire.plan import splits
 from quire.plan.communication import LINK_LATENCY, LINK_PART, NETWORK_LATENCY, all_gather, all_reduce, all_to_all
 from quire.plan.counts import LayerShape, PageShard, count
 from quire.plan.machines import MACHINES, Cluster, cluster_of
 from quire.plan.models import MODELS, LayerKind
 from quire.plan.splits import (
     COMMUNICATION,
+    Batch,
     ParallelSplit,
     PlanJob,
     all_costs,
@@ -150,15 +153,67 @@ def test_a_slow_network_changes_the_best_split() -> None:
     assert all_costs(fast)[0].split.gpus == 16
 
 
+def sizes(found: tuple[tuple[Batch, int], ...]) -> list[int]:
+    """How many sequences each replica has."""
+    return sorted(batch.total() for batch, replicas in found for _ in range(replicas))
+
+
 def test_sequences_are_divided_over_replicas() -> None:
     batch = ((2048, 6144), *DECODES)
     found = divided(replace(JOB, sequences=batch), 2)
-    assert sorted(itertools.chain(*found)) == sorted(batch)
-    assert sorted(map(len, found)) == [1, 16], "the prefill takes longer than all decodes"
+    assert sum((one for one, _ in found), Counter()) == Counter(batch)
+    assert sizes(found) == [1, 16], "the prefill takes longer than all decodes"
     more = divided(replace(JOB, sequences=((2048, 6144), *DECODES * 4)), 2)
-    assert 8 <= min(map(len, more)) <= 24, "and now less: some decodes are beside it"
-    assert [len(one) for one in divided(JOB, 8)] == [2] * 8
-    assert sorted(len(one) for one in divided(replace(JOB, sequences=DECODES[:3]), 8)) == [0] * 5 + [1] * 3
+    assert 8 <= min(sizes(more)) <= 24, "and now less: some decodes are beside it"
+    assert sizes(divided(JOB, 8)) == [2] * 8
+    assert sizes(divided(replace(JOB, sequences=DECODES[:3]), 8)) == [0] * 5 + [1] * 3
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 3, 8])
+@pytest.mark.parametrize(
+    "runs",
+    [
+        ((2.5, (1, 100), 1000),),
+        ((50.0, (2048, 0), 2), (1.0, (1, 100), 201), (0.25, (1, 10), 77)),
+        ((7.0, (64, 0), 5), (3.0, (32, 0), 4), (0.0, (0, 0), 3)),
+    ],
+)
+def test_runs_of_equal_sequences_are_divided_as_one_by_one(
+    runs: tuple[tuple[float, tuple[int, int], int], ...], replicas: int
+) -> None:
+    loads, expected = [0.0] * replicas, [Counter[tuple[int, int]]() for _ in range(replicas)]
+    for load, one, times in runs:
+        for _ in range(times):
+            i = loads.index(min(loads))
+            loads[i] += load
+            expected[i][one] += 1
+    found = splits._balanced(runs, replicas)
+    assert Counter({frozenset(batch.items()): times for batch, times in found}) == Counter(
+        frozenset(batch.items()) for batch in expected
+    )
+
+
+def test_the_work_of_a_plan_does_not_grow_with_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """100000 sequences of one length are no more work than a few: counted in steps of the division."""
+    steps = Counter[str]()
+    step = heapq.heapreplace
+
+    def counted(heap: list[tuple[float, int]], item: tuple[float, int]) -> tuple[float, int]:
+        steps["heap"] += 1
+        return step(heap, item)
+
+    monkeypatch.setattr(splits.heapq, "heapreplace", counted)
+    all_costs(replace(JOB, sequences=((1, 4095),) * 100_000, cluster=cluster_of("64xH200")))
+    assert steps["heap"] <= 2 * 64
+
+
+@pytest.mark.parametrize("window", [None, 20, 100, 1000])
+@pytest.mark.parametrize("cp", [1, 2, 3, 8])
+def test_busiest_rank(cp: int, window: int | None) -> None:
+    layer = LayerShape(8, 2, 64, 16, window=window)
+    for batch in (Counter({(1, 52): 1}), Counter({(1, 527): 3, (40, 100): 2, (0, 9): 1}), Counter({(33, 0): 1})):
+        keys = [count(layer, batch, PageShard(rank, cp)).keys for rank in range(cp)]
+        assert splits._busiest(layer, batch, cp) == PageShard(keys.index(max(keys)), cp)
 
 
 def test_capacity() -> None:

@@ -70,15 +70,14 @@ def cost_values(cost: SplitCost) -> dict[str, Any]:
 
 def curve(job: PlanJob, costs: Sequence[SplitCost]) -> list[dict[str, Any]]:
     """The time of the fastest splits over the length of the context: every sequence has that many tokens, its new ones included."""
-    found = []
-    for cost in costs:
-        points = []
-        for context in CONTEXTS:
-            sequences: Lengths = tuple((new, context - new) for new, _ in job.sequences if new <= context)
-            if len(sequences) == len(job.sequences):
-                at = cost_of(replace(job, sequences=sequences), cost.split)
-                points.append({"context": context, "milliseconds": at.seconds * 1e3, "fits": at.fits})
-        found.append({**cost.split._asdict(), "points": points})
+    found: list[dict[str, Any]] = [{**cost.split._asdict(), "points": []} for cost in costs]
+    longest = max(new for new, _ in job.sequences)
+    for context in (one for one in CONTEXTS if one >= longest):
+        sequences: Lengths = tuple((new, context - new) for new, _ in job.sequences)
+        at_context = replace(job, sequences=sequences)
+        for line, cost in zip(found, costs):
+            at = cost_of(at_context, cost.split)
+            line["points"].append({"context": context, "milliseconds": at.seconds * 1e3, "fits": at.fits})
     return found
 
 

@@ -6,15 +6,20 @@ import heapq
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
 from typing import NamedTuple
+
+import numpy as np
 
 from quire.cache.format import FORMATS
 from quire.plan.communication import CollectiveCost, all_gather, all_reduce, all_to_all
-from quire.plan.counts import LayerShape, Lengths, PageShard, count, visible_keys
+from quire.plan.counts import LayerShape, Lengths, PageShard, count
 from quire.plan.machines import Cluster
 from quire.plan.models import LayerKind, ModelShape
 from quire.plan.step_time import HBM, LATENCY, layer_time, write_bytes, write_time
 
+Batch = Counter[tuple[int, int]]
+"""(new tokens, context) of sequences, and how many have it. A large batch has few different ones."""
 COMMUNICATION, CAPACITY = "communication", "capacity"
 """Limiting resources beside those of one GPU."""
 
@@ -56,6 +61,11 @@ class PlanJob:
     """The part of a GPU's memory for weights and cache."""
     whole_cache: bool = False
     """Whether layers with a window keep all tokens, as with one page table for all layers."""
+
+    @cached_property
+    def distinct(self) -> Batch:
+        """How often each pair of lengths is in the batch."""
+        return Counter(self.sequences)
 
     def layer(self, kind: LayerKind, tp: int = 1) -> LayerShape:
         """The attention of a layer on one GPU. With fewer key heads than ranks, several ranks have the same one."""
@@ -129,8 +139,7 @@ def all_costs(job: PlanJob) -> list[SplitCost]:
 
 def cost_of(job: PlanJob, split: ParallelSplit) -> SplitCost:
     """The cost of one split: the time of its slowest replica, the memory of its fullest one."""
-    replicas = {tuple(sorted(batch)): batch for batch in divided(job, split.dp)}
-    slowest = max((_replica_cost(job, split, batch) for batch in replicas.values()), key=lambda cost: cost.seconds)
+    slowest = max((_replica_cost(job, split, batch) for batch, _ in divided(job, split.dp)), key=lambda cost: cost.seconds)
     model = job.model
     heads = max(1, model.kv_heads // split.tp)
     memory = memory_of(job, split)
@@ -155,12 +164,12 @@ def memory_of(job: PlanJob, split: ParallelSplit) -> MemoryUse:
     """The memory of the fullest GPU."""
     holders = split.gpus if shares_weights(job.model, split) else split.tp
     weights, usable = job.model.weight_bytes / holders, job.cluster.machine.memory * job.memory_part
-    fullest = max(_cache_bytes(job, split, Counter(batch)) for batch in divided(job, split.dp))
-    mean = _cache_bytes(job, split, Counter(job.sequences)) / len(job.sequences)
+    fullest = max(_cache_bytes(job, split, batch) for batch, _ in divided(job, split.dp))
+    mean = _cache_bytes(job, split, job.distinct) / len(job.sequences)
     return MemoryUse(weights, fullest, usable, int(max(0.0, usable - weights) // mean) * split.dp)
 
 
-def _cache_bytes(job: PlanJob, split: ParallelSplit, batch: Counter[tuple[int, int]]) -> float:
+def _cache_bytes(job: PlanJob, split: ParallelSplit, batch: Batch) -> float:
     """Bytes of the cache of some sequences on one GPU."""
     return sum(
         kind.layers
@@ -181,8 +190,9 @@ def least_gpus(job: PlanJob, most: int = 4096) -> int | None:
     return None
 
 
-def divided(job: PlanJob, replicas: int) -> list[list[tuple[int, int]]]:
-    """The sequences of each replica: the one that takes the longest first, each to the replica with the least until then."""
+def divided(job: PlanJob, replicas: int) -> tuple[tuple[Batch, int], ...]:
+    """The different batches of replicas, and how many replicas have each: the sequence that takes the longest first, each to the
+    replica with the least until then."""
     machine, layer = job.cluster.machine, job.layer(LayerKind(1, None))
 
     def load(one: tuple[int, int]) -> float:
@@ -191,21 +201,40 @@ def divided(job: PlanJob, replicas: int) -> list[list[tuple[int, int]]]:
         pairs = new * (2 * context + new + 1) // 2
         return (new + context) * layer.key_bytes / machine.bandwidth + pairs * layer.pair_flops / machine.flops
 
+    runs = sorted(((load(one), one, times) for one, times in job.distinct.items()), key=lambda run: run[0], reverse=True)
+    return _balanced(tuple(runs), replicas)
+
+
+@lru_cache(maxsize=1024)
+def _balanced(runs: tuple[tuple[float, tuple[int, int], int], ...], replicas: int) -> tuple[tuple[Batch, int], ...]:
+    """Divides runs of (load, lengths, how many sequences). Splits with equally many replicas share the result."""
     loads = [(0.0, i) for i in range(replicas)]
-    found: list[list[tuple[int, int]]] = [[] for _ in range(replicas)]
-    for one in sorted(job.sequences, key=load, reverse=True):
-        least, i = loads[0]
-        found[i].append(one)
-        heapq.heapreplace(loads, (least + load(one), i))
-    return found
+    found: list[Batch] = [Counter() for _ in range(replicas)]
+    for load, one, times in runs:
+        while times:
+            if times >= replicas and max(loads)[0] - loads[0][0] < load:  # from here on, each replica in turn gets one
+                rounds, times = divmod(times, replicas)
+                loads = [(least + rounds * load, i) for least, i in loads]
+                for batch in found:
+                    batch[one] += rounds
+                heapq.heapify(loads)
+            steps = min(times, replicas)
+            for _ in range(steps):
+                least, i = loads[0]
+                found[i][one] += 1
+                heapq.heapreplace(loads, (least + load, i))
+            times -= steps
+    equal = Counter(frozenset(batch.items()) for batch in found)
+    different = {frozenset(batch.items()): batch for batch in found}
+    return tuple((batch, equal[items]) for items, batch in different.items())
 
 
-def _replica_cost(job: PlanJob, split: ParallelSplit, batch: list[tuple[int, int]]) -> SplitCost:
+def _replica_cost(job: PlanJob, split: ParallelSplit, batch: Batch) -> SplitCost:
     parts: dict[str, float] = {}
     collectives: dict[str, float] = {}
     moved = flops = 0
     sent = 0.0
-    tokens = sum(new for new, _ in batch)
+    tokens = sum(new * times for (new, _), times in batch.items())
     for kind in job.model.kinds:
         layer = job.layer(kind, split.tp)
         shard = _busiest(layer, batch, split.cp)
@@ -260,15 +289,19 @@ def kept_tokens(job: PlanJob, kind: LayerKind, lengths: tuple[int, int], cp: int
     return -(-pages // cp) * job.page_size
 
 
-def _busiest(layer: LayerShape, batch: list[tuple[int, int]], cp: int) -> PageShard:
-    """The rank with the most keys to read."""
-    if cp == 1:
-        return PageShard()
-    different = Counter(batch)
-    return max(
-        (PageShard(rank, cp) for rank in range(cp)),
-        key=lambda shard: sum(times * visible_keys(*one, layer, shard) for one, times in different.items()),
-    )
+def _busiest(layer: LayerShape, batch: Batch, cp: int) -> PageShard:
+    """The rank with the most keys to read, the first of several. Without a window it is the first: no rank has more pages, and only
+    the last page may be incomplete."""
+    if cp == 1 or layer.window is None:
+        return PageShard(0, cp)
+    keys, size = np.zeros(cp, dtype=np.int64), layer.page_size
+    for (new, context), times in batch.items():
+        if new:
+            first, end = max(0, context + 1 - layer.window), new + context
+            pages = np.arange(first // size, -(-end // size), dtype=np.int64)
+            seen = np.minimum((pages + 1) * size, end) - np.maximum(pages * size, first)
+            np.add.at(keys, pages % cp, times * seen)
+    return PageShard(int(keys.argmax()), cp)
 
 
 def _add(into: dict[str, float], name: str, seconds: float) -> None:

@@ -66,11 +66,11 @@ def layer_time(
     long_kernel: LongRates | None = None,
 ) -> LayerTime:
     """The time of `quire.attend` for a batch. `long_kernel` replaces the parameters of the kernel that the dispatcher chooses."""
-    batch = [one for one in sequences if one[0]]
+    batch = Counter({one: times for one, times in Counter(sequences).items() if one[0]})
     if not batch:
         return LayerTime(0.0, 0.0, HBM, "none")
     kernel = kernel_of(layer, max(new for new, _ in batch), max(sum(one) for one in batch), machine)
-    few, many = [one for one in batch if one[0] <= SHORT], [one for one in batch if one[0] > SHORT]
+    few, many = (Counter({one: n for one, n in batch.items() if (one[0] <= SHORT) is short}) for short in (True, False))
     short = _short_times(layer, few, shard, machine, rates)
     needs = {HBM: short.read, FLOPS: short.product, CONVERSION: short.convert}
     work = short.longest
@@ -126,11 +126,11 @@ def kernel_of(layer: LayerShape, max_q_len: int, max_kv_len: int, machine: Machi
     return chosen.name
 
 
-def _short_times(layer: LayerShape, short: list[tuple[int, int]], shard: PageShard, machine: Machine, rates: Rates) -> _Short:
+def _short_times(layer: LayerShape, short: Counter[tuple[int, int]], shard: PageShard, machine: Machine, rates: Rates) -> _Short:
     if not short:
         return _Short()
     counts = count(layer, short, shard)
-    starts = len(short) * layer.kv_heads / (2 * machine.multiprocessors) * rates.unit_start
+    starts = short.total() * layer.kv_heads / (2 * machine.multiprocessors) * rates.unit_start
     read = counts.bytes / (rates.read * machine.bandwidth * decode_factor(layer)) + starts
     rows = max(new for new, _ in short) * layer.group
     padded = -(-rows // _PRODUCT_ROWS) * _PRODUCT_ROWS
@@ -143,12 +143,12 @@ def _short_times(layer: LayerShape, short: list[tuple[int, int]], shard: PageSha
 
 
 def _tile_seconds(
-    layer: LayerShape, long: list[tuple[int, int]], machine: Machine, shard: PageShard, rates: LongRates
+    layer: LayerShape, long: Counter[tuple[int, int]], machine: Machine, shard: PageShard, rates: LongRates
 ) -> Counter[float]:
     """Seconds of each tile of queries on one multiprocessor, and how many tiles take as long. A tile visits whole tiles of keys."""
     per_key_tile = rates.rows * rates.keys * 4 * layer.head_dim / (rates.flops * machine.flops / machine.multiprocessors)
     found: Counter[float] = Counter()
-    for (new, context), times in Counter(long).items():
+    for (new, context), times in long.items():
         first = np.arange(0, new, rates.rows, dtype=np.int64)
         end = context + np.minimum(first + rates.rows, new)
         begin = np.zeros_like(first) if layer.window is None else np.maximum(context + first + 1 - layer.window, 0)
