@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +91,20 @@ def test_html_needs_no_network(tmp_path: Path, capsys: pytest.CaptureFixture[str
     found = json.loads((tmp_path / "p.json").read_text())
     assert page.count("div", "split") == len(found["splits"])
     assert "sinks were not measured" in text and "head_dim 64" in text
+
+
+@pytest.mark.parametrize("form", [["--json"], []], ids=["json", "text"])
+def test_files_are_written_before_standard_output(form: list[str], tmp_path: Path) -> None:
+    """The reader of standard output has ended before the command writes to it."""
+    html, output = tmp_path / "plan.html", tmp_path / "plan.json"
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "quire", *PLAN, *form, "--html", str(html), "--output", str(output)]
+    try:
+        subprocess.run(command, stdout=writer, stderr=subprocess.PIPE)
+    finally:
+        os.close(writer)
+    assert html.read_text(encoding="utf-8").rstrip().endswith("</html>") and json.loads(output.read_text())["fits"]
 
 
 def test_html_escapes_the_name_of_a_model(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import itertools
 from collections import Counter
 from dataclasses import replace
 
@@ -269,3 +270,9 @@ def test_other_machines_have_other_kernels() -> None:
     assert h100.seconds == pytest.approx(h200.seconds, rel=0.01) and a100.seconds > 3 * h100.seconds
     decode = [layer_time(layer, [(1, 131071)], MACHINES[name]).work for name in ("h200", "h100")]
     assert decode[1] / decode[0] == pytest.approx(4.8 / 3.35, rel=1e-3)
+
+
+def test_a_head_that_no_kernel_has_is_refused_by_its_size() -> None:
+    job = replace(JOB, model=replace(JOB.model, head_dim=600))
+    with pytest.raises(ArgumentError, match=r"--model: given head_dim 600; allowed: head_dim 1 to 512 \(triton-decode on H200\)"):
+        all_costs(job)

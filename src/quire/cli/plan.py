@@ -108,9 +108,9 @@ def run(args: Args) -> int:
 
     job, step = _job(args)
     found = report.plan(job, step)
-    answer(args, found, lambda: _print(args, found))
-    if args.html is not None:
+    if args.html is not None:  # before standard output, whose reader may end early
         Path(args.html).write_text(html_report(found), encoding="utf-8")
+    answer(args, found, lambda: _print(args, found))
     return 0 if found["fits"] else 1
 
 

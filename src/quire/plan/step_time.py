@@ -23,6 +23,8 @@ SHORT = 16
 """A sequence with at most so many new tokens is computed as a decode: its keys are divided among programs."""
 MOST_SCHEDULED = 4096
 """Tiles of queries that are scheduled one by one; of more, the last one counts half."""
+_PLANNED = ("triton-decode", *(name for name in LONG_KERNELS if "," not in name))
+"""The kernels whose times are modelled."""
 _PRODUCT_ROWS = 16
 """The fewest query rows of a matrix product."""
 
@@ -117,13 +119,17 @@ def kernel_of(layer: LayerShape, max_q_len: int, max_kv_len: int, machine: Machi
         device="cuda",
         **features,
     )
-    chosen = choose(problem, Extent(1, max_q_len, max_q_len, max_kv_len), Platform.named(machine.platform)).chosen
-    if chosen is None or (chosen.name not in LONG_KERNELS and chosen.name != "triton-decode"):
-        name = "none" if chosen is None else chosen.name
+    decision = choose(problem, Extent(1, max_q_len, max_q_len, max_kv_len), Platform.named(machine.platform))
+    if decision.chosen is None or decision.chosen.name not in _PLANNED:
+        able = [candidate for candidate in decision.candidates if candidate.kernel.name in _PLANNED]
+        nearest = min(able, key=lambda candidate: len(candidate.refusals))
+        broken = [one for one in nearest.refusals if one.rule != "v_head_dim"]  # it is the head_dim of every model here
         raise ArgumentError(
-            "--model", f"a layer whose kernel on {machine.name} is {name}", "a layer that a GPU kernel of Quire runs"
+            "--model",
+            ", ".join(f"{one.rule} {one.given}" for one in broken),
+            ", ".join(f"{one.rule} {one.allowed}" for one in broken) + f" ({nearest.kernel.name} on {machine.name})",
         )
-    return chosen.name
+    return decision.chosen.name
 
 
 def _short_times(layer: LayerShape, short: Counter[tuple[int, int]], shard: PageShard, machine: Machine, rates: Rates) -> _Short:
