@@ -174,6 +174,113 @@ def test_what_cannot_be_planned_is_refused(change: dict[str, Any], message: str)
         shape_of({**LLAMA, **change}, "x")
 
 
+FALCON_7B = {
+    "model_type": "falcon",
+    "hidden_size": 4544,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 71,
+    "num_kv_heads": 71,
+    "multi_query": True,
+    "new_decoder_architecture": False,
+    "alibi": False,
+    "vocab_size": 65024,
+}
+FALCON_40B = {**FALCON_7B, "hidden_size": 8192, "num_hidden_layers": 60, "num_attention_heads": 128, "num_kv_heads": 8}
+FALCON_40B |= {"new_decoder_architecture": True}
+CHATGLM = {
+    "model_type": "chatglm",
+    "hidden_size": 4096,
+    "num_layers": 28,
+    "num_attention_heads": 32,
+    "kv_channels": 128,
+    "ffn_hidden_size": 13696,
+    "padded_vocab_size": 65024,
+    "multi_query_attention": True,
+    "multi_query_group_num": 2,
+    "tie_word_embeddings": False,
+}
+MPT = {"model_type": "mpt", "d_model": 4096, "n_layers": 32, "n_heads": 32, "expansion_ratio": 4, "vocab_size": 50432}
+STARCODER = {
+    "model_type": "gpt_bigcode",
+    "n_embd": 6144,
+    "n_layer": 40,
+    "n_head": 48,
+    "n_inner": 24576,
+    "multi_query": True,
+    "vocab_size": 49152,
+}
+DBRX = {
+    "model_type": "dbrx",
+    "d_model": 6144,
+    "n_layers": 40,
+    "n_heads": 48,
+    "attn_config": {"kv_n_heads": 8, "clip_qkv": 8, "rope_theta": 500000},
+    "ffn_config": {"ffn_hidden_size": 10752, "moe_num_experts": 16, "moe_top_k": 4},
+    "vocab_size": 100352,
+    "tie_word_embeddings": False,
+}
+
+
+@pytest.mark.parametrize(
+    "config, heads, head_dim, layers, billions",
+    [
+        (FALCON_7B, (71, 1), 64, 32, 6.92),
+        (FALCON_40B, (128, 8), 64, 60, 41.3),
+        ({**FALCON_7B, "multi_query": False}, (71, 71), 64, 32, None),
+        (CHATGLM, (32, 2), 128, 28, 6.24),
+        ({**CHATGLM, "multi_query_attention": False}, (32, 32), 128, 28, None),
+        (MPT, (32, 32), 128, 32, 6.65),
+        ({**MPT, "attn_config": {"attn_type": "grouped_query_attention", "kv_n_heads": 8}}, (32, 8), 128, 32, None),
+        ({**MPT, "attn_config": {"attn_type": "multiquery_attention"}}, (32, 1), 128, 32, None),
+        (STARCODER, (48, 1), 128, 40, 15.5),
+        ({**STARCODER, "multi_query": False}, (48, 48), 128, 40, None),
+        (DBRX, (48, 8), 128, 40, 131.6),
+    ],
+)
+def test_other_names_of_the_same_numbers(
+    config: dict[str, Any], heads: tuple[int, int], head_dim: int, layers: int, billions: float | None
+) -> None:
+    found = shape_of(config, "x")
+    assert ((found.q_heads, found.kv_heads), found.head_dim, found.layers) == (heads, head_dim, layers)
+    if billions is not None:
+        assert found.parameters / 1e9 == pytest.approx(billions, rel=0.015)
+
+
+def test_alibi_is_a_feature() -> None:
+    assert shape_of({**MPT, "attn_config": {"alibi": True}}, "x").features == ("alibi",)
+    assert shape_of({**FALCON_7B, "alibi": True}, "x").features == ("alibi",) and shape_of(FALCON_7B, "x").features == ()
+
+
+@pytest.mark.parametrize(
+    "config, message",
+    [
+        ({**LLAMA, "attention_chunk_size": 8192}, "attention_chunk_size 8192"),
+        ({"text_config": {**LLAMA, "attention_chunk_size": 8192}}, "attention_chunk_size 8192"),
+        ({**LLAMA, "is_encoder_decoder": True}, "is_encoder_decoder True"),
+        ({"is_encoder_decoder": True, "text_config": LLAMA}, "is_encoder_decoder True"),
+        ({**LLAMA, "num_kv_shared_layers": 10}, "num_kv_shared_layers 10"),
+        ({**LLAMA, "cross_attention_layers": [3, 8]}, "cross_attention_layers"),
+        ({**LLAMA, "hybrid_override_pattern": "M-M*"}, "hybrid_override_pattern"),
+        ({**LLAMA, "swa_num_key_value_heads": 4}, "swa_num_key_value_heads 4"),
+        ({**LLAMA, "num_gqa_groups": 4, "gqa": 4}, "gqa"),
+        ({**LLAMA, "v_head_dim": 64}, "v_head_dim 64; allowed: 128"),
+        ({**LLAMA, "n_layer": 31}, "num_hidden_layers 32, n_layer 31"),
+        ({**LLAMA, "multi_query": True}, "num_key_value_heads 8, multi_query 1"),
+        ({**LLAMA, "hidden_size": 4100}, "32 heads of a hidden size of 4100"),
+        ({**LLAMA, "sliding_window": 64, "sliding_window_pattern": "LLLG"}, "sliding_window_pattern 'LLLG'"),
+        ({**CHATGLM, "multi_query_attention": None}, "multi_query_group_num 2"),
+        ({**CHATGLM, "multi_query_group_num": None}, "multi_query_group_num None"),
+        ({**MPT, "attn_config": {"attn_type": "other"}}, "attn_config.attn_type 'other'"),
+        ({**MPT, "attn_config": {"attn_type": "grouped_query_attention"}}, "grouped_query_attention with kv_n_heads"),
+        ({**MPT, "attn_config": {"sliding_window_size": 512}}, "attn_config.sliding_window_size 512"),
+        ({**STARCODER, "multi_query": None}, "gpt_bigcode without multi_query"),
+    ],
+)
+def test_keys_that_would_change_the_plan_are_refused_by_name(config: dict[str, Any], message: str) -> None:
+    with pytest.raises(ArgumentError, match=message):
+        shape_of(config, "x")
+
+
 def test_files_that_are_no_configuration(tmp_path: Path) -> None:
     with pytest.raises(ArgumentError, match=r"a folder with a config\.json"):
         model_of(str(tmp_path))

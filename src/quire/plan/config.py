@@ -8,10 +8,17 @@ from pathlib import Path
 from typing import Any
 
 from quire.errors import ArgumentError
-from quire.plan.models import CAPPED, SINKS, ModelShape, model_named
+from quire.plan.config_keys import HEAD_DIM, HEADS, HIDDEN, LAYERS, kv_heads_of, one_of, refuse_unknown
+from quire.plan.models import ALIBI, CAPPED, SINKS, ModelShape, model_named
 
 _FULL_LAYER, _WINDOW_LAYER = "full_attention", "sliding_attention"
 """The entries of `layer_types` that a plan knows."""
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+_WIDTHS = ("intermediate_size", "n_inner", "ffn_hidden_size", "ffn_dim")
+_UNGATED = ("bloom", "codegen", "falcon", "gpt2", "gpt_bigcode", "gpt_neo", "gpt_neox", "gptj", "mpt", "opt", "phi", "starcoder2")
+"""Model types whose MLP has two matrices."""
+_TIED = ("gemma", "bloom", "falcon", "gpt2", "gpt_bigcode", "mpt", "opt")
+"""Model types whose output layer shares the weights of the embedding, if the configuration does not say it."""
 _NEEDED = ("hidden_size", "num_hidden_layers", "num_attention_heads")
 _DTYPE_BITS = {"float32": 32.0, "bfloat16": 16.0, "float16": 16.0, None: 16.0}
 _QUANTISED_BITS = {"fp8": 8.0, "fbgemm_fp8": 8.0, "mxfp4": 16.0}
@@ -48,50 +55,70 @@ def model_of(given: str) -> ModelShape:
 def shape_of(config: Mapping[str, Any], name: str) -> ModelShape:
     """The shape that a configuration describes; of its `text_config`, if it has one."""
     outer, config = config, config.get("text_config") or config
-    missing = [key for key in _NEEDED if key not in config]
+    for place in (outer, config):
+        refuse_unknown(place, name)
+    found = [one_of(config, keys, name) for keys in (HEADS, HIDDEN, LAYERS)]
+    missing = [key for key, value in zip(("num_attention_heads", "hidden_size", "num_hidden_layers"), found) if value is None]
     if missing:
-        raise ArgumentError("--model", f"{name}: a configuration without {', '.join(missing)}", f"one with {', '.join(_NEEDED)}")
-    if config.get("kv_lora_rank"):
-        raise ArgumentError("--model", f"{name}: multi-head latent attention (kv_lora_rank)", "attention with keys and values")
-    q_heads, hidden, layers = (_whole(config, key, name) for key in ("num_attention_heads", "hidden_size", "num_hidden_layers"))
-    kv_heads = _whole(config, "num_key_value_heads", name) if config.get("num_key_value_heads") else q_heads
+        absent = ", ".join(key for key in _NEEDED if key in missing)
+        raise ArgumentError("--model", f"{name}: a configuration without {absent}", f"one with {', '.join(_NEEDED)}")
+    q_heads, hidden, layers = (value or 0 for value in found)
+    kv_heads = kv_heads_of(config, q_heads, name)
     if q_heads % kv_heads:
         raise ArgumentError("--model", f"{name}: {q_heads} query heads over {kv_heads} key heads", "a multiple of the key heads")
-    head_dim = _whole(config, "head_dim", name) if config.get("head_dim") else hidden // q_heads
-    experts = next((config[key] for key in ("num_local_experts", "num_experts", "n_routed_experts") if config.get(key)), 0)
+    inner: Mapping[str, Any] = config.get("ffn_config") or {}
+    experts = next((place[key] for place in (config, inner) for key in _EXPERTS if place.get(key)), 0)
     window, windowed = _windows(config, layers, name)
     weight_bits, expert_bits = _bits(outer, config)
+    family = str(config.get("model_type"))
     return ModelShape(
         name,
         hidden,
         layers,
         q_heads,
         kv_heads,
-        head_dim,
-        int((experts and config.get("moe_intermediate_size")) or config.get("intermediate_size") or 4 * hidden),
-        int(config.get("vocab_size", 0)),
+        _head_dim(config, hidden, q_heads, name),
+        _intermediate(config, inner, hidden, bool(experts)),
+        int(config.get("vocab_size") or config.get("padded_vocab_size") or 0),
         int(experts),
         window,
         1 if windowed or window is None else 0,
         features=_features(config),
-        tied=bool(
-            config.get("tie_word_embeddings", outer.get("tie_word_embeddings", str(config.get("model_type")).startswith("gemma")))
-        ),
+        tied=bool(config.get("tie_word_embeddings", outer.get("tie_word_embeddings", family.startswith(_TIED)))),
         weight_bits=weight_bits,
         expert_bits=expert_bits,
         windowed=windowed,
+        mlp_matrices=2 if family in _UNGATED else 3,
     )
 
 
-def _whole(config: Mapping[str, Any], key: str, name: str) -> int:
-    value = config[key]
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ArgumentError("--model", f"{name}: {key} {value!r}", "a whole number of 1 or more, the same for every layer")
-    return value
+def _head_dim(config: Mapping[str, Any], hidden: int, q_heads: int, name: str) -> int:
+    head_dim = one_of(config, HEAD_DIM, name)
+    if head_dim is None:
+        if hidden % q_heads:
+            raise ArgumentError(
+                "--model", f"{name}: {q_heads} heads of a hidden size of {hidden}", "head_dim, or heads that divide it"
+            )
+        head_dim = hidden // q_heads
+    if (config.get("v_head_dim") or head_dim) != head_dim:
+        raise ArgumentError("--model", f"{name}: v_head_dim {config['v_head_dim']}", f"{head_dim}, the head_dim of keys")
+    return head_dim
+
+
+def _intermediate(config: Mapping[str, Any], inner: Mapping[str, Any], hidden: int, experts: bool) -> int:
+    """The width of the MLP, or of one expert; four times the hidden size if the configuration does not say it."""
+    widths = [config.get(key) for key in (*(("moe_intermediate_size",) if experts else ()), *_WIDTHS)]
+    ratio = config.get("expansion_ratio")
+    return int(next((width for width in (*widths, inner.get("ffn_hidden_size")) if width), (ratio or 4) * hidden))
 
 
 def _features(config: Mapping[str, Any]) -> tuple[str, ...]:
-    has = {CAPPED: config.get("attn_logit_softcapping"), SINKS: config.get("model_type") == "gpt_oss"}
+    inner = config.get("attn_config") or {}
+    has = {
+        CAPPED: config.get("attn_logit_softcapping"),
+        SINKS: config.get("model_type") == "gpt_oss",
+        ALIBI: config.get("alibi") or inner.get("alibi") or config.get("model_type") == "bloom",
+    }
     return tuple(name for name, present in has.items() if present)
 
 
@@ -124,7 +151,9 @@ def _windows(config: Mapping[str, Any], layers: int, name: str) -> tuple[int | N
     pattern = config.get("sliding_window_pattern") or config.get("_sliding_window_pattern")
     pattern = pattern or {"gemma2": 2, "gemma3_text": 6, "gemma3": 6, "gpt_oss": 2}.get(config.get("model_type", ""))
     if pattern:
-        return int(window), tuple((i + 1) % int(pattern) != 0 for i in range(layers))
+        if isinstance(pattern, bool) or not isinstance(pattern, int) or pattern < 1:
+            raise ArgumentError("--model", f"{name}: sliding_window_pattern {pattern!r}", "a whole number, or layer_types")
+        return int(window), tuple((i + 1) % pattern != 0 for i in range(layers))
     first = config.get("max_window_layers")
     if first is not None and config.get("use_sliding_window"):
         return int(window), tuple(i >= int(first) for i in range(layers))

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from quire.cache.format import FORMATS, OCP_FP8
 from quire.plan.counts import LayerShape
-from quire.plan.models import CAPPED, SINKS
+from quire.plan.models import ALIBI, CAPPED, SINKS
 
 
 class Rates(NamedTuple):
@@ -125,8 +125,9 @@ def unmeasured(layer: LayerShape, decodes: bool, prefills: bool) -> list[str]:
         found.append(f"decode with head_dim {layer.head_dim}: derived from a ratio to FlashAttention-3, not from a time")
     if layer.head_dim not in (64, 96, 128, 256):
         found.append(f"head_dim {layer.head_dim} was not measured; the rates of head_dim 128 are assumed")
-    if SINKS in layer.features:
-        found.append("sinks were not measured; they are assumed to cost nothing")
+    for feature, words in ((SINKS, "sinks were"), (ALIBI, "ALiBi was")):
+        if feature in layer.features:
+            found.append(f"{words} not measured; {'they are' if feature == SINKS else 'it is'} assumed to cost nothing")
     if FORMATS[layer.kv_format].itemsize == 1 and layer.kv_format != OCP_FP8.name:
         found.append(f"{layer.kv_format} caches were not measured on a GPU; the rates of {OCP_FP8} are assumed")
     return found

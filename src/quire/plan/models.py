@@ -8,7 +8,7 @@ from typing import NamedTuple
 from quire.errors import ArgumentError
 from quire.keywords import suggestion
 
-CAPPED, SINKS = "softcap", "sinks"
+CAPPED, SINKS, ALIBI = "softcap", "sinks", "alibi"
 """Features of attention that public models have."""
 
 
@@ -47,6 +47,8 @@ class ModelShape:
     """Bits of a weight of an expert; 0: as `weight_bits`."""
     windowed: tuple[bool, ...] = ()
     """For each layer whether it has the window, if no rule describes it."""
+    mlp_matrices: int = 3
+    """Of an MLP: a gated one has three, a plain one two."""
 
     @property
     def kinds(self) -> tuple[LayerKind, ...]:
@@ -73,12 +75,12 @@ class ModelShape:
 
     @property
     def _expert_parameters(self) -> int:
-        return self.layers * self.experts * 3 * self.hidden * self.intermediate
+        return self.layers * self.experts * self.mlp_matrices * self.hidden * self.intermediate
 
     @property
     def _other_parameters(self) -> int:
         projections = 2 * self.hidden * (self.q_heads + self.kv_heads) * self.head_dim
-        mlp = self.hidden * self.experts if self.experts else 3 * self.hidden * self.intermediate
+        mlp = self.hidden * self.experts if self.experts else self.mlp_matrices * self.hidden * self.intermediate
         return self.layers * (projections + mlp) + self.vocabulary * self.hidden * (1 if self.tied else 2)
 
 
