@@ -113,6 +113,43 @@ def test_block_table(page_size: int, window: tuple[int, int]) -> None:
     assert torch.equal(varlen_attn(q, k_pages, v_pages, starts(lens[0]), starts(lens[1]), 5, 33, **by_starts), result[0])
 
 
+@pytest.mark.parametrize("form", ["k-is-v", "expanded", "expanded-twice"])
+@pytest.mark.parametrize("lens", [SAME, MORE_KEYS], ids=["same", "more-keys"])
+def test_keys_that_share_memory(lens: tuple[list[int], list[int]], form: str) -> None:
+    """Keys and values are only read: they may be one tensor, and their heads may be one."""
+    q, k, v = tensors(*lens)
+    if form == "k-is-v":
+        v = k
+    else:
+        k = k[:, :1].expand_as(k)
+        v = v[:, :1].expand_as(v) if form == "expanded-twice" else v
+    how: dict[str, Any] = {"enable_gqa": True, "return_aux": LSE}
+    result = varlen_attn(q, k, v, *map(starts, lens), max(lens[0]), max(lens[1]), **how)
+    assert_sequences_exact(result, (q, k, v), lens, **options_of((-1, -1)))
+
+
+@pytest.mark.parametrize("form", ["k-is-v", "expanded"])
+def test_pages_that_share_memory(form: str) -> None:
+    lens = MORE_KEYS
+    q, k, v = tensors(*lens)
+    k, v = (k, k) if form == "k-is-v" else (k[:, :1].expand_as(k), v[:, :1].expand_as(v))
+    k_pages, v_pages, table = in_pages(k, v, lens[1], 16)
+    pages = (k_pages, k_pages) if form == "k-is-v" else tuple(p[:, :, :1].expand_as(p) for p in (k_pages, v_pages))
+    how: dict[str, Any] = {"seqused_k": torch.tensor(lens[1], dtype=torch.int32), "block_table": table, "enable_gqa": True}
+    result = varlen_attn(q, *pages, starts(lens[0]), None, 5, 33, return_aux=LSE, **how)
+    assert_sequences_exact(result, (q, k, v), lens, **options_of((-1, -1)))
+
+
+@pytest.mark.parametrize("form", ["k-is-v", "expanded"])
+def test_dense_keys_that_share_memory(form: str) -> None:
+    torch.manual_seed(0)
+    q, k, v = torch.randn(2, 3, Q_HEADS, HEAD_DIM), *(torch.randn(2, 32, KV_HEADS, HEAD_DIM) for _ in range(2))
+    k, v = (k, k) if form == "k-is-v" else (k[:, :, :1].expand_as(k), v[:, :, :1].expand_as(v))
+    out, lse = torch.ops.aten._flash_attention_forward(q, k, v, None, None, 3, 32, 0.0, False, False)[:2]
+    for i in range(2):
+        assert_exact(out[i], q[i], k[i], v[i], lse[i].T, **options_of((-1, -1)))
+
+
 def test_only_the_used_keys_of_a_longer_reservation() -> None:
     """`seqused_k` without a block table: keys from there on may be anything."""
     q, k, v = tensors([1, 4], [16, 16])
@@ -222,6 +259,14 @@ REFUSED = {
     "value": ({"value": torch.zeros(26, KV_HEADS, 8)}, "value"),
     "key": ({"block_table": TABLE}, "key"),
     "query": ({"cum_seq_q": None}, "query"),
+    "query float64": ({name: torch.zeros(26, Q_HEADS, 8, dtype=torch.float64) for name in ("query", "key", "value")}, "query"),
+    "head_dim 600": ({name: torch.zeros(26, Q_HEADS, 600) for name in ("query", "key", "value")}, "query"),
+    "key head_dim": ({name: torch.zeros(26, KV_HEADS, 8) for name in ("key", "value")}, "key"),
+    "key type": ({name: torch.zeros(26, KV_HEADS, HEAD_DIM, dtype=torch.int16) for name in ("key", "value")}, "key"),
+    "value type": ({"value": torch.zeros(26, KV_HEADS, HEAD_DIM, dtype=torch.float16)}, "value"),
+    "max_k": ({"max_k": 19}, "max_k"),
+    "max_q": ({"max_q": 19}, "max_q"),
+    "max_k of other keys": ({"cum_seq_k": torch.tensor([0, 6, 6, 26], dtype=torch.int32), "max_k": 19}, "max_k"),
 }
 
 

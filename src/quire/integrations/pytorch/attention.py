@@ -6,7 +6,10 @@ import torch
 
 from quire.attend import attend
 from quire.batch import Batch
+from quire.cache.format import format_of
 from quire.cache.kv_cache import KVCache
+from quire.cache.layout import LAYOUTS
+from quire.cache.memory import overlaps_itself
 from quire.integrations.pytorch.flash_call import FlashCall
 from quire.options import Options
 
@@ -53,12 +56,12 @@ def _ragged(call: FlashCall) -> tuple[KVCache, Batch, New]:
     q_starts, k_starts = call.cum_seq_q, call.cum_seq_k
     assert q_starts is not None
     if call.block_table is not None:
-        cache = KVCache.wrap(call.key, call.value, layout="nhd")
+        cache = _read_only(call.key, call.value)
         return cache, Batch(call.block_table, _lengths(call), q_starts, max_q_len=call.max_q, max_kv_len=call.max_k), None
     assert k_starts is not None
     if call.seqused_k is None and _is_same(q_starts, k_starts) and call.key.shape[0] == call.query.shape[0]:
         return _without_context(call, q_starts, call.key, call.value)
-    cache = KVCache.wrap(call.key.unsqueeze(1), call.value.unsqueeze(1), layout="nhd")
+    cache = _read_only(call.key.unsqueeze(1), call.value.unsqueeze(1))
     table = k_starts[:-1, None] + torch.arange(max(call.max_k, 1), dtype=k_starts.dtype, device=k_starts.device)
     return cache, Batch(table, _lengths(call), q_starts, max_q_len=call.max_q, max_kv_len=call.max_k), None
 
@@ -73,7 +76,7 @@ def _dense(call: FlashCall) -> tuple[KVCache, Batch, New]:
         return _without_context(call, q_starts, key, value)
     size = min(kv_len & -kv_len, LARGEST_PAGE) or 1
     table = torch.arange(seqs * kv_len // size, dtype=torch.int32, device=device).view(seqs, -1)
-    cache = KVCache.wrap(key.unflatten(0, (-1, size)), value.unflatten(0, (-1, size)), layout="nhd")
+    cache = _read_only(key.unflatten(0, (-1, size)), value.unflatten(0, (-1, size)))
     lengths = torch.full((seqs,), kv_len, dtype=torch.int32, device=device)
     return cache, Batch(table, lengths, q_starts, max_q_len=q_len, max_kv_len=kv_len), None
 
@@ -86,11 +89,17 @@ def _without_context(call: FlashCall, q_starts: torch.Tensor, key: torch.Tensor,
     return KVCache.wrap(*pages, layout="nhd"), batch, (key, value)
 
 
+def _read_only(key: torch.Tensor, value: torch.Tensor) -> KVCache:
+    """A cache over `[pages, page_size, kv_heads, head_dim]` that nothing writes, so that K and V may be the same memory:
+    `KVCache.wrap` rejects that. Keys that are expanded over an axis are copied: not every kernel reads an axis with stride 0."""
+    key, value = (t.contiguous() if overlaps_itself(t) else t for t in (key, value))
+    return KVCache(key, value, LAYOUTS["nhd"], format_of(key.dtype, None), None, None, None, False)
+
+
 def _lengths(call: FlashCall) -> torch.Tensor:
-    if call.seqused_k is not None:
-        return call.seqused_k
-    assert call.cum_seq_k is not None
-    return call.cum_seq_k.diff()
+    lengths = call.k_lengths
+    assert lengths is not None
+    return lengths
 
 
 def _is_same(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -9,6 +9,10 @@ import torch
 
 from quire.errors import ArgumentError, describe
 
+QUERY_TYPES = (torch.float32, torch.float16, torch.bfloat16)
+KEY_TYPES = (*QUERY_TYPES, torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2)
+LARGEST_HEAD = 512
+
 
 @dataclass(frozen=True, eq=False, slots=True)
 class FlashCall:
@@ -69,7 +73,36 @@ class FlashCall:
             raise ArgumentError("key", describe(self.key), "[keys, kv_heads, head_dim]; with a block_table 4 axes, as pages")
         if self.value.shape != self.key.shape:
             raise ArgumentError("value", describe(self.value), f"the shape of key, {list(self.key.shape)}")
+        self._check_types()
         self._check_lengths()
+        self._check_longest()
+
+    @property
+    def k_lengths(self) -> torch.Tensor | None:
+        """The keys of each sequence; None for a dense batch."""
+        if self.seqused_k is not None:
+            return self.seqused_k
+        return None if self.cum_seq_k is None else self.cum_seq_k.diff()
+
+    def _check_types(self) -> None:
+        if self.query.dtype not in QUERY_TYPES:
+            raise ArgumentError("query", describe(self.query), f"one of {', '.join(map(str, QUERY_TYPES))}")
+        if self.key.dtype not in KEY_TYPES:
+            raise ArgumentError("key", describe(self.key), f"one of {', '.join(map(str, KEY_TYPES))}")
+        if self.value.dtype is not self.key.dtype or self.value.device != self.key.device:
+            raise ArgumentError("value", describe(self.value), f"the type and device of key, {self.key.dtype} on {self.key.device}")
+        head_dim = self.query.shape[-1]
+        if not 1 <= head_dim <= LARGEST_HEAD:
+            raise ArgumentError("query", describe(self.query), f"a head_dim of 1 to {LARGEST_HEAD}")
+        if self.key.shape[-1] != head_dim:
+            raise ArgumentError("key", describe(self.key), f"the head_dim of query, {head_dim}")
+
+    def _check_longest(self) -> None:
+        """Compares lengths with `max_q` and `max_k`, in host memory only: nothing is read from a GPU."""
+        q_lengths = None if self.cum_seq_q is None else self.cum_seq_q.diff()
+        for name, lengths, most in (("max_q", q_lengths, self.max_q), ("max_k", self.k_lengths, self.max_k)):
+            if lengths is not None and lengths.device.type == "cpu" and lengths.numel() and int(lengths.max()) > most:
+                raise ArgumentError(name, most, f"{int(lengths.max())} or more, the length of the longest sequence")
 
     def _check_lengths(self) -> None:
         if self.cum_seq_q is None:
