@@ -19,7 +19,6 @@ _UNGATED = ("bloom", "codegen", "falcon", "gpt2", "gpt_bigcode", "gpt_neo", "gpt
 """Model types whose MLP has two matrices."""
 _TIED = ("gemma", "bloom", "falcon", "gpt2", "gpt_bigcode", "mpt", "opt")
 """Model types whose output layer shares the weights of the embedding, if the configuration does not say it."""
-_NEEDED = ("hidden_size", "num_hidden_layers", "num_attention_heads")
 _DTYPE_BITS = {"float32": 32.0, "bfloat16": 16.0, "float16": 16.0, None: 16.0}
 _QUANTISED_BITS = {"fp8": 8.0, "fbgemm_fp8": 8.0, "mxfp4": 16.0}
 """Bits of a weight outside the experts, by quantisation method."""
@@ -57,12 +56,7 @@ def shape_of(config: Mapping[str, Any], name: str) -> ModelShape:
     outer, config = config, config.get("text_config") or config
     for place in (outer, config):
         refuse_unknown(place, name)
-    found = [one_of(config, keys, name) for keys in (HEADS, HIDDEN, LAYERS)]
-    missing = [key for key, value in zip(("num_attention_heads", "hidden_size", "num_hidden_layers"), found) if value is None]
-    if missing:
-        absent = ", ".join(key for key in _NEEDED if key in missing)
-        raise ArgumentError("--model", f"{name}: a configuration without {absent}", f"one with {', '.join(_NEEDED)}")
-    q_heads, hidden, layers = (value or 0 for value in found)
+    hidden, layers, q_heads = _sizes(config, name)
     kv_heads = kv_heads_of(config, q_heads, name)
     if q_heads % kv_heads:
         raise ArgumentError("--model", f"{name}: {q_heads} query heads over {kv_heads} key heads", "a multiple of the key heads")
@@ -90,6 +84,15 @@ def shape_of(config: Mapping[str, Any], name: str) -> ModelShape:
         windowed=windowed,
         mlp_matrices=2 if family in _UNGATED else 3,
     )
+
+
+def _sizes(config: Mapping[str, Any], name: str) -> list[int]:
+    """The hidden size, layers and query heads."""
+    found = {keys[0]: one_of(config, keys, name) for keys in (HIDDEN, LAYERS, HEADS)}
+    missing = [key for key, value in found.items() if value is None]
+    if missing:
+        raise ArgumentError("--model", f"{name}: a configuration without {', '.join(missing)}", f"one with {', '.join(found)}")
+    return [value for value in found.values() if value is not None]
 
 
 def _head_dim(config: Mapping[str, Any], hidden: int, q_heads: int, name: str) -> int:
