@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import os
+import re
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -12,7 +14,7 @@ import transformers
 
 from quire.errors import ArgumentError
 from quire.integrations.engines import ENGINES, EngineError
-from quire.integrations.transformers import register, use_quire, visible_keys
+from quire.integrations.transformers import FLASH, NAME, register, use_quire, visible_keys
 from support.transformers_models import CONFIGS, SIZES, batched, generated, model, padded, prompts
 
 IDS = padded(12, 12)["input_ids"]
@@ -82,13 +84,57 @@ def test_attention_weights() -> None:
         model("bloom", "quire")(input_ids=IDS, output_attentions=True)
 
 
+OWN_CODE = {
+    "bloom": CONFIGS["bloom"],
+    "mpt": lambda: transformers.MptConfig(d_model=64, n_heads=4, n_layers=2, vocab_size=300),
+    "codegen": lambda: transformers.CodeGenConfig(n_embd=64, n_layer=2, n_head=4, rotary_dim=8, n_positions=512, vocab_size=300),
+}
+"""Models that call no function of `AttentionInterface`."""
+
+
+def errors_of_batch(made: Any) -> list[str]:
+    """The errors of two requests: transformers reports what a forward pass raises as the error of each request."""
+    how = transformers.GenerationConfig(max_new_tokens=2, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    sizes = transformers.ContinuousBatchingConfig(page_size=16, num_blocks=16, max_batch_tokens=64)
+    out = made.generate_batch(prompts(5, 3), generation_config=how, continuous_batching_config=sizes, progress_bar=False)
+    assert len(out) == 2
+    return [str(request.error) for request in out.values()]
+
+
+@pytest.mark.parametrize("implementation", [NAME, FLASH])
+@pytest.mark.parametrize("name", OWN_CODE)
 @torch.no_grad()
-def test_models_with_attention_code_of_their_own() -> None:
-    mpt = transformers.MptConfig(d_model=64, n_heads=4, n_layers=2, vocab_size=300)
-    for config in (CONFIGS["bloom"](), mpt):
-        made = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="quire").eval()
-        with pytest.raises(EngineError, match=rf"{config.model_type} computes attention in its own code.*use_quire\(model\)"):
-            made(input_ids=IDS)
+def test_models_with_attention_code_of_their_own(name: str, implementation: str) -> None:
+    made = transformers.AutoModelForCausalLM.from_config(OWN_CODE[name](), attn_implementation=implementation).eval()
+    message = rf"{name} computes attention in its own code.*'quire'.*use_quire\(model\)"
+    for inputs in (padded(12), padded(5, 12)):
+        with pytest.raises(EngineError, match=message):
+            generated(made, inputs, 2)
+    if implementation == FLASH:
+        assert all(re.match(message, error) for error in errors_of_batch(made))
+
+
+@torch.no_grad()
+def test_use_quire_with_the_name_for_continuous_batching() -> None:
+    """Its layers need the mask of "quire": without one, they would see the tokens of other requests."""
+    made = use_quire(transformers.AutoModelForCausalLM.from_config(CONFIGS["bloom"](), attn_implementation=FLASH).eval())
+    message = "bloom computes attention in its own code"
+    with pytest.raises(EngineError, match=message):
+        generated(made, padded(12), 2)
+    assert all(re.match(message, error) for error in errors_of_batch(made))
+
+
+@pytest.mark.parametrize("implementation", [NAME, FLASH])
+def test_models_that_choose_a_class_by_name(implementation: str) -> None:
+    """Falcon and GPT-J have a dictionary of attention classes: they fail when they are made, as the documentation says."""
+    gptj = transformers.GPTJConfig(n_embd=64, n_layer=2, n_head=4, rotary_dim=8, vocab_size=300)
+    falcon = transformers.FalconConfig(hidden_size=64, num_hidden_layers=2, num_attention_heads=4, vocab_size=300)
+    for config in (gptj, falcon):
+        with pytest.raises(KeyError, match=implementation):
+            transformers.AutoModelForCausalLM.from_config(config, attn_implementation=implementation)
+
+
+def test_use_quire_of_another_model() -> None:
     with pytest.raises(EngineError, match="attn_implementation='quire' is enough"):
         use_quire(model("llama", "quire"))
 

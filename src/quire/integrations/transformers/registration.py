@@ -34,10 +34,12 @@ def register(*, replace: str | None = None) -> None:
 
 
 def register_paged() -> None:
-    """Registers Quire's function for paged caches under every name by which LOCAL_KERNELS knows its folder."""
-    from transformers import AttentionInterface
+    """Registers Quire's functions for paged caches and their masks under every name by which LOCAL_KERNELS knows its folder."""
+    from transformers import AttentionInterface, AttentionMaskInterface
 
     from quire.integrations.transformers.paged import paged_attention
+    from quire.integrations.transformers.visible_keys import flash_mask
 
     for name in names_of_folder():
         AttentionInterface.register(name, paged_attention)
+        AttentionMaskInterface.register(name, flash_mask)

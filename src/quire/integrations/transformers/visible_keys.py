@@ -154,15 +154,27 @@ def visible_keys_mask(
     return DenseVisibility((batch_size, q_length, kv_length), end, starts, causal, window, torch.device(device)).as_mask()
 
 
-def require_interface(config: Any) -> None:
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def flash_mask(*args: Any, **given: Any) -> torch.Tensor | None:
+    """The mask function of "quire/flash-attn2": transformers' own for FlashAttention, for models that ask `AttentionInterface` for
+    their attention. It makes no causal mask, without which a model that computes attention by itself sees later tokens.
+
+    Raises:
+        EngineError: The model computes attention in its own code, also after `use_quire`, whose layers need the mask of "quire".
+    """
+    require_interface(given.get("config"), accept_changed=False)
+    return masking_utils.flash_attention_mask(*args, **given)
+
+
+def require_interface(config: Any, *, accept_changed: bool = True) -> None:
     """Raises unless the model of a config asks `AttentionInterface` for its attention, or `use_quire` has changed it."""
     modeling = sys.modules.get(type(config).__module__.replace(".configuration_", ".modeling_"))
-    changed = changed_configs.get(id(config), lambda: None)() is config
+    changed = accept_changed and changed_configs.get(id(config), lambda: None)() is config
     if modeling is None or hasattr(modeling, "ALL_ATTENTION_FUNCTIONS") or changed or config is None:
         return
     what = f"{config.model_type} computes attention in its own code, not through transformers' AttentionInterface"
-    allowed = "call quire.integrations.transformers.use_quire(model), which supports Bloom, or choose another attn_implementation"
-    raise EngineError(f"{what}: {allowed}")
+    bloom = "for Bloom and generate, use attn_implementation='quire' and call quire.integrations.transformers.use_quire(model)"
+    raise EngineError(f"{what}: {bloom}; for other models choose another attn_implementation")
 
 
 def _meaning(mask_function: Callable[..., Any], size: int | None) -> tuple[bool, int | tuple[int, int] | None]:
