@@ -21,9 +21,10 @@ from quire.integrations.vllm.settings import CHECKED, OVERRIDABLE, OVERRIDE, Set
 
 
 @pytest.fixture
-def log(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
-    """What the plugin logs at the level that vLLM sets: its loggers do not propagate to the root."""
+def log(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.LogCaptureFixture]:
+    """What the plugin logs, once, whether or not vLLM has configured logging, after which its loggers do not propagate."""
     logger = logging.getLogger("vllm.quire")
+    monkeypatch.setattr(logger, "propagate", False)
     logger.addHandler(caplog.handler)
     yield caplog
     logger.removeHandler(caplog.handler)
@@ -99,7 +100,7 @@ PLUGINS = "from vllm.plugins import load_general_plugins; load_general_plugins()
 
 
 def load_plugins(**settings: str) -> subprocess.CompletedProcess[str]:
-    """A process of its own, with vLLM's own configuration of logging."""
+    """A process of its own: vLLM has not configured logging when it loads plugins."""
     environment = {"PATH": "/usr/bin:/bin"} | settings
     return subprocess.run((sys.executable, "-c", PLUGINS), env=environment, capture_output=True, text=True, timeout=300)
 

@@ -8,7 +8,7 @@ from quire.integrations.engines import ENGINES, EngineError
 from quire.integrations.vllm.settings import CPU, OVERRIDE, Settings
 
 _log = logging.getLogger("vllm.quire")
-"""A child of vLLM's logger, which shows information by default."""
+"""A child of vLLM's logger. Warnings only: vLLM loads plugins before it configures logging, and Python then drops information."""
 
 NAME = "QUIRE"
 """The name of the backend: `--attention-backend QUIRE`."""
@@ -49,7 +49,7 @@ def register() -> None:
     for name in settings.override:
         if AttentionBackendEnum[name].get_path() != CLASSES[name]:
             register_backend(AttentionBackendEnum[name], CLASSES[name])
-            _log.info("Quire takes the place of %s", name)
+            _log.warning("Quire takes the place of %s", name)
 
 
 def _on_cpu() -> bool:
