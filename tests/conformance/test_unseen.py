@@ -44,7 +44,7 @@ def test_the_kernel_without_a_fault_is_correct() -> None:
     ],
 )
 def test_a_fault_is_described_and_gets_no_false_name(name: str, described: str) -> None:
-    report = conform(adapter(f"{HERE / 'unseen' / 'kernels.py'}:{name}"), CASES)
+    report = conform(adapter(f"{HERE / 'unseen' / 'unseen_kernels.py'}:{name}"), CASES)
     found = unseen.judge(name, report)
     assert found.failing and not found.false, found
     assert described in found.contrast, found.contrast

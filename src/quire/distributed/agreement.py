@@ -56,7 +56,7 @@ def header_of(caller: str, facts: Facts, place: Place = NO_PLACE) -> torch.Tenso
     """The name of the function, the place of the call and its facts as int64 `[HEADER]`."""
     numbers = [number_of(caller), *place, *numbers_of(facts)]
     assert len(numbers) <= DETAILS.start
-    return torch.tensor([*numbers, *[0] * (HEADER - len(numbers))], dtype=torch.int64)
+    return torch.tensor([*numbers, *[0] * (HEADER - len(numbers))], dtype=torch.int64, device="cpu")
 
 
 def numbers_of(facts: Facts) -> tuple[int, ...]:

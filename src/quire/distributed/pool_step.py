@@ -34,7 +34,7 @@ def step_of_all(
     header = header_of(POOL_STEP, facts, place)
     if isinstance(error, OutOfPages):
         header[STATUS] = FAILED
-        header[DETAILS] = torch.tensor([error.needed, error.free, error.pages])
+        header[DETAILS] = torch.tensor([error.needed, error.free, error.pages], device="cpu")
     elif error is not None:
         header[STATUS] = REFUSED
     try:

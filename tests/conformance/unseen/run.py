@@ -2,7 +2,7 @@
 
     python tests/conformance/unseen/run.py [--jobs N] [--level standard] [--quick] [--json FILE] [--markdown FILE] [NAME ...]
 
-Every kernel goes through the suite as `quire conform tests/conformance/unseen/kernels.py:NAME --in-process` does. A name is true if
+Every kernel goes through the suite as `quire conform tests/conformance/unseen/unseen_kernels.py:NAME --in-process` does. A name is true if
 it is one of the kernel's own, and false otherwise; `unknown` and symptoms are no names. A contrast describes a fault if it states a
 condition under which that kernel fails (`words`). With `--quick` correct results are not computed a second time, which only finds
 nondeterminism: the kernel that has it is measured in full.
@@ -26,7 +26,8 @@ sys.path.insert(0, str(HERE))
 # These kernels make many small calls: a pool of threads would take longer than they do.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from kernels import KERNELS  # noqa: E402
+from unseen_kernels import KERNELS  # noqa: E402
+
 from quire.conformance.cases.suite import cases  # noqa: E402
 from quire.conformance.reporting.report import UNKNOWN, Report  # noqa: E402
 from quire.conformance.runner.find_target import adapter  # noqa: E402
@@ -80,7 +81,7 @@ def judge(name: str, report: Report) -> Measured:
 
 def measure(name: str, level: str = "standard", quick: bool = False) -> Measured:
     """One kernel through the cases of a level."""
-    target = adapter(f"{HERE / 'kernels.py'}:{name}")
+    target = adapter(f"{HERE / 'unseen_kernels.py'}:{name}")
     if quick and "two-runs-differ" not in KERNELS[name].names:
         with patch("quire.conformance.runner.run.check_repetition", lambda *_: None):
             return judge(name, conform(target, cases(level), level))

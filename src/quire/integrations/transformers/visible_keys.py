@@ -57,10 +57,8 @@ class DenseVisibility:
     def batch(self) -> Batch:
         """The batch for keys in which a sequence is one page; only without padding."""
         if () not in self._batches:
-            of = {"dtype": torch.int32, "device": self.device}
-            kv_lens = torch.zeros(self.seqs, **of) + self.end  # type: ignore[call-overload]
-            q_starts = torch.arange(self.seqs + 1, **of) * self.q_len  # type: ignore[call-overload]
-            pages = torch.arange(self.seqs, **of)[:, None]  # type: ignore[call-overload]
+            counted = torch.arange(self.seqs + 1, dtype=torch.int32, device=self.device)
+            kv_lens, q_starts, pages = torch.zeros_like(counted[1:]) + self.end, counted * self.q_len, counted[:-1, None]
             hint = None if isinstance(self.end, torch.Tensor) else self.end
             self._batches[()] = Batch(pages, kv_lens.to(torch.int32), q_starts, max_q_len=self.q_len, max_kv_len=hint)
         return self._batches[()]

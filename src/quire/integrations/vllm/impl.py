@@ -53,7 +53,9 @@ class QuireImpl(AttentionImpl[QuireMetadata]):
         self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         self.kv_cache_dtype, self.attn_type = kv_cache_dtype, attn_type
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
-        self.alibi_slopes = None if alibi_slopes is None else torch.tensor(alibi_slopes, dtype=torch.float32)
+        # vLLM makes its layers with the model's device as the default.
+        device = torch.get_default_device()
+        self.alibi_slopes = None if alibi_slopes is None else torch.tensor(alibi_slopes, dtype=torch.float32, device=device)
         self.sliding_window, self.sinks = sliding_window, sinks
         # vLLM writes no cap as None or 0.
         self.logits_soft_cap = logits_soft_cap or None

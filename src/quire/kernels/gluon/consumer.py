@@ -134,9 +134,10 @@ def softmax_tile(score, row_max, row_sum, scale, unit, features, key, MASKED: gl
     """The weights of a tile relative to the new row maxima, the softmax state, and the factor that rescales earlier sums."""
     if C.NEGATE:
         score = -score
-    score, factor = transform_scores(score, scale, unit, features, key, C)
+    # There is no shard: keys are positions.
+    score, factor = transform_scores(score, scale, unit, features, key, key, C)
     if MASKED:
-        score = gl.where(is_visible(unit, features, key, key >= 0, C), score, float("-inf"))
+        score = gl.where(is_visible(unit, features, key, key, key >= 0, C), score, float("-inf"))
     new_max = gl.maximum(row_max, gl.max(score, 1) * factor)
     base = gl.where(new_max == float("-inf"), 0.0, new_max) if MASKED else new_max
     weight = gl.exp2(score * per_row(factor) - base[:, None])

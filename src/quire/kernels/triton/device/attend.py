@@ -224,7 +224,7 @@ def attend_unit(state, q, scale, unit, batch, cache, new, features, begin, end, 
 def table_too_short(batch, cache, unit, C: tl.constexpr):
     """Whether the sequence needs a page, and the table is too short for it or the cache has no page."""
     too_short = (unit.cached - 1) // C.PAGE_SIZE >= batch.table_width
-    needed = needs_pages(unit, C)
+    needed = needs_pages(batch, unit, C)
     return (too_short | (cache.pages < 1)) & needed
 
 

@@ -105,12 +105,13 @@ def visible_range(batch, seq, context, first, last, position, q_len, kv_len, C: 
 
 
 @triton.jit
-def is_visible(unit, features, key, inside, C: tl.constexpr):
-    """Which query row sees which key, `[ROWS, KEYS]`. The result is undefined for rows that hold no query."""
+def is_visible(unit, features, key, k_position, inside, C: tl.constexpr):
+    """Which query row sees which key, `[ROWS, KEYS]`; `k_position` has the positions of the keys. The result is undefined for
+    rows that hold no query."""
     if decides_by_key(C):
-        visible = is_in_tree(unit, features, key, inside)
+        visible = is_in_tree(unit, features, k_position, inside)
         if has_window(C):
-            visible = limit_to_window(visible, distance_of(unit, features, key), C)
+            visible = limit_to_window(visible, distance_of(unit, features, key, k_position), C)
         return visible
     elif has_left_edge(C):
         return (key[None, :] < unit.visible_to[:, None]) & (key[None, :] >= unit.visible_from[:, None])
@@ -128,22 +129,22 @@ def first_needed_key(shard, context, C: tl.constexpr):
 
 
 @triton.jit
-def needs_pages(unit, C: tl.constexpr):
+def needs_pages(batch, unit, C: tl.constexpr):
     """Whether some query of a unit may see a key that is in the pages."""
-    needed = unit.cached > first_needed_key(unit, unit.context, C)
+    needed = unit.cached > first_needed_key(batch, unit.context, C)
     if has_left_edge(C) and decides_by_key(C):
-        needed &= tl.max((unit.live & (keys_before(unit, unit.position - C.LEFT) < unit.cached)).to(tl.int32)) > 0
+        needed &= tl.max((unit.live & (keys_before(batch, unit.position - C.LEFT) < unit.cached)).to(tl.int32)) > 0
     return needed
 
 
 @triton.jit
-def transform_scores(score, scale, unit, features, key, C: tl.constexpr):
+def transform_scores(score, scale, unit, features, key, k_position, C: tl.constexpr):
     """Turns products into logits: scale, softcap, ALiBi. Returns the factor that remains to be applied, in units of log 2. It is
     applied together with the subtraction of the maximum, as one fused multiply-add."""
     if features.softcap is not None or features.alibi is not None:
         score = score * per_row(scale)
         score = cap_scores(score, features)
-        score = add_alibi(score, unit, features, key)
+        score = add_alibi(score, unit, features, key, k_position)
         scale = scale * 0.0 + 1.0
     return score, scale
 
@@ -206,22 +207,21 @@ def load_positions(features, token, inside):
 
 
 @triton.jit
-def distance_of(unit, features, key):
+def distance_of(unit, features, key, k_position):
     """q_pos - k_pos, `[ROWS, KEYS]`. The positions of new tokens may be given."""
-    place = position_of(unit, key)
     if features.positions is not None:
-        is_new = place >= unit.context
-        token = (unit.start + place - unit.context).to(tl.int64)
+        is_new = k_position >= unit.context
+        token = (unit.start + k_position - unit.context).to(tl.int64)
         position = load_positions(features, token, is_new & (key < unit.high))
-        return unit.position[:, None] - tl.where(is_new, position.to(tl.int32), place)[None, :]
+        return unit.position[:, None] - tl.where(is_new, position.to(tl.int32), k_position)[None, :]
     else:
-        return unit.position[:, None] - place[None, :]
+        return unit.position[:, None] - k_position[None, :]
 
 
 @triton.jit
-def is_in_tree(unit, features, key, inside):
+def is_in_tree(unit, features, k_position, inside):
     """Which query row sees which key under the mask, `[ROWS, KEYS]`: all of the context, and new tokens where the mask is set."""
-    column = position_of(unit, key) - unit.context
+    column = k_position - unit.context
     visible = inside[None, :] & unit.live[:, None]
     mask = tl.load(
         features.mask + unit.token.to(tl.int64)[:, None] * features.mask_token + column[None, :] * features.mask_column,
@@ -243,7 +243,7 @@ def lowest_position(features, start, stop, tokens, LARGEST: tl.constexpr, STEP: 
     return lowest
 
 
-# Shard. Its numbers are fields of a batch and of a unit.
+# Shard. Its numbers are fields of a batch.
 
 
 @triton.jit
@@ -286,10 +286,10 @@ def load_slopes(features, context, q_head, live):
 
 
 @triton.jit
-def add_alibi(score, unit, features, key):
+def add_alibi(score, unit, features, key, k_position):
     """Subtracts the slope times the distance of query and key."""
     if features.alibi is not None:
-        score -= unit.slope[:, None] * tl.abs(distance_of(unit, features, key)).to(tl.float32)
+        score -= unit.slope[:, None] * tl.abs(distance_of(unit, features, key, k_position)).to(tl.float32)
     return score
 
 

@@ -111,8 +111,9 @@ def attend_tiles(
     for first in tl.range(begin, end, STEP, num_stages=STAGES if only_head is None else 1):
         first = tl.multiple_of(first, STEP)
         key = first + key_in_tile(T)
+        k_position = position_of(batch, key)
         inside = (key >= unit.low) & (key < unit.high) if MASKED else key >= 0
-        visible = is_visible(unit, features, key, inside, C) if MASKED else inside[None, :]
+        visible = is_visible(unit, features, key, k_position, inside, C) if MASKED else inside[None, :]
         if T.HEADS_PER_TILE > 1:
             visible &= unit.member[:, None] == head_in_tile(T)[None, :]
             if only_head is not None:
@@ -143,7 +144,7 @@ def attend_tiles(
                 k = tl.load(cache.k + at)
             k = to_dot_type(decode(k, tl.constexpr(C.FORMAT), C.HARDWARE), C)
         if SOURCE != "pages":
-            token = (unit.start + position_of(unit, key) - unit.context).to(tl.int64)[:, None]
+            token = (unit.start + k_position - unit.context).to(tl.int64)[:, None]
             is_new = (inside & (key >= unit.cached))[:, None]
             at = token * new.k_token + head * new.k_head + k_dim[None, :] * new.k_dim
             if MASKED or C.K_WIDTH != C.HEAD_DIM:
@@ -164,7 +165,7 @@ def attend_tiles(
         if EAGER:
             # Converting 8-bit values takes time: it overlaps with the product of the scores.
             v = _values(cache, new, unit, head, page, token, key, from_pages, is_new, v_scale, MASKED, SOURCE, C)
-        score, factor = transform_scores(score, scale, unit, features, key, C)
+        score, factor = transform_scores(score, scale, unit, features, key, k_position, C)
         if MASKED:
             score = tl.where(visible, score, float("-inf"))
 

@@ -44,10 +44,6 @@ class WorkUnit(NamedTuple):
     position: Any
     """In the sequence."""
     slope: Any
-    rank: Any
-    """The shard, as in `BatchTensors`."""
-    ranks: Any
-    interleave: Any
 
 
 @triton.jit
@@ -94,7 +90,7 @@ def make_unit(batch, features, seq, start, q_len, kv_len, q_tile, head, index, T
     slope = load_slopes(features, context, q_head, live)
     return WorkUnit(
         seq, start, context, cached, low, high, all_from, all_to, visible_from, visible_to,
-        kv_head, member, token, q_head, live, position, slope, batch.rank, batch.ranks, batch.interleave,
+        kv_head, member, token, q_head, live, position, slope,
     )  # fmt: skip
 
 

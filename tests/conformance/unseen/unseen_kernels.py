@@ -3,7 +3,7 @@
 For each, `names` are the catalogue's faults that are true of it, and `words` are what a contrast must contain to describe it: the
 condition under which the fault shows. An entry without words shows under no special condition.
 
-    quire conform tests/conformance/unseen/kernels.py:page_by_shift
+    quire conform tests/conformance/unseen/unseen_kernels.py:page_by_shift
 """
 
 from __future__ import annotations
