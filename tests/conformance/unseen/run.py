@@ -3,9 +3,9 @@
     python tests/conformance/unseen/run.py [--jobs N] [--level standard] [--quick] [--json FILE] [--markdown FILE] [NAME ...]
 
 Every kernel goes through the suite as `quire conform tests/conformance/unseen/unseen_kernels.py:NAME --in-process` does. A name
-is true if it is one of the kernel's own, and false otherwise; `unknown` and symptoms are no names. A contrast describes a fault if it states a
-condition under which that kernel fails (`words`). With `--quick` correct results are not computed a second time, which only finds
-nondeterminism: the kernel that has it is measured in full.
+is true if it is one of the kernel's own, and false otherwise; `unknown` and symptoms are no names. A contrast describes a fault
+if it states a condition under which that kernel fails (`words`). With `--quick` correct results are not computed a second time,
+which only finds nondeterminism: the kernel that has it is measured in full.
 """
 
 from __future__ import annotations
