@@ -70,8 +70,8 @@ def test_logits_are_those_of_a_rounded_cache(cache_type: str, model_path: Callab
     request = {"engine": engine, "requests": 12, "longest": 300, "max_tokens": 24, "every": 2, "seed": 3, "vocabulary": VOCABULARY}
     run = start(tmp_path, cache_type, request, QUIRE_VLLM_OVERRIDE="CPU_ATTN").wait()
     right = logits_of(reference(model, cache_type), run)
-    # In fp32 a value of K or V that is near the middle of two rounds to the other one. Such values are rare: what they change is less
-    # than half of what rounding all of them changes.
+    # In fp32 a value of K or V that is near the middle of two rounds to the other one. Such values are rare: what they change
+    # is less than half of what rounding all of them changes.
     budget = largest(logits_of(reference(model, None), run), right)
     error = largest([result["logits"] for result in run.results], right)
     print(cache_type, "error", error, "budget", budget)
