@@ -234,7 +234,7 @@ def has_missing_page(batch, cache, unit, C: tl.constexpr):
     key, pages are checked when they are read."""
     missing = tl.full([], 0, tl.int32)
     if not decides_by_key(C):
-        begin = first_needed_key(unit, unit.context, C)
+        begin = first_needed_key(batch, unit.context, C)
         end = tl.where(begin < unit.cached, tl.minimum((unit.cached + C.PAGE_SIZE - 1) // C.PAGE_SIZE, batch.table_width), 0)
         for first in range(begin // C.PAGE_SIZE, end, C.SCAN):
             column = first + tl.arange(0, C.SCAN)
