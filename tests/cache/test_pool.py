@@ -166,6 +166,36 @@ def test_rollback_of_a_step_in_place():
     assert batch.page_table.tolist() == [a.pages, [*b.pages, -1]]
 
 
+def test_rollback_of_two_steps():
+    pool = PagePool(pages=16, page_size=2)
+    a, b = pool.sequence(), pool.sequence()
+    first = pool.step({a: 3, b: 2})
+    before = books(pool)
+    second = pool.step({a: 1, b: 1})
+    c = pool.sequence()
+    pool.rollback(pool.step({a: 5, b: 1, c: 9}))
+    second.check_current()
+    assert second.page_table.tolist() == [a.pages, b.pages], "the table of the step before is as it was"
+    pool.rollback(second)
+    pool.free(c)
+    assert books(pool)[1:] == before[1:] and (a.length, b.length) == (3, 2)
+    with pytest.raises(ArgumentError, match="after which the pool was changed again"):
+        pool.rollback(first)
+
+
+@pytest.mark.parametrize("act", [*CHANGES.values(), lambda pool, a: pool.fork(a)], ids=[*CHANGES, "fork"])
+def test_a_change_ends_what_rollback_can_undo(act):
+    pool = PagePool(pages=16, page_size=2)
+    a = pool.sequence()
+    pool.step({a: 4})
+    first = pool.step({a: 1}).clone()
+    act(pool, a)
+    b = pool.sequence()
+    pool.rollback(pool.step({b: 1}))
+    with pytest.raises(ArgumentError, match="batch: given .*; allowed: the batch of this pool's latest step"):
+        pool.rollback(first)
+
+
 @pytest.mark.parametrize("act", [*CHANGES.values(), lambda pool, a: pool.fork(a)], ids=[*CHANGES, "fork"])
 def test_rollback_refuses_any_other_batch(act):
     pool = PagePool(pages=16, page_size=2)

@@ -116,7 +116,8 @@ class PagePool:
         self._state = StateNumber()
         self._mirrors: dict[torch.device, torch.Tensor] = {}
         self._last: StepTable | None = None
-        self._latest: tuple[int, Transaction] | None = None
+        # The number and the writes of the latest step, and the same of the step before it.
+        self._latest: tuple[int, Transaction, tuple[int, Transaction] | None] | None = None
         self._pending: Transaction | None = None
 
     def sequence(self) -> Sequence:
@@ -175,7 +176,7 @@ class PagePool:
             transaction.apply()
             batch = laid.batch(self, given, copies, number)
             self._update_mirrors()
-            self._latest = number, transaction
+            self._latest = number, transaction, latest and latest[:2]
             self._pending = None
             return batch
         except BaseException:
@@ -207,7 +208,8 @@ class PagePool:
 
     def rollback(self, batch: Batch) -> None:
         """Undoes the latest step: pages, lengths, runs and issue numbers are as before it, and the next step gets the same pages.
-        Page copies that a cache applied already do no harm, because their targets are free again.
+        Page copies that a cache applied already do no harm, because their targets are free again. The step before it is then the
+        latest: it can be rolled back, too, but none before that.
 
         Args:
             batch: The batch that the latest step returned.
@@ -227,7 +229,7 @@ class PagePool:
             # If an interrupt ends this, the next use of the pool completes it.
             self._pending = self._latest[1]
             self._undo_pending()
-            self._latest = None
+            self._latest = self._latest[2] and (*self._latest[2], None)
         except BaseException:
             self._undo_pending()
             raise

@@ -22,12 +22,11 @@ def step_of_all(
     pool: PagePool, new_tokens: Mapping[Sequence, int], shard: tuple[int, int, int], place: Place, group: RankGroup
 ) -> Batch:
     """`pool.step` on every rank. If one of them fails the others undo theirs, and raise `OutOfPages` if it had too few pages."""
-    batch, latest, facts = None, None, facts_of()
+    batch, facts = None, facts_of()
     error: Exception | None = None
     try:
         _check(pool, new_tokens, shard)
         facts = facts_of(sequences=len(new_tokens), new_tokens=tuple(new_tokens.values()))
-        latest = pool._latest
         batch = pool.step(new_tokens)
     except Exception as found:
         error = found
@@ -42,9 +41,8 @@ def step_of_all(
         compare(POOL_STEP, facts, place, headers, group, error)
     except Exception as found:
         if batch is not None:
+            # The step before it can still be rolled back, as after a step that failed here.
             pool.rollback(batch)
-            # As after a step that failed here: the step before it can still be undone.
-            pool._latest = latest
         if isinstance(found, RankFailed):
             for row in headers.tolist():
                 if row[STATUS] == FAILED:
