@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 import torch
 from layers import FP8, PAGE_SIZE, Sequences, Step
+from vllm.v1.attention.backends.utils import get_supported_kv_cache_layouts
 from vllm.v1.kv_cache_interface import KVCacheLayout
 
 from quire.conformance.oracle.budget import truth
+from quire.integrations.vllm.backend import QuireBackend, QuireInPlaceOfCpuAttn
 from quire.integrations.vllm.cache_view import PER_TENSOR, PER_TOKEN_HEAD
 
 ALL_NEW = Sequences((7, 20), (7, 20))
@@ -56,15 +58,52 @@ def test_a_cache_of_another_type_than_the_model(cache_type: str) -> None:
     agrees(step, step.run())
 
 
-def test_the_new_tokens_are_what_was_written() -> None:
+def stored_keys_and_values(step: Step) -> tuple[torch.Tensor, torch.Tensor]:
+    """`[blocks, heads, slots, dim]`: where the slots of a head follow each other, all keys of a block and head precede its values."""
+    pages, dim = step.pages, step.impl.head_size
+    if pages.stride(2) != pages.shape[3]:
+        return pages[..., :dim], pages[..., dim:]
+    k, v = pages.flatten(2).split(PAGE_SIZE * dim, dim=2)
+    return k.unflatten(2, (PAGE_SIZE, dim)), v.unflatten(2, (PAGE_SIZE, dim))
+
+
+@pytest.mark.parametrize("layout", KVCacheLayout, ids=lambda layout: layout.name)
+def test_the_new_tokens_are_what_was_written(layout: KVCacheLayout) -> None:
     """Independent of the kit: the slots of the new tokens hold K, V, and the scales of the layer divide them."""
-    step = Step(cache_type="fp8", scales=(0.03, 0.07))
+    step = Step(layout, cache_type="fp8", scales=(0.03, 0.07))
     step.run()
+    keys, values = stored_keys_and_values(step)
     for token, slot in enumerate(step.common.slot_mapping.tolist()):
-        stored = step.pages[slot // PAGE_SIZE, :, slot % PAGE_SIZE].view(FP8).double()
-        for part, given, scale in ((stored[:, :32], step.k[token], 0.03), (stored[:, 32:], step.v[token], 0.07)):
+        at = slot // PAGE_SIZE, slice(None), slot % PAGE_SIZE
+        for stored, given, scale in ((keys[at], step.k[token], 0.03), (values[at], step.v[token], 0.07)):
+            part = stored.view(FP8).double()
             wanted = (given.double() / torch.tensor(scale, dtype=torch.float32).double()).float().to(FP8).double()
             assert torch.equal(part, wanted)
+
+
+@pytest.mark.parametrize("cache_type", ("auto", "fp8", "int8_per_token_head"))
+@pytest.mark.parametrize("layout", (KVCacheLayout.LBHNC, KVCacheLayout.LHBNC, KVCacheLayout.LBNHC), ids=lambda layout: layout.name)
+def test_a_block_can_be_copied(layout: KVCacheLayout, cache_type: str) -> None:
+    """As vLLM does for prefixes that share a part of a block: nothing outside of a block says what is in it."""
+    step = Step(layout, cache_type, scales=(0.03, 0.07))
+    before = step.run()
+    batch, used = step.metadata.batch, step.metadata.batch.page_table.unique()
+    free = torch.tensor([page for page in range(len(step.pages)) if page not in used][: len(used)])
+    step.pages[free] = step.pages[used.long()]
+    step.pages.view(torch.uint8)[used.long()] = 0x7F
+    batch.page_table.copy_(free[torch.searchsorted(used, batch.page_table)])
+    out = torch.full_like(before, float("nan"))
+    assert torch.equal(step.impl.forward(step.layer, step.q, step.k, step.v, step.pages, step.metadata, out), before)
+
+
+def test_layouts_on_a_cpu() -> None:
+    """There the plugin prefers a layout in which K and V of a block can be apart, and takes any; elsewhere it has no preference."""
+    first, *others = get_supported_kv_cache_layouts([QuireInPlaceOfCpuAttn])
+    assert first is KVCacheLayout.LBHNC and {first, *others} == set(KVCacheLayout)
+    assert QuireBackend.supported_kv_cache_layouts() is None
+    step = Step(first)
+    k = step.impl.cache_of(step.layer, step.pages).k
+    assert k.stride(2) == step.impl.head_size, "rows of keys follow each other"
 
 
 def test_scales_of_each_head() -> None:

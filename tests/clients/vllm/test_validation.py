@@ -109,12 +109,15 @@ def test_a_layer_that_quire_lacks_is_refused(changes: dict[str, Any], message: s
 def configuration(**changes: Any) -> Any:
     """The parts of vLLM's configuration that are looked at; a whole one needs a model of this kind."""
     parallel = SimpleNamespace(prefill_context_parallel_size=1, decode_context_parallel_size=changes.pop("dcp", 1))
-    graphs = SimpleNamespace(cudagraph_mode=changes.pop("cudagraph_mode", None))
+    graphs, connector = SimpleNamespace(cudagraph_mode=changes.pop("cudagraph_mode", None)), changes.pop("connector", None)
     model = SimpleNamespace(**{"is_mm_prefix_lm": False, "rswa_window": None} | changes)
-    return SimpleNamespace(model_config=model, parallel_config=parallel, compilation_config=graphs, kv_transfer_config=None)
+    return SimpleNamespace(model_config=model, parallel_config=parallel, compilation_config=graphs, kv_transfer_config=connector)
 
 
-@pytest.mark.parametrize(("changes", "message"), [({"is_mm_prefix_lm": True}, "mm_prefix"), ({"rswa_window": 4}, "R-SWA")])
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [({"is_mm_prefix_lm": True}, "mm_prefix"), ({"rswa_window": 4}, "R-SWA"), ({"connector": object()}, "a KV connector .* on a CPU")],
+)
 def test_a_model_that_quire_lacks_is_refused(changes: dict[str, Any], message: str) -> None:
     refuse_model(configuration())
     with pytest.raises(EngineError, match=message):

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
 from vllm.v1.attention.backend import AttentionBackend, AttentionType, MultipleOf
-from vllm.v1.kv_cache_interface import AttentionSpec
+from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheLayout
 
 from quire.integrations.vllm.cache_view import CACHE_TYPES, SCALE_BYTES
 from quire.integrations.vllm.impl import QuireImpl
@@ -94,6 +94,12 @@ class QuireInPlaceOfCpuAttn(QuireBackend):
     @staticmethod
     def get_name() -> str:
         return "CPU_ATTN"
+
+    @classmethod
+    def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
+        """All of them, first those in which the slots of a head follow each other: see `cache_view.halves`."""
+        by_head = KVCacheLayout.LBHNC, KVCacheLayout.BLHNC, KVCacheLayout.BHLNC, KVCacheLayout.LHBNC
+        return *by_head, KVCacheLayout.LBNHC, KVCacheLayout.BLNHC
 
 
 class QuireInPlaceOfRocmAttn(QuireBackend):

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from vllm.platforms import current_platform
+
 from quire.integrations.engines import EngineError
 from quire.integrations.vllm.cache_view import CACHE_TYPES
 from quire.integrations.vllm.settings import CHECKED
@@ -48,6 +50,9 @@ def refuse_model(config: Any) -> None:
         raise EngineError(f"bidirectional attention among the tokens of an image (mm_prefix): {ELSEWHERE}")
     if model is not None and model.rswa_window is not None:
         raise EngineError(f"reference sliding window attention (R-SWA): {ELSEWHERE}")
+    if config.kv_transfer_config is not None and current_platform.is_cpu():
+        # It would rearrange received blocks for the kernel of CPU_ATTN (`CpuPlatform.pack_kv_cache`), or read the slots of a block.
+        raise EngineError(f"a KV connector (--kv-transfer-config) on a CPU: {ELSEWHERE}")
     if config.parallel_config.prefill_context_parallel_size > 1:
         raise EngineError(f"prefill context parallelism: {ELSEWHERE}")
 
