@@ -13,7 +13,7 @@ from vllm.v1.kv_cache_interface import KVCacheLayout
 
 from quire.conformance.oracle.budget import truth
 from quire.integrations.vllm.backend import QuireBackend, QuireInPlaceOfCpuAttn
-from quire.integrations.vllm.cache_view import PER_TENSOR, PER_TOKEN_HEAD
+from quire.integrations.vllm.cache_view import PER_TENSOR, PER_TOKEN_HEAD, cache_view
 
 ALL_NEW = Sequences((7, 20), (7, 20))
 FEATURES: dict[str, dict[str, Any]] = {
@@ -94,6 +94,17 @@ def test_a_block_can_be_copied(layout: KVCacheLayout, cache_type: str) -> None:
     batch.page_table.copy_(free[torch.searchsorted(used, batch.page_table)])
     out = torch.full_like(before, float("nan"))
     assert torch.equal(step.impl.forward(step.layer, step.q, step.k, step.v, step.pages, step.metadata, out), before)
+
+
+def test_keys_and_values_of_different_sizes() -> None:
+    """The places of all elements, by an index formula: block, head, K before V, slot, dim."""
+    memory = torch.arange(2 * 3 * 4 * 48, dtype=torch.float32)
+    pages = memory.view(2, 3, 4, 48)[:, 1:]
+    cache = cache_view(pages, "auto", 32, (memory, memory), FP8)
+    at = torch.arange
+    start = (at(2)[:, None] * 3 + 1 + at(2))[..., None, None] * 4 * 48
+    assert torch.equal(cache.k, (start + at(4)[:, None] * 32 + at(32)).float())
+    assert torch.equal(cache.v, (start + 4 * 32 + at(4)[:, None] * 16 + at(16)).float())
 
 
 def test_layouts_on_a_cpu() -> None:

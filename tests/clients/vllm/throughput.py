@@ -94,6 +94,7 @@ def main() -> None:
     parser.add_argument("--kv-cache-dtype", default="auto")
     parser.add_argument("--heads", type=int, default=16)
     parser.add_argument("--kv-heads", type=int, default=4)
+    parser.add_argument("--head-size", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--repetitions", type=int, default=2, help="in each round")
     asked = vars(parser.parse_args())
@@ -101,7 +102,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         from models import write_model
 
-        sizes = {"num_attention_heads": asked["heads"], "num_key_value_heads": asked["kv_heads"], "head_dim": 64}
+        sizes = {"num_attention_heads": asked["heads"], "num_key_value_heads": asked["kv_heads"]}
+        sizes["head_dim"] = asked["head_size"]
         asked["model"] = str(
             write_model("llama", Path(folder), num_hidden_layers=2, max_position_embeddings=2 * asked["context"], **sizes)
         )
