@@ -54,12 +54,34 @@ def a_call_is_missing() -> None:
         layers, other = EqualLayers(**given), ContextParallel(interleave=4, timeout=TIMEOUT, **given)
         for layer in (0, 1):
             message = refused(RankMismatch, partial(layers.attend, layer + rank))
-            assert "the call differs between the ranks" in message and f"with cache {layer + 2 - rank}) at rank" in message
+            assert "the call differs between the ranks" in message and f"with cache {layer + 2 - rank} of pool 1) at rank" in message
         layers.check()
         cp = other if rank else layers.cp
         assert "another call (" in refused(RankMismatch, partial(cp.attend, layers.q, layers.caches[0], layers.batch))
         layers.check()
         assert other.attend(layers.q, layers.caches[0], layers.batch).equal(layers.want[0])
+
+
+def the_first_call_is_missing() -> None:
+    """Caches of a pool are numbered by when they were made, so a layer that a rank leaves out is missed in the first step, too."""
+    rank = dist.get_rank()
+    cp = ContextParallel(interleave=4, timeout=TIMEOUT)
+    for first in range(2):
+        pool = quire.PagePool(pages=50, page_size=4, shard=cp.shard)
+        caches = [quire.KVCache.allocate(pool, kv_heads=2, head_dim=16, dtype=torch.float32) for _ in range(3)]
+        q, batch = torch.ones(20, 2, 16), pool.step({pool.sequence(): 20})
+        message = refused(RankMismatch, partial(cp.step, q, q, q, caches[rank], batch))
+        assert f"with cache {rank + 1} of pool {first + 1} here" in message
+        assert f"with cache {2 - rank} of pool {first + 1}) at rank {1 - rank}" in message
+        for cache in caches:
+            assert cp.step(q, q, q, cache, batch).shape == q.shape
+    # Without a pool caches are numbered by first use: a layer that is left out is seen when one was used before.
+    caches = [quire.KVCache.wrap(cache.k.clone(), cache.v.clone(), layout="nhd") for cache in caches]
+    shard = quire.Batch(*batch.clone()._tensors().values(), shard=cp.shard)
+    for cache in caches:
+        cp.step(q, q, q, cache, shard)
+    message = refused(RankMismatch, partial(cp.attend, q, caches[rank], shard))
+    assert f"with cache {3 + rank} here" in message
 
 
 def a_call_is_refused() -> None:
@@ -151,4 +173,4 @@ def pages_run_out() -> None:
     assert cp.pool_step(pool, {}).kv_lens.shape == (0,)
 
 
-CALL_CHECKS = (a_call_is_missing, a_call_is_refused, values_are_refused, edges, pages_run_out)
+CALL_CHECKS = (a_call_is_missing, the_first_call_is_missing, a_call_is_refused, values_are_refused, edges, pages_run_out)

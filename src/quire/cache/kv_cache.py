@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Iterable
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
     from quire.cache.pool import PagePool
 
 Scale = float | torch.Tensor | None
+_made: WeakKeyDictionary[PagePool, int] = WeakKeyDictionary()
+"""How many caches were made for each pool."""
 
 
 class PageStrides(NamedTuple):
@@ -98,6 +101,10 @@ class KVCache:
         """How an element is stored; `format.name` is fp32, fp16, bf16, e4m3fn, e4m3fnuz, e5m2 or int8."""
         self.pool: PagePool | None = pool
         """The pool that allocates the pages, or None."""
+        self.number: int = 0
+        """Which cache of its pool it is, in the order in which they were made, from 1 on; 0 without a pool."""
+        if pool is not None:
+            self.number = _made[pool] = _made.get(pool, 0) + 1
         self.k_view, self.v_view = layout.k.view(k), layout.v.view(v)
         """Views of K and V, `[pages, kv_heads, slot/, slot%, dim/, dim%]` (see `quire.cache.layout`)."""
         pages, kv_heads, slot_hi, slot_lo, _, _ = self.k_view.shape

@@ -11,6 +11,7 @@ from weakref import WeakKeyDictionary
 from torch.distributed import ProcessGroup
 
 from quire.cache.kv_cache import KVCache
+from quire.cache.pool import PagePool
 
 
 class GroupCount:
@@ -25,6 +26,10 @@ class GroupCount:
 _COUNTS: WeakKeyDictionary[ProcessGroup, GroupCount] = WeakKeyDictionary()
 
 
+OF_POOL = 1 << 32
+"""More than the caches of any pool."""
+
+
 class Place(NamedTuple):
     """Where a rank is. All numbers are equal on all ranks that make the same calls in the same order."""
 
@@ -33,10 +38,13 @@ class Place(NamedTuple):
     call: int = 0
     """Which call of all of them; 0 on a GPU, where calls are not compared one by one."""
     cache: int = 0
-    """Which of the caches that it was called with, by first use."""
+    """Which cache: its number in its pool, and `OF_POOL` times the number of the pool by first use. A cache without a pool is
+    numbered as a pool is. 0 if the call has none."""
 
     def __str__(self) -> str:
-        return f"call {self.call} of the group, to its ContextParallel {self.value}, with cache {self.cache}"
+        pool, number = divmod(self.cache, OF_POOL)
+        cache = f"cache {number} of pool {pool}" if number else f"cache {pool}"
+        return f"call {self.call} of the group, to its ContextParallel {self.value}, with {cache}"
 
 
 class CallOrder:
@@ -46,7 +54,7 @@ class CallOrder:
         self._count = _COUNTS.setdefault(group, GroupCount())
         self._count.values += 1
         self._value = self._count.values
-        self._caches: WeakKeyDictionary[KVCache, int] = WeakKeyDictionary()
+        self._owners: WeakKeyDictionary[KVCache | PagePool, int] = WeakKeyDictionary()
         self._seen = 0
         self.has_answered = False
         """Whether the other ranks know about this call: they do not wait for this rank any more."""
@@ -58,17 +66,22 @@ class CallOrder:
 
     def place(self, cache: KVCache | None = None) -> Place:
         """The place of the call that began last."""
-        return Place(self._value, self._count.calls, 0 if cache is None else self._caches.get(cache, self._seen + 1))
+        number = 0
+        if cache is not None:
+            owner = cache if cache.pool is None else cache.pool
+            number = self._owners.get(owner, self._seen + 1) * OF_POOL + cache.number
+        return Place(self._value, self._count.calls, number)
 
     def always(self) -> Place:
         """What is equal in all calls."""
         return Place(self._value)
 
     def accept(self, cache: KVCache) -> None:
-        """Keeps the number of a cache. Only after all ranks agreed on a call: then all of them do."""
-        if cache not in self._caches:
+        """Keeps the number of a cache's pool. Only after all ranks agreed on a call: then all of them do."""
+        owner = cache if cache.pool is None else cache.pool
+        if owner not in self._owners:
             self._seen += 1
-            self._caches[cache] = self._seen
+            self._owners[owner] = self._seen
 
 
 Method = TypeVar("Method", bound=Callable[..., Any])
