@@ -192,7 +192,7 @@ def test_a_change_ends_what_rollback_can_undo(act):
     act(pool, a)
     b = pool.sequence()
     pool.rollback(pool.step({b: 1}))
-    with pytest.raises(ArgumentError, match="batch: given .*; allowed: the batch of this pool's latest step"):
+    with pytest.raises(ArgumentError, match=r"batch: given .*; allowed: the batch of this pool's latest step"):
         pool.rollback(first)
 
 

@@ -59,7 +59,7 @@ def test_a_cache_of_another_type_than_the_model(cache_type: str) -> None:
 
 
 def stored_keys_and_values(step: Step) -> tuple[torch.Tensor, torch.Tensor]:
-    """`[blocks, heads, slots, dim]`: where the slots of a head follow each other, all keys of a block and head precede its values."""
+    """`[blocks, heads, slots, dim]`: where the slots of a head follow each other, its keys in a block precede its values there."""
     pages, dim = step.pages, step.impl.head_size
     if pages.stride(2) != pages.shape[3]:
         return pages[..., :dim], pages[..., dim:]

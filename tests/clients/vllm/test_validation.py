@@ -116,7 +116,11 @@ def configuration(**changes: Any) -> Any:
 
 @pytest.mark.parametrize(
     ("changes", "message"),
-    [({"is_mm_prefix_lm": True}, "mm_prefix"), ({"rswa_window": 4}, "R-SWA"), ({"connector": object()}, "a KV connector .* on a CPU")],
+    [
+        ({"is_mm_prefix_lm": True}, "mm_prefix"),
+        ({"rswa_window": 4}, "R-SWA"),
+        ({"connector": object()}, "a KV connector .* on a CPU"),
+    ],
 )
 def test_a_model_that_quire_lacks_is_refused(changes: dict[str, Any], message: str) -> None:
     refuse_model(configuration())

@@ -1,8 +1,8 @@
 """vLLM's cache of a layer as a `quire.KVCache`: a view, whatever order the memory has.
 
 vLLM gives a layer one tensor `[blocks, kv_heads, block_size, content]` with strides of any of its layouts. The content of a slot is
-K then V; with scales per token and head it is K, K's scale, V, V's scale, each scale 4 bytes. On a CPU the bytes of a block and head
-are used in another order where they are contiguous: `halves`.
+K then V; with scales per token and head it is K, K's scale, V, V's scale, each scale 4 bytes. On a CPU, where the bytes of a block and
+head are contiguous, they are used in another order: `halves`.
 """
 
 from __future__ import annotations
@@ -74,9 +74,9 @@ def cache_view(
 
 
 def halves(pages: torch.Tensor, head_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The memory of each block and head as all of its keys, then all of its values, `[blocks, kv_heads, block_size, dim]`: a CPU reads
-    rows that follow each other faster than every other row. vLLM's own CPU backend does the same. Only attention knows what is
-    inside a block: prefix caching, copies and zeroing take whole blocks. KV connectors do not, and are refused on a CPU."""
+    """The memory of each block and head as all of its keys, then all of its values, `[blocks, kv_heads, block_size, dim]`: a CPU
+    reads rows that follow each other faster than every other row. vLLM's own CPU backend does the same. Nothing but attention uses
+    what is inside a block: prefix caching, copies and zeroing take whole blocks. KV connectors do, and are refused on a CPU."""
     blocks, heads, slots, content = pages.shape
     v_dim, (block, head), start = content - head_dim, pages.stride()[:2], pages.storage_offset()
     k = pages.as_strided((blocks, heads, slots, head_dim), (block, head, head_dim, 1), start)
