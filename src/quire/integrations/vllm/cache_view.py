@@ -1,8 +1,8 @@
 """vLLM's cache of a layer as a `quire.KVCache`: a view, whatever order the memory has.
 
 vLLM gives a layer one tensor `[blocks, kv_heads, block_size, content]` with strides of any of its layouts. The content of a slot is
-K then V; with scales per token and head it is K, K's scale, V, V's scale, each scale 4 bytes. On a CPU, where the bytes of a block and
-head are contiguous, they are used in another order: `halves`.
+K then V; with scales per token and head it is K, K's scale, V, V's scale, each scale 4 bytes. On a CPU, where the bytes of a block
+and head are contiguous, they are used in another order: `halves`.
 """
 
 from __future__ import annotations
