@@ -71,8 +71,9 @@ MAY_BE_DONE = ("trim", "drop", "free", "rollback")
 
 def without_numbers(found):
     """The books without what an interrupted step may skip."""
-    sequences, free, holders, issue, _, usage = found
-    return [s[1:3] for s in sequences], free, holders, [number >= 0 for number in issue], usage
+    sequences, free, holders, issue, _, usage, keys = found
+    keys = {page: key for page, (key, _) in keys.items()}
+    return [s[1:3] for s in sequences], free, holders, [number >= 0 for number in issue], usage, keys
 
 
 @cache
