@@ -73,8 +73,8 @@ def plan_allocation(pool: PagePool, slots: numpy.ndarray | slice, counts: numpy.
 
 
 def _copied(pool: PagePool, before: numpy.ndarray, end: numpy.ndarray) -> numpy.ndarray:
-    """Indices of the sequences that would write into a shared page. If all holders of a page extend in one step, one keeps the page:
-    the last of the longest, so that it overwrites no token that another holder has again after a rollback."""
+    """Indices of the sequences that would write into a shared page. If all holders of a page extend in one step, the last of
+    the longest keeps the page, so that it overwrites no token that another holder has again after a rollback."""
     first, last = keys_of(pool.shard, before[:, LENGTH]), keys_of(pool.shard, end)
     at = numpy.flatnonzero((first < last) & (first % pool.page_size != 0))
     at = at[pool._holders[before[at, LAST]] > 1]

@@ -60,6 +60,8 @@ class PagePool:
     Every operation is atomic, also if an exception such as KeyboardInterrupt ends it: its writes are planned first, and undone if
     it does not finish.
 
+    Pages of earlier prompts can be used again: see `match` and `register`.
+
     A pool can be pickled and deep-copied, with its sequences; the latest step of a copy cannot be rolled back.
 
     Args:
@@ -480,7 +482,8 @@ class PagePool:
         laid = 0 if self._last is None else self._last.nbytes
         issue = 0 if self._issue is None else self._issue.nbytes
         cached = 0 if self._prefixes is None else self._prefixes.nbytes
-        return sum((self._holders.nbytes, self._free.nbytes, self._records.nbytes, bytes_of(self._tables.values()), laid, issue, cached))
+        own = self._holders.nbytes + self._free.nbytes + self._records.nbytes + bytes_of(self._tables.values())
+        return own + laid + issue + cached
 
     def issue_on(self, device: torch.device) -> torch.Tensor:
         """`issue` on `device`; on another device than the CPU, a copy that every step updates."""

@@ -40,7 +40,8 @@ class PrefixUsage(NamedTuple):
     """Cached pages that were allocated for other tokens."""
 
     def __str__(self) -> str:
-        return f"{self.cached} pages cached ({self.unheld} free), {self.hits} hits, {self.misses} misses, {self.evictions} evictions"
+        counts = f"{self.hits} hits, {self.misses} misses, {self.evictions} evictions"
+        return f"{self.cached} pages cached ({self.unheld} free), {counts}"
 
 
 class PrefixCache:
