@@ -98,6 +98,7 @@ def anchor(path: str) -> str:
 OTHERS = {
     "Sequence": "quire.cache.sequence",
     "Usage": "quire.cache.pool",
+    "PrefixUsage": "quire.cache.prefix_cache",
     "Ledger": "quire.cache.ledger",
     "Kernel": "quire.dispatch.kernel",
     "Candidate": "quire.dispatch.decision",

@@ -547,3 +547,14 @@ def test_one_bad_request_refuses_the_step():
     with pytest.raises(ArgumentError):
         pool.step({a: 3, b: -1})
     assert books(pool) == before
+
+
+def test_of_forks_that_extend_together_the_longest_keeps_the_page():
+    """The other one would overwrite a token of the longest, which a rollback gives back to it."""
+    pool = PagePool(pages=3, page_size=4)
+    a = pool.sequence()
+    pool.step({a: 3})
+    b = pool.fork(a)
+    pool.trim(b, 1)
+    assert pool.step({a: 1, b: 1}).copies == ((0, 1),)
+    assert (a.pages, b.pages) == ([0], [1])

@@ -5,6 +5,7 @@ remembers what each sequence should read. A ledger is kept alongside: its findin
 """
 
 import itertools
+import random
 from collections import Counter
 
 import numpy
@@ -18,7 +19,7 @@ from quire.cache.copies import Copies
 from quire.cache.ledger import Ledger
 from quire.cache.pool import PagePool
 from quire.errors import ArgumentError, OutOfPages, StaleBatch
-from support.pool_state import books
+from support.pool_state import books, cached, unheld
 
 PAGES, PAGE_SIZE = 16, 3
 QUICK = settings(stateful_step_count=30, max_examples=60)
@@ -138,8 +139,12 @@ class Honest(RuleBasedStateMachine):
         if batch is None:
             return
         wanted_pages, wanted_copies = batch.page_table.tolist(), tuple(batch.copies)
+        slots = batch.slots_of_tokens(sum(requests.values()), PAGE_SIZE)
+        self.copy(batch.copies)
+        self.contents.update({slot: next(self.tokens) for slot in slots.tolist()})
+        self.ledger.record(slots)
         self.pool.rollback(batch)
-        assert self.state() == before
+        assert self.state() == without_overwritten(before, cached(self.pool))
         with pytest.raises(StaleBatch):
             batch.check_current()
         with pytest.raises(ArgumentError):
@@ -206,7 +211,7 @@ class Honest(RuleBasedStateMachine):
         held = Counter(page for s in self.live for page in s.pages if page >= 0)
         assert self.pool.holders.tolist() == [held[page] for page in range(PAGES)]
         assert self.pool.free_pages + len(held) == PAGES
-        free = self.pool._free.listed(PAGES)
+        free = [*self.pool._free.listed(PAGES), *unheld(self.pool)]
         assert sorted(free) == sorted(set(range(PAGES)) - set(held))
         assert self.pool.usage()[2:] == (sum(n > 1 for n in held.values()), len(self.live), sum(s.length for s in self.live))
         assert self.pool.sequences == tuple(self.live)
@@ -221,7 +226,9 @@ class Honest(RuleBasedStateMachine):
     @invariant()
     def slots_with_tokens_have_numbers(self):
         issue = self.pool.issue.view(PAGES, PAGE_SIZE)
-        assert all((issue[page] == -1).all() for page in self.pool._free.listed(PAGES))
+        free = {*self.pool._free.listed(PAGES), *unheld(self.pool)} - set(cached(self.pool))
+        assert all((issue[page] == -1).all() for page in free)
+        assert all((issue[page] >= 0).all() for page in cached(self.pool))
         assert all(self.pool.issue[slot] >= 0 for _, _, _, slot, _ in self.tokens_to_read())
 
     def tokens_to_read(self):
@@ -253,6 +260,14 @@ class Honest(RuleBasedStateMachine):
         assert not self.wrong()
 
 
+def without_overwritten(state, kept):
+    """A pool's state before a step that was rolled back: the step may have overwritten pages that were cached."""
+    sequences, free, holders, issue, steps, usage, keys = state
+    lost = {page for page in keys if page not in kept}
+    issue = [-1 if slot // PAGE_SIZE in lost & set(free) else number for slot, number in enumerate(issue)]
+    return sequences, free, holders, issue, steps, usage, {page: entry for page, entry in keys.items() if page not in lost}
+
+
 def row_of(token):
     return token[0]
 
@@ -265,7 +280,52 @@ def writer_of(token):
     return token[1].id
 
 
-class Careless(Honest):
+class Prefixed(Honest):
+    """Tokens are registered, and prompts matched."""
+
+    def __init__(self):
+        super().__init__()
+        self.past = []
+
+    def register_tokens(self, sequence, count):
+        self.pool.register(sequence, self.history[sequence][:count])
+        self.past.append(self.history[sequence][:])
+
+    @precondition(lambda self: self.history)
+    @rule(index=which, share=fraction)
+    def register(self, index, share):
+        sequence = self.pick(index)
+        self.register_tokens(sequence, round(share * sequence.length))
+
+    @precondition(lambda self: self.history)
+    @rule(indices=st.lists(which, min_size=1, max_size=3, unique=True))
+    def finish(self, indices):
+        for index in indices:
+            self.register_tokens(self.pick(index), None)
+        self.free(indices)
+
+    @precondition(lambda self: self.past and len(self.history) < 8)
+    @rule(index=st.integers(0, 3), cut=st.integers(0, 4), count=st.integers(0, 7))
+    def match(self, index, cut, count):
+        prompt = self.past[-1 - index % len(self.past)]
+        prompt = [*prompt[: max(len(prompt) - cut, 0)], -1]
+        found = self.pool.match(prompt)
+        assert found.length % PAGE_SIZE == 0 and found.length < len(prompt)
+        self.history[found], self.kept_from[found] = prompt[: found.length], 0
+        self.perform_step({found: count})
+
+    @invariant()
+    def a_cached_page_has_one_key(self):
+        keys = cached(self.pool)
+        assert len(keys) == len({key for key, _ in keys.values()})
+        if self.pool._prefixes is not None:
+            numbers = self.pool._prefixes
+            assert {page for page in range(PAGES) if numbers.writers[page] != -2} == set(keys)
+            assert all(numbers.key_of(page) == key for page, (key, _) in keys.items())
+            assert self.pool.prefix_usage()[:2] == (len(keys), len(set(keys) - {page for s in self.live for page in s.pages}))
+
+
+class Careless(Prefixed):
     """Some writes are skipped, some copies are not applied; the ledger must tell exactly which tokens suffer."""
 
     @precondition(lambda self: self.history)
@@ -285,6 +345,51 @@ class Careless(Honest):
 
 def test_any_sequence_of_operations():
     run_state_machine_as_test(Honest, settings=QUICK)
+
+
+INVARIANTS = [name for name in dir(Prefixed) if hasattr(getattr(Prefixed, name), "hypothesis_stateful_invariant")]
+
+
+def run_long(machine, operations, seed=0):
+    """Many operations on one pool, most of them admissions and ends of sequences, so that cached pages are found and evicted."""
+    chance = random.Random(seed)
+    machine.start()
+
+    def indices():
+        return [chance.randrange(8) for _ in range(chance.randint(1, 3))]
+
+    def wanted():
+        return [(index, chance.randint(0, 7)) for index in indices()]
+
+    acts = {
+        "match": lambda: machine.match(chance.randrange(6), chance.randrange(5), chance.randint(0, 7)),
+        "step": lambda: machine.step(wanted()),
+        "decode": machine.decode,
+        "step_and_roll_back": lambda: machine.step_and_roll_back(wanted()),
+        "extend": lambda: machine.extend(chance.randrange(8), chance.randint(0, 7)),
+        "register": lambda: machine.register(chance.randrange(8), chance.random()),
+        "finish": lambda: machine.finish(list(dict.fromkeys(indices()))),
+        "trim": lambda: machine.trim(chance.randrange(8), chance.random()),
+        "fork": lambda: machine.fork(chance.randrange(8)),
+        "drop": lambda: machine.drop(chance.randrange(8), chance.random() / 2),
+        "free": lambda: machine.free(indices()),
+    }
+    weights = (6, 4, 2, 4, 1, 4, 2, 2, 1, 1, 1)
+    for name in chance.choices(list(acts), weights, k=operations):
+        if not machine.live:
+            machine.sequence()
+        if name in ("match", "fork") and (len(machine.live) == 8 or not machine.past):
+            name = "finish"
+        acts[name]()
+        for name in INVARIANTS:
+            getattr(machine, name)()
+
+
+def test_a_long_run_with_a_prefix_cache():
+    machine = Prefixed()
+    run_long(machine, 1500)
+    found = machine.pool.prefix_usage()
+    assert min(found.hits, found.misses, found.evictions) > 50, "the run is not worth its name"
 
 
 def test_the_ledger_finds_exactly_what_an_engine_broke():
@@ -461,3 +566,91 @@ def test_the_machine_catches(fault):
 
     with pytest.raises((AssertionError, IndexError, ValueError, pytest.fail.Exception)):
         run_state_machine_as_test(Planted, settings=PLANTED)
+
+
+class RollbackRestoresOverwrittenPages(PagePool):
+    def rollback(self, batch):
+        if self._latest is not None:
+            self._latest[1]._cells += self._latest[1].lasting._cells
+            self._latest[1]._removed += self._latest[1].lasting._removed
+        super().rollback(batch)
+
+
+class PagesWrittenInPlaceStayCached(PagePool):
+    def _plan(self, request, transaction):
+        planned = super()._plan(request, transaction)
+        held = {page for s in request.sequences for page in s.pages}
+        for _, _, entries in transaction.lasting._removed:
+            for key in [key for key, page in entries.items() if page in held]:
+                del entries[key]
+        return planned
+
+
+class EvictedPagesStayCached(PagePool):
+    def _plan(self, request, transaction):
+        planned = super()._plan(request, transaction)
+        transaction.lasting._removed.clear()
+        return planned
+
+
+class EvictsHeldPages(PagePool):
+    def match(self, token_ids, salt=""):
+        queue = self._prefix_cache().unheld
+        remove, queue.remove = queue.remove, lambda pages, transaction: None
+        try:
+            return super().match(token_ids, salt)
+        finally:
+            queue.remove = remove
+
+
+class FoundPagesAreNotCounted(PagePool):
+    def match(self, token_ids, salt=""):
+        sequence = super().match(token_ids, salt)
+        self._holders[sequence.pages] -= 1
+        return sequence
+
+
+class FoundTokensAreItsOwn(PagePool):
+    def match(self, token_ids, salt=""):
+        sequence = super().match(token_ids, salt)
+        sequence._runs = [(0, sequence.id)] if sequence.length else []
+        return sequence
+
+
+class CachedPagesLoseTheirNumbers(PagePool):
+    def free(self, *sequences):
+        pages = [page for s in sequences for page in s.pages if page >= 0]
+        super().free(*sequences)
+        gone = [page for page in pages if not self._holders[page]]
+        self._issue[gone] = -1
+
+
+class TrimmedPagesStayCached(PagePool):
+    def trim(self, sequence, length):
+        cache = self._prefix_cache()
+        forget, cache.forget = cache.forget, lambda pages, transaction: None
+        try:
+            super().trim(sequence, length)
+        finally:
+            cache.forget = forget
+
+
+PREFIX_FAULTS = (
+    RollbackRestoresOverwrittenPages,
+    PagesWrittenInPlaceStayCached,
+    EvictedPagesStayCached,
+    EvictsHeldPages,
+    FoundPagesAreNotCounted,
+    FoundTokensAreItsOwn,
+    CachedPagesLoseTheirNumbers,
+    TrimmedPagesStayCached,
+)
+
+
+@pytest.mark.parametrize("fault", PREFIX_FAULTS, ids=lambda fault: fault.__name__)
+def test_the_long_run_catches(fault):
+    class Planted(Prefixed):
+        make_pool = fault
+
+    with pytest.raises((AssertionError, IndexError, ValueError, pytest.fail.Exception)):
+        run_long(Planted(), 1500)

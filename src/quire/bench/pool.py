@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 
 from quire.bench.figures import Figure
 from quire.cache.pool import PagePool
 from quire.cache.sequence import Sequence
+
+_PROMPT = 8192
+"""Tokens of the prompts that the prefix cache is measured with."""
 
 
 def measure_pool(pages: int = 1_000_000, page_size: int = 16, repeats: int = 8) -> Iterator[Figure]:
@@ -22,6 +26,8 @@ def measure_pool(pages: int = 1_000_000, page_size: int = 16, repeats: int = 8) 
         yield Figure("free, 4096 x 2048", min(_free(pages, page_size) for _ in range(repeats)), 5e-3)
     pool, _ = _filled(pages, page_size, min(4096, pages), page_size)
     yield Figure("usage", _least(pool.usage, 100), None)
+    if 3 * _PROMPT <= pages * page_size:
+        yield from _measure_prefix_cache(pages, page_size, repeats)
     yield _memory(pages, page_size)
 
 
@@ -59,6 +65,39 @@ def _prefill(pages: int, page_size: int) -> float:
 def _free(pages: int, page_size: int) -> float:
     pool, sequences = _filled(pages, page_size, 4096, 2048)
     return _timed(lambda: pool.free(*sequences))
+
+
+def _measure_prefix_cache(pages: int, page_size: int, repeats: int) -> list[Figure]:
+    """Prompts in a pool whose pages are all cached and free. Every further page is an evicted one."""
+    pool, count = PagePool(pages, page_size), pages * page_size // _PROMPT
+    registered, found, missed, evicted = [], [], [], []
+    for number in range(count):
+        prompt = _prompt(number)
+        sequence = pool.match(prompt)
+        pool.step({sequence: _PROMPT})
+        registered.append(_timed(partial(pool.register, sequence, prompt[:_PROMPT])))
+        pool.free(sequence)
+    each = pool.nbytes / pages
+    for number in range(max(count - 4 * repeats, 0), count):
+        found.append(_timed(partial(pool.match, _prompt(number))))
+        missed.append(_timed(partial(pool.match, _prompt(number), "other")))
+        pool.free(*pool.sequences)
+    sequences = [pool.sequence() for _ in range(min(256, pages // repeats))]
+    for _ in range(repeats):
+        evicted.append(_timed(lambda: pool.step(dict.fromkeys(sequences, page_size))))
+    name = f"{_PROMPT} tokens"
+    return [
+        Figure(f"match, {name}, all found", min(found), 1e-3),
+        Figure(f"match, {name}, none found", min(missed), None),
+        Figure(f"register, {name}", min(registered), None),
+        Figure(f"step, {len(sequences)} pages evicted", min(evicted), None),
+        Figure("bytes per page, all cached", each, None),
+    ]
+
+
+def _prompt(number: int) -> list[int]:
+    """A prompt of full pages and one token."""
+    return list(range(number * _PROMPT, (number + 1) * _PROMPT + 1))
 
 
 def _memory(pages: int, page_size: int) -> Figure:

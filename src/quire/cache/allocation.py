@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy
 
 from quire.cache.page_rows import ColumnRuns, gather, groups, width_for
+from quire.cache.prefix_cache import forget_overwritten, plan_evictions
 from quire.cache.sequence_record import LAST, LENGTH, LONGEST, PAGES, ROW, WIDTH
 from quire.cache.shard import keys_of
 from quire.cache.transaction import Transaction
@@ -65,20 +66,30 @@ def plan_allocation(pool: PagePool, slots: numpy.ndarray | slice, counts: numpy.
         after[:, PAGES] = need
         given = _take(pool, given, fresh, copied, wanted, transaction)
         _update_tables(pool, given, transaction)
+    if pool._prefixes is not None:
+        forget_overwritten(pool, pool._prefixes.cached(_written_in_place(pool, before, end, copied)), transaction)
     transaction.set_cells(pool, "_records", slots, after, old=before)
     return given
 
 
 def _copied(pool: PagePool, before: numpy.ndarray, end: numpy.ndarray) -> numpy.ndarray:
-    """Indices of the sequences that would write into a shared page. If all holders of a page extend in one step, the last of them
-    keeps the page."""
+    """Indices of the sequences that would write into a shared page. If all holders of a page extend in one step, the last of
+    the longest keeps the page, so that it overwrites no token that another holder has again after a rollback."""
     first, last = keys_of(pool.shard, before[:, LENGTH]), keys_of(pool.shard, end)
     at = numpy.flatnonzero((first < last) & (first % pool.page_size != 0))
     at = at[pool._holders[before[at, LAST]] > 1]
     if not len(at):
         return NOTHING
+    at = at[numpy.argsort(first[at], kind="stable")]
     pages = before[at, LAST]
-    return at[occurrences(pages) < pool._holders[pages] - 1]
+    return numpy.sort(at[occurrences(pages) < pool._holders[pages] - 1])
+
+
+def _written_in_place(pool: PagePool, before: numpy.ndarray, end: numpy.ndarray, copied: numpy.ndarray) -> numpy.ndarray:
+    """The partly filled pages that the new tokens are written to without a copy."""
+    is_written = (before[:, LENGTH] < end) & (before[:, LENGTH] % pool.page_size != 0)
+    is_written[copied] = False
+    return before[is_written, LAST]
 
 
 def occurrences(values: numpy.ndarray) -> numpy.ndarray:
@@ -97,8 +108,7 @@ def _take(
 ) -> Allocation:
     """Allocates pages: for each sequence first the copy of its last page, then its new pages."""
     before, after = given.before, given.after
-    taken = pool._free.next(wanted)
-    pool._free.exchange(transaction, wanted)
+    taken = _take_free(pool, wanted, transaction)
     transaction.set_cells(pool, "_holders", taken, 1, old=0)
     pages, sources, targets = taken, NOTHING, NOTHING
     if len(copied):
@@ -125,6 +135,14 @@ def _take(
         after[grown, LAST] = pages[numpy.cumsum(fresh) - 1]
         runs = ColumnRuns.of(before[grown, PAGES], fresh)
     return given._replace(grown=grown, fresh=fresh, pages=pages, runs=runs, copied=copied, sources=sources, targets=targets)
+
+
+def _take_free(pool: PagePool, wanted: int, transaction: Transaction) -> numpy.ndarray:
+    """Free pages: first those that are not cached."""
+    plain = wanted if pool._prefixes is None else min(wanted, pool.free_pages - pool._prefixes.unheld.count)
+    taken = pool._free.next(plain)
+    pool._free.exchange(transaction, plain)
+    return taken if plain == wanted else numpy.concatenate([taken, plan_evictions(pool, wanted - plain, transaction)])
 
 
 def _update_tables(pool: PagePool, given: Allocation, transaction: Transaction) -> None:

@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING
 
 import numpy
 
-from quire.cache.allocation import Allocation
 from quire.cache.sequence_record import LAST, LENGTH, PAGES
 from quire.cache.shard import keys_of
 from quire.cache.transaction import Transaction
 
 if TYPE_CHECKING:
+    from quire.cache.allocation import Allocation
     from quire.cache.pool import PagePool
 
 FREE = -1
@@ -28,6 +28,8 @@ def initial_numbers(pool: PagePool) -> numpy.ndarray:
         full, rest = pages[:whole], pages[whole:]
         numbers[full[full >= 0]] = pool.steps
         numbers[rest, : keys % pool.page_size] = pool.steps
+    if pool._prefixes is not None:
+        numbers[pool._prefixes.cached(numpy.arange(pool.pages))] = pool.steps
     return numbers
 
 
@@ -46,7 +48,7 @@ def number_step(pool: PagePool, given: Allocation, number: int, transaction: Tra
         pages[where] = given.targets[numpy.searchsorted(given.copied, partly[where])]
         held = pool._issue[sources]
         new = (offset >= (start[partly] % size)[:, None]) & (columns * size + offset < end[partly][:, None])
-        old = pool._issue[pages]
+        old = numpy.where(where[:, None], FREE, pool._issue[pages])
         # After the old tokens, a copy holds only the new ones.
         kept = numpy.where(where[:, None] & (offset >= (start[partly] % size)[:, None]), FREE, held)
         transaction.set_cells(pool, "_issue", pages, numpy.where(new, number, kept), old=old)

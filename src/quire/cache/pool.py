@@ -16,11 +16,13 @@ from quire.cache.copies import Copies, CopyId
 from quire.cache.free_list import FreeList
 from quire.cache.issue_numbers import FREE, initial_numbers, number_step
 from quire.cache.page_rows import PageRows, bytes_of, runs_of
+from quire.cache.prefix_cache import PrefixCache, PrefixUsage, plan_match, plan_registration
 from quire.cache.release import release
 from quire.cache.sequence import Runs, Sequence, StateNumber
 from quire.cache.sequence_record import DROPPED, FIELDS, ID, LAST, LENGTH, LONGEST, OWN, PAGES, ROW, WIDTH
 from quire.cache.shard import Shard, keys_of
 from quire.cache.step_table import StepRequest, StepTable
+from quire.cache.token_ids import NO_SALT, KeyChain
 from quire.cache.transaction import Transaction
 from quire.errors import ArgumentError, describe
 from quire.keywords import with_pointers
@@ -57,6 +59,8 @@ class PagePool:
 
     Every operation is atomic, also if an exception such as KeyboardInterrupt ends it: its writes are planned first, and undone if
     it does not finish.
+
+    Pages of earlier prompts can be used again: see `match` and `register`.
 
     A pool can be pickled and deep-copied, with its sequences; the latest step of a copy cannot be rolled back.
 
@@ -105,6 +109,7 @@ class PagePool:
         self._shared = self._tokens = 0
         self._live: dict[int, Sequence] = {}
         self._slots = FreeList()
+        self._prefixes: PrefixCache | None = None
         self._records = numpy.zeros((0, FIELDS), dtype=numpy.int64)
         self._tables: dict[int, PageRows] = {}
         self._ids = self._numbers = self._copied = self._changes = 0
@@ -227,6 +232,7 @@ class PagePool:
             raise ArgumentError("batch", given, "the batch of this pool's latest step, before any other change")
         try:
             # If an interrupt ends this, the next use of the pool completes it.
+            self._latest[1].is_rolled_back = True
             self._pending = self._latest[1]
             self._undo_pending()
             self._latest = self._latest[2] and (*self._latest[2], None)
@@ -259,14 +265,18 @@ class PagePool:
             release(self, gone, transaction)
             transaction.set_cells(self._tables[int(row[WIDTH])], "cells", (int(row[ROW]), slice(kept, int(row[PAGES]))), -1)
         filled = keys % self.page_size
-        if filled and self._issue is not None and self._holders[last] == 1:
-            transaction.set_cells(self, "_issue", (last, slice(filled, None)), FREE)
+        if filled and length < row[LENGTH] and self._holders[last] == 1:
+            if self._issue is not None:
+                transaction.set_cells(self, "_issue", (last, slice(filled, None)), FREE)
+            if self._prefixes is not None:
+                self._prefixes.forget(self._prefixes.cached(numpy.array([last])), transaction)
         runs = sequence._runs
         while runs and runs[-1][0] >= length:
             runs = runs[:-1]
         after[LENGTH], after[PAGES], after[LAST], after[DROPPED] = length, kept, last, min(int(row[DROPPED]), kept)
         after[OWN] = bool(runs) and runs[-1][1] == sequence.id
         transaction.set_attribute(sequence, "_runs", runs)
+        transaction.set_attribute(sequence, "_chain", sequence._chain.upto(length // self.page_size))
         transaction.set_attribute(self, "_tokens", self._tokens + length - int(row[LENGTH]))
         self._update_row(sequence, row, after, transaction)
 
@@ -362,13 +372,79 @@ class PagePool:
             transaction.set_cells(self, "_holders", pages, holders + 1, old=holders)
             transaction.set_attribute(self, "_shared", self._shared + int((holders == 1).sum()))
         transaction.set_attribute(self, "_tokens", self._tokens + int(row[LENGTH]))
-        return self._new_sequence(transaction, row, sequence._runs)
+        return self._new_sequence(transaction, row, sequence._runs, sequence._chain)
+
+    def match(self, token_ids: Any, salt: str = "") -> Sequence:
+        """Makes a new sequence that begins with the cached pages of a prompt: full pages that `register` added for sequences with
+        the same first tokens and the same salt. At least the last token is left to be computed.
+
+        The sequence holds these pages as a fork does. They stay cached as long as a sequence holds them; pages that none holds are
+        evicted when no other page is free, in the order in which they were released. To keep a prefix, keep a sequence that holds
+        it.
+
+        Args:
+            token_ids: The ids of the prompt's tokens, 64-bit ints: a list, a tuple, a numpy array or a CPU tensor. Where a token
+                stands for other content, such as a part of an image, give a hash of the content in place of its id.
+            salt: What else the keys and values depend on, or who may share them: a LoRA adapter, a tenant. Only sequences with
+                the same salt share pages.
+
+        Returns:
+            The sequence. Its `length` is the number of tokens found, a multiple of `page_size`, perhaps 0.
+
+        Raises:
+            ArgumentError: `token_ids` or `salt` has another type, or the pool has a shard.
+
+        Example:
+            >>> import quire
+            >>> pool = quire.PagePool(pages=8, page_size=4)
+            >>> prompt = [1, 2, 3, 4, 5, 6, 7, 8, 9]
+            >>> a = pool.match(prompt)
+            >>> batch = pool.step({a: 9 - a.length})
+            >>> pool.register(a, prompt)  # once its keys and values are certain to be written
+            >>> b = pool.match([1, 2, 3, 4, 5, 6, 7, 99, 100])
+            >>> b.length, b.pages
+            (4, [0])
+        """
+        self._undo_pending()
+        transaction = Transaction()
+        try:
+            sequence = plan_match(self, token_ids, salt, transaction)
+            self._commit(transaction)
+            return sequence
+        except BaseException:
+            self._abort(transaction)
+            raise
+
+    def register(self, sequence: Sequence, token_ids: Any) -> None:
+        """Adds the full pages of a sequence to the prefix cache, so that `match` finds them. Pages that were added before are
+        skipped, so that this costs little after every step.
+
+        Their keys and values must be written before a sequence that `match` returned reads them. A page whose content the cache
+        has already, in another page, is not added. The salt is that of `match`; a sequence that `sequence` made has none.
+
+        Args:
+            token_ids: The ids of the sequence's tokens from the first on, as in `match`; of all its tokens or of fewer.
+
+        Raises:
+            ArgumentError: There are more ids than tokens, or an id differs from the one that a page was registered with; the
+                sequence was freed or belongs to another pool; or the pool has a shard.
+        """
+        self._undo_pending()
+        transaction = Transaction()
+        plan_registration(self, sequence, token_ids, transaction)
+        self._commit(transaction)
+
+    def prefix_usage(self) -> PrefixUsage:
+        """Numbers of pages of the prefix cache: cached, free, found, not found and evicted."""
+        self._undo_pending()
+        return PrefixUsage(0, 0, 0, 0, 0) if self._prefixes is None else self._prefixes.usage()
 
     @property
     def free_pages(self) -> int:
-        """Number of free pages."""
+        """Number of free pages. Cached pages that no sequence holds are among them."""
         self._undo_pending()
-        return self.pages - self._free.used + self._free.count
+        cached = 0 if self._prefixes is None else self._prefixes.unheld.count
+        return self.pages - self._free.used + self._free.count + cached
 
     @property
     def holders(self) -> torch.Tensor:
@@ -407,7 +483,9 @@ class PagePool:
         """Host memory of the pool in bytes, without the handles of its sequences."""
         laid = 0 if self._last is None else self._last.nbytes
         issue = 0 if self._issue is None else self._issue.nbytes
-        return self._holders.nbytes + self._free.nbytes + self._records.nbytes + bytes_of(self._tables.values()) + laid + issue
+        cached = 0 if self._prefixes is None else self._prefixes.nbytes
+        own = self._holders.nbytes + self._free.nbytes + self._records.nbytes + bytes_of(self._tables.values())
+        return own + laid + issue + cached
 
     def issue_on(self, device: torch.device) -> torch.Tensor:
         """`issue` on `device`; on another device than the CPU, a copy that every step updates."""
@@ -455,6 +533,12 @@ class PagePool:
     def table(self, width: int) -> PageRows:
         """The rows of page ids with `width` columns; made if there are none."""
         return self._tables.setdefault(width, PageRows(width))
+
+    def _prefix_cache(self) -> PrefixCache:
+        """The prefix cache, made on first use."""
+        if self._prefixes is None:
+            self._prefixes = PrefixCache(self.pages)
+        return self._prefixes
 
     # Commit and undo.
 
@@ -542,7 +626,9 @@ class PagePool:
             self._copied += 1
         return given, copies
 
-    def _new_sequence(self, transaction: Transaction, row: numpy.ndarray | None = None, runs: Runs | None = None) -> Sequence:
+    def _new_sequence(
+        self, transaction: Transaction, row: numpy.ndarray | None = None, runs: Runs | None = None, chain: KeyChain = NO_SALT
+    ) -> Sequence:
         (slot,) = self._slots.next(1).tolist()
         if slot >= len(self._records):
             records = numpy.zeros((max(64, len(self._records) * 2), FIELDS), dtype=numpy.int64)
@@ -551,6 +637,7 @@ class PagePool:
         row = numpy.zeros(FIELDS, dtype=numpy.int64) if row is None else row
         sequence = Sequence(self, self._ids, slot)
         sequence._runs = [] if runs is None else runs
+        sequence._chain = chain
         self._ids += 1
         row[ID] = sequence.id
         if not row[PAGES]:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 def release(pool: PagePool, pages: numpy.ndarray, transaction: Transaction) -> None:
     """Decrements the reference count of each of `pages` (int64, a page may occur several times). A page with count zero becomes
-    free."""
+    free; a cached page stays cached."""
     gone = pages
     if pool._shared:
         holders = pool._holders[pages]
@@ -28,6 +28,10 @@ def release(pool: PagePool, pages: numpy.ndarray, transaction: Transaction) -> N
         transaction.set_attribute(pool, "_shared", pool._shared - int(((left <= 1) & (left + times > 1)).sum()))
     else:
         transaction.set_cells(pool, "_holders", pages, 0, old=1)
+    if pool._prefixes is not None:
+        is_cached = pool._prefixes.is_cached(gone)
+        pool._prefixes.unheld.push(gone[is_cached], transaction)
+        gone = gone[~is_cached]
     pool._free.exchange(transaction, 0, gone)
     if pool._issue is not None:
         transaction.set_cells(pool, "_issue", gone, FREE)

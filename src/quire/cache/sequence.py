@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
+from quire.cache.token_ids import NO_SALT, KeyChain
+
 if TYPE_CHECKING:
     from quire.cache.pool import PagePool
 
@@ -27,13 +29,14 @@ NO_POOL = StateNumber()
 class Sequence:
     """A handle of one sequence of a `PagePool`. Its properties read the pool's records; only the pool changes them."""
 
-    __slots__ = ("_pool", "_runs", "_slot", "id")
+    __slots__ = ("_chain", "_pool", "_runs", "_slot", "id")
 
     def __init__(self, pool: PagePool, id: int, slot: int):
         self.id: int = id
         """The number of the sequence, unique in its pool."""
         self._pool, self._slot = pool, slot
         self._runs: Runs = []
+        self._chain: KeyChain = NO_SALT
 
     @property
     def length(self) -> int:

@@ -11,9 +11,12 @@ class Transaction:
     """A list of planned writes with the values they overwrite. `apply` and `undo` are idempotent, so that either can be repeated
     after an interrupt."""
 
-    __slots__ = ("_added", "_cells", "_removed", "_values")
+    __slots__ = ("_added", "_cells", "_lasting", "_removed", "_values", "is_rolled_back")
 
     def __init__(self) -> None:
+        self.is_rolled_back = False
+        """Whether `undo` leaves the lasting writes."""
+        self._lasting: Transaction | None = None
         self._cells: list[tuple[Any, str, Any, Any, Any]] = []
         self._values: list[tuple[Any, str, Any, Any]] = []
         self._added: list[tuple[Any, str, dict[Any, Any]]] = []
@@ -38,7 +41,17 @@ class Transaction:
         """Plans the removal of entries of the dict `owner.name`."""
         self._removed.append((owner, name, entries))
 
+    @property
+    def lasting(self) -> Transaction:
+        """Writes that are applied before the others, and that a rollback does not undo: it cannot restore what the keys and values
+        of a step have overwritten. An interrupted operation undoes them."""
+        if self._lasting is None:
+            self._lasting = Transaction()
+        return self._lasting
+
     def apply(self) -> None:
+        if self._lasting is not None:
+            self._lasting.apply()
         for owner, name, index, new, _ in self._cells:
             getattr(owner, name)[index] = new
         for owner, name, new, _ in self._values:
@@ -57,6 +70,8 @@ class Transaction:
             getattr(owner, name).update(entries)
         for owner, name, entries in self._added:
             _pop(getattr(owner, name), entries)
+        if self._lasting is not None and not self.is_rolled_back:
+            self._lasting.undo()
 
 
 def _pop(known: dict[Any, Any], entries: dict[Any, Any]) -> None:
