@@ -26,6 +26,7 @@ from quire.launch import described
 from quire.options import PLAIN, Options
 from quire.platform import Platform
 from quire.problem import Problem, is_fp8
+from quire.rope import Rope
 
 FORMS, LSES, INDICES = ("full", "context"), (False, True), ("int32", "int64")
 
@@ -57,6 +58,7 @@ def prepare(
     q_heads: int | None = None,
     q_dtype: torch.dtype | None = None,
     options: Options | None = None,
+    rope: Rope | None = None,
     forms: Sequence[str] | None = None,
     lse: Sequence[bool] | None = None,
     index: Sequence[str] | None = None,
@@ -71,6 +73,7 @@ def prepare(
         cache_or_problem: The cache of the layer, together with `q_heads` and `q_dtype`; or a `quire.Problem`. A cache is prepared
             for batches with a shard if its pool has one; a Problem if its `shard` is True.
         q_heads, q_dtype, options: Those of the calls.
+        rope: That of the calls, which rotate queries and keys. Default: writes do not rotate.
         forms: Which of "full" and "context" form will be called.
         lse: Whether calls are with LSE (True), without (False) or both.
         index: Types of the index tensors: "int32", "int64" or both. Default: as the Problem; for a cache full, without LSE, int32.
@@ -93,7 +96,9 @@ def prepare(
         ()
     """
     _check_arguments(platform, directory, progress)
-    problems = _problems(cache_or_problem, q_heads, q_dtype, options, forms, lse, index)
+    if rope is not None and not isinstance(rope, Rope):
+        raise ArgumentError("rope", describe(rope), "a quire.Rope, or None")
+    problems = _problems(cache_or_problem, q_heads, q_dtype, options, rope, forms, lse, index)
     device = torch.device(problems[0][1].device)
     if device.type == "cuda" and device.index is None and torch.cuda.is_available():
         device = torch.device("cuda", torch.cuda.current_device())
@@ -127,6 +132,7 @@ def _problems(
     q_heads: int | None,
     q_dtype: torch.dtype | None,
     options: Options | None,
+    rope: Rope | None,
     forms: Sequence[str] | None,
     lse: Sequence[bool] | None,
     index: Sequence[str] | None,
@@ -141,12 +147,13 @@ def _problems(
         bases = [given.replace(form=form, lse=logs, index=i) for form, logs, i in variants]
     else:
         bases = list(_of_cache(given, q_heads, q_dtype, options, variants))
+    turned = None if rope is None else rope.traits(True)
     found: dict[tuple[str, Problem], None] = {}
     for problem in (base.replace(memory=memory) for base in bases for memory in ("aligned", "generic")):
         found["attend", problem] = None
-        found["write", problem.of_writes()] = None
+        found["write", problem.of_writes(turned)] = None
         # A write with slots and without a batch has int32 index tensors.
-        found["write", problem.of_writes().replace(index="int32", shard=False)] = None
+        found["write", problem.of_writes(turned).replace(index="int32", shard=False)] = None
         if isinstance(given, Problem) or given.ledger is not None:
             found["audit", problem] = None
     return list(found)

@@ -15,18 +15,21 @@ from quire.errors import ArgumentError
 from quire.keywords import refuse_unknown
 from quire.launch import audit, launcher_for
 from quire.options import PLAIN, Options
+from quire.rope import Rope
 from quire.write import store
 
 
 @overload
 def step(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cache: KVCache, batch: Batch, options: Options | None = ..., *,
-    out: torch.Tensor | None = ..., lse: Literal[False] = ..., kernel: str | None = ..., check: Level = ...,
+    out: torch.Tensor | None = ..., lse: Literal[False] = ..., rope: Rope | None = ..., positions: torch.Tensor | None = ...,
+    kernel: str | None = ..., check: Level = ...,
 ) -> torch.Tensor: ...  # fmt: skip
 @overload
 def step(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cache: KVCache, batch: Batch, options: Options | None = ..., *,
-    out: torch.Tensor | None = ..., lse: Literal[True] | torch.Tensor, kernel: str | None = ..., check: Level = ...,
+    out: torch.Tensor | None = ..., lse: Literal[True] | torch.Tensor, rope: Rope | None = ..., positions: torch.Tensor | None = ...,
+    kernel: str | None = ..., check: Level = ...,
 ) -> tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
 def step(
     q: torch.Tensor,
@@ -38,6 +41,8 @@ def step(
     *,
     out: torch.Tensor | None = None,
     lse: bool | torch.Tensor = False,
+    rope: Rope | None = None,
+    positions: torch.Tensor | None = None,
     kernel: str | None = None,
     check: Level = "auto",
     **unknown: NoReturn,
@@ -49,6 +54,9 @@ def step(
         q: Queries `[tokens, q_heads, head_dim]`.
         k, v: New keys and values `[tokens, kv_heads, dim]`.
         cache, batch, options, out, lse, check: As in `quire.attend`.
+        rope: How q and k are normalised and rotated, in the launch that writes the cache; q and k themselves are not changed.
+        positions: With rope: int32 or int64 `[tokens]`, or `[3, tokens]` if rope has sections. Default: `options.positions`, or
+            those of the batch.
         kernel: The name of the attention kernel to use.
 
     Returns:
@@ -76,10 +84,18 @@ def step(
     if is_traced(q):
         from quire import ops
 
+        if rope is not None:
+            return ops.rope_step(q, k, v, cache, batch, options, out, lse, rope, positions, kernel, check)
         return ops.step(q, k, v, cache, batch, options, out, lse, kernel, check)
     given = None if lse is True or lse is False else lse
     call = Call(cache, batch, q, PLAIN if options is None else options, None, out, k, v, lse=given, with_lse=lse is not False)
+    if not (rope is positions is None):
+        call.rope, call.q_in = rope, None if rope is None else q
+        call.rope_positions = call.options.positions if positions is None and isinstance(options, Options) else positions
     enforce("step", call, check)
+    if rope is not None:
+        # The writer reads `q_in`; attention reads what it makes.
+        call.q = call.q_out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     writer = launcher_for("write", call)
     launcher = launcher_for("attend", call, kernel)
     store(writer, call)

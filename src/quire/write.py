@@ -10,11 +10,12 @@ from quire.attend import is_traced
 from quire.batch import Batch
 from quire.cache.kv_cache import KVCache
 from quire.contract.call import Call
-from quire.contract.check import Level, warns_of_quantisation
+from quire.contract.check import Level, enforce, warns_of_quantisation
 from quire.dispatch.kernel import KernelLauncher
 from quire.errors import ArgumentError, describe
 from quire.keywords import refuse_unknown
 from quire.launch import launcher_for
+from quire.rope import Rope
 from quire.slot_batch import slots_batch
 
 
@@ -25,10 +26,14 @@ def write(
     batch: Batch | None = None,
     *,
     slots: torch.Tensor | None = None,
+    rope: Rope | None = None,
+    q: torch.Tensor | None = None,
+    q_out: torch.Tensor | None = None,
+    positions: torch.Tensor | None = None,
     kernel: str | None = None,
     check: Level = "auto",
     **unknown: NoReturn,
-) -> None:
+) -> torch.Tensor | None:
     """Writes the new keys and values of every sequence to their slots in the cache. Quantised caches quantise them: elements beyond
     the range of the format saturate, and `quire.checked(quantisation=True)` warns of them. The page copies of the batch
     (copy-on-write) are applied first.
@@ -39,8 +44,18 @@ def write(
         batch: The sequences. Rows of k and v from `batch.q_starts[-1]` on are padding and are not written.
         slots: int32 or int64 `[tokens]`, the slot of each token, -1 to skip it. Default: those of the batch, or computed from its
             page table and lengths. Without a batch `slots` is required; a ledger then records the positions as unknown.
+        rope: How the keys are normalised and rotated before they are stored; k itself is not changed. Default: they are stored as
+            they are.
+        q: With rope: the queries of the same tokens `[tokens, q_heads, head_dim]`, of the type of k, which are rotated in the same
+            launch.
+        q_out: Where the rotated queries go; q itself to rotate in place. Padding rows are not written. Default: a new tensor with
+            zeros in padding rows.
+        positions: With rope: int32 or int64 `[tokens]`, or `[3, tokens]` if rope has sections. Default: those of the batch.
         kernel: The name of a kernel to use. Default: the first kernel of the catalogue that can run the call.
         check: "auto" checks shapes and types, and values in host memory. "full" also checks values on a GPU.
+
+    Returns:
+        The rotated queries; None without q.
 
     Raises:
         ContractError: The call violates the contract (docs/contract.md). Nothing was written.
@@ -67,9 +82,17 @@ def write(
     if is_traced(k):
         from quire import ops
 
+        if rope is not None:
+            return ops.rope_write(k, v, cache, batch, slots, rope, q, q_out, positions, kernel, check)
         return ops.write(k, v, cache, batch, slots, kernel, check)
     call = Call(cache, batch, k=k, v=v, slots=slots, positions_known=known)
-    store(launcher_for("write", call, kernel, check, checked=False), call)
+    if not (rope is q is q_out is positions is None):
+        call.rope, call.q_in, call.q_out, call.rope_positions = rope, q, q_out, positions
+        enforce("write", call, check)
+        if q is not None and q_out is None:
+            call.q_out, call.zero_padding = torch.empty(q.shape, dtype=q.dtype, device=q.device), True
+    store(launcher_for("write", call, kernel, check, checked=rope is not None), call)
+    return call.q_out
 
 
 def store(launcher: KernelLauncher, call: Call) -> None:

@@ -4,6 +4,8 @@ The rules collect every argument by name for their messages, which takes tens of
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from quire.batch import Batch
@@ -13,6 +15,7 @@ from quire.contract import static
 from quire.contract.call import Call
 from quire.options import PLAIN, Options
 from quire.problem import is_fp8
+from quire.rope import Rope
 
 COVERED = frozenset(
     (
@@ -25,6 +28,7 @@ COVERED = frozenset(
         static.output,
         static.quantisation,
         static.own_memory,
+        static.rotation,
     )
 )
 """The static checks that this module covers. All others run in every call."""
@@ -127,7 +131,44 @@ def _write_is_legal(call: Call, device: torch.device) -> bool:
     ):
         return False
     written = (cache.k, cache.v) if cache.k_scale is None else (cache.k, cache.v, cache.k_scale, cache.v_scale)
-    return _are_disjoint(k, *written) and _are_disjoint(v, *written)
+    if not (_are_disjoint(k, *written) and _are_disjoint(v, *written)):
+        return False
+    return call.rope is call.rope_positions is call.q_in is call.q_out is None or _rope_is_legal(call, k, device)
+
+
+def _rope_is_legal(call: Call, k: torch.Tensor, device: torch.device) -> bool:
+    """A rotation of keys, and of queries into memory of their own or in place. The rules decide about a tree mask."""
+    rope, q, out, positions = call.rope, call.q_in, call.q_out, call.rope_positions
+    if type(rope) is not Rope or rope.cos.device != device or call.options.mask is not None:
+        return False
+    if rope.rotary_dim > call.cache.head_dim:
+        return False
+    for weight in (rope.q_norm, rope.k_norm):
+        if weight is not None and (weight.size(0) != call.cache.head_dim or weight.device != device):
+            return False
+    if positions is None:
+        if rope.sections is not None or not call.positions_known:
+            return False
+    elif type(positions) is not _Tensor or (positions.layout, positions.dtype in _INDEX, positions.device) != (_Strided, True, device):
+        return False
+    elif tuple(positions.shape) != ((3, k.size(0)) if rope.sections is not None else (k.size(0),)):
+        return False
+    if q is None:
+        return out is None
+    if type(q) is not _Tensor or (q.layout, q.dim(), q.device, q.dtype) != (_Strided, 3, device, k.dtype) or q.is_neg():
+        return False
+    heads = q.size(1)
+    if q.requires_grad or (q.size(0), q.size(2)) != (k.size(0), k.size(2)) or heads == 0 or heads % k.size(1):
+        return False
+    if out is None:
+        return True
+    if out is q:
+        own = (q, k, call.v)
+        others = [x for x in _read(call) if not any(x is mine for mine in own)]
+        return _are_columns(*own) and _are_disjoint(q, *others)
+    if type(out) is not _Tensor or (out.layout, out.shape, out.dtype, out.device) != (_Strided, q.shape, q.dtype, device):
+        return False
+    return not out.is_neg() and out.is_contiguous() and _are_disjoint(out, q, *_read(call))
 
 
 def _results_are_legal(call: Call, device: torch.device) -> bool:
@@ -157,6 +198,9 @@ def _read(call: Call) -> list[torch.Tensor]:
     options, cache, batch = call.options, call.cache, call.batch
     indices = (batch.page_table, batch.kv_lens, batch.q_starts, batch.given_slots, call.slots)
     features = (*(tensor for tensor, _ in options.first_axes), options.causal, options.q_scale, options.out_scale)
+    if call.rope is not None:
+        rope = call.rope
+        features = (*features, rope.cos, rope.sin, rope.q_norm, rope.k_norm, call.rope_positions)
     data = (call.q, call.k, call.v, *(call.new or ()), cache.k, cache.v, cache.k_scale, cache.v_scale)
     return [x for x in (*data, *indices, *features) if isinstance(x, _Tensor)]
 
@@ -171,6 +215,22 @@ def _are_disjoint(mine: torch.Tensor, *others: torch.Tensor | None) -> bool:
             if begin < end and first < stop:
                 return False
     return True
+
+
+def _are_columns(*rows: Any) -> bool:
+    """Whether tensors `[tokens, heads, dim]` are in different columns of one matrix, as views of a fused projection are, or in
+    memory apart; and no elements of the first overlap."""
+    first = rows[0]
+    if first.stride(2) != 1 or not first.size(2) <= first.stride(1) <= first.stride(0) // first.size(1):
+        return False
+    if _are_disjoint(first, *rows[1:]):
+        return True
+    if any((x.stride(0), x.stride(2), x.dtype) != (first.stride(0), 1, first.dtype) or x.stride(1) < 0 for x in rows):
+        return False
+    size = first.element_size()
+    spans = sorted((x.data_ptr(), x.data_ptr() + ((x.size(1) - 1) * x.stride(1) + x.size(2)) * size) for x in rows)
+    apart = all(end <= begin for (_, end), (begin, _) in zip(spans, spans[1:]))
+    return apart and spans[-1][1] - spans[0][0] <= first.stride(0) * size
 
 
 def _extent(tensor: torch.Tensor) -> tuple[int, int]:
