@@ -39,6 +39,8 @@ class RopeTraits(NamedTuple):
     """Whether the norms multiply by 1 + weight."""
     q: bool = True
     """Whether queries are rotated too."""
+    vectors: bool = True
+    """Whether rows of the tables can be read 16 bytes at a time."""
 
     def __str__(self) -> str:
         style = "interleaved" if self.interleaved else "half-split"
@@ -222,7 +224,15 @@ class Rope:
         `to` changes them in place."""
         q_norm, k_norm = self.q_norm, self.k_norm
         types = (None if q_norm is None or not with_q else q_norm.dtype, None if k_norm is None else k_norm.dtype)
-        return _traits(2 * self.cos.shape[1], self.interleaved, self.sections, self.sections_interleaved, types, self.unit_offset, with_q)
+        return _traits(self._facts, types, with_q)
+
+    @cached_property
+    def _facts(self) -> RopeTraits:
+        """The traits that depend on the rope alone."""
+        sections, spread, half = self.sections or (), self.sections_interleaved, self.cos.shape[1]
+        places = [table.data_ptr() or 4 * table.storage_offset() for table in (self.cos, self.sin)]
+        vectors = all(place % 16 == 0 for place in places) and half % 4 == self.cos.stride(0) % 4 == 0
+        return RopeTraits(2 * half, self.interleaved, sections, spread, unit_offset=self.unit_offset, vectors=vectors)
 
     def rotate(self, x: torch.Tensor, positions: torch.Tensor, norm: torch.Tensor | None = None) -> torch.Tensor:
         """Normalises and rotates heads in torch operators, for code that attends in context form and for tests.
@@ -275,17 +285,9 @@ Rope.__init__ = with_pointers(Rope.__init__)  # type: ignore[method-assign]  # a
 
 
 @lru_cache(maxsize=1024)
-def _traits(
-    rotary_dim: int,
-    interleaved: bool,
-    sections: tuple[int, ...] | None,
-    spread: bool,
-    types: tuple[torch.dtype | None, torch.dtype | None],
-    unit_offset: bool,
-    q: bool,
-) -> RopeTraits:
+def _traits(facts: RopeTraits, types: tuple[torch.dtype | None, torch.dtype | None], q: bool) -> RopeTraits:
     q_norm, k_norm = ("none" if dtype is None else dtype_name(dtype) for dtype in types)
-    return RopeTraits(rotary_dim, interleaved, sections or (), spread, q_norm, k_norm, unit_offset, q)
+    return facts._replace(q_norm=q_norm, k_norm=k_norm, q=q)
 
 
 def _is_plain(tensor: object) -> bool:

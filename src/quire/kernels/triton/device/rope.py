@@ -50,6 +50,8 @@ class RopeConstants(NamedTuple):
     SPREAD: bool
     """Whether the axes take turns."""
     UNIT_OFFSET: bool
+    VECTORS: bool
+    """Whether rows of the tables can be read 16 bytes at a time."""
     Q_HEADS: int
 
 
@@ -95,9 +97,14 @@ def turn(rope, rows, frequency, used, R: tl.constexpr):
             second = (frequency >= R.SECTIONS[0]) & (frequency < R.SECTIONS[0] + R.SECTIONS[1])
             third = frequency >= R.SECTIONS[0] + R.SECTIONS[1]
         row = tl.where(second[None, :], height[:, None], tl.where(third[None, :], width[:, None], time[:, None]))
-    at = row * rope.table_row + frequency[None, :]
+    cos = rope.cos + row * rope.table_row
+    sin = rope.sin + row * rope.table_row
+    if R.VECTORS:
+        cos = tl.multiple_of(cos, (16, 16))
+        sin = tl.multiple_of(sin, (16, 16))
     mask = inside[:, None] & used[None, :]
-    return tl.load(rope.cos + at, mask=mask, other=1.0), tl.load(rope.sin + at, mask=mask, other=0.0)
+    at = frequency[None, :]
+    return tl.load(cos + at, mask=mask, other=1.0), tl.load(sin + at, mask=mask, other=0.0)
 
 
 @triton.jit

@@ -60,6 +60,7 @@ class WriteLauncher(Launcher):
             SECTIONS=rope.sections or None,
             SPREAD=rope.spread,
             UNIT_OFFSET=rope.unit_offset,
+            VECTORS=rope.vectors,
             Q_HEADS=problem.q_heads,
         )
         constants = constants._replace(ROPE=turns)
