@@ -14,7 +14,7 @@ from quire.kernels.native import write as native
 from quire.kernels.torch import write as plain
 from support import rope as made
 from support.kernels import each_kernel, levels  # noqa: F401
-from support.rope import GUARD, GROUP, KV_HEADS, LIVE, TOKENS, TURNS, Turn, check_keys, check_queries
+from support.rope import GROUP, GUARD, KV_HEADS, LIVE, TOKENS, TURNS, Turn, check_keys, check_queries
 from support.scenario import LARGEST, TYPES
 
 on_each = pytest.mark.usefixtures("each_kernel")
@@ -51,7 +51,7 @@ def test_every_format(format: str, scales: str) -> None:
         pytest.skip("no scales")
     turn = Turn(norm=torch.bfloat16)
     rope, cache, (batch, own, slots) = turn.rope(), made.cache_of(16, format, scales), made.batch_of()
-    q, k, v = made.rows_of(turn, torch.float32 if format == "fp32" else torch.bfloat16)
+    _, k, v = made.rows_of(turn, torch.float32 if format == "fp32" else torch.bfloat16)
     quire.write(k, v, cache, batch, rope=rope)
     check_keys(cache, turn, k, own, rope.k_norm, ROWS, slots)
 
@@ -212,7 +212,13 @@ def test_scaled_tables() -> None:
 
 SCALINGS: list[dict[str, Any]] = [
     {"rope_type": "linear", "factor": 2.0},
-    {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192},
+    {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    },
     {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "beta_fast": 32.0, "truncate": False},
     {"rope_type": "yarn", "factor": 40, "original_max_position_embeddings": 4096, "mscale": 1.0, "mscale_all_dim": 0.5},
 ]
@@ -225,7 +231,9 @@ def test_tables_of_transformers(scaling: dict[str, Any]) -> None:
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     parameters = {**scaling, "rope_theta": 150000.0}
-    config = LlamaConfig(hidden_size=512, num_attention_heads=8, head_dim=64, max_position_embeddings=131072, rope_parameters=parameters)
+    config = LlamaConfig(
+        hidden_size=512, num_attention_heads=8, head_dim=64, max_position_embeddings=131072, rope_parameters=parameters
+    )
     frequencies, factor = ROPE_INIT_FUNCTIONS[scaling["rope_type"]](config, torch.device("cpu"))
     rope = Rope.make(64, 150000.0, 300, scaling=parameters)
     angles = torch.arange(300)[:, None].double() * frequencies.double()
@@ -356,7 +364,7 @@ def test_a_tree_needs_positions() -> None:
 
 
 def test_the_validated_batch_is_not_valid_for_shorter_tables() -> None:
-    q, k, v = made.rows_of(TURNS["half-split"], torch.float32)
+    _, k, v = made.rows_of(TURNS["half-split"], torch.float32)
     cache, (batch, _, _) = made.cache_of(16), made.batch_of()
     quire.write(k, v, cache, batch, rope=Rope.make(16, max_positions=30))
     with pytest.raises(ContractError, match="rotation"):
@@ -371,7 +379,9 @@ def test_problem_explain_and_prepare() -> None:
     q, _, _ = made.rows_of(turn, torch.bfloat16)
     rope, cache = turn.rope(), made.cache_of(16, "bf16")
     positions = made.positions_of(turn, torch.zeros(0))
-    decision = quire.explain(q, cache, batch, operation="write", rope=rope, positions=positions, platform=quire.Platform.named("h100"))
+    decision = quire.explain(
+        q, cache, batch, operation="write", rope=rope, positions=positions, platform=quire.Platform.named("h100")
+    )
     problem = decision.problem
     assert decision.chosen is not None and (decision.chosen.name, problem.q_heads) == ("triton", KV_HEADS * GROUP)
     assert "interleaved rope 16" in str(problem) and "rope" in problem.features
@@ -399,11 +409,9 @@ def test_quantisation_warns_of_rotated_keys() -> None:
 def test_a_recorded_step_holds_what_it_wrote(tmp_path: Any) -> None:
     from quire.conformance.recording.record import load
 
-    turn, (batch, _, slots) = Turn(norm=torch.float32), made.batch_of()
+    turn, (batch, _, _) = Turn(norm=torch.float32), made.batch_of()
     q, k, v = made.rows_of(turn, torch.float32)
-    lens = batch.kv_lens.tolist()
-    whole = Batch(batch.page_table, torch.tensor([5, 0, 1, 11]), batch.q_starts)
-    assert lens == made.KV_LENS
+    whole = Batch(batch.page_table, torch.tensor(made.Q_LENS), batch.q_starts)
     cache = made.cache_of(16)
     with quire.record(tmp_path / "step.safetensors"):
         quire.step(q, k, v, cache, whole, rope=turn.rope())

@@ -47,7 +47,8 @@ def explain(
 
     Args:
         q, cache, batch, options, new, out, lse: The arguments of `quire.attend`. `q` may be None for a write.
-        k, v, slots, rope, positions: The arguments of `quire.write`. Default: contiguous tensors of q's type (bf16 for fp8 queries).
+        k, v, slots, rope, positions: The arguments of `quire.write`. Default: contiguous k and v of q's type (bf16 for fp8
+            queries).
         operation: "attend", "write", "step" or "audit".
         platform: The machine to explain the choice for, for example `quire.Platform.named("sm90")`. Default: that of the cache.
 

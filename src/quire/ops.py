@@ -1,4 +1,4 @@
-"""The torch operators `torch.ops.quire.attend`, `.write`, `.step`, `.rope_write` and `.rope_step`, for torch.compile and torch.export.
+"""The operators `attend`, `write`, `step`, `rope_write` and `rope_step` of `torch.ops.quire`, for torch.compile and torch.export.
 
 In a compiled function `quire.attend`, `quire.write` and `quire.step` call them, so that a model's step is one graph
 (`fullgraph=True`). An operator takes the tensors and numbers that a cache, a batch and options consist of, rebuilds these objects,
@@ -26,7 +26,7 @@ from quire.cache.format import FORMATS
 from quire.cache.kv_cache import KVCache
 from quire.cache.layout import LAYOUTS
 from quire.contract.check import Level
-from quire.errors import ArgumentError
+from quire.errors import ArgumentError, describe
 from quire.options import PLAIN, Options
 from quire.problem import default_out_dtype
 from quire.rope import Rope
@@ -117,11 +117,21 @@ def attend(
 
 
 def write(
-    k: torch.Tensor, v: torch.Tensor, cache: KVCache, batch: Batch, slots: torch.Tensor | None, kernel: str | None, check: Level
-) -> None:
-    """`quire.write` as an operator of a graph."""
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cache: KVCache,
+    batch: Batch,
+    slots: torch.Tensor | None,
+    rotation: tuple[Any, ...] | None,
+    kernel: str | None,
+    check: Level,
+) -> torch.Tensor | None:
+    """`quire.write` as an operator of a graph. `rotation` has rope, q, q_out and positions."""
+    if rotation is not None:
+        return _rope_write(k, v, cache, batch, slots, *rotation, kernel, check)
     slots = batch.given_slots if slots is None else slots
     torch.ops.quire.write(k, v, *_of_cache(cache), *_of_batch(batch, slots), kernel, check, _refused(cache, batch))
+    return None
 
 
 def step(
@@ -142,19 +152,18 @@ def step(
     return _returned(torch.ops.quire.step(q, k, v, *parts, out, logs, kernel, check, refused), out, lse)
 
 
-def rope_write(
+def _rope_write(
     k: torch.Tensor,
     v: torch.Tensor,
     cache: KVCache,
     batch: Batch,
     slots: torch.Tensor | None,
-    rope: Rope,
+    rope: Rope | None,
     q: torch.Tensor | None,
     q_out: torch.Tensor | None,
     positions: torch.Tensor | None,
     *how: Any,
 ) -> torch.Tensor | None:
-    """`quire.write` with a rotation as an operator of a graph."""
     slots = batch.given_slots if slots is None else slots
     parts = (*_of_cache(cache), *_of_batch(batch, slots), *_of_rope(rope), positions)
     refused = _refused(cache, batch, k if q is None else q)
@@ -176,7 +185,7 @@ def rope_step(
     options: Options | None,
     out: torch.Tensor | None,
     lse: bool | torch.Tensor,
-    rope: Rope,
+    rope: Rope | None,
     *how: Any,
 ) -> Result:
     """`quire.step` with a rotation as an operator of a graph."""
@@ -186,7 +195,9 @@ def rope_step(
     return _returned(made, out, lse)
 
 
-def _of_rope(rope: Rope) -> tuple[Any, ...]:
+def _of_rope(rope: Rope | None) -> tuple[Any, ...]:
+    if not isinstance(rope, Rope):
+        raise ArgumentError("rope", describe(rope), "a quire.Rope: q, q_out and positions of a write belong to it")
     sections = None if rope.sections is None else list(rope.sections)
     norms = (rope.q_norm, rope.k_norm)
     return rope.cos, rope.sin, rope.interleaved, sections, rope.sections_interleaved, *norms, rope.eps, rope.unit_offset
@@ -272,7 +283,9 @@ def _restored(arguments: tuple[Any, ...]) -> Iterator[tuple[str, Any]]:
         at = end
 
 
-def _split(parts: tuple[Any, ...], in_options: int = _IN_OPTIONS) -> tuple[tuple[Any, ...], tuple[Any, ...], tuple[Any, ...], tuple[Any, ...]]:
+def _split(
+    parts: tuple[Any, ...], in_options: int = _IN_OPTIONS
+) -> tuple[tuple[Any, ...], tuple[Any, ...], tuple[Any, ...], tuple[Any, ...]]:
     """Splits arguments into those of the cache, of the batch, of the options, and the rest."""
     batch, options = _IN_CACHE, _IN_CACHE + _IN_BATCH
     end = options + in_options
@@ -306,7 +319,7 @@ def _rope(arguments: tuple[Any, ...]) -> Rope:
     return Rope(**dict(zip(_ROPE_FIELDS, arguments)))
 
 
-def _rope_write(q: Any, k: torch.Tensor, v: torch.Tensor, *parts: Any) -> torch.Tensor:
+def _run_rope_write(q: Any, k: torch.Tensor, v: torch.Tensor, *parts: Any) -> torch.Tensor:
     cache, batch, _, rest = _split(parts, 0)
     (positions, q_out, kernel, check, refused), rope = rest[_IN_ROPE:], _rope(rest[:_IN_ROPE])
     _refuse(refused)
@@ -315,7 +328,7 @@ def _rope_write(q: Any, k: torch.Tensor, v: torch.Tensor, *parts: Any) -> torch.
     return k.new_empty(0) if turned is None or q_out is not None else turned
 
 
-def _rope_step(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *parts: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def _run_rope_step(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *parts: Any) -> tuple[torch.Tensor, torch.Tensor]:
     cache, batch, options, rest = _split(parts)
     (positions, out, lse, kernel, check, refused), rope = rest[_IN_ROPE:], _rope(rest[:_IN_ROPE])
     _refuse(refused)
@@ -366,7 +379,7 @@ def _fake_rope_step(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *parts: A
 
 
 # Not the decorator `torch.library.custom_op`, which adds tens of microseconds to every call.
-_RUN: tuple[Callable[..., Any], ...] = (_attend, _write, _step, _rope_write, _rope_step)
+_RUN: tuple[Callable[..., Any], ...] = (_attend, _write, _step, _run_rope_write, _run_rope_step)
 _TRACE: tuple[Callable[..., Any], ...] = (_fake_attend, _fake_write, _fake_step, _fake_rope_write, _fake_rope_step)
 _library = torch.library.Library("quire", "DEF")
 for _schema, _run, _trace in zip(_SCHEMAS, _RUN, _TRACE):

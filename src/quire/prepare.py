@@ -72,15 +72,14 @@ def prepare(
     Args:
         cache_or_problem: The cache of the layer, together with `q_heads` and `q_dtype`; or a `quire.Problem`. A cache is prepared
             for batches with a shard if its pool has one; a Problem if its `shard` is True.
-        q_heads, q_dtype, options: Those of the calls.
-        rope: That of the calls, which rotate queries and keys. Default: writes do not rotate.
+        q_heads, q_dtype, options, rope: Those of the calls. With rope, writes rotate keys and queries.
         forms: Which of "full" and "context" form will be called.
         lse: Whether calls are with LSE (True), without (False) or both.
         index: Types of the index tensors: "int32", "int64" or both. Default: as the Problem; for a cache full, without LSE, int32.
-        platform: Compile for this platform and do not load the kernels. Default: the platform of the cache's or Problem's device.
+        platform: Compile for this platform and load nothing. Default: the platform of the cache's or Problem's device.
         directory: Where to store compiled kernels, like TRITON_CACHE_DIR. Default: Triton's cache.
-        progress: Whether to show a progress bar on standard error; or a function that is called with the number of compiled kernels
-            and of all, first with 0. Default: a bar if standard error is a terminal.
+        progress: Whether to show a bar on standard error (default: if it is a terminal); or a function, which is called with the
+            number of compiled kernels and of all, first with 0.
 
     Returns:
         A `quire.Prepared`: the keys of the compiled kernels, the time, and the maximum workspace of a call.
@@ -95,13 +94,9 @@ def prepare(
         >>> quire.prepare(problem).kernels  # the CPU kernels are compiled with the package
         ()
     """
-    _check_arguments(platform, directory, progress)
-    if rope is not None and not isinstance(rope, Rope):
-        raise ArgumentError("rope", describe(rope), "a quire.Rope, or None")
+    _check_arguments(rope, platform, directory, progress)
     problems = _problems(cache_or_problem, q_heads, q_dtype, options, rope, forms, lse, index)
-    device = torch.device(problems[0][1].device)
-    if device.type == "cuda" and device.index is None and torch.cuda.is_available():
-        device = torch.device("cuda", torch.cuda.current_device())
+    device = _numbered(torch.device(problems[0][1].device))
     here = platform is None
     platform = Platform.detect(device) if platform is None else platform
     begin = time.perf_counter()
@@ -118,7 +113,16 @@ def prepare(
     return Prepared(tuple(work), time.perf_counter() - begin, workspace)
 
 
-def _check_arguments(platform: object, directory: object, progress: object) -> None:
+def _numbered(device: torch.device) -> torch.device:
+    """A device with its number, if it can be known."""
+    if device.type == "cuda" and device.index is None and torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
+
+
+def _check_arguments(rope: object, platform: object, directory: object, progress: object) -> None:
+    if rope is not None and not isinstance(rope, Rope):
+        raise ArgumentError("rope", describe(rope), "a quire.Rope, or None")
     if platform is not None and not isinstance(platform, Platform):
         raise ArgumentError("platform", describe(platform), "a quire.Platform, or None for the device of the cache")
     if directory is not None and not isinstance(directory, (str, os.PathLike)):

@@ -309,9 +309,7 @@ _ORIGINAL = "original_max_position_embeddings"
 _SCALINGS = {
     "default": _Scaling(),
     "linear": _Scaling(("factor",)),
-    "yarn": _Scaling(
-        ("factor", _ORIGINAL), ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "truncate")
-    ),
+    "yarn": _Scaling(("factor", _ORIGINAL), ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "truncate")),
     "llama3": _Scaling(("factor", "low_freq_factor", "high_freq_factor", _ORIGINAL)),
 }
 """Types of `rope_scaling` in model configurations."""
@@ -368,22 +366,28 @@ def _scaling_of(scaling: Mapping[str, Any], base: float) -> tuple[str, dict[str,
     kind = kinds.pop() if len(kinds) == 1 else None if kinds or scaling else "default"
     if kind not in _SCALINGS:
         raise ArgumentError("scaling", repr(dict(scaling)), f"one rope_type of {', '.join(_SCALINGS)}")
-    required, optional = _SCALINGS[kind]
+    if scaling.get(_BASE, base) != base:
+        raise ArgumentError("scaling", f"{_BASE} {scaling[_BASE]!r}", f"the base, {base}")
     numbers = {name: value for name, value in scaling.items() if name not in (*_KINDS, _BASE) and value is not None}
+    _check_numbers(kind, numbers)
+    return kind, numbers
+
+
+def _check_numbers(kind: str, numbers: Mapping[str, Any]) -> None:
+    """Raises unless a scaling has all its numbers, no others, and each in its range."""
+    required, optional = _SCALINGS[kind]
+    known = (*required, *optional)
     missing = [name for name in required if name not in numbers]
     if missing:
         raise ArgumentError("scaling", f"{kind} without {', '.join(missing)}", f"all of {', '.join(required)}")
-    if scaling.get(_BASE, base) != base:
-        raise ArgumentError("scaling", f"{_BASE} {scaling[_BASE]!r}", f"the base, {base}")
-    known = (*required, *optional)
     for name, value in numbers.items():
         if name not in known:
             raise ArgumentError("scaling", f"{kind} with {name}", f"{', '.join(known) or 'no number'}{suggestion(name, known)}")
-        if not (isinstance(value, bool) if name == "truncate" else _is_number(value) and value >= 0):
-            raise ArgumentError("scaling", f"{name} {value!r}", "True or False" if name == "truncate" else "a number of 0 or more")
-    for name in required:
-        if not numbers[name] > 0:
-            raise ArgumentError("scaling", f"{name} {numbers[name]!r}", "a number above 0")
+        if name == "truncate":
+            right, allowed = isinstance(value, bool), "True or False"
+        else:
+            right, allowed = _is_number(value) and value > 0, "a number above 0"
+        if not right:
+            raise ArgumentError("scaling", f"{name} {value!r}", allowed)
     if kind == "llama3" and not numbers["high_freq_factor"] > numbers["low_freq_factor"]:
         raise ArgumentError("scaling", f"high_freq_factor {numbers['high_freq_factor']}", "more than low_freq_factor")
-    return kind, numbers

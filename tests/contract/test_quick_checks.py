@@ -172,7 +172,7 @@ def spoil_static(draw: Draw) -> None:
             )
         )
     elif place == "share" and "out" in given:
-        given["out"] = pick((given["q"], given["q"].view(-1)[:0].new_empty(given["q"].shape)))
+        given["out"] = pick((given["q"], given["q"].reshape(-1)[:0].new_empty(given["q"].shape)))
     elif hasattr(batch, place):
         setattr(batch, place, change(getattr(batch, place)))
 

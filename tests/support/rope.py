@@ -116,7 +116,13 @@ def cache_of(head_dim: int, format: str = "fp32", scales: str = "head", device: 
 
 
 def check_keys(
-    cache: KVCache, turn: Turn, k: torch.Tensor, at: torch.Tensor, norm: torch.Tensor | None, rows: torch.Tensor, slots: torch.Tensor
+    cache: KVCache,
+    turn: Turn,
+    k: torch.Tensor,
+    at: torch.Tensor,
+    norm: torch.Tensor | None,
+    rows: torch.Tensor,
+    slots: torch.Tensor,
 ) -> None:
     """Fails unless the slots hold the rotated keys of these rows, and no other slot holds anything."""
     exact, error = turn.exact(k[rows], at[..., rows], norm)

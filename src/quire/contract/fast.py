@@ -4,6 +4,7 @@ The rules collect every argument by name for their messages, which takes tens of
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -133,35 +134,43 @@ def _write_is_legal(call: Call, device: torch.device) -> bool:
     written = (cache.k, cache.v) if cache.k_scale is None else (cache.k, cache.v, cache.k_scale, cache.v_scale)
     if not (_are_disjoint(k, *written) and _are_disjoint(v, *written)):
         return False
-    return call.rope is call.rope_positions is call.q_in is call.q_out is None or _rope_is_legal(call, k, device)
+    if call.rope is None:
+        return call.rope_positions is None and call.q_in is None and call.q_out is None
+    return _rope_is_legal(call, k, device)
 
 
 def _rope_is_legal(call: Call, k: torch.Tensor, device: torch.device) -> bool:
-    """A rotation of keys, and of queries into memory of their own or in place. The rules decide about a tree mask."""
-    rope, q, out, positions = call.rope, call.q_in, call.q_out, call.rope_positions
-    if type(rope) is not Rope or rope.cos.device != device or call.options.mask is not None:
-        return False
-    if rope.rotary_dim > call.cache.head_dim:
+    """A rotation of keys, and of queries. The rules decide about a tree mask."""
+    rope, positions, dim = call.rope, call.rope_positions, call.cache.head_dim
+    if type(rope) is not Rope or rope.cos.device != device or call.options.mask is not None or rope.rotary_dim > dim:
         return False
     for weight in (rope.q_norm, rope.k_norm):
-        if weight is not None and (weight.size(0) != call.cache.head_dim or weight.device != device):
+        if weight is not None and (weight.size(0), weight.device) != (dim, device):
             return False
     if positions is None:
-        if rope.sections is not None or not call.positions_known:
-            return False
-    elif type(positions) is not _Tensor or (positions.layout, positions.dtype in _INDEX, positions.device) != (_Strided, True, device):
+        return rope.sections is None and call.positions_known and _turned_queries_are_legal(call, k, device)
+    if type(positions) is not _Tensor or (positions.layout, positions.dtype in _INDEX, positions.device) != (
+        _Strided,
+        True,
+        device,
+    ):
         return False
-    elif tuple(positions.shape) != ((3, k.size(0)) if rope.sections is not None else (k.size(0),)):
-        return False
+    shape = (k.size(0),) if rope.sections is None else (3, k.size(0))
+    return positions.shape == shape and _turned_queries_are_legal(call, k, device)
+
+
+def _turned_queries_are_legal(call: Call, k: torch.Tensor, device: torch.device) -> bool:
+    """The queries that a write rotates, into contiguous memory of their own or in place."""
+    q, out = call.q_in, call.q_out
     if q is None:
         return out is None
-    if type(q) is not _Tensor or (q.layout, q.dim(), q.device, q.dtype) != (_Strided, 3, device, k.dtype) or q.is_neg():
+    if type(q) is not _Tensor or (q.layout, q.dim(), q.device, q.dtype) != (_Strided, 3, device, k.dtype):
         return False
     heads = q.size(1)
-    if q.requires_grad or (q.size(0), q.size(2)) != (k.size(0), k.size(2)) or heads == 0 or heads % k.size(1):
+    if (q.is_neg(), q.requires_grad, q.size(0), q.size(2), heads > 0) != (False, False, k.size(0), k.size(2), True):
         return False
-    if out is None:
-        return True
+    if heads % k.size(1) or out is None:
+        return heads % k.size(1) == 0
     if out is q:
         own = (q, k, call.v)
         others = [x for x in _read(call) if not any(x is mine for mine in own)]
@@ -229,8 +238,8 @@ def _are_columns(*rows: Any) -> bool:
         return False
     size = first.element_size()
     spans = sorted((x.data_ptr(), x.data_ptr() + ((x.size(1) - 1) * x.stride(1) + x.size(2)) * size) for x in rows)
-    apart = all(end <= begin for (_, end), (begin, _) in zip(spans, spans[1:]))
-    return apart and spans[-1][1] - spans[0][0] <= first.stride(0) * size
+    disjoint = all(end <= begin for (_, end), (begin, _) in pairwise(spans))
+    return disjoint and spans[-1][1] - spans[0][0] <= first.stride(0) * size
 
 
 def _extent(tensor: torch.Tensor) -> tuple[int, int]:

@@ -189,7 +189,9 @@ def rotation(call: Call) -> Iterator[Violation]:
     if rope is None or not isinstance(k, torch.Tensor) or k.dim() != 3:
         return
     if rope.rotary_dim > cache.head_dim:
-        yield Violation("shapes", "rope", f"a rotary_dim of {rope.rotary_dim}", f"at most the head_dim of the cache, {cache.head_dim}")
+        yield Violation(
+            "shapes", "rope", f"a rotary_dim of {rope.rotary_dim}", f"at most the head_dim of the cache, {cache.head_dim}"
+        )
     for name in ("q_norm", "k_norm"):
         weight = getattr(rope, name)
         if weight is not None and weight.shape[0] != cache.head_dim:
@@ -203,9 +205,13 @@ def _rope_positions(call: Call, tokens: int) -> Iterator[Violation]:
     assert call.rope is not None
     positions, by_axis = call.rope_positions, call.rope.sections is not None
     if positions is None and by_axis:
-        yield Violation("shapes", "positions", "nothing, with sections", f"[3, tokens] = [3, {tokens}]: a batch has one position per token")
+        yield Violation(
+            "shapes", "positions", "nothing, with sections", f"[3, tokens] = [3, {tokens}]: a batch has one position per token"
+        )
     elif positions is None and call.options.mask is not None:
-        yield Violation("shapes", "positions", "nothing, with mask and rope", "integers [tokens]: the branches of a tree share positions")
+        yield Violation(
+            "shapes", "positions", "nothing, with mask and rope", "integers [tokens]: the branches of a tree share positions"
+        )
     elif positions is not None and tuple(positions.shape) != ((3, tokens) if by_axis else (tokens,)):
         allowed = f"[3, tokens] = [3, {tokens}] with sections" if by_axis else f"[tokens] = [{tokens}] without sections"
         yield Violation("shapes", "positions", describe(positions), allowed)
@@ -221,7 +227,9 @@ def _rotated_queries(call: Call, k: torch.Tensor) -> Iterator[Violation]:
     if call.q is None and (not fits or q.shape[1] == 0 or q.shape[1] % cache.kv_heads):
         yield Violation("shapes", "q", describe(q), want)
     if q.dtype != k.dtype:
-        yield Violation("shapes", "q", describe(q), f"the type of k, {dtype_name(k.dtype)}: queries are rotated before they are quantised")
+        yield Violation(
+            "shapes", "q", describe(q), f"the type of k, {dtype_name(k.dtype)}: queries are rotated before they are quantised"
+        )
     if call.q is None and q.requires_grad and torch.is_grad_enabled():
         yield Violation("shapes", "q", "a tensor that requires grad", "inference only: call under torch.no_grad() or detach it")
     if out is None:

@@ -133,9 +133,17 @@ def rope_positions(call: Call) -> Iterator[Violation]:
     if given is None:
         for i in (call.taken & (call.kv_lens > rope.max_positions)).nonzero().flatten().tolist():
             picture = row_picture("kv_lens", call.kv_lens, i, f"its last token is at position {int(call.kv_lens[i]) - 1}")
-            yield Violation("rotation", f"kv_lens[{i}]", str(int(call.kv_lens[i])), f"at most {rope.max_positions}, the positions of rope", seq=i, picture=picture)
+            yield Violation(
+                "rotation",
+                f"kv_lens[{i}]",
+                str(int(call.kv_lens[i])),
+                f"at most {rope.max_positions}, the positions of rope",
+                seq=i,
+                picture=picture,
+            )
         return
-    for axis, row in enumerate(given.cpu().long().reshape(-1, given.shape[-1])[:, : int(call.q_starts[-1])]):
+    by_axis = (given if given.dim() == 2 else given[None]).cpu().long()
+    for axis, row in enumerate(by_axis[:, : int(call.q_starts[-1])]):
         for i in ((row < 0) | (row >= rope.max_positions)).nonzero().flatten().tolist():
             where = f"positions[{i}]" if given.dim() == 1 else f"positions[{axis}, {i}]"
             yield Violation("rotation", where, str(int(row[i])), allowed, token=i, picture=row_picture("positions", row, i))

@@ -54,7 +54,9 @@ PLAIN |= {
     "write-token-scales": KernelSample("write", format="int8", scales="token", index="int64"),
     "write-generic": KernelSample("write", format="e4m3fn", problem={"memory": "generic"}),
     "write-rope": KernelSample("write", format="e4m3fn", problem={"rope": [128, False, [], False, "bf16", "bf16"]}),
-    "write-rope-sections": KernelSample("write", problem={"rope": [64, True, [16, 8, 8], True, "none", "fp32", True, False, False]}),
+    "write-rope-sections": KernelSample(
+        "write", problem={"rope": [64, True, [16, 8, 8], True, "none", "fp32", True, False, False]}
+    ),
     "audit": KernelSample("audit"),
 }
 TREE = {"window": [100, 0], "mask": True, "positions": "int64"}

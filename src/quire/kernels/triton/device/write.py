@@ -134,7 +134,7 @@ def write_rows(pages, tokens, rope, S: tl.constexpr):
     k = tl.load(tokens.k + at, mask=mask, other=0.0)
     if rope is not None:
         start = tokens.k + token.to(tl.int64) * tokens.k_token + head * tokens.k_head
-        rows = rows_of_tables(rope, token, live, known[1], S.ROPE)
+        rows = rows_of_tables(rope, token, live, known[1], S.ROPE)  # type: ignore[index]
         k = rotated(k, start, tokens.k_dim, rows, rope.k_norm, rope, S.HEAD_DIM, S.K_WIDTH, S.ROPE)
     if S.LARGEST is not None:
         scale = pages.k_scale + page * S.K_SCALE_STEPS[0] + slot * S.K_SCALE_STEPS[1] + head * S.K_SCALE_STEPS[2]
@@ -164,7 +164,7 @@ def is_live(tokens, token):
 
 @triton.jit
 def place_of(tokens, token, live):
-    """The sequence of each token and its position there, by binary search: the first `low` sequences end at this token or before."""
+    """The sequence of each token, and its position there. Binary search: the first `low` sequences end at this token or before."""
     low = token * 0
     high = token * 0 + tokens.seqs
     for _ in range(tokens.search):
@@ -180,8 +180,8 @@ def place_of(tokens, token, live):
 
 @triton.jit
 def slot_of(pages, tokens, token, known, S: tl.constexpr):
-    """The page and the slot in it of each token, and whether it is written: not padding, not skipped, its page existing. `known`
-    is the result of `place_of`, None if it is not known yet."""
+    """The page and the slot in it of each token, and whether it is written: not padding, not skipped, its page existing. `known` is
+    the result of `place_of`, or None."""
     live = is_live(tokens, token)
     page = tl.zeros(token.shape, tl.int64) - 1
     slot = tl.zeros(token.shape, tl.int64)

@@ -43,11 +43,13 @@ def _rotation(problem: Problem, tokens: int) -> dict[str, Any]:
     if traits is None:
         return {"rope": None}
     names = ("q_norm", "k_norm")
-    norms = {name: None if getattr(traits, name) == "none" else _meta_tensor(problem.head_dim, dtype=_dtype(getattr(traits, name))) for name in names}
+    norms = {
+        name: None if getattr(traits, name) == "none" else _meta_tensor(problem.head_dim, dtype=_dtype(getattr(traits, name)))
+        for name in names
+    }
     table = _meta_tensor(2, traits.rotary_dim // 2)
-    q = q if traits.q else None
     rope = SimpleNamespace(cos=table, sin=table, eps=1e-6, **norms)
-    return {"rope": rope, "q_in": q, "q_out": q, "rope_positions": None}
+    return {"rope": rope, **dict.fromkeys(("q_in", "q_out"), q if traits.q else None), "rope_positions": None}
 
 
 def _cache(problem: Problem) -> Any:

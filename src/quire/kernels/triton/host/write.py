@@ -16,7 +16,6 @@ from quire.kernels.triton.host.tuning import WRITE, WorkPerProgram
 from quire.platform import Platform
 from quire.problem import Extent, Problem, power_of_two
 
-
 ROPE_ELEMENTS = 2048
 """Elements of heads that one program rotates at a time: a thread has about five fp32 numbers for each of its own."""
 
