@@ -410,7 +410,10 @@ def test_tensors_that_stand_for_others() -> None:
 
 # Rotations.
 
-ROPES: dict[str, dict[str, Any]] = {"plain": {}, "norms": {"q_norm": torch.rand(16), "k_norm": torch.rand(16).bfloat16(), "eps": 0.1}}
+ROPES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "norms": {"q_norm": torch.rand(16), "k_norm": torch.rand(16).bfloat16(), "eps": 0.1},
+}
 
 
 def rope_of(name: str, device: str) -> quire.Rope:

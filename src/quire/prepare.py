@@ -95,7 +95,7 @@ def prepare(
         ()
     """
     _check_arguments(rope, platform, directory, progress)
-    problems = _problems(cache_or_problem, q_heads, q_dtype, options, rope, forms, lse, index)
+    problems = _problems(cache_or_problem, q_heads, q_dtype, options, forms, lse, index, rope)
     device = _numbered(torch.device(problems[0][1].device))
     here = platform is None
     platform = Platform.detect(device) if platform is None else platform
@@ -136,10 +136,10 @@ def _problems(
     q_heads: int | None,
     q_dtype: torch.dtype | None,
     options: Options | None,
-    rope: Rope | None,
     forms: Sequence[str] | None,
     lse: Sequence[bool] | None,
     index: Sequence[str] | None,
+    rope: Rope | None = None,
 ) -> list[tuple[str, Problem]]:
     """The operations and problems of all calls that will be made."""
     if not isinstance(given, KVCache | Problem):
