@@ -45,7 +45,11 @@ def batch(given: dict[str, Any], **more: Any) -> Any:
         (step, "sliding_window", "options=quire.Options(window=...)"),
         (step, "return_lse", "the argument is called lse: quire.step(lse=...)"),
         (write, "slot_mapping", "the argument is called slots: quire.write(slots=...)"),
-        (write, "colour", "quire.write has no such argument; it has k, v, cache, batch, slots, kernel, check"),
+        (
+            write,
+            "colour",
+            "quire.write has no such argument; it has k, v, cache, batch, slots, rope, q, q_out, positions, kernel, check",
+        ),
         (batch, "block_tables", "the argument is called page_table: quire.Batch(page_table=...)"),
         (batch, "max_seqlen_q", "the argument is called max_q_len"),
     ],

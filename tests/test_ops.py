@@ -406,3 +406,41 @@ def test_tensors_that_stand_for_others() -> None:
         k, v, s.q = (mode.from_tensor(t) for t in (s.cache.k, s.cache.v, s.q))
         out, lse = wrapped(s, k, v)
     assert out.shape == s.q.shape and lse.shape == s.q.shape[:2] and type(out) is type(s.q)
+
+
+# Rotations.
+
+ROPES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "norms": {"q_norm": torch.rand(16), "k_norm": torch.rand(16).bfloat16(), "eps": 0.1},
+}
+
+
+def rope_of(name: str, device: str) -> quire.Rope:
+    own = {key: value.to(device) if isinstance(value, torch.Tensor) else value for key, value in ROPES[name].items()}
+    return quire.Rope.make(16, 100.0, 16, interleaved=name == "norms", device=device, **own)
+
+
+@pytest.mark.parametrize("name", ROPES)
+def test_rotations_are_as_declared(name: str, device: str) -> None:
+    s = build(3, **ROWS, **CALLS["int8-scales-per-head"], poison=0.0, bad_id=0, device=device)
+    (k, v), turn = new_tokens(s), (*ops._of_rope(rope_of(name, device)), None)
+    cache_and_batch = (*ops._of_cache(s.cache), *ops._of_batch(s.batch, None))
+    for q_out in (None, torch.zeros_like(s.q)):
+        opcheck(torch.ops.quire.rope_write.default, s.q, k, v, *cache_and_batch, *turn, q_out, None, "auto", None)
+    opcheck(torch.ops.quire.rope_step.default, s.q, k, v, *parts(s), *turn, None, True, None, "auto", None)
+
+
+@pytest.mark.parametrize("name", ROPES)
+def test_rotations_compiled(name: str, device: str) -> None:
+    s = build(4, **ROWS, device=device)
+    (k, v), rope = new_tokens(s), rope_of(name, device)
+
+    def run(q: torch.Tensor, cache: quire.KVCache, batch: quire.Batch) -> tuple[Any, ...]:
+        mine = q.clone()
+        stepped = quire.step(q, k, v, cache, batch, s.options, rope=rope, lse=True)
+        apart = quire.write(k, v, cache, batch, rope=rope, q=q, positions=batch.kv_lens.new_full((q.shape[0],), 3))
+        quire.write(k, v, cache, batch, rope=rope)
+        return *stepped, apart, quire.write(k, v, cache, batch, rope=rope, q=mine, q_out=mine), mine
+
+    same(compiled(run)(s.q, s.cache, s.batch), run(s.q, s.cache, s.batch))

@@ -39,6 +39,21 @@ def test_no_batch_needs_another_kernel(fields: dict[str, object], arch: str) -> 
             assert set(choose(one.of_writes(), extent, platform, operation="write").compiled) <= ready
 
 
+def test_writes_that_rotate_are_prepared() -> None:
+    """Whatever the memory, the slots and the positions of a call: kernels are compiled for the rope alone."""
+    rope, platform = (
+        quire.Rope.make(128, max_positions=4, device="meta", q_norm=torch.empty(128, device="meta")),
+        Platform.named("sm90"),
+    )
+    ready = set(_work(_problems(LAYER, None, None, None, None, None, None, rope), platform)[0])
+    assert len(ready) <= 12
+    for memory in ("aligned", "generic"):
+        turned = LAYER.replace(memory=memory).of_writes(rope.traits(True))
+        needed = set(choose(turned, Extent(2, 9, 5, 99), platform, operation="write").compiled)
+        assert needed and needed <= ready
+        assert not needed & set(choose(LAYER.of_writes(), Extent(), platform, operation="write").compiled)
+
+
 def test_a_cache_and_a_problem_ask_for_the_same() -> None:
     k, v = (torch.empty(4, 16, 8, 128, dtype=torch.bfloat16, device="meta") for _ in "kv")
     cache, how = quire.KVCache.wrap(k, v, layout="nhd"), (("full", "context"), (False, True), ("int32", "int64"))

@@ -14,6 +14,7 @@ __all__ = [
     "KVCache",
     "Batch",
     "Options",
+    "Rope",
     "attend",
     "write",
     "step",
@@ -44,6 +45,7 @@ _HOMES = {
     "KVCache": "cache.kv_cache",
     "Batch": "batch",
     "Options": "options",
+    "Rope": "rope",
     "attend": "attend",
     "write": "write",
     "step": "step",
@@ -89,6 +91,7 @@ if TYPE_CHECKING:
     from quire.prepare import prepare as prepare
     from quire.problem import Extent as Extent
     from quire.problem import Problem as Problem
+    from quire.rope import Rope as Rope
     from quire.step import step as step
     from quire.write import write as write
 else:

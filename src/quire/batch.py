@@ -216,12 +216,17 @@ class Batch:
             assert self.page_size is not None
             value = self.slots_of_tokens(tokens, self.page_size)
         else:
-            value = self._positions_of_tokens(tokens)
+            value = self.positions_of_tokens(tokens)
         if self._tokens is not None:
             self._derived[name] = sources, value
         return value
 
-    def _positions_of_tokens(self, tokens: int) -> torch.Tensor:
+    def positions_of_tokens(self, tokens: int) -> torch.Tensor:
+        """The position of each row of q, int64 `[tokens]`; meaningless for padding rows. Nothing is read on the host.
+
+        Args:
+            tokens: Number of rows of q.
+        """
         at = torch.arange(tokens, device=self.device)
         if not self.seqs:
             return torch.full_like(at, -1)

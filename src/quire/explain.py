@@ -19,6 +19,7 @@ from quire.launch import described
 from quire.options import PLAIN, Options
 from quire.platform import Platform
 from quire.problem import is_fp8
+from quire.rope import Rope
 
 OPERATIONS = ("attend", "write", "step", "audit")
 
@@ -36,6 +37,8 @@ def explain(
     k: torch.Tensor | None = None,
     v: torch.Tensor | None = None,
     slots: torch.Tensor | None = None,
+    rope: Rope | None = None,
+    positions: torch.Tensor | None = None,
     operation: str = "attend",
     platform: Platform | None = None,
 ) -> Decision:
@@ -44,7 +47,8 @@ def explain(
 
     Args:
         q, cache, batch, options, new, out, lse: The arguments of `quire.attend`. `q` may be None for a write.
-        k, v, slots: The arguments of `quire.write`. Default: contiguous tensors of q's type (bf16 for fp8 queries).
+        k, v, slots, rope, positions: The arguments of `quire.write`. Default: contiguous k and v of q's type (bf16 for fp8
+            queries).
         operation: "attend", "write", "step" or "audit".
         platform: The machine to explain the choice for, for example `quire.Platform.named("sm90")`. Default: that of the cache.
 
@@ -69,11 +73,12 @@ def explain(
         dtype = torch.bfloat16 if is_fp8(q.dtype) else q.dtype
         k, v = (q.new_empty((q.shape[0], cache.kv_heads, dim), dtype=dtype) for dim in (cache.head_dim, cache.v_head_dim))
     if operation == "write":
-        call = Call(cache, batch, k=k, v=v, slots=slots)
+        call = Call(cache, batch, k=k, v=v, slots=slots, rope=rope, q_in=None if rope is None else q, rope_positions=positions)
     else:
         buffer = lse if isinstance(lse, torch.Tensor) else None
         options = PLAIN if options is None else options
         call = Call(cache, batch, q, options, new, out, k, v, slots, lse=buffer, with_lse=lse is not False)
+        call.rope, call.q_in, call.rope_positions = rope, None if rope is None else q, positions
     return decide(operation, call, Platform.detect(cache.device) if platform is None else platform)
 
 

@@ -23,6 +23,7 @@ from quire.dispatch.kernel import Kernel, KernelLauncher
 from quire.options import PLAIN, Traits
 from quire.platform import Platform
 from quire.problem import ANY, FIELDS, Extent, Problem, default_out_dtype, dtype_name
+from quire.rope import RopeTraits
 
 MAX_PROBLEMS = 4096
 """The size of the launcher cache."""
@@ -141,7 +142,19 @@ def described_write(call: Call) -> tuple[Problem, Extent]:
     facts = Facts(storage.kv_heads, k.dtype, k.dtype, None, index, NO_TYPES, "none", "none", False, aligned, k.device)
     if batch.shard is not None:
         facts = facts._replace(shard=True)
+    if call.rope is not None:
+        facts = _with_rope(call, facts)
     return _problem(storage, PLAIN.traits, facts), Extent.of(k, cache, batch)
+
+
+def _with_rope(call: Call, facts: Facts) -> Facts:
+    """The facts of a write that rotates queries too, or keys alone."""
+    q, q_out, unit = call.q_in, call.q_out, call.cache.storage.stride_units[0]
+    assert call.rope is not None
+    if q is None:
+        return facts._replace(rope=call.rope.traits(False))
+    aligned = facts.aligned and is_aligned(q, unit) and (q_out is None or is_aligned(q_out, unit))
+    return facts._replace(rope=call.rope.traits(True), q_heads=q.shape[1], aligned=aligned)
 
 
 def is_aligned(tensor: torch.Tensor, unit: int) -> bool:
@@ -174,6 +187,7 @@ class Facts(NamedTuple):
     context_from: int = 1
     only: tuple[int, int] = (0, ANY)
     shard: bool = False
+    rope: RopeTraits | None = None
 
 
 _OF_CACHE = tuple(name for name in FIELDS if name in Storage._fields)
@@ -201,6 +215,7 @@ def _problem(storage: Storage, traits: Traits, facts: Facts) -> Problem:
         context_from=facts.context_from,
         only=facts.only,
         shard=facts.shard,
+        rope=facts.rope,
     )
 
 

@@ -1,4 +1,4 @@
-"""The torch operators `torch.ops.quire.attend`, `.write` and `.step`, for torch.compile and torch.export.
+"""The operators `attend`, `write`, `step`, `rope_write` and `rope_step` of `torch.ops.quire`, for torch.compile and torch.export.
 
 In a compiled function `quire.attend`, `quire.write` and `quire.step` call them, so that a model's step is one graph
 (`fullgraph=True`). An operator takes the tensors and numbers that a cache, a batch and options consist of, rebuilds these objects,
@@ -26,9 +26,10 @@ from quire.cache.format import FORMATS
 from quire.cache.kv_cache import KVCache
 from quire.cache.layout import LAYOUTS
 from quire.contract.check import Level
-from quire.errors import ArgumentError
+from quire.errors import ArgumentError, describe
 from quire.options import PLAIN, Options
 from quire.problem import default_out_dtype
+from quire.rope import Rope
 from quire.step import step as plain_step
 from quire.write import write as plain_write
 
@@ -73,13 +74,21 @@ _CODECS = {
 """By the annotation of the field."""
 _OPTION_FIELDS = tuple((field.name, _CODECS[str(field.type)]) for field in fields(Options))
 _OPTIONS = ", ".join(codec.schema.format(name) for name, codec in _OPTION_FIELDS)
+_ROPE = (
+    "Tensor cos, Tensor sin, bool interleaved, int[]? sections, bool sections_interleaved, Tensor? q_norm, Tensor? k_norm, "
+    "float eps, bool unit_offset, Tensor? rope_positions"
+)
+_ROPE_FIELDS = tuple(field.name for field in fields(Rope))
 _HOW = "str? kernel, str check, str? refused"
 _INTO = "Tensor(o!)? out, bool lse"
 _SCHEMAS = (
     f"attend(Tensor q, {_READ}, {_BATCH}, {_OPTIONS}, Tensor? new_k, Tensor? new_v, {_INTO}, {_HOW}) -> (Tensor, Tensor)",
     f"write(Tensor k, Tensor v, {_WRITTEN}, {_BATCH}, {_HOW}) -> ()",
     f"step(Tensor q, Tensor k, Tensor v, {_WRITTEN}, {_BATCH}, {_OPTIONS}, {_INTO}, {_HOW}) -> (Tensor, Tensor)",
+    f"rope_write(Tensor? q, Tensor k, Tensor v, {_WRITTEN}, {_BATCH}, {_ROPE}, Tensor(o!)? q_out, {_HOW}) -> Tensor",
+    f"rope_step(Tensor q, Tensor k, Tensor v, {_WRITTEN}, {_BATCH}, {_OPTIONS}, {_ROPE}, {_INTO}, {_HOW}) -> (Tensor, Tensor)",
 )
+_IN_ROPE = len(_ROPE_FIELDS)
 _IN_CACHE, _IN_BATCH, _IN_OPTIONS = (text.count(",") + 1 for text in (_READ, _BATCH, _OPTIONS))
 
 Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
@@ -108,11 +117,21 @@ def attend(
 
 
 def write(
-    k: torch.Tensor, v: torch.Tensor, cache: KVCache, batch: Batch, slots: torch.Tensor | None, kernel: str | None, check: Level
-) -> None:
-    """`quire.write` as an operator of a graph."""
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cache: KVCache,
+    batch: Batch,
+    slots: torch.Tensor | None,
+    rotation: tuple[Any, ...] | None,
+    kernel: str | None,
+    check: Level,
+) -> torch.Tensor | None:
+    """`quire.write` as an operator of a graph. `rotation` has rope, q, q_out and positions."""
+    if rotation is not None:
+        return _rope_write(k, v, cache, batch, slots, *rotation, kernel, check)
     slots = batch.given_slots if slots is None else slots
     torch.ops.quire.write(k, v, *_of_cache(cache), *_of_batch(batch, slots), kernel, check, _refused(cache, batch))
+    return None
 
 
 def step(
@@ -131,6 +150,57 @@ def step(
     parts = (*_of_cache(cache), *_of_batch(batch, batch.given_slots), *_of_options(options or PLAIN))
     logs, refused = lse is not False, _refused(cache, batch, q)
     return _returned(torch.ops.quire.step(q, k, v, *parts, out, logs, kernel, check, refused), out, lse)
+
+
+def _rope_write(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cache: KVCache,
+    batch: Batch,
+    slots: torch.Tensor | None,
+    rope: Rope | None,
+    q: torch.Tensor | None,
+    q_out: torch.Tensor | None,
+    positions: torch.Tensor | None,
+    *how: Any,
+) -> torch.Tensor | None:
+    slots = batch.given_slots if slots is None else slots
+    parts = (*_of_cache(cache), *_of_batch(batch, slots), *_of_rope(rope), positions)
+    refused = _refused(cache, batch, k if q is None else q)
+    if q_out is not None and q_out is q:
+        # An operator may not take one tensor twice if it changes it. The clone keeps the padding rows.
+        q_out = q.clone()
+        torch.ops.quire.rope_write(q, k, v, *parts, q_out, *how, refused)
+        return q.copy_(q_out)
+    turned = torch.ops.quire.rope_write(q, k, v, *parts, q_out, *how, refused)
+    return None if q is None else turned if q_out is None else q_out
+
+
+def rope_step(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cache: KVCache,
+    batch: Batch,
+    options: Options | None,
+    out: torch.Tensor | None,
+    lse: bool | torch.Tensor,
+    rope: Rope | None,
+    *how: Any,
+) -> Result:
+    """`quire.step` with a rotation as an operator of a graph."""
+    positions, *rest = how
+    parts = (*_of_cache(cache), *_of_batch(batch, batch.given_slots), *_of_options(options or PLAIN), *_of_rope(rope), positions)
+    made = torch.ops.quire.rope_step(q, k, v, *parts, out, lse is not False, *rest, _refused(cache, batch, q))
+    return _returned(made, out, lse)
+
+
+def _of_rope(rope: Rope | None) -> tuple[Any, ...]:
+    if not isinstance(rope, Rope):
+        raise ArgumentError("rope", describe(rope), "a quire.Rope: q, q_out and positions of a write belong to it")
+    sections = None if rope.sections is None else list(rope.sections)
+    norms = (rope.q_norm, rope.k_norm)
+    return rope.cos, rope.sin, rope.interleaved, sections, rope.sections_interleaved, *norms, rope.eps, rope.unit_offset
 
 
 def _refused(cache: KVCache, batch: Batch, q: torch.Tensor | None = None) -> str | None:
@@ -213,10 +283,12 @@ def _restored(arguments: tuple[Any, ...]) -> Iterator[tuple[str, Any]]:
         at = end
 
 
-def _split(parts: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...], tuple[Any, ...], tuple[Any, ...]]:
+def _split(
+    parts: tuple[Any, ...], in_options: int = _IN_OPTIONS
+) -> tuple[tuple[Any, ...], tuple[Any, ...], tuple[Any, ...], tuple[Any, ...]]:
     """Splits arguments into those of the cache, of the batch, of the options, and the rest."""
     batch, options = _IN_CACHE, _IN_CACHE + _IN_BATCH
-    end = options + _IN_OPTIONS
+    end = options + in_options
     return parts[:batch], parts[batch:options], parts[options:end], parts[end:]
 
 
@@ -241,6 +313,27 @@ def _step(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *parts: Any) -> tup
     _refuse(refused)
     result = plain_step(q, k, v, _cache(*cache), _batch(*batch), _options(*options), out=out, lse=lse, kernel=kernel, check=check)
     return _made(q, out, result)
+
+
+def _rope(arguments: tuple[Any, ...]) -> Rope:
+    return Rope(**dict(zip(_ROPE_FIELDS, arguments)))
+
+
+def _run_rope_write(q: Any, k: torch.Tensor, v: torch.Tensor, *parts: Any) -> torch.Tensor:
+    cache, batch, _, rest = _split(parts, 0)
+    (positions, q_out, kernel, check, refused), rope = rest[_IN_ROPE:], _rope(rest[:_IN_ROPE])
+    _refuse(refused)
+    how = {"rope": rope, "q": q, "q_out": q_out, "positions": positions}
+    turned = plain_write(k, v, _cache(*cache), _batch(*batch), **how, kernel=kernel, check=check)
+    return k.new_empty(0) if turned is None or q_out is not None else turned
+
+
+def _run_rope_step(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *parts: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    cache, batch, options, rest = _split(parts)
+    (positions, out, lse, kernel, check, refused), rope = rest[_IN_ROPE:], _rope(rest[:_IN_ROPE])
+    _refuse(refused)
+    how: dict[str, Any] = {"out": out, "lse": lse, "rope": rope, "positions": positions, "kernel": kernel, "check": check}
+    return _made(q, out, plain_step(q, k, v, _cache(*cache), _batch(*batch), _options(*options), **how))
 
 
 def _made(q: torch.Tensor, out: torch.Tensor | None, result: Result) -> tuple[torch.Tensor, torch.Tensor]:
@@ -274,9 +367,20 @@ def _fake(
     return made, q.new_empty(q.shape[:2] if lse else 0, dtype=torch.float32)
 
 
+def _fake_rope_write(q: Any, k: torch.Tensor, v: torch.Tensor, *parts: Any) -> torch.Tensor:
+    q_out = _split(parts, 0)[3][_IN_ROPE + 1]
+    return k.new_empty(0) if q is None or q_out is not None else q.new_empty(q.shape)
+
+
+def _fake_rope_step(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *parts: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    cache, _, options, rest = _split(parts)
+    _, out, lse, *_ = rest[_IN_ROPE:]
+    return _fake(q, _cache(*cache), _options(*options), out, lse)
+
+
 # Not the decorator `torch.library.custom_op`, which adds tens of microseconds to every call.
-_RUN: tuple[Callable[..., Any], ...] = (_attend, _write, _step)
-_TRACE: tuple[Callable[..., Any], ...] = (_fake_attend, _fake_write, _fake_step)
+_RUN: tuple[Callable[..., Any], ...] = (_attend, _write, _step, _run_rope_write, _run_rope_step)
+_TRACE: tuple[Callable[..., Any], ...] = (_fake_attend, _fake_write, _fake_step, _fake_rope_write, _fake_rope_step)
 _library = torch.library.Library("quire", "DEF")
 for _schema, _run, _trace in zip(_SCHEMAS, _RUN, _TRACE):
     _name = _schema.partition("(")[0]

@@ -26,6 +26,7 @@ from quire.launch import described
 from quire.options import PLAIN, Options
 from quire.platform import Platform
 from quire.problem import Problem, is_fp8
+from quire.rope import Rope
 
 FORMS, LSES, INDICES = ("full", "context"), (False, True), ("int32", "int64")
 
@@ -57,6 +58,7 @@ def prepare(
     q_heads: int | None = None,
     q_dtype: torch.dtype | None = None,
     options: Options | None = None,
+    rope: Rope | None = None,
     forms: Sequence[str] | None = None,
     lse: Sequence[bool] | None = None,
     index: Sequence[str] | None = None,
@@ -70,14 +72,14 @@ def prepare(
     Args:
         cache_or_problem: The cache of the layer, together with `q_heads` and `q_dtype`; or a `quire.Problem`. A cache is prepared
             for batches with a shard if its pool has one; a Problem if its `shard` is True.
-        q_heads, q_dtype, options: Those of the calls.
+        q_heads, q_dtype, options, rope: Those of the calls. With rope, writes rotate keys and queries.
         forms: Which of "full" and "context" form will be called.
         lse: Whether calls are with LSE (True), without (False) or both.
         index: Types of the index tensors: "int32", "int64" or both. Default: as the Problem; for a cache full, without LSE, int32.
-        platform: Compile for this platform and do not load the kernels. Default: the platform of the cache's or Problem's device.
+        platform: Compile for this platform and load nothing. Default: the platform of the cache's or Problem's device.
         directory: Where to store compiled kernels, like TRITON_CACHE_DIR. Default: Triton's cache.
-        progress: Whether to show a progress bar on standard error; or a function that is called with the number of compiled kernels
-            and of all, first with 0. Default: a bar if standard error is a terminal.
+        progress: Whether to show a bar on standard error (default: if it is a terminal); or a function, which is called with the
+            number of compiled kernels and of all, first with 0.
 
     Returns:
         A `quire.Prepared`: the keys of the compiled kernels, the time, and the maximum workspace of a call.
@@ -92,11 +94,9 @@ def prepare(
         >>> quire.prepare(problem).kernels  # the CPU kernels are compiled with the package
         ()
     """
-    _check_arguments(platform, directory, progress)
-    problems = _problems(cache_or_problem, q_heads, q_dtype, options, forms, lse, index)
-    device = torch.device(problems[0][1].device)
-    if device.type == "cuda" and device.index is None and torch.cuda.is_available():
-        device = torch.device("cuda", torch.cuda.current_device())
+    _check_arguments(rope, platform, directory, progress)
+    problems = _problems(cache_or_problem, q_heads, q_dtype, options, forms, lse, index, rope)
+    device = _numbered(torch.device(problems[0][1].device))
     here = platform is None
     platform = Platform.detect(device) if platform is None else platform
     begin = time.perf_counter()
@@ -113,7 +113,16 @@ def prepare(
     return Prepared(tuple(work), time.perf_counter() - begin, workspace)
 
 
-def _check_arguments(platform: object, directory: object, progress: object) -> None:
+def _numbered(device: torch.device) -> torch.device:
+    """A device with its number, if it can be known."""
+    if device.type == "cuda" and device.index is None and torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
+
+
+def _check_arguments(rope: object, platform: object, directory: object, progress: object) -> None:
+    if rope is not None and not isinstance(rope, Rope):
+        raise ArgumentError("rope", describe(rope), "a quire.Rope, or None")
     if platform is not None and not isinstance(platform, Platform):
         raise ArgumentError("platform", describe(platform), "a quire.Platform, or None for the device of the cache")
     if directory is not None and not isinstance(directory, (str, os.PathLike)):
@@ -130,6 +139,7 @@ def _problems(
     forms: Sequence[str] | None,
     lse: Sequence[bool] | None,
     index: Sequence[str] | None,
+    rope: Rope | None = None,
 ) -> list[tuple[str, Problem]]:
     """The operations and problems of all calls that will be made."""
     if not isinstance(given, KVCache | Problem):
@@ -141,12 +151,13 @@ def _problems(
         bases = [given.replace(form=form, lse=logs, index=i) for form, logs, i in variants]
     else:
         bases = list(_of_cache(given, q_heads, q_dtype, options, variants))
+    turned = None if rope is None else rope.traits(True)
     found: dict[tuple[str, Problem], None] = {}
     for problem in (base.replace(memory=memory) for base in bases for memory in ("aligned", "generic")):
         found["attend", problem] = None
-        found["write", problem.of_writes()] = None
+        found["write", problem.of_writes(turned)] = None
         # A write with slots and without a batch has int32 index tensors.
-        found["write", problem.of_writes().replace(index="int32", shard=False)] = None
+        found["write", problem.of_writes(turned).replace(index="int32", shard=False)] = None
         if isinstance(given, Problem) or given.ledger is not None:
             found["audit", problem] = None
     return list(found)

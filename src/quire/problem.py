@@ -18,6 +18,7 @@ from quire.cache.format import dtype_name as dtype_name
 from quire.cache.kv_cache import KVCache, PageStrides
 from quire.cache.layout import LAYOUTS
 from quire.options import FEATURES, Traits
+from quire.rope import RopeTraits
 
 ANY = 2**31 - 1
 """More new tokens than any sequence has."""
@@ -128,6 +129,8 @@ class Problem(Traits):
     """Whether offsets of elements in the cache reach 2^31, so that they need 64 bits."""
     shard: bool = False
     """Whether the cache holds only the keys of one rank (`Batch(shard=...)`)."""
+    rope: RopeTraits | None = None
+    """In a write: how new keys and queries are rotated; None if they are not."""
 
     def __post_init__(self) -> None:
         fill = object.__setattr__
@@ -140,6 +143,9 @@ class Problem(Traits):
         for name in ("k_pages", "v_pages"):
             pages = getattr(self, name) or self._allocated_pages(name)
             fill(self, name, PageStrides(tuple(pages[0]), *pages[1:]))
+        if self.rope is not None:
+            rope = RopeTraits(*self.rope)
+            fill(self, "rope", rope._replace(sections=tuple(rope.sections)))
         for name in ("k_scale_strides", "v_scale_strides"):
             strides = getattr(self, name)
             fill(self, name, tuple(self._allocated_scales() if strides is None else strides))
@@ -168,11 +174,12 @@ class Problem(Traits):
         per_token = (self.page_size * self.kv_heads, self.kv_heads, 1)
         return {"none": (), "tensor": (0, 0, 0), "head": (0, 0, 1), "token": per_token}[self.scales]
 
-    def of_writes(self) -> Problem:
+    def of_writes(self, rope: RopeTraits | None = None) -> Problem:
         """The problem of the writes of the same layer: new keys and values have the type of the queries, bf16 for fp8 queries."""
         plain: dict[str, Any] = {field.name: field.default for field in fields(Problem) if field.name in _NOT_OF_WRITES}
         dtype = "bf16" if FORMATS[self.q_dtype].itemsize == 1 else self.q_dtype
-        return replace(self, **plain, q_heads=self.kv_heads, q_dtype=dtype, out_dtype=dtype)
+        q_heads = self.q_heads if rope is not None and rope.q else self.kv_heads
+        return replace(self, **plain, q_heads=q_heads, q_dtype=dtype, out_dtype=dtype, rope=rope)
 
     @property
     def group(self) -> int:
@@ -189,6 +196,8 @@ class Problem(Traits):
             names.append("non-causal")
         if self.form == "context":
             names.append("context-form")
+        if self.rope is not None:
+            names.append("rope")
         return tuple(names)
 
     @property
@@ -223,7 +232,8 @@ class Problem(Traits):
             f"pages of {self.page_size} {self.layout} {self.format}{scales}",
             f"q {self.q_dtype}" + ("" if self.out_dtype == self.q_dtype else f" -> {self.out_dtype}"),
         ]
-        parts += [f"window {self.window}" if name == "window" else name for name in self.features]
+        said = {"window": f"window {self.window}", "rope": str(self.rope)}
+        parts += [said.get(name, name) for name in self.features]
         if self.index != "int32":
             parts.append(f"index {self.index}")
         if self.memory != "aligned":

@@ -15,18 +15,21 @@ from quire.errors import ArgumentError
 from quire.keywords import refuse_unknown
 from quire.launch import audit, launcher_for
 from quire.options import PLAIN, Options
+from quire.rope import Rope
 from quire.write import store
 
 
 @overload
 def step(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cache: KVCache, batch: Batch, options: Options | None = ..., *,
-    out: torch.Tensor | None = ..., lse: Literal[False] = ..., kernel: str | None = ..., check: Level = ...,
+    out: torch.Tensor | None = ..., lse: Literal[False] = ..., rope: Rope | None = ...,
+    positions: torch.Tensor | None = ..., kernel: str | None = ..., check: Level = ...,
 ) -> torch.Tensor: ...  # fmt: skip
 @overload
 def step(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cache: KVCache, batch: Batch, options: Options | None = ..., *,
-    out: torch.Tensor | None = ..., lse: Literal[True] | torch.Tensor, kernel: str | None = ..., check: Level = ...,
+    out: torch.Tensor | None = ..., lse: Literal[True] | torch.Tensor, rope: Rope | None = ...,
+    positions: torch.Tensor | None = ..., kernel: str | None = ..., check: Level = ...,
 ) -> tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
 def step(
     q: torch.Tensor,
@@ -38,6 +41,8 @@ def step(
     *,
     out: torch.Tensor | None = None,
     lse: bool | torch.Tensor = False,
+    rope: Rope | None = None,
+    positions: torch.Tensor | None = None,
     kernel: str | None = None,
     check: Level = "auto",
     **unknown: NoReturn,
@@ -46,9 +51,10 @@ def step(
     `attend(q, cache, batch, options)`. Both are checked, and both kernels chosen, before anything is written.
 
     Args:
-        q: Queries `[tokens, q_heads, head_dim]`.
-        k, v: New keys and values `[tokens, kv_heads, dim]`.
+        q, k, v: Queries `[tokens, q_heads, head_dim]`, and new keys and values `[tokens, kv_heads, dim]`.
         cache, batch, options, out, lse, check: As in `quire.attend`.
+        rope: How q and k are normalised and rotated in the launch that writes; q and k themselves are not changed.
+        positions: With rope: as in `quire.write`. Default: `options.positions`, or those of the batch.
         kernel: The name of the attention kernel to use.
 
     Returns:
@@ -76,14 +82,28 @@ def step(
     if is_traced(q):
         from quire import ops
 
+        if rope is not None or positions is not None:
+            return ops.rope_step(q, k, v, cache, batch, options, out, lse, rope, positions, kernel, check)
         return ops.step(q, k, v, cache, batch, options, out, lse, kernel, check)
     given = None if lse is True or lse is False else lse
     call = Call(cache, batch, q, PLAIN if options is None else options, None, out, k, v, lse=given, with_lse=lse is not False)
+    call.rope, call.rope_positions = rope, positions
+    return _written_and_attended(call, kernel, check)
+
+
+def _written_and_attended(call: Call, kernel: str | None, check: Level) -> Result:
+    if call.rope is not None:
+        call.q_in = call.q
+        if call.rope_positions is None and isinstance(call.options, Options):
+            call.rope_positions = call.options.positions
     enforce("step", call, check)
+    if call.q_in is not None:
+        # The writer reads `q_in`; attention reads what it makes.
+        call.q = call.q_out = torch.empty(call.q_in.shape, dtype=call.q_in.dtype, device=call.q_in.device)
     writer = launcher_for("write", call)
     launcher = launcher_for("attend", call, kernel)
     store(writer, call)
-    if cache.ledger is not None:
+    if call.cache.ledger is not None:
         audit(call)
     launcher(call)
     return call.out if call.lse is None else (call.out, call.lse)  # type: ignore[return-value]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NoReturn
+from typing import Any, NoReturn, overload
 
 import torch
 
@@ -10,14 +10,27 @@ from quire.attend import is_traced
 from quire.batch import Batch
 from quire.cache.kv_cache import KVCache
 from quire.contract.call import Call
-from quire.contract.check import Level, warns_of_quantisation
+from quire.contract.check import Level, enforce, warns_of_quantisation
 from quire.dispatch.kernel import KernelLauncher
 from quire.errors import ArgumentError, describe
 from quire.keywords import refuse_unknown
 from quire.launch import launcher_for
+from quire.rope import Rope
 from quire.slot_batch import slots_batch
 
 
+@overload
+def write(
+    k: torch.Tensor, v: torch.Tensor, cache: KVCache, batch: Batch | None = ..., *, slots: torch.Tensor | None = ...,
+    rope: Rope | None = ..., q: None = ..., q_out: None = ..., positions: torch.Tensor | None = ...,
+    kernel: str | None = ..., check: Level = ...,
+) -> None: ...  # fmt: skip
+@overload
+def write(
+    k: torch.Tensor, v: torch.Tensor, cache: KVCache, batch: Batch | None = ..., *, slots: torch.Tensor | None = ...,
+    rope: Rope, q: torch.Tensor, q_out: torch.Tensor | None = ..., positions: torch.Tensor | None = ...,
+    kernel: str | None = ..., check: Level = ...,
+) -> torch.Tensor: ...  # fmt: skip
 def write(
     k: torch.Tensor,
     v: torch.Tensor,
@@ -25,28 +38,34 @@ def write(
     batch: Batch | None = None,
     *,
     slots: torch.Tensor | None = None,
+    rope: Rope | None = None,
+    q: torch.Tensor | None = None,
+    q_out: torch.Tensor | None = None,
+    positions: torch.Tensor | None = None,
     kernel: str | None = None,
     check: Level = "auto",
     **unknown: NoReturn,
-) -> None:
-    """Writes the new keys and values of every sequence to their slots in the cache. Quantised caches quantise them: elements beyond
-    the range of the format saturate, and `quire.checked(quantisation=True)` warns of them. The page copies of the batch
-    (copy-on-write) are applied first.
+) -> torch.Tensor | None:
+    """Writes the new keys and values of every sequence to their slots in the cache, after the page copies of the batch
+    (copy-on-write). A quantised cache quantises them, saturating: `quire.checked(quantisation=True)` warns of what is lost.
 
     Args:
         k, v: New keys and values `[tokens, kv_heads, dim]` of fp32, fp16 or bf16. Any strides are allowed.
-        cache: The cache of the layer.
-        batch: The sequences. Rows of k and v from `batch.q_starts[-1]` on are padding and are not written.
+        cache, batch: The cache of the layer, and the sequences. Rows of k and v from `batch.q_starts[-1]` on are padding.
         slots: int32 or int64 `[tokens]`, the slot of each token, -1 to skip it. Default: those of the batch, or computed from its
-            page table and lengths. Without a batch `slots` is required; a ledger then records the positions as unknown.
-        kernel: The name of a kernel to use. Default: the first kernel of the catalogue that can run the call.
-        check: "auto" checks shapes and types, and values in host memory. "full" also checks values on a GPU.
+            page table and lengths. Without a batch they are required; a ledger then records the positions as unknown.
+        rope: How keys are normalised and rotated before they are stored; k itself is not changed. Default: not at all.
+        q, q_out: With rope: queries `[tokens, q_heads, head_dim]` of the type of k to rotate, too, and where they go: q itself or a
+            buffer, whose padding rows are not written. Default: no queries; a new tensor with zeros in padding rows.
+        positions: With rope: int32 or int64 `[tokens]`, `[3, tokens]` if rope has sections. Default: those of the batch.
+        kernel, check: As in `quire.attend`.
+
+    Returns:
+        The rotated queries; None without q.
 
     Raises:
-        ContractError: The call violates the contract (docs/contract.md). Nothing was written.
-        KernelError: No kernel can run the call, or the one requested cannot.
-        ArgumentError: An argument has the wrong class, or both batch and slots are missing.
-        StaleBatch: The batch's pool has changed since the batch was made.
+        ContractError, KernelError: The call violates the contract, or no kernel (or not the one requested) can run it.
+        ArgumentError, StaleBatch: An argument has the wrong class, or the pool has changed since the batch was made.
 
     Example:
         >>> import torch, quire
@@ -59,17 +78,35 @@ def write(
     """
     if unknown:
         refuse_unknown(write, unknown)
-    known = batch is not None
+    known, rotation = batch is not None, (rope, q, q_out, positions)
+    rotates = any(given is not None for given in rotation)
     if batch is None:
-        if not isinstance(slots, torch.Tensor) or not isinstance(k, torch.Tensor) or not k.dim():
-            raise ArgumentError("slots", describe(slots), "a tensor [tokens] of int32 or int64, or pass a batch")
-        batch = slots_batch(k.shape[0], slots)
+        batch = _without_batch(k, slots)
     if is_traced(k):
         from quire import ops
 
-        return ops.write(k, v, cache, batch, slots, kernel, check)
+        return ops.write(k, v, cache, batch, slots, rotation if rotates else None, kernel, check)
     call = Call(cache, batch, k=k, v=v, slots=slots, positions_known=known)
+    if rotates:
+        return _rotate(call, rotation, kernel, check)
     store(launcher_for("write", call, kernel, check, checked=False), call)
+    return None
+
+
+def _without_batch(k: torch.Tensor, slots: torch.Tensor | None) -> Batch:
+    if not isinstance(slots, torch.Tensor) or not isinstance(k, torch.Tensor) or not k.dim():
+        raise ArgumentError("slots", describe(slots), "a tensor [tokens] of int32 or int64, or pass a batch")
+    return slots_batch(k.shape[0], slots)
+
+
+def _rotate(call: Call, rotation: tuple[Any, ...], kernel: str | None, check: Level) -> torch.Tensor | None:
+    """A write that rotates keys, and the queries if there are any."""
+    call.rope, call.q_in, call.q_out, call.rope_positions = rotation
+    enforce("write", call, check)
+    if call.q_in is not None and call.q_out is None:
+        call.q_out, call.zero_padding = torch.empty(call.q_in.shape, dtype=call.q_in.dtype, device=call.q_in.device), True
+    store(launcher_for("write", call, kernel), call)
+    return call.q_out
 
 
 def store(launcher: KernelLauncher, call: Call) -> None:

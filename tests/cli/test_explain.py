@@ -13,6 +13,7 @@ import pytest
 import quire
 from quire.cli import main
 from quire.compat.vllm_rule import RULES
+from quire.plan.layer_kinds import FAMILIES, NAMES
 from quire.platform import NAMED, NICKNAMES, Platform
 from quire.problem import Problem
 
@@ -374,3 +375,55 @@ def test_a_closed_pipe_is_no_verdict() -> None:
 def test_without_a_command_it_teaches(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 2
     assert "quire doctor" in capsys.readouterr().err
+
+
+# --- The layers of known models -----------------------------------------------------------------------------------------------
+
+
+def test_like_explains_each_kind_of_layer(explain, asked) -> None:
+    code, text = explain("--like gemma-4 --arch h100 --kv-dtype fp8")
+    heads = [line for line in text.splitlines() if line.startswith("gemma-4")]
+    assert (code, heads) == (0, ["gemma-4-31b: 50 layers with a window of 1024", "gemma-4-31b: 10 layers without a window"])
+    found = asked("--like gemma-4 --arch h100 --kv-dtype fp8 --operation step --page-size 64")
+    kinds = [(kind["layers"], kind["problem"], len(kind["related"])) for kind in found["kinds"]]
+    shapes = [(n, p["q_heads"], p["kv_heads"], p["head_dim"], p["window"], p["page_size"], p["format"]) for n, p, _ in kinds]
+    assert shapes == [(50, 32, 16, 256, [1023, 1023], 64, "e4m3fn"), (10, 32, 4, 512, [None, None], 64, "e4m3fn")]
+    assert [related for *_, related in kinds] == [1, 1]
+
+
+@pytest.mark.parametrize(
+    "name, model, features",
+    [
+        ("gpt-oss", "gpt-oss-120b", {"sinks": True, "softcap": False, "head_dim": 64}),
+        ("google/gemma-2-9b-it", "gemma-2-9b", {"sinks": False, "softcap": True, "head_dim": 256}),
+        ("Qwen/Qwen3-8B", "qwen3-8b", {"q_heads": 32, "kv_heads": 8, "window": [None, None]}),
+    ],
+)
+def test_like_has_the_features_of_a_model(asked, name: str, model: str, features: dict[str, Any]) -> None:
+    found = asked(f"--like {name}")
+    assert found["like"] == model
+    for kind in found["kinds"]:
+        assert {field: kind["problem"][field] for field in features} == features
+
+
+def test_like_a_model_with_chunks(asked) -> None:
+    chunked, full = asked("--like llama-4 --max-kv-len 100000 --max-q-len 9000")["kinds"]
+    assert (chunked["chunk"], chunked["extent"]["max_kv_len"], chunked["extent"]["max_q_len"]) == (8192, 8192, 8192)
+    assert (full["chunk"], full["extent"]["max_kv_len"], full["extent"]["max_q_len"]) == (None, 100000, 9000)
+
+
+def test_every_known_name_is_explained(asked) -> None:
+    for name in NAMES:
+        assert asked(f"--like {name} --arch h100")["kinds"], name
+
+
+@pytest.mark.parametrize("given", ["--q-heads 8", "--window 5", "--sinks", "--as vllm", "call.safetensors"])
+def test_like_refuses_what_the_model_has(refused, given: str) -> None:
+    said = refused(f"--like gpt-oss {given}")
+    assert "with --like gpt-oss; allowed: nothing" in said or "call.safetensors" in said
+
+
+def test_like_names_and_suggests(refused, explain) -> None:
+    assert "did you mean gemma-4?" in refused("--like gema-4")
+    text = " ".join(explain("--help")[1].split())
+    assert all(name in text for name in FAMILIES)

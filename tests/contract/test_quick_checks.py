@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from quire import ArgumentError, Batch, KVCache, Options, PagePool
+from quire import ArgumentError, Batch, KVCache, Options, PagePool, Rope
 from quire.contract import fast, validated
 from quire.contract.call import Call
 from quire.contract.rules import CONTRACT
@@ -58,6 +58,31 @@ class Draw:
             self.arguments["slots"] = batch.slots_of_tokens(self.tokens, self.size)
         if "q" in self.arguments and pick((False, False, True)):
             self.arguments["out"] = torch.empty(self.tokens, q_heads, dim)
+        # A generator of its own: other draws stay as they are.
+        self.more = random.Random(f"rope {seed}")
+        if "k" in self.arguments and self.more.random() < 0.4:
+            self.arguments |= self.rotation(q_heads, dim)
+
+    def rotation(self, q_heads: int, dim: int) -> dict[str, Any]:
+        """The arguments of a write that rotates."""
+        pick, k, options = self.more.choice, self.arguments["k"], self.arguments["options"]
+        length = pick((14, 14, 64, 9))
+        rope = Rope(torch.ones(length, 2), torch.ones(length, 2), q_norm=pick((None, torch.ones(dim))))
+        if pick((False, False, True)):
+            rope = Rope(torch.ones(length, 2), torch.ones(length, 2), sections=(1, 1, 0))
+        shape = (self.tokens,) if rope.sections is None else (3, self.tokens)
+        positions = torch.randint(0, 14, shape, dtype=pick((torch.int32, torch.int64)))
+        if rope.sections is None and options.mask is None:
+            positions = pick((None, positions))
+        q = self.arguments.get("q", pick((None, torch.randn(self.tokens, q_heads, dim))))
+        if q is not None and pick((False, True)):  # views of a fused projection
+            fused = torch.randn(self.tokens, q_heads + 2 * self.heads, dim)
+            q, k, self.arguments["v"] = fused.split((q_heads, self.heads, self.heads), 1)
+            self.arguments["k"] = k
+            if "q" in self.arguments:
+                self.arguments["q"] = q
+        out = None if q is None or "q" in self.arguments else pick((None, q, torch.empty(q.shape)))
+        return {"rope": rope, "q_in": q, "q_out": out, "rope_positions": positions}
 
     def pair(self, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
         return torch.randn(self.tokens, self.heads, dim), torch.randn(self.tokens, self.heads, dim)
@@ -105,6 +130,7 @@ def spoil_static(draw: Draw) -> None:
     """Changes something that shapes, types, devices or options show. Some changes are legal."""
     given, batch, pick = draw.arguments, draw.arguments["batch"], draw.chance.choice
     tensors = [name for name in ("q", "k", "v", "out", "slots") if name in given]
+    tensors += [name for name in ("q_in", "q_out", "rope_positions") if given.get(name) is not None]
     changes: list[Callable[[torch.Tensor], torch.Tensor]] = [
         lambda t: t.to(pick((torch.float16, torch.int32, torch.int64, torch.float64, torch.float8_e5m2))),
         lambda t: t[1:],
@@ -146,7 +172,7 @@ def spoil_static(draw: Draw) -> None:
             )
         )
     elif place == "share" and "out" in given:
-        given["out"] = pick((given["q"], given["q"].view(-1)[:0].new_empty(given["q"].shape)))
+        given["out"] = pick((given["q"], given["q"].reshape(-1)[:0].new_empty(given["q"].shape)))
     elif hasattr(batch, place):
         setattr(batch, place, change(getattr(batch, place)))
 
@@ -196,6 +222,8 @@ def spoil_values(draw: Draw) -> None:
         scale[draw.chance.randrange(len(scale))] = bad
     elif place == "out_scale" and isinstance(given["options"].out_scale, torch.Tensor):
         given["options"].out_scale.fill_(pick((0.0, float("inf"), float("nan"))))
+    elif given.get("rope_positions") is not None and draw.tokens and draw.more.random() < 0.7:
+        given["rope_positions"][..., draw.more.randrange(draw.tokens)] = draw.more.choice((-1, 13, 14, 64, 2**31 - 1))
     elif place == "mask" and given["options"].mask is not None:
         given["options"].positions.add_(pick((-20, 5, 1000)))
 

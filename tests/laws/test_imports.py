@@ -16,7 +16,7 @@ FILES = sorted(SRC.rglob("*.py"))
 # Each may import what stands in its own line or above it.
 LAYERS = (
     ("errors", "interrupts"),
-    ("cache", "batch", "options", "platform", "keywords"),
+    ("cache", "batch", "options", "rope", "platform", "keywords"),
     ("problem",),
     ("contract",),
     ("dispatch",),

@@ -16,6 +16,7 @@ NAMES = [
     "KVCache",
     "Batch",
     "Options",
+    "Rope",
     "attend",
     "write",
     "step",

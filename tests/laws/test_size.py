@@ -27,10 +27,14 @@ FOREIGN_SIGNATURES = {
 PUBLIC_SIGNATURES = {
     ("batch.py", "__init__"),
     ("cache/kv_cache.py", "allocate"),
+    ("contract/check.py", "check"),
     ("explain.py", "explain"),
     ("integrations/transformers/flash.py", "flash_attn_varlen_func"),
     ("integrations/transformers/flash.py", "flash_attn_with_kvcache"),
+    ("prepare.py", "prepare"),
     ("reference.py", "attention"),
+    ("step.py", "step"),
+    ("write.py", "write"),
 }
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +17,8 @@ from quire.dispatch.choose import OPERATIONS, choose
 from quire.dispatch.decision import Decision
 from quire.dispatch.summary import Line, summary
 from quire.errors import ArgumentError, KernelError
-from quire.options import FEATURES
+from quire.options import FEATURES, NUMBERS, PER_HEAD
+from quire.plan.layer_kinds import FAMILIES, NAMES, AttentionLayers, layers_like
 from quire.platform import Platform
 from quire.problem import Extent, Problem
 
@@ -28,6 +30,7 @@ examples:
   quire explain --arch h100 --max-q-len 512 --kv-dtype fp8   a prefill over an fp8 cache on an H100
   quire explain --arch mi300x --operation step --all         the write and the attention, every limit of every kernel
   quire explain --kernel torch --json                        one kernel by name, for programs
+  quire explain --like gemma-4 --arch h100 --kv-dtype fp8    the layers of a known model, by kind
   quire explain call.safetensors --arch gfx942               a recorded call: which kernel ran, which would run on gfx942
   quire explain --as vllm --arch gfx942 --q-heads 64 --kv-heads 64 --head-dim 128 --page-size 32 --kv-dtype fp8
                                                              which of vLLM's kernels would run, and why
@@ -47,6 +50,10 @@ VLLM_COLORS = {
 }
 
 
+_OF_MODEL = ("q_heads", "kv_heads", "head_dim", "v_head_dim", "window", *NUMBERS, *PER_HEAD, "non_causal")
+"""Options that `--like` replaces."""
+
+
 def _kernels() -> list[str]:
     return list(dict.fromkeys(kernel.name for kernel in CATALOGUE))
 
@@ -63,6 +70,13 @@ PARAMETERS: list[click.Parameter] = [
     Option("--seqs", type=Count, default=1, group=_BATCH, help="sequences in the batch (1)"),
     Option("--max-q-len", type=Count, default=1, group=_BATCH, help="most new tokens of a sequence (1)"),
     Option("--max-kv-len", "--max-seq-len", type=Count, default=4096, group=_BATCH, help="most tokens of a sequence (4096)"),
+    Option(
+        "--like",
+        metavar="MODEL",
+        type=OneOfNames(lambda: NAMES),
+        group="the layer",
+        help=f"the layers of a model, by kind: {', '.join(FAMILIES)}; or of a size, by the names of quire plan",
+    ),
     *problem_options(),
     Option("--as", "whose", type=ChoiceOf(("quire", "vllm")), default="quire", group=_VLLM, help="whose kernels (quire)"),
     Option(
@@ -80,6 +94,8 @@ PARAMETERS: list[click.Parameter] = [
 
 def run(args: Args) -> int:
     platform = platform_of(args)
+    if args.like is not None:
+        return _as_known(args, platform)
     if args.file is not None:
         return _recorded(args, platform)
     return _as_vllm(args, platform) if args.whose == "vllm" else _as_quire(args, platform)
@@ -146,6 +162,45 @@ def _as_quire(args: Args, platform: Platform) -> int:
     found = decision.to_dict() | {"related": [other.to_dict() for other in decision.related]}
     answer(args, found, lambda: _show(args, decision))
     return 0 if all(one.chosen for one in (decision, *decision.related)) else 1
+
+
+def _as_known(args: Args, platform: Platform) -> int:
+    """One explanation for each kind of layer that a known model has."""
+    context = click.get_current_context()
+    for name in ("file", "whose", *_OF_MODEL):
+        if context.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE:
+            option = {"file": "FILE", "whose": "--as"}.get(name, f"--{name.replace('_', '-')}")
+            why = "it explains Quire's kernels" if name in ("file", "whose") else "it has the shape of the layers"
+            raise ArgumentError(option, f"{getattr(args, name)} with --like {args.like}", f"nothing: {why}")
+    model, kinds = layers_like(args.like)
+    decisions = list(_decisions_of(args, platform, kinds))
+
+    def text() -> None:
+        for kind, decision in zip(kinds, decisions):
+            write(f"{model}: {kind}")
+            _show(args, decision)
+            print()
+
+    answers = [
+        {
+            "layers": kind.layers,
+            "chunk": kind.chunk,
+            **decision.to_dict(),
+            "related": [other.to_dict() for other in decision.related],
+        }
+        for kind, decision in zip(kinds, decisions)
+    ]
+    answer(args, {"like": model, "kinds": answers}, text)
+    return 0 if all(one.chosen for decision in decisions for one in (decision, *decision.related)) else 1
+
+
+def _decisions_of(args: Args, platform: Platform, kinds: tuple[AttentionLayers, ...]) -> Iterator[Decision]:
+    for kind in kinds:
+        shape: dict[str, Any] = dict.fromkeys(kind.features, True) | {name: 1.0 for name in kind.features if name in NUMBERS}
+        longest = args.max_kv_len if kind.chunk is None else min(args.max_kv_len, kind.chunk)
+        shape |= {"window": kind.window or 0, "max_kv_len": longest, "max_q_len": min(args.max_q_len, longest)}
+        layer = Args(**vars(args) | {name: getattr(kind, name) for name in ("q_heads", "kv_heads", "head_dim")} | shape)
+        yield _decide(args, problem_of(layer, platform), extent_of(layer), platform)
 
 
 def extent_of(args: Args) -> Extent:

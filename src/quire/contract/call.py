@@ -14,6 +14,7 @@ from quire.cache.shard import keys_of, positions_of
 from quire.errors import ArgumentError, describe
 from quire.options import PLAIN, TENSORS, Options
 from quire.problem import ANY
+from quire.rope import Rope
 
 
 @dataclass
@@ -43,7 +44,15 @@ class Call:
     extent: Any = None
     """The size of the batch, an `Extent`; set by the launch path."""
     zero_padding: bool = False
-    """Whether rows of `out` that belong to no sequence (padding) are filled with zeros."""
+    """Whether rows of `out`, or of `q_out` in a write, that belong to no sequence (padding) are filled with zeros."""
+    rope: Rope | None = None
+    """How a write rotates `k` and `q_in`."""
+    q_in: torch.Tensor | None = None
+    """The queries that a write rotates; `q` too in a step, until its write has made `q_out`."""
+    q_out: torch.Tensor | None = None
+    """Where the rotated queries go; `q_in` itself if they are rotated in place."""
+    rope_positions: torch.Tensor | None = None
+    """The positions by which a write rotates, `[tokens]` or `[3, tokens]`; None if they follow from the batch."""
 
     def check_arguments(self) -> None:
         """Raises ArgumentError if an argument has the wrong class, and StaleBatch if the batch is stale."""
@@ -59,6 +68,8 @@ class Call:
             raise ArgumentError("v" if self.v is None else "k", None, "both k and v, or neither")
         named = {"q": self.q, "k": self.k, "v": self.v, "out": self.out, "lse": self.lse, "slots": self.slots}
         named |= {} if self.new is None else {"new[0]": self.new[0], "new[1]": self.new[1]}
+        named |= {"q": self.rotated_q, "q_out": self.q_out, "positions": self.rope_positions}
+        self._check_rope()
         for name, tensor in named.items():
             if tensor is None and not name.startswith("new"):
                 continue
@@ -67,6 +78,25 @@ class Call:
             if tensor.is_neg():
                 # torch applies the sign when it reads such a view; a kernel would not.
                 raise ArgumentError(name, "a tensor with the negative bit set", "a tensor without it: call tensor.resolve_neg()")
+
+    def _check_rope(self) -> None:
+        """Raises ArgumentError unless the arguments of a rotation are complete."""
+        if self.rope is None:
+            for name, given in (("q", self.q_in), ("q_out", self.q_out), ("positions", self.rope_positions)):
+                if given is not None:
+                    raise ArgumentError(name, describe(given), "None without rope=")
+            return
+        if not isinstance(self.rope, Rope):
+            raise ArgumentError("rope", describe(self.rope), "a quire.Rope, or None")
+        if self.q_out is not None and self.q_in is None:
+            raise ArgumentError("q_out", describe(self.q_out), "None without q")
+        if self.rope_positions is None and not self.positions_known:
+            raise ArgumentError("positions", None, "the position of each token, or pass a batch: slots do not tell positions")
+
+    @property
+    def rotated_q(self) -> torch.Tensor | None:
+        """The queries as they are given."""
+        return self.q if self.q_in is None else self.q_in
 
     @property
     def writes(self) -> bool:
@@ -90,6 +120,9 @@ class Call:
             named["slots"] = self.given_slots
         if self.q is not None and self.options.positions is not None:
             named["positions"] = self.options.positions
+        if self.rope_positions is not None and self.rope_positions is not self.options.positions:
+            named = {name.replace("positions", "options.positions"): tensor for name, tensor in named.items()}
+            named["positions"] = self.rope_positions
         return named
 
     @property
@@ -99,6 +132,9 @@ class Call:
         named |= self.index_tensors
         if self.new is not None:
             named |= {"new[0]": self.new[0], "new[1]": self.new[1]}
+        if self.rope is not None:
+            named |= {"q": self.rotated_q, "q_out": self.q_out}
+            named |= {f"rope.{name}": getattr(self.rope, name) for name in ("cos", "sin", "q_norm", "k_norm")}
         for name in (*TENSORS, "causal", "q_scale", "out_scale"):
             value = getattr(self.options, name)
             if self.q is not None and isinstance(value, torch.Tensor):

@@ -18,6 +18,7 @@ from quire.contract.rules import CONTRACT
 from quire.errors import ArgumentError, ContractError, describe
 from quire.keywords import with_pointers
 from quire.options import PLAIN, Options
+from quire.rope import Rope
 
 Level = Literal["auto", "full"]
 """auto: static rules always; values in host memory, once per unchanged batch. full: values on any device, in every call."""
@@ -57,12 +58,14 @@ def check(
     k: torch.Tensor | None = None,
     v: torch.Tensor | None = None,
     slots: torch.Tensor | None = None,
+    rope: Rope | None = None,
+    positions: torch.Tensor | None = None,
 ) -> list[Violation]:
     """Checks a call against all rules of the contract, including values on any device. Nothing is computed or written.
 
     Args:
         q, cache, batch, options, new, out: The arguments of `quire.attend`. `q` may be None to check a write only.
-        k, v, slots: The arguments of `quire.write`. Together with `q` they are the arguments of `quire.step`.
+        k, v, slots, rope, positions: The arguments of `quire.write`. Together with `q` they are the arguments of `quire.step`.
 
     Returns:
         All violations, in the order of the contract; an empty list if there are none. Those with `harmless=True` do not stop a
@@ -84,7 +87,9 @@ def check(
         >>> print(quire.check(q, cache, batch)[0].allowed)
         6 or more: the sequence has 6 new tokens, and they are among its keys
     """
-    return violations(Call(cache, batch, q, PLAIN if options is None else options, new, out, k, v, slots), "full")
+    call = Call(cache, batch, q, PLAIN if options is None else options, new, out, k, v, slots)
+    call.rope, call.q_in, call.rope_positions = rope, None if rope is None else q, positions
+    return violations(call, "full")
 
 
 @contextmanager

@@ -4,6 +4,9 @@ The rules collect every argument by name for their messages, which takes tens of
 
 from __future__ import annotations
 
+from itertools import pairwise
+from typing import Any
+
 import torch
 
 from quire.batch import Batch
@@ -13,6 +16,7 @@ from quire.contract import static
 from quire.contract.call import Call
 from quire.options import PLAIN, Options
 from quire.problem import is_fp8
+from quire.rope import Rope
 
 COVERED = frozenset(
     (
@@ -25,6 +29,7 @@ COVERED = frozenset(
         static.output,
         static.quantisation,
         static.own_memory,
+        static.rotation,
     )
 )
 """The static checks that this module covers. All others run in every call."""
@@ -127,7 +132,52 @@ def _write_is_legal(call: Call, device: torch.device) -> bool:
     ):
         return False
     written = (cache.k, cache.v) if cache.k_scale is None else (cache.k, cache.v, cache.k_scale, cache.v_scale)
-    return _are_disjoint(k, *written) and _are_disjoint(v, *written)
+    if not (_are_disjoint(k, *written) and _are_disjoint(v, *written)):
+        return False
+    if call.rope is None:
+        return call.rope_positions is None and call.q_in is None and call.q_out is None
+    return _rope_is_legal(call, k, device)
+
+
+def _rope_is_legal(call: Call, k: torch.Tensor, device: torch.device) -> bool:
+    """A rotation of keys, and of queries. The rules decide about a tree mask."""
+    rope, positions, dim = call.rope, call.rope_positions, call.cache.head_dim
+    if type(rope) is not Rope or rope.cos.device != device or call.options.mask is not None or rope.rotary_dim > dim:
+        return False
+    for weight in (rope.q_norm, rope.k_norm):
+        if weight is not None and (weight.size(0), weight.device) != (dim, device):
+            return False
+    if positions is None:
+        return rope.sections is None and call.positions_known and _turned_queries_are_legal(call, k, device)
+    if type(positions) is not _Tensor or (positions.layout, positions.dtype in _INDEX, positions.device) != (
+        _Strided,
+        True,
+        device,
+    ):
+        return False
+    shape = (k.size(0),) if rope.sections is None else (3, k.size(0))
+    return positions.shape == shape and _turned_queries_are_legal(call, k, device)
+
+
+def _turned_queries_are_legal(call: Call, k: torch.Tensor, device: torch.device) -> bool:
+    """The queries that a write rotates, into contiguous memory of their own or in place."""
+    q, out = call.q_in, call.q_out
+    if q is None:
+        return out is None
+    if type(q) is not _Tensor or (q.layout, q.dim(), q.device, q.dtype) != (_Strided, 3, device, k.dtype):
+        return False
+    heads = q.size(1)
+    if (q.is_neg(), q.requires_grad, q.size(0), q.size(2), heads > 0) != (False, False, k.size(0), k.size(2), True):
+        return False
+    if heads % k.size(1) or out is None:
+        return heads % k.size(1) == 0
+    if out is q:
+        own = (q, k, call.v)
+        others = [x for x in _read(call) if not any(x is mine for mine in own)]
+        return _are_columns(*own) and _are_disjoint(q, *others)
+    if type(out) is not _Tensor or (out.layout, out.shape, out.dtype, out.device) != (_Strided, q.shape, q.dtype, device):
+        return False
+    return not out.is_neg() and out.is_contiguous() and _are_disjoint(out, q, *_read(call))
 
 
 def _results_are_legal(call: Call, device: torch.device) -> bool:
@@ -157,6 +207,9 @@ def _read(call: Call) -> list[torch.Tensor]:
     options, cache, batch = call.options, call.cache, call.batch
     indices = (batch.page_table, batch.kv_lens, batch.q_starts, batch.given_slots, call.slots)
     features = (*(tensor for tensor, _ in options.first_axes), options.causal, options.q_scale, options.out_scale)
+    if call.rope is not None:
+        rope = call.rope
+        features = (*features, rope.cos, rope.sin, rope.q_norm, rope.k_norm, call.rope_positions)
     data = (call.q, call.k, call.v, *(call.new or ()), cache.k, cache.v, cache.k_scale, cache.v_scale)
     return [x for x in (*data, *indices, *features) if isinstance(x, _Tensor)]
 
@@ -171,6 +224,22 @@ def _are_disjoint(mine: torch.Tensor, *others: torch.Tensor | None) -> bool:
             if begin < end and first < stop:
                 return False
     return True
+
+
+def _are_columns(*rows: Any) -> bool:
+    """Whether tensors `[tokens, heads, dim]` are in different columns of one matrix, as views of a fused projection are, or in
+    memory apart; and no elements of the first overlap."""
+    first = rows[0]
+    if first.stride(2) != 1 or not first.size(2) <= first.stride(1) <= first.stride(0) // first.size(1):
+        return False
+    if _are_disjoint(first, *rows[1:]):
+        return True
+    if any((x.stride(0), x.stride(2), x.dtype) != (first.stride(0), 1, first.dtype) or x.stride(1) < 0 for x in rows):
+        return False
+    size = first.element_size()
+    spans = sorted((x.data_ptr(), x.data_ptr() + ((x.size(1) - 1) * x.stride(1) + x.size(2)) * size) for x in rows)
+    disjoint = all(end <= begin for (_, end), (begin, _) in pairwise(spans))
+    return disjoint and spans[-1][1] - spans[0][0] <= first.stride(0) * size
 
 
 def _extent(tensor: torch.Tensor) -> tuple[int, int]:

@@ -17,9 +17,18 @@ def warn_of_losses(call: Call) -> None:
     if not cache.format.quantised or call.k is None or call.v is None:
         return
     slots = call.batch.slots_of_tokens(call.k.shape[0], cache.page_size, call.slots)
-    for name, x, scale in (("k", call.k, cache.k_scale), ("v", call.v, cache.v_scale)):
+    for name, x, scale in (("k", stored_keys(call), cache.k_scale), ("v", call.v, cache.v_scale)):
         for message in losses(name, x[slots >= 0], scale, cache):
             warnings.warn(message, QuantisationWarning, stacklevel=4)
+
+
+def stored_keys(call: Call) -> torch.Tensor:
+    """The keys that a write stores: rotated, if it rotates them."""
+    assert call.k is not None
+    if call.rope is None:
+        return call.k
+    tokens, batch, at = call.k.shape[0], call.batch, call.rope_positions
+    return call.rope.rotate(call.k, batch.positions_of_tokens(tokens) if at is None else at, call.rope.k_norm)
 
 
 def losses(name: str, x: torch.Tensor, scale: torch.Tensor | None, cache: KVCache) -> list[str]:

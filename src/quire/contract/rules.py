@@ -141,4 +141,16 @@ CONTRACT: tuple[Rule, ...] = (
         binds="kernel",
         proof="tests/test_shard.py",
     ),
+    Rule(
+        "rotation",
+        "With `rope`, k and q are normalised, rotated and rounded once; k is quantised after that. A token is rotated by its "
+        "position in the sequence, or by `positions` (`[tokens]`; `[3, tokens]` with sections), also if it has no slot. A step "
+        "with a tree mask needs positions. Positions are in [0, max_positions) of the tables. No kernel reads a table elsewhere: "
+        "the rotated q and k of such a token are NaN. `q_out` is q itself or shares no memory with another tensor of the call; "
+        "its padding rows are not written.",
+        binds="caller and kernel",
+        static=(static.rotation,),
+        values=(values.rope_positions,),
+        proof="tests/test_rope.py",
+    ),
 )

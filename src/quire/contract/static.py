@@ -183,6 +183,68 @@ def quantisation(call: Call) -> Iterator[Violation]:
         yield Violation("quantisation", "batch_invariant", given, "full form (write first, then attend without new)")
 
 
+def rotation(call: Call) -> Iterator[Violation]:
+    """What `rope` rotates, and by what."""
+    rope, cache, k = call.rope, call.cache, call.k
+    if rope is None or not isinstance(k, torch.Tensor) or k.dim() != 3:
+        return
+    if rope.rotary_dim > cache.head_dim:
+        yield Violation(
+            "shapes", "rope", f"a rotary_dim of {rope.rotary_dim}", f"at most the head_dim of the cache, {cache.head_dim}"
+        )
+    for name in ("q_norm", "k_norm"):
+        weight = getattr(rope, name)
+        if weight is not None and weight.shape[0] != cache.head_dim:
+            yield Violation("shapes", f"rope.{name}", describe(weight), f"[head_dim] = {cache.head_dim}")
+    yield from _rope_positions(call, k.shape[0])
+    yield from _rotated_queries(call, k)
+
+
+def _rope_positions(call: Call, tokens: int) -> Iterator[Violation]:
+    """The positions of a rotation."""
+    assert call.rope is not None
+    positions, by_axis = call.rope_positions, call.rope.sections is not None
+    if positions is None and by_axis:
+        yield Violation(
+            "shapes", "positions", "nothing, with sections", f"[3, tokens] = [3, {tokens}]: a batch has one position per token"
+        )
+    elif positions is None and call.options.mask is not None:
+        yield Violation(
+            "shapes", "positions", "nothing, with mask and rope", "integers [tokens]: the branches of a tree share positions"
+        )
+    elif positions is not None and tuple(positions.shape) != ((3, tokens) if by_axis else (tokens,)):
+        allowed = f"[3, tokens] = [3, {tokens}] with sections" if by_axis else f"[tokens] = [{tokens}] without sections"
+        yield Violation("shapes", "positions", describe(positions), allowed)
+
+
+def _rotated_queries(call: Call, k: torch.Tensor) -> Iterator[Violation]:
+    """The queries that a write rotates, and where they go."""
+    q, out, cache = call.q_in, call.q_out, call.cache
+    if q is None:
+        return
+    want = f"[tokens, q_heads, head_dim] = [{k.shape[0]}, a multiple of {cache.kv_heads}, {cache.head_dim}]"
+    fits = q.dim() == 3 and (q.shape[0], q.shape[2]) == (k.shape[0], cache.head_dim)
+    if call.q is None and (not fits or q.shape[1] == 0 or q.shape[1] % cache.kv_heads):
+        yield Violation("shapes", "q", describe(q), want)
+    if q.dtype != k.dtype:
+        yield Violation(
+            "shapes", "q", describe(q), f"the type of k, {dtype_name(k.dtype)}: queries are rotated before they are quantised"
+        )
+    if call.q is None and q.requires_grad and torch.is_grad_enabled():
+        yield Violation("shapes", "q", "a tensor that requires grad", "inference only: call under torch.no_grad() or detach it")
+    if out is None:
+        return
+    if (out.shape, out.dtype) != (q.shape, q.dtype):
+        yield Violation("output", "q_out", describe(out), f"as q: {describe(q)}")
+    elif overlaps_itself(out):
+        given = f"strides {out.stride()} over {list(out.shape)}, which overlap"
+        yield Violation("output", "q_out", given, "memory in which no two elements overlap")
+    elif (out.data_ptr(), out.stride()) != (q.data_ptr(), q.stride()):
+        yield from _shared(call, "q_out", out)
+    else:
+        yield from (violation for violation in _shared(call, "q_out", out) if violation.given != "memory shared with q")
+
+
 def own_memory(call: Call) -> Iterator[Violation]:
     """New keys or values that share memory with the cache: the result would depend on the order of the tokens."""
     if not call.writes:

@@ -28,6 +28,7 @@ COVERED = frozenset(
         values.scales,
         values.written_once,
         values.residency,
+        values.rope_positions,
     )
 )
 """The value checks that this module covers. All others run in every call."""
@@ -83,6 +84,8 @@ def _key(call: Call) -> Any:
     rows = call.k if q is None else q
     assert rows is not None
     facts: tuple[Any, ...] = (cache.pages, cache.page_size, rows.size(0), call.k is None, own_slots, call.batch.shard)
+    if call.rope is not None:
+        facts = (*facts, call.rope.max_positions if call.rope_positions is None else None)
     if q is None:
         return facts
     facts = (*facts, call.new is None, call.context_from, call.only)
@@ -116,10 +119,15 @@ def _depends_on_other_values(call: Call) -> bool:
     cache, options = call.cache, call.options
     if cache.k_scale is not None or isinstance(options.q_scale, torch.Tensor) or isinstance(options.out_scale, torch.Tensor):
         return True
+    if call.rope_positions is not None:
+        return True
     return call.k is not None and (cache.pool is not None or call.slots is not None or call.batch.given_slots is not None)
 
 
 def _is_legal(call: Call, whole: bool) -> bool:
+    # Positions of the batch are validated with it; others are values outside of it.
+    if call.rope is not None and (whole or call.rope_positions is not None) and any(values.rope_positions(call)):
+        return False
     native = _native()
     if native is None:
         return _rules_hold(call, whole)

@@ -124,6 +124,31 @@ def _holds(call: Call) -> bool:
     return call.lengths_hold and not any(True for _ in table(call))
 
 
+def rope_positions(call: Call) -> Iterator[Violation]:
+    """The positions by which a write rotates are in the tables. Those of padding rows are not read."""
+    rope, given = call.rope, call.rope_positions
+    if rope is None or not call.lengths_hold:
+        return
+    allowed = f"a position in [0, {rope.max_positions}), which rope has a row for"
+    if given is None:
+        for i in (call.taken & (call.kv_lens > rope.max_positions)).nonzero().flatten().tolist():
+            picture = row_picture("kv_lens", call.kv_lens, i, f"its last token is at position {int(call.kv_lens[i]) - 1}")
+            yield Violation(
+                "rotation",
+                f"kv_lens[{i}]",
+                str(int(call.kv_lens[i])),
+                f"at most {rope.max_positions}, the positions of rope",
+                seq=i,
+                picture=picture,
+            )
+        return
+    by_axis = (given if given.dim() == 2 else given[None]).cpu().long()
+    for axis, row in enumerate(by_axis[:, : int(call.q_starts[-1])]):
+        for i in ((row < 0) | (row >= rope.max_positions)).nonzero().flatten().tolist():
+            where = f"positions[{i}]" if given.dim() == 1 else f"positions[{axis}, {i}]"
+            yield Violation("rotation", where, str(int(row[i])), allowed, token=i, picture=row_picture("positions", row, i))
+
+
 def slots(call: Call) -> Iterator[Violation]:
     """The slots that a write stores to: inside the cache, each slot once, no shared page."""
     if not call.writes or not call.lengths_hold:

@@ -143,12 +143,18 @@ def model_named(name: str) -> ModelShape:
     Raises:
         ArgumentError: no model has this name; the message suggests one.
     """
-    word = name.rpartition("/")[2].lower().replace("_", "-").replace(" ", "-")
-    found = MODELS.get(word) or MODELS.get(_without_variant(word))
+    word, plain = spelled(name)
+    found = MODELS.get(word) or MODELS.get(plain)
     if found is None:
         allowed = f"one of {', '.join(MODELS)}; or the path of a Hugging Face config.json or of its folder"
         raise ArgumentError("--model", repr(name), allowed + suggestion(word, MODELS))
     return found
+
+
+def spelled(name: str) -> tuple[str, str]:
+    """A name as the table spells it, and without what says more than a table entry."""
+    word = name.rpartition("/")[2].lower().replace("_", "-").replace(" ", "-")
+    return word, _without_variant(word)
 
 
 def _without_variant(word: str) -> str:

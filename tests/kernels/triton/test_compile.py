@@ -53,6 +53,10 @@ PLAIN |= {f"write-{format}": KernelSample("write", format=format) for format in 
 PLAIN |= {
     "write-token-scales": KernelSample("write", format="int8", scales="token", index="int64"),
     "write-generic": KernelSample("write", format="e4m3fn", problem={"memory": "generic"}),
+    "write-rope": KernelSample("write", format="e4m3fn", problem={"rope": [128, False, [], False, "bf16", "bf16"]}),
+    "write-rope-sections": KernelSample(
+        "write", problem={"rope": [64, True, [16, 8, 8], True, "none", "fp32", True, False, False]}
+    ),
     "audit": KernelSample("audit"),
 }
 TREE = {"window": [100, 0], "mask": True, "positions": "int64"}
@@ -117,6 +121,7 @@ CHOICE = {
     "sm89": ["decode-128-e5m2", "mixed-256-bf16", "mixed-512-bf16", "decode-512-fp32-invariant", "mixed-512-fp32"],
     "sm90": [
         "write-e5m2",
+        "write-rope",
         "decode-128-bf16-wide",
         "decode-128-e4m3fn-wide",
         "mixed-64-bf16",
@@ -127,6 +132,8 @@ CHOICE = {
     "sm100": ["decode-64-bf16", "write-e5m2", "write-int8", "audit-window"],
     "gfx90a": ["decode-128-int8", "decode-256-bf16", "mixed-512-fp32"],
     "gfx942": [
+        "write-rope",
+        "write-rope-sections",
         "decode-128-e4m3fnuz",
         "decode-512-fp32-wide",
         "mixed-128-bf16-new",
@@ -183,7 +190,8 @@ def test_it_compiles_and_fits(arch: str, name: str, results: Callable[[str], dic
         assert kernel.warps == 1 or not SAMPLES[name].small or kernel.kernel == "prefill_kernel"
         if kernel.kernel == "attend_kernel":
             assert kernel.matrix or SAMPLES[name].q_dtype == "fp32", "its products are not matrix instructions"
-    wanted = {"write": {"write_kernel"}, "audit": {"audit_kernel"}}.get(SAMPLES[name].kernel, {"attend_kernel"})
+    writer = "rope_kernel" if "rope" in SAMPLES[name].problem else "write_kernel"
+    wanted = {"write": {writer}, "audit": {"audit_kernel"}}.get(SAMPLES[name].kernel, {"attend_kernel"})
     assert wanted <= {kernel.kernel for kernel in kernels}
 
 

@@ -29,6 +29,7 @@ from quire.launch import described
 from quire.options import Options
 from quire.platform import Platform
 from quire.problem import default_out_dtype
+from quire.rope import Rope
 
 MOST = 12
 ARCHES = ("sm90", "sm80", "gfx942")
@@ -48,6 +49,7 @@ class Layer:
     context: bool = False
     lse: bool = False
     mask: bool = False
+    rope: bool = False
     options: dict[str, Any] = field(default_factory=dict)
 
 
@@ -62,7 +64,11 @@ LAYERS = {
     "context form": Layer(context=True),
     "tree mask": Layer(mask=True),
     "batch-invariant": Layer(options={"batch_invariant": True}),
+    "rope": Layer(rope=True),
 }
+
+
+ROPE = Rope(torch.empty(64, 64, device="meta"), torch.empty(64, 64, device="meta"), q_norm=torch.empty(128, device="meta"))
 
 
 def nothing(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -156,7 +162,12 @@ class Draws:
             slots = nothing(tokens, dtype=dtype) if not self.one_in(4) else nothing(2 * tokens, dtype=dtype)[::2]
         new, padded = ((k, v) if layer.context else None), chance.random() < 0.5
         attend = Call(cache, batch, q, Options(**options), new, out, lse=lse, zero_padding=padded)
-        return {"attend": attend, "audit": attend, "write": Call(cache, batch, k=k, v=v, slots=slots)}
+        write = Call(cache, batch, k=k, v=v, slots=slots)
+        if layer.rope:
+            write.rope, write.q_in, write.q_out = ROPE, q, chance.choice((q, nothing(*q.shape, dtype=q.dtype)))
+            if chance.random() < 0.5:
+                write.rope_positions = nothing(tokens, dtype=chance.choice((torch.int32, torch.int64)))
+        return {"attend": attend, "audit": attend, "write": write}
 
 
 class Counting:
@@ -205,6 +216,7 @@ def test_explain_names_the_kernels_that_are_launched(name: str, arch: str) -> No
         keys = {operation: counting.keys(operation, call) for operation, call in calls.items()}
         how: dict[str, Any] = {"new": attend.new, "out": attend.out, "lse": False if attend.lse is None else attend.lse}
         how |= {"k": write.k, "v": write.v, "slots": write.given_slots, "platform": counting.platform}
+        how |= {"rope": write.rope, "positions": write.rope_positions}
         assert attend.q is not None
         for operation, parts in {"step": ("write", "attend", "audit"), "attend": ("attend", "audit"), "audit": ("audit",)}.items():
             said = quire.explain(attend.q, attend.cache, attend.batch, attend.options, operation=operation, **how)

@@ -127,6 +127,29 @@ struct Write {
     Cache cache;
 };
 
+struct Norm {
+    const uint8_t* weight;  // [head_dim]; null without a norm
+    int64_t type;
+};
+
+// How a write normalises and rotates keys and queries.
+struct Rope {
+    const float *cos, *sin;  // [positions, half]
+    int64_t table_row, positions, half, interleaved;
+    Index given;          // positions by axis and token; data is null if they follow from the lengths
+    const int64_t* axes;  // of each frequency; null if positions have one axis
+    Array q, out;
+    int64_t q_heads;  // 0 without queries
+    Norm q_norm, k_norm;
+    double eps;
+    int64_t unit_offset, zero_padding;
+};
+
+struct RopeWrite {
+    Rope rope;
+    Write write;
+};
+
 struct Scales {  // of K or of V
     const float* data;
     int64_t count, heads;       // count: the number of scales; 0 if there is one per token
@@ -177,6 +200,8 @@ struct Level {
     void (*combine)(const Attend&, const SplitUnit&);
     size_t (*write_workspace)(const Write&);
     void (*write)(const Write&, int64_t token, int64_t slot, char* workspace);
+    size_t (*rope_workspace)(const RopeWrite&);
+    void (*rope_write)(const RopeWrite&, int64_t token, int64_t slot, int64_t position, char* workspace);
     int64_t keys, strip;  // keys of a tile, and rows of a strip
 };
 

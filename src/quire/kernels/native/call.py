@@ -7,7 +7,7 @@ decode.
 from __future__ import annotations
 
 import struct
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -30,9 +30,12 @@ ATTEND = struct.Struct(f"{_ARRAYS}q 5q {_BATCH}q 3d 11q {_INDEX}q 7q")
 """The fields of `Attend` before its cache."""
 WRITE = struct.Struct(f"10q {_BATCH}q {_INDEX}q 3q")
 """The fields of `Write` before its cache."""
+ROPE = struct.Struct("6q 4q q 10q q 4q d 2q")
+"""The fields of `Rope`, which a `RopeWrite` begins with."""
 CACHE = struct.Struct(f"{2 * _PAGES}q 3q")
 CHECK = struct.Struct(f"{_BATCH}q 11q 3q 4q {_INDEX}q q {_INDEX}q q 12q 2q")
 SIZES = {"attend": ATTEND.size + CACHE.size, "write": WRITE.size + CACHE.size, "check": CHECK.size}
+SIZES["rope_write"] = ROPE.size + SIZES["write"]
 """Bytes of each structure. The library reports its own sizes, and `Library` compares them."""
 
 
@@ -63,6 +66,26 @@ def batch_of(batch: Batch) -> Words:
         kv_lens.data_ptr(), kv_lens.stride(0), 0, kv_lens.dtype is wide,
         q_starts.data_ptr(), q_starts.stride(0), 0, q_starts.dtype is wide,
         *table.shape, *(batch.shard or NO_SHARD),
+    )  # fmt: skip
+
+
+def rope_of(call: Any) -> bytes:
+    """The rotation of a write."""
+    rope, positions, q, out = call.rope, call.rope_positions, call.q_in, call.q_out
+    given = ABSENT
+    if positions is not None:
+        axis, token = (0, *positions.stride())[-2:]
+        given = (positions.data_ptr(), axis, token, positions.dtype is torch.int64)
+    norms = (None if q is None else rope.q_norm, rope.k_norm)
+    return ROPE.pack(
+        rope.cos.data_ptr(), rope.sin.data_ptr(), rope.cos.stride(0), rope.max_positions, rope.rotary_dim // 2, rope.interleaved,
+        *given,
+        0 if rope.sections is None else rope.axes.data_ptr(),
+        *((0,) * 11 if q is None else (*array(q), *array(out), q.shape[1])),
+        *(word for norm in norms for word in ((0, 0) if norm is None else (norm.data_ptr(), TYPE_OF[norm.dtype]))),
+        rope.eps,
+        rope.unit_offset,
+        call.zero_padding and q is not None,
     )  # fmt: skip
 
 

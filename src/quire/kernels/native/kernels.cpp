@@ -3,7 +3,7 @@
 // that runs when the library is loaded.
 #include "decode.h"
 #include "prefill.h"
-#include "write.h"
+#include "rope.h"
 
 namespace quire {
 namespace QUIRE_LEVEL {
@@ -46,7 +46,8 @@ static void attend(const Attend& call, const Unit& unit, bool decode, char* base
 }
 
 extern const Level LEVEL;
-const Level LEVEL = {workspace_size, most_rows, uses_decode, attend, combine, write_workspace, write, KEYS, STRIP};
+const Level LEVEL = {workspace_size, most_rows, uses_decode, attend, combine, write_workspace, write,
+                     rope_workspace, rope_write, KEYS, STRIP};
 
 }  // namespace QUIRE_LEVEL
 }  // namespace quire

@@ -343,19 +343,57 @@ int64_t slot_of(const Write& call, int64_t token, int64_t seq, int64_t end, int6
     return page < 0 || page >= call.cache.pages ? -1 : page * call.cache.page_size + at % call.cache.page_size;
 }
 
-void run(const Write& call) {
-    const Level& level = level_of(call.level);
-    int64_t live = std::min(call.tokens, call.batch.q_starts.at(call.batch.seqs));
-    std::vector<int64_t> slots(std::max<int64_t>(0, live), -1);
+// Calls each(token, sequence, its end, its kv_len) for every token of a sequence.
+template <class Each>
+void for_tokens(const Write& call, int64_t live, Each each) {
     for (int64_t seq = 0, token = 0; seq < call.batch.seqs; seq++) {
         int64_t end = call.batch.q_starts.at(seq + 1), kv_len = call.batch.kv_lens.at(seq);
-        for (; token < std::min(live, end); token++) slots[token] = slot_of(call, token, seq, end, kv_len);
+        for (; token < std::min(live, end); token++) each(token, seq, end, kv_len);
     }
+}
+
+int64_t live_tokens(const Write& call) {
+    return std::max<int64_t>(0, std::min(call.tokens, call.batch.q_starts.at(call.batch.seqs)));
+}
+
+void run(const Write& call) {
+    const Level& level = level_of(call.level);
+    int64_t live = live_tokens(call);
+    std::vector<int64_t> slots(live, -1);
+    for_tokens(call, live, [&](int64_t token, int64_t seq, int64_t end, int64_t kv_len) { slots[token] = slot_of(call, token, seq, end, kv_len); });
     const int64_t capacity = call.cache.pages * call.cache.page_size, some = 16;
     int64_t pieces = (live + some - 1) / some;
     parallel_for(pieces < 4 ? 1 : call.threads, pieces, level.write_workspace(call), [&](int64_t i, char* mine) {
         for (int64_t token = i * some; token < std::min(live, (i + 1) * some); token++) {
             if (slots[token] >= 0 && slots[token] < capacity) level.write(call, token, slots[token], mine);
+        }
+    });
+}
+
+void fill_zero(const Rope& rope, int64_t token, int64_t dim) {
+    int64_t size = size_of(rope.out.type);
+    for (int64_t head = 0; head < rope.q_heads; head++) {
+        for (int64_t d = 0; d < dim; d++) {
+            std::memset(rope.out.data + (token * rope.out.token + head * rope.out.head + d * rope.out.dim) * size, 0, size);
+        }
+    }
+}
+
+void run(const RopeWrite& call) {
+    const Write& write = call.write;
+    const Level& level = level_of(write.level);
+    int64_t live = live_tokens(write);
+    std::vector<int64_t> slots(live, -1), positions(live, -1);
+    for_tokens(write, live, [&](int64_t token, int64_t seq, int64_t end, int64_t kv_len) {
+        slots[token] = slot_of(write, token, seq, end, kv_len);
+        if (kv_len >= 0 && kv_len <= FAR_AWAY) positions[token] = token - end + kv_len;
+    });
+    const int64_t capacity = write.cache.pages * write.cache.page_size, some = 4;
+    int64_t rows = call.rope.zero_padding ? write.tokens : live, pieces = (rows + some - 1) / some;
+    parallel_for(pieces < 4 ? 1 : write.threads, pieces, level.rope_workspace(call), [&](int64_t i, char* mine) {
+        for (int64_t token = i * some; token < std::min(rows, (i + 1) * some); token++) {
+            if (token >= live) fill_zero(call.rope, token, write.cache.k.dim);
+            else level.rope_write(call, token, slots[token] < capacity ? slots[token] : -1, positions[token], mine);
         }
     });
 }
@@ -380,6 +418,7 @@ EXPORT unsigned quire_levels() { return quire::available_levels(); }
 EXPORT const char* quire_level_name(int level) { return level >= 0 && level < quire::LEVELS ? quire::LEVEL_NAMES[level] : nullptr; }
 EXPORT size_t quire_size_of_attend() { return quire::GIVEN; }
 EXPORT size_t quire_size_of_write() { return sizeof(quire::Write); }
+EXPORT size_t quire_size_of_rope_write() { return sizeof(quire::RopeWrite); }
 EXPORT size_t quire_size_of_check() { return sizeof(quire::Check); }
 
 // Returns 0, or -1 if memory could not be allocated.
@@ -394,6 +433,15 @@ EXPORT int quire_attend(const void* given) {
 EXPORT int quire_write(const void* given) {
     return quire::guarded([&] {
         quire::Write call;
+        std::memcpy(&call, given, sizeof call);
+        quire::run(call);
+        return 0;
+    });
+}
+
+EXPORT int quire_rope_write(const void* given) {
+    return quire::guarded([&] {
+        quire::RopeWrite call;
         std::memcpy(&call, given, sizeof call);
         quire::run(call);
         return 0;

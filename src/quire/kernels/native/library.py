@@ -31,6 +31,7 @@ class Library:
         calls.quire_level_name.restype = ctypes.c_char_p
         self.calls = calls
         self._attend, self._write, self._check = calls.quire_attend, calls.quire_write, calls.quire_check
+        self._rope_write = calls.quire_rope_write
         here: int = calls.quire_levels()
         numbers = [n for n in range(here.bit_length()) if here >> n & 1]
         self.levels = {calls.quire_level_name(n).decode(): n for n in numbers}
@@ -43,6 +44,10 @@ class Library:
 
     def write(self, call: bytes) -> None:
         if self._write(call):
+            raise MemoryError("write: no memory for the workspace of the native kernel")
+
+    def rope_write(self, call: bytes) -> None:
+        if self._rope_write(call):
             raise MemoryError("write: no memory for the workspace of the native kernel")
 
     def is_legal(self, call: bytes) -> bool:

@@ -9,7 +9,7 @@ import torch
 
 from quire.batch import Batch
 from quire.cache.kv_cache import KVCache
-from quire.kernels.native.call import ABSENT, WRITE, array, batch_of, cache_of, index
+from quire.kernels.native.call import ABSENT, WRITE, array, batch_of, cache_of, index, rope_of
 from quire.kernels.native.library import library
 from quire.platform import Platform
 from quire.problem import Problem
@@ -18,26 +18,31 @@ from quire.problem import Problem
 def launch(k: torch.Tensor, v: torch.Tensor, cache: KVCache, batch: Batch, slots: torch.Tensor | None) -> None:
     """Stores k and v `[tokens, kv_heads, dim]` at `slots` (by default the batch's, negative to skip), every head of them.
     A slot outside of the cache is skipped too."""
-    native = library()
+    library().write(packed(k, v, cache, batch, slots))
+
+
+def packed(k: torch.Tensor, v: torch.Tensor, cache: KVCache, batch: Batch, slots: torch.Tensor | None) -> bytes:
+    """A write as `Write` of `call.h`."""
     slots = batch.given_slots if slots is None else slots
-    native.write(
-        WRITE.pack(
-            *array(k),
-            *array(v),
-            *batch_of(batch),
-            *(ABSENT if slots is None else index(slots)),
-            k.shape[0],
-            torch.get_num_threads(),
-            native.level,
-        )
-        + cache_of(cache)
+    own = WRITE.pack(
+        *array(k),
+        *array(v),
+        *batch_of(batch),
+        *(ABSENT if slots is None else index(slots)),
+        k.shape[0],
+        torch.get_num_threads(),
+        library().level,
     )
+    return own + cache_of(cache)
 
 
 def launcher(problem: Problem, platform: Platform) -> Callable[[Any], None]:
     """The function that launches calls of a problem."""
 
     def launch_call(call: Any) -> None:
-        launch(call.k, call.v, call.cache, call.batch, call.slots)
+        if call.rope is None:
+            launch(call.k, call.v, call.cache, call.batch, call.slots)
+        else:
+            library().rope_write(rope_of(call) + packed(call.k, call.v, call.cache, call.batch, call.slots))
 
     return launch_call

@@ -15,6 +15,20 @@ from quire.problem import Problem
 
 
 @torch.no_grad()
+def rotate(call: Any) -> torch.Tensor:
+    """Rotates the queries of a call into `q_out`, and returns the rotated keys, fp32. Nothing is read on the host."""
+    rope, batch, tokens = call.rope, call.batch, call.k.shape[0]
+    at = call.rope_positions
+    if at is None:
+        at = batch.positions_of_tokens(tokens)
+    if call.q_in is not None:
+        q, live = rope.rotate(call.q_in, at, rope.q_norm).to(call.q_out.dtype), torch.arange(tokens, device=at.device)
+        live = (live < batch.q_starts[-1])[:, None, None]
+        call.q_out.copy_(torch.where(live, q, 0 if call.zero_padding else call.q_out))
+    return rope.rotate(call.k, at, rope.k_norm)
+
+
+@torch.no_grad()
 def launch(k: torch.Tensor, v: torch.Tensor, cache: KVCache, batch: Batch, slots: torch.Tensor | None) -> None:
     """Stores k and v `[tokens, kv_heads, dim]` at `slots` (by default the batch's, negative to skip), every head of them.
     A slot outside of the cache is skipped too."""
@@ -49,6 +63,7 @@ def launcher(problem: Problem, platform: Platform) -> Callable[[Any], None]:
     """The function that launches calls of a problem."""
 
     def launch_call(call: Any) -> None:
-        launch(call.k, call.v, call.cache, call.batch, call.slots)
+        k = call.k if call.rope is None else rotate(call)
+        launch(k, call.v, call.cache, call.batch, call.slots)
 
     return launch_call

@@ -10,6 +10,7 @@ import triton.language as tl
 from quire.kernels.triton.device.arguments import KStride, Number, Pointer, Stride, UnitStride, VectorPointer, VStride
 from quire.kernels.triton.device.features import is_in_shard, keys_before
 from quire.kernels.triton.device.formats import encode
+from quire.kernels.triton.device.rope import RopeConstants, rotated, rows_of_tables
 
 
 class NewTokens(NamedTuple):
@@ -78,19 +79,63 @@ class WriteConstants(NamedTuple):
     V_SCALE_STEPS: tuple[int, ...] | None
     PER_TOKEN: bool
     """Whether scales are computed here, one per token and head."""
+    ROPE: RopeConstants | None = None
+    """Of `rope_kernel`."""
 
 
 @triton.jit
 def write_kernel(pages, tokens, S: tl.constexpr):
+    write_rows(pages, tokens, None, S)
+
+
+@triton.jit
+def rope_kernel(pages, tokens, rope, S: tl.constexpr):
+    """Keys are rotated before they are stored; the programs from `k_programs` on rotate queries."""
+    if tl.program_id(0) < rope.k_programs:
+        write_rows(pages, tokens, rope, S)
+    elif rope.q is not None:
+        rotate_queries(tokens, rope, S)
+
+
+@triton.jit
+def rotate_queries(tokens, rope, S: tl.constexpr):
+    index = (tl.program_id(0) - rope.k_programs) * S.ROWS + tl.arange(0, S.ROWS)
+    token = index // S.ROPE.Q_HEADS
+    head = index % S.ROPE.Q_HEADS
+    live = is_live(tokens, token)
+    _, position = place_of(tokens, token, live)
+    rows = rows_of_tables(rope, token, live, position, S.ROPE)
+    dim = tl.arange(0, S.K_WIDTH)
+    wide = (dim < S.HEAD_DIM)[None, :]
+    start = rope.q + token.to(tl.int64) * rope.q_token + head * rope.q_head
+    q = tl.load(start[:, None] + dim[None, :] * rope.q_dim, mask=live[:, None] & wide, other=0.0)
+    q = rotated(q, start, rope.q_dim, rows, rope.q_norm, rope, S.HEAD_DIM, S.K_WIDTH, S.ROPE)
+    q = tl.where(live[:, None], q, 0.0).to(rope.out.dtype.element_ty)
+    # In place, other threads may still have to load what is stored here.
+    tl.debug_barrier()
+    mask = (live | ((token < tokens.tokens) & (rope.zero_padding != 0)))[:, None] & wide
+    at = token.to(tl.int64)[:, None] * rope.out_token + head[:, None] * rope.out_head + dim[None, :] * rope.out_dim
+    tl.store(rope.out + at, q, mask=mask)
+
+
+@triton.jit
+def write_rows(pages, tokens, rope, S: tl.constexpr):
     index = tl.program_id(0) * S.ROWS + tl.arange(0, S.ROWS)
     token = index // S.KV_HEADS
     head = index % S.KV_HEADS
-    page, slot, live = slot_of(pages, tokens, token, S)
+    known = None
+    if rope is not None:
+        known = place_of(tokens, token, is_live(tokens, token))
+    page, slot, live = slot_of(pages, tokens, token, known, S)
 
     dim = tl.arange(0, S.K_WIDTH)
     mask = live[:, None] & (dim < S.HEAD_DIM)[None, :]
     at = token.to(tl.int64)[:, None] * tokens.k_token + head[:, None] * tokens.k_head + dim[None, :] * tokens.k_dim
     k = tl.load(tokens.k + at, mask=mask, other=0.0)
+    if rope is not None:
+        start = tokens.k + token.to(tl.int64) * tokens.k_token + head * tokens.k_head
+        rows = rows_of_tables(rope, token, live, known[1], S.ROPE)  # type: ignore[index]
+        k = rotated(k, start, tokens.k_dim, rows, rope.k_norm, rope, S.HEAD_DIM, S.K_WIDTH, S.ROPE)
     if S.LARGEST is not None:
         scale = pages.k_scale + page * S.K_SCALE_STEPS[0] + slot * S.K_SCALE_STEPS[1] + head * S.K_SCALE_STEPS[2]
         k = quantised(k, scale, live, S)
@@ -111,10 +156,33 @@ def write_kernel(pages, tokens, S: tl.constexpr):
 
 
 @triton.jit
-def slot_of(pages, tokens, token, S: tl.constexpr):
-    """The page and the slot in it of each token, and whether it is written: not padding, not skipped, its page existing."""
+def is_live(tokens, token):
+    """Whether a token is not padding."""
     end = tl.load(tokens.q_starts + tokens.seqs * tokens.q_starts_step)
-    live = (token < tokens.tokens) & (token < end)
+    return (token < tokens.tokens) & (token < end)
+
+
+@triton.jit
+def place_of(tokens, token, live):
+    """The sequence of each token, and its position there. Binary search: the first `low` sequences end at this token or before."""
+    low = token * 0
+    high = token * 0 + tokens.seqs
+    for _ in range(tokens.search):
+        middle = (low + high) // 2
+        stop = tl.load(tokens.q_starts + (middle + 1) * tokens.q_starts_step, mask=live & (low < high), other=0)
+        passed = (stop <= token) & (low < high)
+        low = tl.where(passed, middle + 1, low)
+        high = tl.where(passed, high, tl.minimum(middle, high))
+    seq = tl.minimum(low, tokens.seqs - 1)
+    stop = tl.load(tokens.q_starts + (seq + 1) * tokens.q_starts_step, mask=live, other=0).to(tl.int64)
+    return seq, token - stop + tl.load(tokens.kv_lens + seq * tokens.kv_lens_step, mask=live, other=0).to(tl.int64)
+
+
+@triton.jit
+def slot_of(pages, tokens, token, known, S: tl.constexpr):
+    """The page and the slot in it of each token, and whether it is written: not padding, not skipped, its page existing. `known` is
+    the result of `place_of`, or None."""
+    live = is_live(tokens, token)
     page = tl.zeros(token.shape, tl.int64) - 1
     slot = tl.zeros(token.shape, tl.int64)
     if tokens.slot_words != 0:
@@ -127,18 +195,10 @@ def slot_of(pages, tokens, token, S: tl.constexpr):
         page = found // S.PAGE_SIZE
         slot = found % S.PAGE_SIZE
     else:
-        # The sequence of the token, by binary search: the first `low` sequences end at this token or before.
-        low = token * 0
-        high = token * 0 + tokens.seqs
-        for _ in range(tokens.search):
-            middle = (low + high) // 2
-            stop = tl.load(tokens.q_starts + (middle + 1) * tokens.q_starts_step, mask=live & (low < high), other=0)
-            passed = (stop <= token) & (low < high)
-            low = tl.where(passed, middle + 1, low)
-            high = tl.where(passed, high, tl.minimum(middle, high))
-        seq = tl.minimum(low, tokens.seqs - 1)
-        stop = tl.load(tokens.q_starts + (seq + 1) * tokens.q_starts_step, mask=live, other=0).to(tl.int64)
-        position = token - stop + tl.load(tokens.kv_lens + seq * tokens.kv_lens_step, mask=live, other=0).to(tl.int64)
+        if known is None:
+            seq, position = place_of(tokens, token, live)
+        else:
+            seq, position = known
         if tokens.ranks is not None:
             owned = (position >= 0) & is_in_shard(tokens, position)
             position = tl.where(owned, keys_before(tokens, position), -1)

@@ -33,7 +33,23 @@ def specimen(problem: Problem, extent: Extent) -> Any:
         options=_options(problem, seqs),
         given_slots=None,
         zero_padding=False,
+        **_rotation(problem, tokens),
     )
+
+
+def _rotation(problem: Problem, tokens: int) -> dict[str, Any]:
+    """The members of a call about its rotation."""
+    traits, q = problem.rope, _meta_tensor(tokens, problem.q_heads, problem.head_dim, dtype=_dtype(problem.q_dtype))
+    if traits is None:
+        return {"rope": None}
+    names = ("q_norm", "k_norm")
+    norms = {
+        name: None if getattr(traits, name) == "none" else _meta_tensor(problem.head_dim, dtype=_dtype(getattr(traits, name)))
+        for name in names
+    }
+    table = _meta_tensor(2, traits.rotary_dim // 2)
+    rope = SimpleNamespace(cos=table, sin=table, eps=1e-6, **norms)
+    return {"rope": rope, **dict.fromkeys(("q_in", "q_out"), q if traits.q else None), "rope_positions": None}
 
 
 def _cache(problem: Problem) -> Any:

@@ -8,28 +8,33 @@ from typing import Any
 import torch
 
 from quire.cache.format import FORMATS
-from quire.kernels.triton.device.write import NewTokens, PageTensors, WriteConstants, write_kernel
+from quire.kernels.triton.device.rope import RopeConstants, Rotation
+from quire.kernels.triton.device.write import NewTokens, PageTensors, WriteConstants, rope_kernel, write_kernel
 from quire.kernels.triton.host.launcher import NO_SHARD, At, Launch, Launcher, platform_of
 from quire.kernels.triton.host.program import Program
 from quire.kernels.triton.host.tuning import WRITE, WorkPerProgram
 from quire.platform import Platform
 from quire.problem import Extent, Problem, power_of_two
 
+ROPE_ELEMENTS = 2048
+"""Elements of heads that one program rotates at a time: a thread has about five fp32 numbers for each of its own."""
+
 
 class WriteLauncher(Launcher):
-    """Launches writes."""
+    """Launches writes, and rotations with them."""
 
     def __init__(self, problem: Problem, platform: Platform, work: WorkPerProgram = WRITE):
         super().__init__(problem, platform)
-        self.work = work
+        k_width, rope = power_of_two(problem.head_dim), problem.rope
+        self.rows = work.size if rope is None else max(1, min(work.size, ROPE_ELEMENTS // k_width))
         k, v = problem.k_pages, problem.v_pages
         assert k is not None and v is not None
         constants = WriteConstants(
-            ROWS=work.size,
+            ROWS=self.rows,
             KV_HEADS=problem.kv_heads,
             HEAD_DIM=problem.head_dim,
             V_DIM=problem.v_head_dim,
-            K_WIDTH=power_of_two(problem.head_dim),
+            K_WIDTH=k_width,
             V_WIDTH=power_of_two(problem.v_head_dim),
             PAGE_SIZE=problem.page_size,
             K_STEPS=k.strides,
@@ -45,7 +50,20 @@ class WriteLauncher(Launcher):
             V_SCALE_STEPS=problem.v_scale_strides or None,
             PER_TOKEN=problem.scales == "token",
         )
-        self.program = Program(write_kernel, (PageTensors, NewTokens), (constants,), self.units, work.warps)
+        if rope is None:
+            self.program = Program(write_kernel, (PageTensors, NewTokens), (constants,), self.units, work.warps)
+            return
+        turns = RopeConstants(
+            HALF=rope.rotary_dim // 2,
+            INTERLEAVED=rope.interleaved,
+            SECTIONS=rope.sections or None,
+            SPREAD=rope.spread,
+            UNIT_OFFSET=rope.unit_offset,
+            VECTORS=rope.vectors,
+            Q_HEADS=problem.q_heads,
+        )
+        constants = constants._replace(ROPE=turns)
+        self.program = Program(rope_kernel, (PageTensors, NewTokens, Rotation), (constants,), self.units, work.warps)
 
     def launches(self, call: Any, extent: Extent, at: At) -> Iterator[Launch]:
         if not extent.tokens or not extent.seqs:
@@ -65,17 +83,39 @@ class WriteLauncher(Launcher):
             at(table), *table.stride(), table.shape[1], at(kv_lens), *kv_lens.stride(), at(q_starts), *q_starts.stride(),
             extent.seqs, extent.tokens, extent.seqs.bit_length(), *(batch.shard or NO_SHARD),
         )  # fmt: skip
-        grid = (-(-extent.tokens * self.problem.kv_heads // self.work.size), 1, 1)
-        yield self.program, grid, ((at(cache.k), at(cache.v), *scales, cache.pages), tokens), False
+        pages, programs = (at(cache.k), at(cache.v), *scales, cache.pages), -(-extent.tokens * self.problem.kv_heads // self.rows)
+        if self.problem.rope is None:
+            yield self.program, (programs, 1, 1), (pages, tokens), False
+            return
+        q_programs = 0 if call.q_in is None else -(-extent.tokens * self.problem.q_heads // self.rows)
+        yield self.program, (programs + q_programs, 1, 1), (pages, tokens, rotation_of(call, at, programs)), False
 
 
-def as_words(slots: torch.Tensor) -> torch.Tensor:
-    """Slots as 32-bit words, over the same memory."""
-    if slots.dtype is torch.int32 or not slots.numel():
-        return slots.to(torch.int32)
-    words = torch.empty(0, dtype=torch.int32, device=slots.device)
-    first, step = 2 * slots.storage_offset(), 2 * slots.stride(0)
-    return words.set_(slots.untyped_storage(), first, (slots.shape[0], 2), (step, 1))
+def rotation_of(call: Any, at: At, k_programs: int) -> tuple[Any, ...]:
+    """The arguments of a rotation, `Rotation`, as a plain tuple."""
+    rope, positions, q, out = call.rope, call.rope_positions, call.q_in, call.q_out
+    words, axis, step = 0, 0, 0
+    if positions is None:
+        positions = torch.empty(0, dtype=torch.int32, device=rope.cos.device)
+    else:
+        words = positions.element_size() // 4
+        axis, step = (words * stride for stride in (0, *positions.stride())[-2:])
+        positions = as_words(positions)
+    norms = (None if weight is None else at(weight) for weight in (None if q is None else rope.q_norm, rope.k_norm))
+    queries = (None,) * 8 if q is None else (at(q), *q.stride(), at(out), *out.stride())
+    return (
+        *(at(rope.cos), at(rope.sin), rope.cos.stride(0), rope.cos.shape[0], at(positions), axis, step, words),
+        *(*norms, float(rope.eps), *queries, int(call.zero_padding), k_programs),
+    )
+
+
+def as_words(numbers: torch.Tensor) -> torch.Tensor:
+    """Slots or positions as 32-bit words, over the same memory."""
+    if numbers.dtype is torch.int32 or not numbers.numel():
+        return numbers.to(torch.int32)
+    words = torch.empty(0, dtype=torch.int32, device=numbers.device)
+    first, steps = 2 * numbers.storage_offset(), (2 * step for step in numbers.stride())
+    return words.set_(numbers.untyped_storage(), first, (*numbers.shape, 2), (*steps, 1))
 
 
 def launcher(problem: Problem, platform: Platform) -> WriteLauncher:

@@ -1,0 +1,79 @@
+"""The attention layers of known models by kind, for `quire explain --like`."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from quire.errors import ArgumentError
+from quire.keywords import suggestion
+from quire.plan.models import MODELS, ModelShape, spelled
+
+
+class AttentionLayers(NamedTuple):
+    """Layers of a model whose attention has the same shape."""
+
+    layers: int
+    """How many there are."""
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    window: int | None = None
+    """Keys that a query sees, its own included; None for all."""
+    chunk: int | None = None
+    """Keys of a chunk, if a query sees only keys of its own chunk: each chunk is then a sequence of its own."""
+    features: tuple[str, ...] = ()
+    """As `quire.Options` names them."""
+
+    def __str__(self) -> str:
+        count = f"{self.layers} layer{'' if self.layers == 1 else 's'}"
+        if self.chunk is not None:
+            return f"{count} with chunks of {self.chunk}, each of which is a sequence of its own"
+        return f"{count} without a window" if self.window is None else f"{count} with a window of {self.window}"
+
+
+FAMILIES = {
+    "gemma-2": "gemma-2-27b",
+    "gemma-3": "gemma-3-27b",
+    "gemma-4": "gemma-4-31b",
+    "gpt-oss": "gpt-oss-120b",
+    "llama-3": "llama-3-70b",
+    "llama-4": "llama-4-maverick",
+    "mistral": "mistral-small-24b",
+    "mixtral": "mixtral-8x22b",
+    "qwen-3": "qwen3-32b",
+    "qwen-3-moe": "qwen3-235b-a22b",
+}
+"""Families, and the member that stands for each."""
+
+
+def _llama4() -> tuple[AttentionLayers, ...]:
+    return AttentionLayers(36, 40, 8, 128, chunk=8192), AttentionLayers(12, 40, 8, 128)
+
+
+_UNEVEN = {
+    "gemma-4-26b-a4b": (AttentionLayers(25, 16, 8, 256, window=1024), AttentionLayers(5, 16, 2, 512)),
+    "gemma-4-31b": (AttentionLayers(50, 32, 16, 256, window=1024), AttentionLayers(10, 32, 4, 512)),
+    "llama-4-scout": _llama4(),
+    "llama-4-maverick": _llama4(),
+}
+"""Models whose layers differ by more than a window: `quire plan` has no cost for them."""
+NAMES = (*FAMILIES, *_UNEVEN, *MODELS)
+
+
+def layers_like(name: str) -> tuple[str, tuple[AttentionLayers, ...]]:
+    """The name of the model that a name means, and its attention layers by kind.
+
+    Raises:
+        ArgumentError: No model has this name; the message suggests one.
+    """
+    words = spelled(name)
+    found = next((FAMILIES.get(word, word) for word in words if word in FAMILIES or word in _UNEVEN or word in MODELS), None)
+    if found is None:
+        raise ArgumentError("--like", repr(name), f"one of {', '.join(NAMES)}{suggestion(words[0], NAMES)}")
+    return found, _UNEVEN[found] if found in _UNEVEN else _even(MODELS[found])
+
+
+def _even(model: ModelShape) -> tuple[AttentionLayers, ...]:
+    """The layers of a model of the table, which differ by their window alone."""
+    shape = (model.q_heads, model.kv_heads, model.head_dim)
+    return tuple(AttentionLayers(kind.layers, *shape, window=kind.window, features=model.features) for kind in model.kinds)
