@@ -294,7 +294,7 @@ def spans_like(kind: str, r: random.Random, q_lens: list[int], kv_lens: list[int
             made.append(
                 {
                     "causal": (0, at + 1),
-                    "chunks": (at // 13 * 13, at + 1),
+                    "chunks": (max(0, at // 13 * 13), at + 1),
                     "prefix": (0, max(at + 1, kv_len // 3)),
                     "images": (min(low, max(0, at - 8)) if at < high else max(0, at - 8), max(high, at + 1)),
                     "any": r.choice([(a, b), (min(a, b), max(a, b)), (kv_len, 0), (-5, -9)]),
