@@ -16,7 +16,7 @@ from quire.kernels.triton.device.arguments import Number, Pointer, Stride
 from quire.kernels.triton.device.features import is_in_some_span, keys_before, lowest_position, position_of, window_begin
 
 LARGEST = tl.constexpr(2**63 - 1)
-SPANS_AT_ONCE = tl.constexpr(16)
+SPANS_AT_ONCE = tl.constexpr(8)
 
 
 class LedgerTensors(NamedTuple):

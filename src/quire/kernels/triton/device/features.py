@@ -88,6 +88,13 @@ def visible_range(batch, seq, context, first, last, position, q_len, kv_len, tok
     [all_from, all_to), and each query sees [visible_from, visible_to). If visibility is decided by key, `is_visible` decides."""
     if C.SPANS:
         return range_of_spans(batch, token, live, kv_len)
+    else:
+        return range_by_lengths(batch, seq, context, first, last, position, q_len, kv_len, C)
+
+
+@triton.jit
+def range_by_lengths(batch, seq, context, first, last, position, q_len, kv_len, C: tl.constexpr):
+    """The bounds of `visible_range` without spans."""
     right = keys_to_the_right(batch, seq, q_len, kv_len, C)
     low = kv_len * 0
     high = kv_len
@@ -96,12 +103,12 @@ def visible_range(batch, seq, context, first, last, position, q_len, kv_len, tok
     visible_from = low
     visible_to = high
     if not decides_by_key(C):
-        if has_left_edge(C):
+        if C.LEFT is not None:
             low = window_begin(context + first, C)
             all_from = window_begin(context + last, C)
         high = tl.minimum(tl.maximum(context + last + 1 + right, 0), kv_len)
         all_to = tl.minimum(tl.maximum(context + first + 1 + right, 0), kv_len)
-        if has_left_edge(C):
+        if C.LEFT is not None:
             visible_from = window_begin(position, C)
         visible_to = tl.minimum(position + right + 1, kv_len)
     if batch.ranks is not None:

@@ -34,6 +34,13 @@ def key_tiles(batch, start, q_len, kv_len, T: tl.constexpr, C: tl.constexpr):
     not delay others."""
     if C.SPANS:
         return tiles_of_spans(batch, start, q_len, kv_len, T, C)
+    else:
+        return tiles_of_sequence(batch, q_len, kv_len, T, C)
+
+
+@triton.jit
+def tiles_of_sequence(batch, q_len, kv_len, T: tl.constexpr, C: tl.constexpr):
+    """The same without spans."""
     capacity = (tl.full([], 0, tl.int64) + batch.table_width) * C.PAGE_SIZE
     context = kv_len - q_len
     if batch.ranks is not None:
