@@ -30,8 +30,8 @@ def attend(s: Scenario, kernel: str, **how: Any) -> tuple[torch.Tensor, torch.Te
 def drawn(seed: int) -> dict[str, Any]:
     """A random mixed batch with some features; some sequences have several tiles of keys."""
     r = random.Random(seed)
-    kv_lens = [r.choice([0, 1, r.randint(2, 70), r.randint(200, 700)]) for _ in range(r.randint(1, 3))]
-    q_lens = [min(r.choice([0, 1, 1, 2, 7, 30, 100]), n) for n in kv_lens]
+    kv_lens = [r.choice([0, 1, r.randint(2, 70), r.randint(200, 400)]) for _ in range(r.randint(1, 3))]
+    q_lens = [min(r.choice([0, 1, 1, 2, 7, 30, 60]), n) for n in kv_lens]
     form, format = r.choice(["full", "context"]), r.choice(["fp32", "bf16", "e4m3fn", "int8"])
     if form == "full" and r.random() < 0.2:
         q_lens[0] = r.randint(0, 9)  # more queries than keys
@@ -46,7 +46,7 @@ def drawn(seed: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(24))
 def test_random_batches(seed: int) -> None:
     s = build(seed, **drawn(seed))
     assert not [v for v in quire.check(s.q, s.cache, s.batch, s.options, new=s.new) if not v.harmless]
@@ -56,9 +56,9 @@ def test_random_batches(seed: int) -> None:
 
 
 @each_kernel
-@pytest.mark.parametrize("q_lens", [[1, 3, 1], [60, 90, 5]], ids=["decode", "prefill"])
+@pytest.mark.parametrize("q_lens", [[1, 3, 1], [40, 60, 5]], ids=["decode", "prefill"])
 def test_spans_like_causality_give_what_causality_gives(q_lens: list[int], kernel: str) -> None:
-    case: dict[str, Any] = {"q_lens": q_lens, "kv_lens": [700, 300, 64]}
+    case: dict[str, Any] = {"q_lens": q_lens, "kv_lens": [300, 150, 64]}
     plain, s = build(3, **case), build(3, **case, spans="causal")
     out, lse = attend(s, kernel)
     s.check(out, lse)
@@ -82,12 +82,12 @@ def test_a_token_with_an_empty_span_sees_nothing(kernel: str) -> None:
 
 
 @each_kernel
-@pytest.mark.parametrize("q_len", [2, 40], ids=["few rows", "many rows"])
+@pytest.mark.parametrize("q_len", [2, 20], ids=["few rows", "many rows"])
 def test_what_lies_between_spans_is_not_read(q_len: int, kernel: str) -> None:
     """Pages that no token sees are free: NaN, and no entry in the table."""
-    spans = [(3, 20), (500, 508)] * (q_len // 2)
-    s = build(2, [q_len], [640], spans=spans, page_size=8, format="e4m3fn", scales="token")
-    assert (s.batch.page_table[0, 4:60] == -1).all()
+    spans = [(3, 20), (300, 308)] * (q_len // 2)
+    s = build(2, [q_len], [400], spans=spans, page_size=8, format="e4m3fn", scales="token")
+    assert (s.batch.page_table[0, 4:36] == -1).all()
     s.check(*attend(s, kernel, check="full"))
 
 
