@@ -1,4 +1,4 @@
-"""Spans: the tokens of an image see each other, text is causal with a window, and a prefix is seen both ways. One step, three layers."""
+"""Spans: the tokens of an image see each other, text is causal with a window, a prefix is seen both ways. One step, 3 layers."""
 
 import torch
 

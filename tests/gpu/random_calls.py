@@ -228,8 +228,8 @@ def draw_tree(rng: random.Random, shape: Shape) -> tuple[torch.Tensor, torch.Ten
 
 
 def draw_spans(rng: random.Random, shape: Shape) -> oracle.Array:
-    """The keys that each new token sees, `[tokens, 2]`: as with causality, a window, aligned chunks or images, or any; some see none.
-    Rows beyond the last token hold anything."""
+    """The keys that each new token sees, `[tokens, 2]`: as with causality, a window, aligned chunks or images, or any; some
+    see none. Rows beyond the last token hold anything."""
     kind, size = rng.choice(["causal", "window", "chunks", "images", "any", "any"]), rng.randint(1, 40)
     spans = []
     for q_len, kv_len in zip(shape.q_lens, shape.kv_lens):

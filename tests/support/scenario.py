@@ -194,7 +194,7 @@ def build(
         torch.tensor(kv_lens, dtype=index[1], device=device),
         torch.tensor(starts, dtype=index[2], device=device),
         shard=shard,
-        spans=None if spans is None else torch.tensor([*spans, *[(-7, 10**9)] * padding], dtype=index[1], device=device).view(-1, 2),
+        spans=None if spans is None else _padded(spans, padding, index[1]).to(device),
     )
 
     outs, lses, honest, weighted, steepest = [], [], [], [], 0.0
@@ -282,8 +282,8 @@ def _options(
 
 
 def spans_like(kind: str, r: random.Random, q_lens: list[int], kv_lens: list[int]) -> list[tuple[int, int]]:
-    """Spans of the new tokens of sequences. causal; chunks of 13 keys; prefix: the first third is seen both ways; images: windows of 9
-    keys, and some runs of tokens that see all of their run; any: unrelated ones, some empty."""
+    """Spans of the new tokens of sequences. causal; chunks of 13 keys; prefix: the first third is seen both ways; images: windows
+    of 9 keys, and some runs of tokens that see all of their run; any: unrelated ones, some empty."""
     made = []
     for q_len, kv_len in zip(q_lens, kv_lens):
         low, high = 0, 0
@@ -301,6 +301,11 @@ def spans_like(kind: str, r: random.Random, q_lens: list[int], kv_lens: list[int
                 }[kind]
             )
     return made
+
+
+def _padded(spans: list[tuple[int, int]], padding: int, dtype: torch.dtype) -> torch.Tensor:
+    """Spans as a tensor; those of padding rows are outside of every sequence."""
+    return torch.tensor([*spans, *[(-7, 10**9)] * padding], dtype=dtype).view(-1, 2)
 
 
 def _visible(

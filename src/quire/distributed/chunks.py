@@ -23,8 +23,8 @@ def row_ranges(rows: int, chunks: int) -> list[slice]:
 
 
 def can_be_divided(options: Options, batch: Batch) -> bool:
-    """Whether rows can be computed in separate calls: a query sees nothing after itself. A tree mask, spans and a non-causal call refer
-    to all new tokens of a sequence."""
+    """Whether rows can be computed in separate calls: a query sees nothing after itself. A tree mask, spans and a non-causal call
+    refer to all new tokens of a sequence."""
     return options.causal is True and options.mask is None and batch.spans is None
 
 

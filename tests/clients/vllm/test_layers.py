@@ -93,7 +93,9 @@ def mask_of(step: Step, window: int | None, lookback: int, clamps: bool) -> torc
 
 
 @pytest.mark.parametrize("images", [IMAGES, None], ids=["images", "no images"])
-@pytest.mark.parametrize("window, lookback, clamps", [(None, -1, False), (4, -1, False), (4, -1, True), (6, 1, False), (5, 0, True)])
+@pytest.mark.parametrize(
+    "window, lookback, clamps", [(None, -1, False), (4, -1, False), (4, -1, True), (6, 1, False), (5, 0, True)]
+)
 def test_images_and_chunks(window: int | None, lookback: int, clamps: bool, images: Any) -> None:
     how = {} if window is None else {"sliding_window": window, "chunk_lookback": lookback}
     step = Step(sequences=ALL_NEW, images=images, clamps=clamps, **how)

@@ -32,7 +32,9 @@ def _with_spans(w: Work, spans: torch.Tensor | None) -> Work:
 
 def _ignored() -> Stages:
     """Causality in place of the spans."""
-    return with_visibility(lambda w, sequence, distances: oracle.visible_at(_with_spans(w, None), sequence, distances, (None, None)))
+    return with_visibility(
+        lambda w, sequence, distances: oracle.visible_at(_with_spans(w, None), sequence, distances, w.call.window)
+    )
 
 
 def _capped() -> Stages:

@@ -256,8 +256,8 @@ def visibility(w: Work, sequence: BatchSequence, keys: int) -> torch.Tensor:
 def visible_at(
     w: Work, sequence: BatchSequence, distances: torch.Tensor, window: tuple[int | None, int | None], ahead: int = 0
 ) -> torch.Tensor:
-    """Visibility from causality (or the tree mask, or spans) and the window, given the distances q_pos - k_pos. Only faults use `ahead`: a
-    causal query then sees that many later keys."""
+    """Visibility from causality (or the tree mask, or spans) and the window, given the distances q_pos - k_pos. Only faults use
+    `ahead`: a causal query then sees that many later keys."""
     left, right = window
     visible = torch.ones(distances.shape, dtype=torch.bool)
     if w.call.mask is not None:

@@ -166,8 +166,8 @@ class QuireImpl(AttentionImpl[QuireMetadata]):
     def options_of(
         self, layer: Any, metadata: QuireMetadata, q: torch.Tensor, output_scale: torch.Tensor | None, spans: bool = False
     ) -> Options:
-        """The options of a call: those of the layer, and what depends on the step. Made once for each combination. Spans replace the
-        window."""
+        """The options of a call: those of the layer, and what depends on the step. Made once for each combination. Spans
+        replace the window."""
         causal, quantised = metadata.causal, q.dtype.itemsize == 1
         key = (id(causal), id(output_scale), quantised, spans)
         known = self._options.get(key)

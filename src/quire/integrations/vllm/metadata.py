@@ -63,9 +63,9 @@ class QuireMetadataBuilder(AttentionMetadataBuilder[QuireMetadata]):
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: VllmConfig, kv_cache_spec: KVCacheSpec) -> AttentionCGSupport:
-        """Every batch, except for cross attention, where prompts of several tokens get tensors of their own, and for models with images
-        whose tokens see each other: a step without images is captured, and with one new token of each sequence they make no
-        difference."""
+        """Every batch, except for cross attention, where prompts of several tokens get tensors of their own, and for models with
+        images whose tokens see each other: a step without images is captured, and with one new token of each sequence they make
+        no difference."""
         model = vllm_config.model_config
         if isinstance(kv_cache_spec, CrossAttentionSpec) or (model is not None and model.is_mm_prefix_lm):
             return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE

@@ -1,5 +1,5 @@
-"""What the tokens of a step see where that is not causality and a window alone: images whose tokens see each other (`mm_prefix`), and
-windows of aligned chunks (`chunk_lookback`). Each token sees an interval of keys in both, which is a span of Quire."""
+"""What the tokens of a step see where that is not causality and a window alone: images whose tokens see each other (`mm_prefix`),
+and windows of aligned chunks (`chunk_lookback`). Each token sees an interval of keys in both, which is a span of Quire."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class LayerView(NamedTuple):
 
 
 def image_ranges(common: CommonAttentionMetadata) -> torch.Tensor | None:
-    """The images of each sequence as positions [begin, end), int32 `[seqs, images, 2]` on the device, (0, 0) where there is none; None
-    if no sequence has an image. vLLM gives the first and the last position, and skips ranges of one."""
+    """The images of each sequence as positions [begin, end), int32 `[seqs, images, 2]` on the device, (0, 0) where there is none;
+    None if no sequence has an image. vLLM gives the first and the last position, and skips ranges of one."""
     given = common.mm_req_doc_ranges or {}
     found = [[(a, b + 1) for a, b in given.get(seq, ()) if a < b] for seq in range(common.num_reqs)]
     most = max(map(len, found), default=0)

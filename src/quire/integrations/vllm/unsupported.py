@@ -25,7 +25,7 @@ def refuse_layer(impl: Any, extra: dict[str, Any], config: Any) -> None:
     """
     if impl.sliding_window is not None and impl.chunk_lookback >= impl.sliding_window:
         given = f"{impl.chunk_lookback} with a window of {impl.sliding_window}"
-        raise EngineError(f"chunk_lookback: got {given}; allowed is less than the window: a chunk has window // (lookback + 1) keys")
+        raise EngineError(f"chunk_lookback: got {given}; allowed is less than the window, of which a chunk is a part")
     if extra:
         raise EngineError(f"{', '.join(sorted(extra))}, given for the layer: {ELSEWHERE}")
     if impl.kv_cache_dtype not in CACHE_TYPES:

@@ -1,5 +1,5 @@
-"""The attention features as hooks that `Strip` calls: which query sees which key (causality, window, spans, tree mask: `VisibleKeys`),
-softcap (`cap_scores`), ALiBi (`alibi_penalty`) and sinks (`add_sink`)."""
+"""The attention features as hooks that `Strip` calls: which query sees which key (causality, window, spans, tree mask:
+`VisibleKeys`), softcap (`cap_scores`), ALiBi (`alibi_penalty`) and sinks (`add_sink`)."""
 
 from __future__ import annotations
 

@@ -29,7 +29,8 @@ def invalid_sequences(
             invalid.append(q_len > 0)
             first = end = 0
         elif options.mask is not None:
-            invalid.append(_tree_is_invalid(options, start, start + q_len, context, capacity, shard) or (cache.pages == 0 and end > 0))
+            broken = _tree_is_invalid(options, start, start + q_len, context, capacity, shard)
+            invalid.append(broken or (cache.pages == 0 and end > 0))
             first = end = 0
         elif spans is not None:
             invalid.append(cache.pages == 0 and seen_keys(spans)[0] < min(end, seen_keys(spans)[1]))

@@ -96,7 +96,9 @@ def test_a_span_outside_of_the_sequence_is_clipped(kernel: str, index: torch.dty
     s.check(out, lse)
 
 
-@pytest.mark.parametrize("strided", [lambda t: t.T.contiguous().T, lambda t: t.repeat_interleave(2, 0)[::2]], ids=["columns", "rows"])
+@pytest.mark.parametrize(
+    "strided", [lambda t: t.T.contiguous().T, lambda t: t.repeat_interleave(2, 0)[::2]], ids=["columns", "rows"]
+)
 def test_strided_spans(strided: Any, device: str) -> None:
     s = build(7, **LENS, spans="any", device=device)
     s.batch.spans = strided(s.batch.spans)

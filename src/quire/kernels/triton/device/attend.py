@@ -241,8 +241,8 @@ def table_too_short(batch, cache, unit, C: tl.constexpr):
 
 @triton.jit
 def has_missing_page(batch, cache, unit, C: tl.constexpr):
-    """Whether a page that the sequence needs does not exist: then all of its output is NaN. If queries leave gaps, pages are checked
-    when they are read."""
+    """Whether a page that the sequence needs does not exist: then all of its output is NaN. If queries leave gaps, pages are
+    checked when they are read."""
     missing = tl.full([], 0, tl.int32)
     if not leaves_gaps(C):
         begin = first_needed_key(batch, unit.context, C)

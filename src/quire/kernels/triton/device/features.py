@@ -1,5 +1,5 @@
-"""The attention features. Each feature is a group of functions below: causality, window, spans, tree mask, ALiBi, softcap, sinks and
-the shard. The kernels of Triton and Gluon call only the hooks, which compose the features:
+"""The attention features. Each feature is a group of functions below: causality, window, spans, tree mask, ALiBi, softcap, sinks
+and the shard. The kernels of Triton and Gluon call only the hooks, which compose the features:
 
     query_position     tree mask                       where a query lies in its sequence
     visible_range      causality, window, spans        the keys that the queries of a unit see, as ranges
@@ -84,8 +84,9 @@ def query_position(features, token, position, live):
 
 @triton.jit
 def visible_range(batch, seq, context, first, last, position, q_len, kv_len, token, live, C: tl.constexpr):
-    """What the new tokens `first` to `last` of a sequence see; `token` are their rows. Six bounds: some query sees keys [low, high), every query sees
-    [all_from, all_to), and each query sees [visible_from, visible_to). If visibility is decided by key, `is_visible` decides."""
+    """What the new tokens `first` to `last` of a sequence see; `token` are their rows. Six bounds: some query sees keys [low, high),
+    every query sees [all_from, all_to), and each query sees [visible_from, visible_to). If visibility is decided by key,
+    `is_visible` decides."""
     if C.SPANS:
         return range_of_spans(batch, token, live, kv_len)
     else:
