@@ -89,7 +89,7 @@ def _options_are_legal(q: torch.Tensor, options: Options, seqs: int, device: tor
 def _spans_are_legal(spans: torch.Tensor, q: torch.Tensor, options: Options, device: torch.device) -> bool:
     if type(spans) is not _Tensor or (spans.layout, spans.device, spans.shape) != (_Strided, device, (q.size(0), 2)):
         return False
-    return spans.dtype in _INDEX and options.causal is True and options.window is options.mask is None
+    return spans.dtype in _INDEX and options.causal is True and options.window is None and options.mask is None
 
 
 def _new_is_legal(call: Call, device: torch.device) -> bool:

@@ -50,8 +50,8 @@ CONTRACT: tuple[Rule, ...] = (
         "`q_starts` starts with 0, is non-decreasing, and its last entry is at most the number of rows of q. Later rows are "
         "padding: they are not read, and their output and slots are not written. `kv_lens` includes the new tokens, so "
         "`q_len <= kv_len` for every sequence, except in full form in a non-causal call or one with spans. A query that sees "
-        "no key gives zeros and an LSE of -inf, or of the sink. The length of a sequence without new tokens is not read. `max_q_len` "
-        "and `max_kv_len` are hints: one that is too low is reported and does not change the result.",
+        "no key gives zeros and an LSE of -inf, or of the sink. The length of a sequence without new tokens is not read. "
+        "`max_q_len` and `max_kv_len` are hints: one that is too low is reported and does not change the result.",
         binds="caller",
         values=(values.starts, values.lengths, values.hints),
     ),

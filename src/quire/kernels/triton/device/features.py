@@ -84,8 +84,8 @@ def query_position(features, token, position, live):
 
 @triton.jit
 def visible_range(batch, seq, context, first, last, position, q_len, kv_len, token, live, C: tl.constexpr):
-    """What the new tokens `first` to `last` of a sequence see; `token` are their rows. Six bounds: some query sees keys [low, high),
-    every query sees [all_from, all_to), and each query sees [visible_from, visible_to). If visibility is decided by key,
+    """What the new tokens `first` to `last` of a sequence see; `token` are their rows. Six bounds: some query sees keys [low,
+    high), every query sees [all_from, all_to), and each query sees [visible_from, visible_to). If visibility is decided by key,
     `is_visible` decides."""
     if C.SPANS:
         return range_of_spans(batch, token, live, kv_len)
