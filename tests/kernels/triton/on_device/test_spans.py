@@ -39,6 +39,13 @@ def test_work_is_split(kind: str, form: str, kernel: str, device: str) -> None:
     attend(kernel, device, **case, spans=kind, how={"platform": card(device, 24), "tuning": SMALL})
 
 
+@pytest.mark.parametrize("form", ["full", "context"])
+def test_tiles_that_every_query_sees(form: str, device: str) -> None:
+    """They are computed without a mask, between those that only some queries see."""
+    spans = [(3 * i, 150 + i) for i in range(20)]
+    attend("mixed", device, q_lens=[20], kv_lens=[170], form=form, page_size=4, spans=spans, how={"tuning": SMALL})
+
+
 @pytest.mark.parametrize("kernel", ["decode", "mixed"])
 def test_gaps_are_not_read(kernel: str, device: str) -> None:
     """Keys between the spans of a tile are NaN, and have no entry in the table."""
