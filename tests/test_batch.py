@@ -1,12 +1,15 @@
 """Batch: it aliases, it translates the peers' words, and it says where each token is written."""
 
+import pickle
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.batch import Batch
-from quire.errors import ArgumentError
+from quire.cache.pool import PagePool
+from quire.errors import ArgumentError, StaleBatch
 
 int_types = pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=["int32", "int64"])
 
@@ -192,6 +195,41 @@ def test_from_flashinfer_takes_the_prefill_wrappers_starts():
     assert Batch.from_flashinfer(**given, qo_indptr=starts).q_starts is starts
 
 
+@int_types
+def test_fill_with_spans(dtype):
+    batch = Batch.allocate(1, 1, 4, dtype=dtype, spans=True)
+    assert batch.spans.tolist() == [[0, 0]] * 4 and batch.spans.dtype is dtype
+    memory = batch.spans.data_ptr()
+    batch.fill(ints([3]), ints(2), ints(0, 2), spans=ints([0, 1], [0, 2], [5, 2**40], dtype=torch.int64))
+    most = torch.iinfo(dtype).max
+    assert batch.spans.tolist() == [[0, 1], [0, 2], [5, min(2**40, most)], [0, 0]]
+    batch.fill(ints([3]), ints(3), ints(0, 1), spans=ints([1, 2]))
+    assert (batch.spans.tolist(), batch.spans.data_ptr()) == ([[1, 2], [0, 0], [0, 0], [0, 0]], memory)
+    assert batch.with_spans(None).page_table is batch.page_table and batch.with_spans(None).spans is None
+
+
+def test_with_spans_shares_everything_else():
+    batch = make(max_q_len=2, copies=((1, 2),), page_size=4)
+    spans = ints([0, 2], [1, 2], [0, 0])
+    other = batch.with_spans(spans)
+    assert other.spans is spans and batch.spans is None and other.with_spans(None).spans is None
+    for name in ("page_table", "kv_lens", "q_starts", "copies", "page_size", "max_q_len", "pool_state", "step_id"):
+        assert getattr(other, name) is getattr(batch, name)
+    assert "spans=int32[3, 2]" in repr(other)
+    for copy in (other.clone(), pickle.loads(pickle.dumps(other)), other.to("meta")):
+        assert copy.spans.shape == (3, 2) and copy.spans.dtype is torch.int32
+    assert other.clone().spans.data_ptr() != spans.data_ptr() and other.clone().spans.tolist() == spans.tolist()
+
+
+def test_a_batch_with_spans_is_stale_with_its_pool():
+    pool = PagePool(4, 4)
+    batch = pool.step({pool.sequence(): 3}).with_spans(ints([0, 1], [0, 2], [0, 3]))
+    batch.check_current()
+    pool.step({pool.sequence(): 1})
+    with pytest.raises(StaleBatch):
+        batch.check_current()
+
+
 def flashinfer(**changed):
     given = {"kv_indptr": ints(0, 1, 3), "kv_indices": ints(7, 8, 9), "kv_last_page_len": ints(4, 1), "page_size": 16}
     return lambda: Batch.from_flashinfer(**{**given, **changed})
@@ -215,6 +253,24 @@ REFUSED = {
     "no-lens": (lambda: make(kv_lens=None), f"kv_lens: given nothing (None); allowed: {INDEX}"),
     "number": (lambda: make(q_starts=3), f"q_starts: given 3; allowed: {INDEX}"),
     "slots": (lambda: make(slots=[1]), f"slots: given [1]; allowed: {INDEX}"),
+    "spans": (lambda: make(spans=[[0, 1]]), f"spans: given [[0, 1]]; allowed: {INDEX}"),
+    "with-spans": (lambda: make().with_spans(7), f"spans: given 7; allowed: {INDEX}"),
+    "fill-spans-missing": (
+        lambda: Batch.allocate(1, 1, 3, spans=True).fill(ints([0]), ints(1), ints(0, 1)),
+        "spans: given nothing (None); allowed: a tensor [tokens, 2]: it has spans",
+    ),
+    "fill-spans-unasked": (
+        fill(ints([0]), ints(1), ints(0, 1), spans=ints([0, 1])),
+        "spans: given int32[1, 2] on cpu; allowed: None: the batch was allocated without spans",
+    ),
+    "fill-spans-shape": (
+        lambda: Batch.allocate(1, 1, 3, spans=True).fill(ints([0]), ints(1), ints(0, 1), spans=ints(0, 1)),
+        "spans: given int32[2] on cpu; allowed: int32 or int64 [tokens, 2] of at most 3 tokens, as allocated",
+    ),
+    "fill-of-shared-buffers": (
+        lambda: Batch.allocate(1, 1, 3).with_spans(ints([0, 1])).fill(ints([0]), ints(1), ints(0, 1), spans=ints([0, 1])),
+        "fill: given a batch that aliases the caller's tensors; allowed: a batch made by Batch.allocate",
+    ),
     "hint-negative": (lambda: make(max_q_len=-1), f"max_q_len: given -1; allowed: {HINT}"),
     "hint-on-device": (lambda: make(max_kv_len=torch.tensor(3)), f"max_kv_len: given int64[] on cpu; allowed: {HINT}"),
     "allocate-size": (lambda: Batch.allocate(-1, 1, 1), "seqs: given -1; allowed: an int of 0 or more"),

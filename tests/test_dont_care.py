@@ -27,6 +27,8 @@ CASES: dict[str, dict[str, Any]] = {
     "int8-token-scales": {"format": "int8", "scales": "token", "window": 11},
     "bf16-x-packed": {"format": "bf16", "layout": "vllm_x"},
     "bf16-aiter-large-pages": {"format": "bf16", "layout": "aiter", "page_size": 64},
+    "spans": {"spans": "any"},
+    "spans-context-token-scales": {"spans": "any", "form": "context", "format": "int8", "scales": "token"},
     "fp16-joint": {"format": "fp16", "layout": "vllm_joint", "window": 30},
 }
 LENS = {"q_lens": [1, 7, 0, 20, 1], "kv_lens": [50, 7, 60, 75, 1]}

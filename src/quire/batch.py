@@ -64,6 +64,9 @@ class Batch:
             `p // interleave % ranks == rank`, and the page table has the pages of these keys. Lengths and `q_starts` still count
             all tokens of a sequence. `write` skips tokens of other ranks; `attend` sees only keys of this rank, and
             `quire.merge` of all ranks' results is the attention over all keys. Default: the cache holds every key.
+        spans: int32 or int64 `[tokens, 2]`: the new token in row i of q sees the keys at positions [begin, end) of its sequence,
+            whatever its own position is; none if begin >= end. It replaces causality and window, so a call with spans has no
+            `causal`, `window` or `mask` in its options. Default: causality, window and mask decide.
 
     Raises:
         ArgumentError: An index argument is not a dense tensor, a hint is not an int of 0 or more, or the shard is invalid.
@@ -93,6 +96,7 @@ class Batch:
         "sequences",
         "page_size",
         "shard",
+        "spans",
         "step_id",
         "validated",
         "_slot_buffer",
@@ -115,6 +119,7 @@ class Batch:
         sequences: Sequence[AnySequence] | None = None,
         page_size: int | None = None,
         shard: tuple[int, int, int] | None = None,
+        spans: torch.Tensor | None = None,
         **unknown: NoReturn,
     ):
         if unknown:
@@ -127,6 +132,8 @@ class Batch:
         """Where the new tokens of each sequence start in q, `[seqs + 1]`."""
         self.given_slots = slots
         """The slots given by the caller; None if they are computed from the page table."""
+        self.spans: torch.Tensor | None = spans
+        """The keys [begin, end) that each new token sees, `[tokens, 2]`, or None."""
         self.check_tensors()
         for name, hint in (("max_q_len", max_q_len), ("max_kv_len", max_kv_len)):
             if hint is not None and (not isinstance(hint, int) or isinstance(hint, bool) or hint < 0):
@@ -158,10 +165,10 @@ class Batch:
 
     def check_tensors(self) -> None:
         """Raises unless every tensor of the batch is a dense tensor."""
-        tensors = (self.page_table, self.kv_lens, self.q_starts, self.given_slots)
+        tensors = (self.page_table, self.kv_lens, self.q_starts, self.given_slots, self.spans)
         for i, tensor in enumerate(tensors):
             if not (isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided) and (tensor is not None or i < 3):
-                name = ("page_table", "kv_lens", "q_starts", "slots")[i]
+                name = ("page_table", "kv_lens", "q_starts", "slots", "spans")[i]
                 dense = "dense " if isinstance(tensor, torch.Tensor) else ""
                 raise ArgumentError(name, describe(tensor), f"a {dense}tensor of int32 or int64")
 
@@ -233,6 +240,31 @@ class Batch:
         seq = self.sequences_of_tokens(tokens).clamp(max=self.seqs - 1)
         return at - self.q_starts.to(torch.int64)[seq + 1] + self.kv_lens.to(torch.int64)[seq]
 
+    def with_spans(self, spans: torch.Tensor | None) -> Batch:
+        """A batch that differs from this one only in its spans and shares everything else: tensors, copies, the pool's state.
+        Layers that see different keys use the same step. The buffers of a batch made by `Batch.allocate` are shared as well; only
+        that batch itself can be filled.
+
+        Args:
+            spans: As in `Batch`; None for a batch without spans.
+
+        Raises:
+            ArgumentError: `spans` is not a dense tensor.
+
+        Example:
+            >>> import torch, quire
+            >>> pool = quire.PagePool(pages=8, page_size=4)
+            >>> batch = pool.step({pool.sequence(): 3})
+            >>> batch.with_spans(torch.tensor([[0, 3]] * 3)).spans.tolist()  # three new tokens that see each other
+            [[0, 3], [0, 3], [0, 3]]
+        """
+        batch = Batch.__new__(Batch)
+        for name in Batch.__slots__:
+            setattr(batch, name, getattr(self, name))
+        batch.spans, batch._slot_buffer = spans, None
+        batch.check_tensors()
+        return batch
+
     def clone(self) -> Batch:
         """A copy of this batch with its own tensors. It does not become stale.
 
@@ -269,6 +301,8 @@ class Batch:
             named["buffer"] = self._slot_buffer
         if self.given_slots is not None and self.given_slots is not self._slot_buffer:
             named["slots"] = self.given_slots
+        if self.spans is not None:
+            named["spans"] = self.spans
         sources = tuple(named.values())[:3]
         for name, (of, value) in self._derived.items():
             if all(a is b for a, b in zip(of, sources)):
@@ -281,7 +315,7 @@ class Batch:
         buffer = named.get("buffer")
         slots = buffer if buffer is not None and self.given_slots is self._slot_buffer else named.get("slots")
         batch = Batch(*sources, slots=slots, copies=self.copies, sequences=sequences, page_size=self.page_size, shard=self.shard)
-        batch.max_q_len, batch.max_kv_len = self.max_q_len, self.max_kv_len
+        batch.max_q_len, batch.max_kv_len, batch.spans = self.max_q_len, self.max_kv_len, named.get("spans")
         batch._slot_buffer, batch._tokens, batch.step_id = buffer, self._tokens, self.step_id
         batch._derived = {
             name.removeprefix("derived "): (sources, value) for name, value in named.items() if name.startswith("derived ")
@@ -350,6 +384,7 @@ class Batch:
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.int32,
         shard: tuple[int, int, int] | None = None,
+        spans: bool = False,
     ) -> Batch:
         """Makes an empty batch with buffers of a fixed size, for CUDA graphs. `fill` updates the buffers in place.
 
@@ -359,6 +394,7 @@ class Batch:
             device: The device of the buffers.
             dtype: torch.int32 or torch.int64.
             shard: As in `Batch`, for all later steps.
+            spans: Whether there is a buffer for spans; every `fill` then needs them.
 
         Raises:
             ArgumentError: A size is not an int of 0 or more, `dtype` is not an index type, or the shard is invalid.
@@ -383,6 +419,7 @@ class Batch:
             max_q_len=max_q_len,
             max_kv_len=max_kv_len,
             shard=shard,
+            spans=torch.zeros(tokens, 2, dtype=dtype, device=device) if spans else None,
         )
         batch._slot_buffer = torch.full((tokens,), -1, dtype=torch.int64, device=device)
         return batch
@@ -396,6 +433,7 @@ class Batch:
         *,
         copies: Sequence[tuple[int, int]] = (),
         sequences: Sequence[AnySequence] | None = None,
+        spans: torch.Tensor | None = None,
     ) -> Batch:
         """Copies the index tensors of another step into the buffers of this batch. Remaining sequences become empty (no new
         tokens).
@@ -406,6 +444,7 @@ class Batch:
                 them.
             copies, sequences: Those of a pool's step. A captured graph does not apply copies: call `cache.copy_pages(copies)` for
                 each cache before the graph is replayed.
+            spans: As in `Batch`; needed every time if the batch was allocated with spans, refused otherwise.
 
         Returns:
             This batch.
@@ -414,6 +453,7 @@ class Batch:
             ArgumentError: The batch was not made by `Batch.allocate`, or a tensor has a wrong type or is larger than allocated.
         """
         buffer = self._check_fill(page_table, kv_lens, q_starts, slots, sequences)
+        self._check_spans(spans, buffer.shape[0])
         seqs, width = page_table.shape
         # Values that do not fit the buffers' type saturate, so an invalid value stays invalid without a device read. The results
         # are new tensors, so a batch may also be filled from itself.
@@ -427,6 +467,8 @@ class Batch:
             self.given_slots = buffer
             buffer[: slots.shape[0]].copy_(slots.clone())
             buffer[slots.shape[0] :] = -1
+        if spans is not None and self.spans is not None:
+            self.spans.zero_()[: spans.shape[0]].copy_(spans.long().clamp(fits.min, fits.max))
         self.copies = copies if isinstance(copies, Copies) else tuple(copies)
         self.sequences = None if sequences is None else tuple(sequences)
         self._derived, self._tokens, self.step_id = {}, None, None
@@ -464,6 +506,14 @@ class Batch:
         if sequences is not None and len(sequences) != seqs:
             raise ArgumentError("sequences", f"{len(sequences)} of them", f"{seqs}, one for each sequence of page_table")
         return buffer
+
+    def _check_spans(self, spans: torch.Tensor | None, tokens: int) -> None:
+        """Raises unless `fill` can copy these spans."""
+        if (spans is None) != (self.spans is None):
+            allowed = "None: the batch was allocated without spans" if self.spans is None else "a tensor [tokens, 2]: it has spans"
+            raise ArgumentError("spans", describe(spans), allowed)
+        if spans is not None and (not is_index(spans) or spans.shape[1:] != (2,) or spans.shape[0] > tokens):
+            raise ArgumentError("spans", describe(spans), f"int32 or int64 [tokens, 2] of at most {tokens} tokens, as allocated")
 
     @classmethod
     def from_vllm(
@@ -621,6 +671,8 @@ class Batch:
         )
         if self.shard is not None:
             hints += f", shard={tuple(self.shard)}"
+        if self.spans is not None:
+            hints += f", spans={describe(self.spans)}"
         tensors = ", ".join(f"{name}={describe(getattr(self, name))}" for name in ("page_table", "kv_lens", "q_starts"))
         return f"Batch({tensors}{hints})"
 
@@ -637,6 +689,7 @@ def _restored(
     bytes_ = torch.from_numpy(memory).to(device)
     named = {name: span.of(bytes_) for name, span in spans.items()}
     batch = Batch(named["page_table"], named["kv_lens"], named["q_starts"], slots=named.get("slots"), sequences=sequences)
+    batch.spans = named.get("spans")
     for name, value in fields.items():
         setattr(batch, name, value)
     batch._slot_buffer = named.get("buffer")

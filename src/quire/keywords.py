@@ -17,6 +17,7 @@ BATCH_NAMES = {
     "slots": "slot_mapping out_cache_loc",
     "max_q_len": "max_query_len max_seqlen_q",
     "max_kv_len": "max_seq_len max_seqlen_k",
+    "spans": "mm_prefix_range",
 }
 """Arguments of a Batch, and what vLLM, SGLang, FlashAttention and FlashInfer call them."""
 CALL_NAMES = {"lse": "return_lse return_softmax_lse", "out": "output", "q": "query", "k": "key", "v": "value", "cache": "kv_cache"}

@@ -122,7 +122,7 @@ def described_attend(call: Call) -> tuple[Problem, Extent]:
     index = (table.dtype, kv_lens.dtype, q_starts.dtype)
     facts = Facts(
         *(q.shape[1], q.dtype, out_dtype, new_dtype, index, types, q_scale, out_scale, call.with_lse, aligned, q.device),
-        *(call.context_from, call.only, batch.shard is not None),
+        *(call.context_from, call.only, batch.shard is not None, None if batch.spans is None else batch.spans.dtype),
     )
     (tokens, _, _), (seqs, columns), max_q_len = q.shape, table.shape, batch.max_q_len
     max_kv_len = batch.max_kv_len if batch.shard is None else batch.max_keys
@@ -188,6 +188,7 @@ class Facts(NamedTuple):
     only: tuple[int, int] = (0, ANY)
     shard: bool = False
     rope: RopeTraits | None = None
+    spans: torch.dtype | None = None
 
 
 _OF_CACHE = tuple(name for name in FIELDS if name in Storage._fields)
@@ -216,6 +217,7 @@ def _problem(storage: Storage, traits: Traits, facts: Facts) -> Problem:
         only=facts.only,
         shard=facts.shard,
         rope=facts.rope,
+        spans="none" if facts.spans is None else dtype_name(facts.spans),
     )
 
 

@@ -35,7 +35,10 @@ from quire.write import write as plain_write
 
 _READ = "Tensor k_pages, Tensor v_pages, Tensor? k_scale, Tensor? v_scale, str layout, str format"
 _WRITTEN = "Tensor(k!) k_pages, Tensor(v!) v_pages, Tensor(i!)? k_scale, Tensor(j!)? v_scale, str layout, str format"
-_BATCH = "Tensor page_table, Tensor kv_lens, Tensor q_starts, Tensor? slots, SymInt? max_q_len, SymInt? max_kv_len, int[]? shard"
+_BATCH = (
+    "Tensor page_table, Tensor kv_lens, Tensor q_starts, Tensor? slots, SymInt? max_q_len, SymInt? max_kv_len, int[]? shard, "
+    "Tensor? spans"
+)
 
 
 class OptionCodec(NamedTuple):
@@ -218,7 +221,7 @@ def _of_cache(cache: KVCache) -> tuple[Any, ...]:
 
 def _of_batch(batch: Batch, slots: torch.Tensor | None) -> tuple[Any, ...]:
     shard = None if batch.shard is None else list(batch.shard)
-    return batch.page_table, batch.kv_lens, batch.q_starts, slots, batch.max_q_len, batch.max_kv_len, shard
+    return batch.page_table, batch.kv_lens, batch.q_starts, slots, batch.max_q_len, batch.max_kv_len, shard, batch.spans
 
 
 def _of_options(options: Options) -> tuple[Any, ...]:
@@ -265,10 +268,10 @@ def _cache(k: torch.Tensor, v: torch.Tensor, k_scale: Any, v_scale: Any, layout:
     return cache
 
 
-def _batch(
-    page_table: torch.Tensor, kv_lens: torch.Tensor, q_starts: torch.Tensor, slots: Any, max_q_len: Any, max_kv_len: Any, shard: Any
-) -> Batch:
-    return Batch(page_table, kv_lens, q_starts, slots=slots, max_q_len=max_q_len, max_kv_len=max_kv_len, shard=shard)
+def _batch(*arguments: Any) -> Batch:
+    page_table, kv_lens, q_starts, slots, max_q_len, max_kv_len, shard, spans = arguments
+    hints = {"max_q_len": max_q_len, "max_kv_len": max_kv_len}
+    return Batch(page_table, kv_lens, q_starts, slots=slots, **hints, shard=shard, spans=spans)
 
 
 def _options(*arguments: Any) -> Options:

@@ -131,6 +131,8 @@ class Problem(Traits):
     """Whether the cache holds only the keys of one rank (`Batch(shard=...)`)."""
     rope: RopeTraits | None = None
     """In a write: how new keys and queries are rotated; None if they are not."""
+    spans: str = "none"
+    """The type of the keys that each new token sees (`Batch(spans=...)`): none, int32 or int64."""
 
     def __post_init__(self) -> None:
         fill = object.__setattr__
@@ -190,6 +192,8 @@ class Problem(Traits):
     def features(self) -> tuple[str, ...]:
         """The optional features this call uses, by name."""
         names = [name for name in (*FEATURES, "lse", "shard") if getattr(self, name)]
+        if self.spans != "none":
+            names.append("spans")
         if self.window != (None, None):
             names.append("window")
         if self.causal != "yes":
@@ -243,7 +247,7 @@ class Problem(Traits):
 
 FIELDS = tuple(field.name for field in fields(Problem))
 _NOT_OF_WRITES = frozenset(
-    (*(field.name for field in fields(Traits)), "form", "lse", "new_dtype", "q_scale", "out_scale", "context_from", "only")
+    (*(field.name for field in fields(Traits)), "form", "lse", "new_dtype", "q_scale", "out_scale", "context_from", "only", "spans")
 )
 
 

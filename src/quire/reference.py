@@ -7,11 +7,12 @@ def attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float | None = None, causal: bool = True,
     window: tuple[int | None, int | None] = (None, None), softcap: float | None = None, alibi: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None, mask: torch.Tensor | None = None, positions: torch.Tensor | None = None,
-    shard: tuple[int, int, int] | None = None,
+    shard: tuple[int, int, int] | None = None, spans: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Dense attention of q [q_len, q_heads, head_dim] over k, v [kv_len, kv_heads, dim]; the queries are the last tokens. Returns
     out [q_len, q_heads, v_head_dim] and the LSE (natural log) [q_len, q_heads], both float64. Options as in `quire.Options`, but
     `window` is (left, right), None where unbounded, and `mask` is [q_len, q_len or more]. `shard` hides the keys of other ranks.
+    With `spans` [q_len, 2] a query sees the keys [begin, end), regardless of `causal`.
 
     >>> attention(torch.zeros(1, 1, 2), torch.zeros(2, 1, 2), torch.tensor([[[1.0]], [[3.0]]]))[0].tolist()  # the mean of 1 and 3
     [[[2.0]]]
@@ -34,6 +35,8 @@ def attention(
         visible &= distance <= left
     if mask is not None:
         visible[:, context:] &= mask[:, :q_len]
+    elif spans is not None:
+        visible &= (spans[:, :1] <= k_at) & (k_at < spans[:, 1:])
     elif causal:
         visible &= distance >= 0
     if right is not None:

@@ -83,6 +83,18 @@ class Draw:
                 self.arguments["q"] = q
         out = None if q is None or "q" in self.arguments else pick((None, q, torch.empty(q.shape)))
         return {"rope": rope, "q_in": q, "q_out": out, "rope_positions": positions}
+        if "q" in self.arguments and seed % 4 == 0:
+            self.add_spans(batch, index)
+
+    def add_spans(self, batch: Batch, index: torch.dtype) -> None:
+        """Gives every token a span, in place of a window, causality and a mask."""
+        options, spans = self.arguments["options"], []
+        for q_len, context in zip(self.q_lens, self.context):
+            for _ in range(q_len):
+                spans.append([self.chance.randint(0, q_len + context) for _ in "be"])
+        spans += [[-3, 10**6]] * (self.tokens - len(spans))
+        batch.spans = torch.tensor(spans, dtype=index).view(-1, 2)
+        self.arguments["options"] = Options(alibi=options.alibi, out_scale=options.out_scale)
 
     def pair(self, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
         return torch.randn(self.tokens, self.heads, dim), torch.randn(self.tokens, self.heads, dim)
@@ -144,6 +156,13 @@ def spoil_static(draw: Draw) -> None:
         lambda t: torch.zeros(1, dtype=t.dtype).expand(t.shape),
         lambda t: given["cache"].k.view(-1)[: t.numel()].view(t.shape) if t.numel() <= given["cache"].k.numel() else t,
     ]
+    if batch.spans is not None and pick((False, True)):
+        if pick((False, True)):
+            batch.spans = pick(changes)(batch.spans)
+        else:
+            wrong = pick(({"window": 3}, {"causal": False}, {"mask": torch.ones(draw.tokens, 9, dtype=torch.bool)}, {}))
+            given["options"] = Options(**wrong)
+        return
     place = pick((*tensors, *tensors, "page_table", "kv_lens", "q_starts", "batch.slots", "copies", "new", "options", "share"))
     change = pick(changes)
     if place in tensors:
@@ -200,6 +219,10 @@ def spoil_values(draw: Draw) -> None:
     """Changes a value that a rule looks at, or one that none does."""
     given, batch, pick = draw.arguments, draw.arguments["batch"], draw.chance.choice
     cache = given["cache"]
+    if batch.spans is not None and draw.tokens and pick((False, True)):
+        row, side = draw.chance.randrange(draw.tokens), pick((0, 1))
+        batch.spans[row, side] += pick((-1, 1, -20, 20, 10**6, 2**30))
+        return
     place = pick(("table", "table", "kv_lens", "kv_lens", "q_starts", "slots", "holders", "scale", "scale", "out_scale", "mask"))
     if place == "table" and batch.page_table.numel():
         row, column = (draw.chance.randrange(n) for n in batch.page_table.shape)

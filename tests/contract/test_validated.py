@@ -114,6 +114,21 @@ def test_inference_tensors_are_looked_at_in_every_call(asked: list[bool]) -> Non
             quire.attend(s.q, s.cache, batch)
 
 
+def test_spans_are_looked_at_once_and_again_when_they_change(asked: list[bool]) -> None:
+    s = build(74, **LENS, spans="chunks")
+    assert s.batch.spans is not None
+    for _ in range(2):
+        s.check(quire.attend(s.q, s.cache, s.batch))
+    other = s.batch.with_spans(None).with_spans(s.batch.spans)
+    s.check(quire.attend(s.q, s.cache, other))
+    assert asked == [True], "the other batch shares what is known"
+    s.batch.spans[3, 1] = 10
+    for batch in (s.batch, other):
+        with pytest.raises(ContractError, match=r"spans\[3\]"):
+            quire.attend(s.q, s.cache, batch)
+    assert asked == [True] * 3
+
+
 def test_a_tree_is_looked_at_again_when_its_mask_changes(asked: list[bool]) -> None:
     mask = torch.zeros(4, 4, dtype=torch.bool)
     mask[:, 0] = True

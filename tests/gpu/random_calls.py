@@ -104,7 +104,8 @@ class RandomCall:
         cache = quire.KVCache.wrap(
             *storage, layout=c.layout.name, format=c.format.name, head_dim=c.head_dim if joint else None, ledger=True, **tensors
         )
-        batch = quire.Batch(*map(move, (b.page_table, b.kv_lens, b.q_starts)), max_q_len=b.max_q_len, max_kv_len=b.max_kv_len)
+        hints = {"max_q_len": b.max_q_len, "max_kv_len": b.max_kv_len}
+        batch = quire.Batch(*map(move, (b.page_table, b.kv_lens, b.q_starts)), **hints, spans=move(b.spans))
         options = quire.Options(**{f.name: move(getattr(self.options, f.name)) for f in dataclasses.fields(self.options)})
         new = None if self.new is None else (move(self.new[0]), move(self.new[1]))
         return dataclasses.replace(self, q=move(self.q), cache=cache, batch=batch, options=options, new=new, out=move(self.out))
@@ -166,7 +167,7 @@ class Shape:
     kv_lens: list[int]
     causal: list[bool]
     kind: str
-    """causal, none, per-sequence or tree."""
+    """causal, none, per-sequence, tree or spans."""
     form: str
     padding: int
 
@@ -175,7 +176,7 @@ class Shape:
         return np.concatenate([[0], np.cumsum(self.q_lens)]).astype(np.int64)
 
 
-def draw_shape(rng: random.Random, small: bool) -> Shape:
+def draw_shape(rng: random.Random, small: bool, spans: bool = False) -> Shape:
     format, layout = rng.choice([*FLOATS, *FP8, "int8"]), rng.choice(["nhd", "hnd", "vllm_x", "vllm_joint", "aiter"])
     page_size, kv_heads = rng.choice([1, 3, 16, 16, 32, 7, 64, 528]), rng.choice([1, 1, 2, 3, 4])
     group = rng.choice([1, 1, 2, 3, 4, 5, 7, 8]) if small or rng.random() < 0.9 else 64 // kv_heads
@@ -188,11 +189,12 @@ def draw_shape(rng: random.Random, small: bool) -> Shape:
         head_dim = max(x, head_dim // x * x)
         page_size = max(x, page_size // x * x) if layout == "aiter" else page_size
     kind, form = rng.choice(["causal"] * 4 + ["none", "per-sequence", "tree", "tree"]), rng.choice(["full", "full", "context"])
+    kind = "spans" if spans else kind
     seqs, mode = rng.choice([1, 1, 2, 3, 6]), rng.choice(["decode", "verify", "mixed", "mixed"])
     longest = {"decode": 1, "verify": 16, "mixed": 40 if small or kind == "tree" else 160}[mode]
     q_lens = [rng.choice([0, 1, 1, rng.randint(1, longest), rng.randint(1, longest)]) for _ in range(seqs)]
     context = [rng.choice([0, 1, rng.randint(0, 60), rng.randint(0, 60 if small else 500)]) for _ in range(seqs)]
-    causal = [{"causal": True, "none": False, "tree": True}.get(kind, rng.random() < 0.5) for _ in range(seqs)]
+    causal = [{"causal": True, "none": False, "tree": True, "spans": False}.get(kind, rng.random() < 0.5) for _ in range(seqs)]
     kv_lens = [q + c for q, c in zip(q_lens, context)]
     if form == "full":
         # Without causality a sequence may have more queries than keys, or no key.
@@ -225,11 +227,36 @@ def draw_tree(rng: random.Random, shape: Shape) -> tuple[torch.Tensor, torch.Ten
     return mask, positions
 
 
+def draw_spans(rng: random.Random, shape: Shape) -> oracle.Array:
+    """The keys that each new token sees, `[tokens, 2]`: as with causality, a window, aligned chunks or images, or any; some
+    see none. Rows beyond the last token hold anything."""
+    kind, size = rng.choice(["causal", "window", "chunks", "images", "any", "any"]), rng.randint(1, 40)
+    spans = []
+    for q_len, kv_len in zip(shape.q_lens, shape.kv_lens):
+        image = (0, 0)
+        for at in range(kv_len - q_len, kv_len):
+            if at >= image[1] and rng.random() < 0.3:
+                image = (at, min(kv_len, at + size))
+            a, b = sorted(rng.randint(0, kv_len) for _ in "ab")
+            made = {
+                "causal": (0, at + 1),
+                "window": (at - size, at + 1),
+                "chunks": (at // size * size, at + 1),
+                "images": (min(image[0], at - 3), image[1]) if at < image[1] else (at - 3, at + 1),
+                "any": (a, b),
+            }[kind]
+            made = (max(made[0], 0), max(min(made[1], kv_len), 0))
+            spans.append(rng.choice([(3, 3), (9, -(10**9)), (kv_len + 50, kv_len + 7)]) if rng.random() < 0.1 else made)
+    spans += [(-5, 10**9)] * shape.padding
+    return np.array(spans, np.int64).reshape(-1, 2)
+
+
 def draw_options(rng: random.Random, shape: Shape) -> tuple[dict[str, Any], dict[str, Any]]:
     """Fields of `Options`, and the same as the oracle takes them."""
     heads = shape.kv_heads * shape.group
     given: dict[str, Any] = {}
     window = draw_window(rng, shape)
+    window = None if shape.kind == "spans" else window
     if window is not None:
         given["window"] = window
     if rng.random() < 0.2:
@@ -347,7 +374,7 @@ def draw_cache(rng: random.Random, shape: Shape, used: oracle.Array) -> tuple[qu
     return quire.KVCache.wrap(*storage, layout=shape.layout, format=shape.format, **joint, **scales), [exact_k, exact_v]
 
 
-def draw_batch(rng: random.Random, shape: Shape, table: oracle.Array) -> quire.Batch:
+def draw_batch(rng: random.Random, shape: Shape, table: oracle.Array, spans: oracle.Array | None = None) -> quire.Batch:
     """Index tensors of any type and stride, hints that may be too low, and any length for sequences without new tokens."""
     lens = [n if q or rng.random() < 0.5 else rng.choice([0, 17, 10**6]) for q, n in zip(shape.q_lens, shape.kv_lens)]
     lens = [min(n, 17) if shape.kind == "tree" and not q else n for q, n in zip(shape.q_lens, lens)]
@@ -355,7 +382,8 @@ def draw_batch(rng: random.Random, shape: Shape, table: oracle.Array) -> quire.B
     for values in (table, lens, shape.starts):
         index.append(strided(torch.from_numpy(np.array(values, np.int64)).to(rng.choice([torch.int32, torch.int64])), rng))
     hints = [rng.choice([None, max([*of, 0]), 1, 10**6]) for of in (shape.q_lens, shape.kv_lens)]
-    return quire.Batch(*index, max_q_len=hints[0], max_kv_len=hints[1])
+    held = None if spans is None else strided(torch.from_numpy(spans).to(rng.choice([torch.int32, torch.int64])), rng)
+    return quire.Batch(*index, max_q_len=hints[0], max_kv_len=hints[1], spans=held)
 
 
 def draw_queries(rng: random.Random, shape: Shape, given: dict[str, Any]) -> tuple[torch.Tensor, oracle.Array, str]:
@@ -425,20 +453,24 @@ def asked_by_the_ledger(shape: Shape, exact: dict[str, Any], table: oracle.Array
     return asked
 
 
-def draw(seed: int, small: bool = False) -> RandomCall:
-    """The call of a seed; small ones take an interpreter about a second."""
+def draw(seed: int, small: bool = False, spans: bool = False) -> RandomCall:
+    """The call of a seed; small ones take an interpreter about a second. With `spans`, tokens see intervals of keys."""
     rng = random.Random(seed)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return _draw(seed, rng, draw_shape(rng, small))
+        return _draw(seed, rng, draw_shape(rng, small, spans))
 
 
 def _draw(seed: int, rng: random.Random, shape: Shape) -> RandomCall:
     given, exact = draw_options(rng, shape)
     starts, sees = shape.starts, []
+    spans = draw_spans(rng, shape) if shape.kind == "spans" else None
     for i, (q_len, kv_len) in enumerate(zip(shape.q_lens, shape.kv_lens)):
         rows = slice(starts[i], starts[i + 1])
         tree = [None if exact[name] is None else exact[name][rows] for name in ("mask", "positions")]
+        if spans is not None:
+            sees.append(oracle.sight_of_spans(q_len, kv_len, spans[rows]))
+            continue
         sees.append(oracle.sight(q_len, kv_len, shape.causal[i], exact["window"], *tree))
     table, pages, cached = draw_pages(rng, shape, sees)
     used = np.zeros((pages, shape.page_size), bool)
@@ -465,7 +497,7 @@ def _draw(seed: int, rng: random.Random, shape: Shape) -> RandomCall:
     allowed, allowed_lse = budgets(answer, shape, max(UNIT[name] for name in floats), out_format)
     told = {"shape": shape, "q": q_format, "out": out_format, "options": sorted(given), "table": table.shape}
     return RandomCall(
-        seed, told, q, cache, draw_batch(rng, shape, table), quire.Options(**given), (new[0], new[1]) if new else None, out,
+        seed, told, q, cache, draw_batch(rng, shape, table, spans), quire.Options(**given), (new[0], new[1]) if new else None, out,
         out_format, float(np.float32(out_scale)), rng.random() < 0.6, sum(shape.q_lens), answer, allowed, allowed_lse,
         asked_by_the_ledger(shape, exact, table, pages),
     )  # fmt: skip

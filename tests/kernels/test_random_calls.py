@@ -28,6 +28,15 @@ def test_attend(seed: int) -> None:
         assert wrong is None, f"{kernel}: {wrong} in {call.told}"
 
 
+@pytest.mark.parametrize("seed", range(24))
+def test_attend_with_spans(seed: int) -> None:
+    call = draw(seed, small=True, spans=True)
+    assert not [v for v in quire.check(call.q, call.cache, call.batch, call.options, new=call.new) if not v.harmless]
+    for kernel in KERNELS:
+        wrong = call.wrong(*attend(call, kernel))
+        assert wrong is None, f"{kernel}: {wrong} in {call.told}"
+
+
 @pytest.mark.parametrize("seed", SEEDS)
 def test_write(seed: int) -> None:
     for kernel in KERNELS:

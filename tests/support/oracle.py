@@ -86,6 +86,12 @@ def sight(
     return Sight(visible, distance)
 
 
+def sight_of_spans(q_len: int, kv_len: int, spans: Array) -> Sight:
+    """The same where each query sees an interval `spans [q_len, 2]` of keys."""
+    q_at, k_at = kv_len - q_len + np.arange(q_len), np.arange(kv_len)
+    return Sight((spans[:, :1] <= k_at) & (k_at < spans[:, 1:]), q_at[:, None] - k_at)
+
+
 class Answer(NamedTuple):
     """The output, the LSE, and what rounding errors are relative to: the weighted magnitudes of the values, and the terms of the
     logits that matter."""

@@ -105,11 +105,13 @@ def build(
     bad_id: int = -1,
     device: str = "cpu",
     shard: tuple[int, int, int] | None = None,
+    spans: str | list[tuple[int, int]] | None = None,
     **features: Any,
 ) -> Scenario:
     """A batch of sequences of these lengths. `features` are fields of Options; tensors among them are made here. In context form,
     sequences with fewer new tokens than `context_from` have them in the cache all the same, and not beside it. With a shard the
-    cache holds the keys of one rank; queries, keys and values are those of the same call without it."""
+    cache holds the keys of one rank; queries, keys and values are those of the same call without it. `spans` has those of the live
+    tokens, or is the name of a kind of them."""
     g, shuffle = torch.Generator().manual_seed(seed), random.Random(seed).shuffle
     v_head_dim = v_head_dim or head_dim
     seqs, q_heads, live = len(q_lens), kv_heads * group, sum(q_lens)
@@ -117,7 +119,9 @@ def build(
     starts = [sum(q_lens[:i]) for i in range(seqs + 1)]
     made = TYPES[q_dtype] if q_dtype not in LARGEST else torch.bfloat16
     options = _options(g, q_lens, kv_lens, tokens, q_heads, features)
-    visible = [_visible(options, starts[i], q_lens[i], kv_lens[i], i) for i in range(seqs)]
+    if isinstance(spans, str):
+        spans = spans_like(spans, random.Random(seed), q_lens, kv_lens)
+    visible = [_visible(options, starts[i], q_lens[i], kv_lens[i], i, spans) for i in range(seqs)]
 
     # The positions of each sequence that are on this rank, in order: the n-th of them is the n-th key of its pages.
     kept = [torch.tensor([p for p in range(n) if _is_kept(p, shard)], dtype=torch.long) for n in kv_lens]
@@ -190,6 +194,7 @@ def build(
         torch.tensor(kv_lens, dtype=index[1], device=device),
         torch.tensor(starts, dtype=index[2], device=device),
         shard=shard,
+        spans=None if spans is None else _padded(spans, padding, index[1]).to(device),
     )
 
     outs, lses, honest, weighted, steepest = [], [], [], [], 0.0
@@ -206,6 +211,7 @@ def build(
             "mask": None if options.mask is None else options.mask[rows],
             "positions": None if options.positions is None else options.positions[rows],
             "shard": shard,
+            "spans": None if spans is None else torch.tensor(spans[rows]).view(-1, 2),
         }
         exact_q = q[rows].double() * q_scale
         out, lse = reference.attention(exact_q, dense["k"][i], dense["v"][i], **mine)
@@ -275,7 +281,36 @@ def _options(
     return Options(**given)
 
 
-def _visible(options: Options, start: int, q_len: int, kv_len: int, seq: int) -> torch.Tensor:
+def spans_like(kind: str, r: random.Random, q_lens: list[int], kv_lens: list[int]) -> list[tuple[int, int]]:
+    """Spans of the new tokens of sequences. causal; chunks of 13 keys; prefix: the first third is seen both ways; images: windows
+    of 9 keys, and some runs of tokens that see all of their run; any: unrelated ones, some empty."""
+    made = []
+    for q_len, kv_len in zip(q_lens, kv_lens):
+        low, high = 0, 0
+        for at in range(kv_len - q_len, kv_len):
+            if kind == "images" and at >= high and r.random() < 0.3:
+                low, high = at, min(kv_len, at + r.randint(2, 20))
+            a, b = r.randint(0, max(kv_len, 0)), r.randint(0, max(kv_len, 0))
+            made.append(
+                {
+                    "causal": (0, at + 1),
+                    "chunks": (max(0, at // 13 * 13), at + 1),
+                    "prefix": (0, max(at + 1, kv_len // 3)),
+                    "images": (min(low, max(0, at - 8)) if at < high else max(0, at - 8), max(high, at + 1)),
+                    "any": r.choice([(a, b), (min(a, b), max(a, b)), (kv_len, 0), (-5, -9)]),
+                }[kind]
+            )
+    return made
+
+
+def _padded(spans: list[tuple[int, int]], padding: int, dtype: torch.dtype) -> torch.Tensor:
+    """Spans as a tensor; those of padding rows are outside of every sequence."""
+    return torch.tensor([*spans, *[(-7, 10**9)] * padding], dtype=dtype).view(-1, 2)
+
+
+def _visible(
+    options: Options, start: int, q_len: int, kv_len: int, seq: int, spans: list[tuple[int, int]] | None = None
+) -> torch.Tensor:
     """Who sees whom in one sequence, bool [q_len, kv_len], token by token."""
     context = kv_len - q_len
     left, right = options.sides
@@ -287,7 +322,9 @@ def _visible(options: Options, start: int, q_len: int, kv_len: int, seq: int) ->
             if options.positions is not None:
                 q_at = int(options.positions[start + t])
                 k_at = int(options.positions[start + j - context]) if j >= context else j
-            if options.mask is not None:
+            if spans is not None:
+                see = spans[start + t][0] <= j < spans[start + t][1]
+            elif options.mask is not None:
                 see = j < context or bool(options.mask[start + t, j - context])
             else:
                 see = not causal or k_at <= q_at

@@ -97,6 +97,7 @@ def _feature_options(layer: str) -> list[click.Parameter]:
             found.append(Option(words, group=layer, help=f"the layer has Options({name}=NUMBER)", **value))
         else:
             found.append(flag(words, f"the layer has Options({name}=...)", layer))
+    found.append(flag("--spans", "each new token sees the keys of its Batch(spans=...)", layer))
     found.append(flag("--lse", "the log-sum-exp is returned, too", layer))
     found.append(flag("--non-causal", "queries also see later keys", layer))
     return found
@@ -125,6 +126,8 @@ def problem_of(args: Args, platform: Platform) -> Problem:
     own = default_out_type(q_dtype)
     out_dtype = type_of("--out-dtype", args.out_dtype, Q_TYPES, platform, auto=own)
     format = type_of("--kv-dtype", args.kv_dtype, tuple(FORMATS), platform, auto=q_dtype)
+    if args.spans and (args.window or args.non_causal or args.mask):
+        raise ArgumentError("--spans", "with --window, --non-causal or --mask", "alone: spans say what each token sees")
     if args.batch_invariant and args.form == "context" and FORMATS[format].quantised:
         raise ArgumentError("--form", "context with --batch-invariant", f"full: over {format} the forms differ by a rounding")
     side = args.window - 1 if args.window else None
@@ -144,6 +147,7 @@ def problem_of(args: Args, platform: Platform) -> Problem:
         causal="no" if args.non_causal else "yes",
         window=(side, side),
         lse=args.lse,
+        spans="int32" if args.spans else "none",
         device="cpu" if platform.vendor == "cpu" else "cuda",
         **features,
     )

@@ -123,6 +123,8 @@ class Call:
         if self.rope_positions is not None and self.rope_positions is not self.options.positions:
             named = {name.replace("positions", "options.positions"): tensor for name, tensor in named.items()}
             named["positions"] = self.rope_positions
+        if self.q is not None and self.batch.spans is not None:
+            named["spans"] = self.batch.spans
         return named
 
     @property
@@ -154,6 +156,11 @@ class Call:
     @cached_property
     def q_starts(self) -> torch.Tensor:
         return self.batch.q_starts.cpu().long()
+
+    @cached_property
+    def spans(self) -> torch.Tensor:
+        assert self.batch.spans is not None
+        return self.batch.spans.cpu().long()
 
     @cached_property
     def q_lens(self) -> torch.Tensor:
@@ -191,9 +198,12 @@ class Call:
 
     @cached_property
     def lens_bound(self) -> torch.Tensor:
-        """The sequences for which `q_len <= kv_len` is required, bool `[seqs]`: all except those of non-causal calls."""
+        """The sequences for which `q_len <= kv_len` is required, bool `[seqs]`: all except those of non-causal calls and of
+        calls with spans."""
         if self.writes or self.new is not None or self.options.mask is not None:
             return self.taken
+        if self.batch.spans is not None:
+            return torch.zeros_like(self.taken)
         if isinstance(self.options.causal, torch.Tensor):
             return self.taken & self.options.causal.cpu()
         return self.taken if self.options.causal else torch.zeros_like(self.taken)
@@ -210,7 +220,7 @@ class Call:
 
     @cached_property
     def first_needed(self) -> torch.Tensor:
-        """The first key of each sequence that one of its queries can see, `[seqs]`; without a tree mask."""
+        """The first key of each sequence that one of its queries can see, `[seqs]`; without a tree mask or spans."""
         left, _ = self.options.sides
         if left is None:
             return torch.zeros_like(self.kv_lens)
@@ -225,7 +235,7 @@ class Call:
     def reach(self) -> torch.Tensor:
         """One past the last key of each sequence that an attend needs from the cache, 0 if it needs none, `[seqs]`."""
         reach = torch.where(self.first_needed < self.end_needed, self.end_needed, 0)
-        for seq, ranges in self.tree_needed.items():
+        for seq, ranges in self.needed_ranges.items():
             reach[seq] = ranges[-1][1] if ranges else 0
         return reach
 
@@ -234,10 +244,10 @@ class Call:
         """Every token that an attend reads from the cache and that the page table has a column for: sequence and key, `[n]` each,
         in order."""
         capacity = self.page_table.shape[1] * self.cache.page_size
-        if self.options.mask is not None:
+        if self.needs_ranges:
             parts = [
                 (seq, low, min(high, capacity))
-                for seq, ranges in self.tree_needed.items()
+                for seq, ranges in self.needed_ranges.items()
                 for low, high in ranges
                 if low < capacity
             ]
@@ -251,16 +261,32 @@ class Call:
         seq = torch.repeat_interleave(torch.arange(len(counts), device="cpu"), counts)
         return seq, torch.arange(int(counts.sum()), device="cpu") - begin[seq] + first[seq]
 
+    @property
+    def needs_ranges(self) -> bool:
+        """Whether an attend may need any keys of a sequence, and not one range of them: with a tree mask or spans."""
+        return self.options.mask is not None or self.batch.spans is not None
+
     @cached_property
-    def tree_needed(self) -> dict[int, list[tuple[int, int]]]:
-        """With a tree mask: the keys of each sequence that an attend needs from the cache, as ranges in order."""
-        if self.options.mask is None:
+    def needed_ranges(self) -> dict[int, list[tuple[int, int]]]:
+        """With a tree mask or spans: the keys of each sequence that an attend needs from the cache, as ranges in order."""
+        if not self.needs_ranges:
             return {}
-        found = {seq: self._tree_needed(seq) for seq in self.taken.nonzero().flatten().tolist()}
+        needed = self._tree_needed if self.batch.spans is None else self._spans_needed
+        found = {seq: needed(seq) for seq in self.taken.nonzero().flatten().tolist()}
         if self.batch.shard is None:
             return found
         keys = {seq: [(self.keys_before(low), self.keys_before(high)) for low, high in ranges] for seq, ranges in found.items()}
         return {seq: [(low, high) for low, high in ranges if low < high] for seq, ranges in keys.items()}
+
+    def _spans_needed(self, seq: int) -> list[tuple[int, int]]:
+        """The positions that any query sees and that are in the cache: the union of the spans."""
+        stop = int(self.context[seq] if self.takes_new[seq] else self.kv_lens[seq])
+        spans = self.spans[int(self.q_starts[seq]) : int(self.q_starts[seq + 1])].clamp(0, stop)
+        begin, order = spans[:, 0][spans[:, 0] < spans[:, 1]].sort()
+        reached = spans[:, 1][spans[:, 0] < spans[:, 1]][order].cummax(0).values
+        apart = begin[1:] > reached[:-1]
+        first, last = torch.cat((begin[:1], begin[1:][apart])), torch.cat((reached[:-1][apart], reached[-1:]))
+        return list(zip(first.tolist(), last.tolist()))
 
     def _tree_needed(self, seq: int) -> list[tuple[int, int]]:
         """The positions of the context within the window of any query, and of the new tokens that any query sees."""

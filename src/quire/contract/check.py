@@ -28,7 +28,10 @@ _UNCOVERED = tuple(find for find in _STATIC if find not in fast.COVERED)
 _UNCOVERED_VALUES = tuple(find for rule in CONTRACT for find in rule.values if find not in validated.COVERED)
 """Checks that neither the fast static check nor the native validation covers: they run in every call."""
 
-_READ = ("page_table", "kv_lens", "q_starts", "slots", "positions", "mask", "causal", "k", "v", "new[0]", "new[1]", "copies")
+_READ = (
+    *("page_table", "kv_lens", "q_starts", "slots", "spans", "positions", "mask", "causal", "k", "v"),
+    *("new[0]", "new[1]", "copies"),
+)
 """The arguments whose values the value checks read."""
 
 

@@ -30,6 +30,7 @@ COVERED = frozenset(
         static.quantisation,
         static.own_memory,
         static.rotation,
+        static.spans,
     )
 )
 """The static checks that this module covers. All others run in every call."""
@@ -71,6 +72,8 @@ def is_certainly_legal(call: Call) -> bool:
         heads = q.size(1)
         if (q.size(2), heads % cache.kv_heads, heads > 0) != (cache.head_dim, 0, True):
             return False
+        if batch.spans is not None and not _spans_are_legal(batch.spans, q, options, device):
+            return False
         if options is not PLAIN and not _options_are_legal(q, options, seqs, device):
             return False
     if call.new is not None and not _new_is_legal(call, device):
@@ -86,6 +89,12 @@ def _options_are_legal(q: torch.Tensor, options: Options, seqs: int, device: tor
         if tensor.size(0) != sizes[axis] or tensor.device != device:
             return False
     return causal is True or causal is False or (causal.size(0) == seqs and causal.device == device)
+
+
+def _spans_are_legal(spans: torch.Tensor, q: torch.Tensor, options: Options, device: torch.device) -> bool:
+    if type(spans) is not _Tensor or (spans.layout, spans.device, spans.shape) != (_Strided, device, (q.size(0), 2)):
+        return False
+    return spans.dtype in _INDEX and options.causal is True and options.window is None and options.mask is None
 
 
 def _new_is_legal(call: Call, device: torch.device) -> bool:
@@ -205,7 +214,7 @@ def _results_are_legal(call: Call, device: torch.device) -> bool:
 def _read(call: Call) -> list[torch.Tensor]:
     """Every tensor that an attend or a step reads."""
     options, cache, batch = call.options, call.cache, call.batch
-    indices = (batch.page_table, batch.kv_lens, batch.q_starts, batch.given_slots, call.slots)
+    indices = (batch.page_table, batch.kv_lens, batch.q_starts, batch.given_slots, batch.spans, call.slots)
     features = (*(tensor for tensor, _ in options.first_axes), options.causal, options.q_scale, options.out_scale)
     if call.rope is not None:
         rope = call.rope

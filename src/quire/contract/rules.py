@@ -13,8 +13,8 @@ CONTRACT: tuple[Rule, ...] = (
         "dont-care",
         "A slot, page, table entry, scale or padding row that is not required never influences the output, even if it "
         "holds NaN, Inf, -1 or a stale id. Required are the slots that some query of the sequence can see; pages and "
-        "table entries wholly left of the window are not. Nothing of a sequence without new tokens is read, including its "
-        "page-table entries.",
+        "table entries wholly left of the window, or outside of all spans, are not. Nothing of a sequence without new tokens "
+        "is read, including its page-table entries.",
         binds="kernel",
         proof="tests/test_dont_care.py",
     ),
@@ -49,9 +49,9 @@ CONTRACT: tuple[Rule, ...] = (
         "lengths",
         "`q_starts` starts with 0, is non-decreasing, and its last entry is at most the number of rows of q. Later rows are "
         "padding: they are not read, and their output and slots are not written. `kv_lens` includes the new tokens, so "
-        "`q_len <= kv_len` for every sequence, except in a non-causal call in full form. A query that sees no key gives "
-        "zeros and an LSE of -inf, or of the sink. The length of a sequence without new tokens is not read. `max_q_len` "
-        "and `max_kv_len` are hints: one that is too low is reported and does not change the result.",
+        "`q_len <= kv_len` for every sequence, except in full form in a non-causal call or one with spans. A query that sees "
+        "no key gives zeros and an LSE of -inf, or of the sink. The length of a sequence without new tokens is not read. "
+        "`max_q_len` and `max_kv_len` are hints: one that is too low is reported and does not change the result.",
         binds="caller",
         values=(values.starts, values.lengths, values.hints),
     ),
@@ -152,5 +152,16 @@ CONTRACT: tuple[Rule, ...] = (
         static=(static.rotation,),
         values=(values.rope_positions,),
         proof="tests/test_rope.py",
+    ),
+    Rule(
+        "spans",
+        "With `Batch(spans=...)`, integers [tokens, 2], the token in row i of q sees the keys at positions [begin, end) of its "
+        "sequence, and none if begin >= end. They replace causality and window, so a call with spans has neither these options nor "
+        "`mask`. 0 <= begin and end <= kv_len for a token that sees keys; on a GPU spans are clipped to [0, kv_len). Spans of "
+        "padding rows may hold any value.",
+        binds="caller and kernel",
+        static=(static.spans,),
+        values=(values.spans,),
+        proof="tests/test_spans.py",
     ),
 )

@@ -67,6 +67,19 @@ def query_shapes(call: Call) -> Iterator[Violation]:
         yield Violation("shapes", "positions", describe(positions), f"[tokens] = {q.shape[0]}, as q has")
 
 
+def spans(call: Call) -> Iterator[Violation]:
+    """Spans have a row for each row of q, and no other option decides what a query sees."""
+    spans, options = call.batch.spans, call.options
+    if spans is None or call.q is None:
+        return
+    if call.q.dim() == 3 and spans.shape != (call.q.shape[0], 2):
+        yield Violation("spans", "spans", describe(spans), f"[tokens, 2] with tokens = {call.q.shape[0]}, as q has")
+    for name, default in (("causal", True), ("window", None), ("mask", None)):
+        value = getattr(options, name)
+        if value is not default:
+            yield Violation("spans", name, f"{describe(value)}, together with spans", f"{default}: spans say what each token sees")
+
+
 def key_value_shapes(call: Call) -> Iterator[Violation]:
     q_tokens = call.q.shape[0] if isinstance(call.q, torch.Tensor) and call.q.dim() == 3 else None
     if call.new is not None:

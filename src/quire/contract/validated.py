@@ -22,6 +22,7 @@ COVERED = frozenset(
     (
         values.starts,
         values.lengths,
+        values.spans,
         values.hints,
         values.table,
         values.slots,
@@ -89,11 +90,11 @@ def _key(call: Call) -> Any:
     if q is None:
         return facts
     facts = (*facts, call.new is None, call.context_from, call.only)
-    causal, mask, positions = options.causal, options.mask, options.positions
-    if mask is None and (causal is True or causal is False):
+    causal, mask, positions, spans = options.causal, options.mask, options.positions, call.batch.spans
+    if spans is mask is None and (causal is True or causal is False):
         return (*facts, options.window, causal)
     state: list[Any] = [*facts, options.window]
-    for value in (causal, mask, positions):
+    for value in (causal, mask, positions, spans):
         if isinstance(value, torch.Tensor):
             if value.is_inference():
                 return None
@@ -106,7 +107,8 @@ def _key(call: Call) -> Any:
 def _remember(batch: Batch, stamp: tuple[int, ...], key: Any, call: Call) -> None:
     """The stamp was taken before the values were read, so a concurrent change makes it outdated."""
     options = call.options
-    held = tuple(x for x in (options.causal, options.mask, options.positions) if isinstance(x, torch.Tensor))
+    read = (options.causal, options.mask, options.positions, batch.spans)
+    held = tuple(x for x in read if isinstance(x, torch.Tensor))
     memo = batch.validated
     calls = {} if memo is None or memo.stamp != stamp else memo.calls
     # One assignment of an object that is never modified: threads may share a batch.
@@ -151,7 +153,7 @@ def _native() -> Library | None:
 def _rules_hold(call: Call, whole: bool) -> bool:
     """The Python version of the native validation."""
     if whole:
-        checks = [values.starts, values.lengths, values.table, values.slots, values.scales]
+        checks = [values.starts, values.lengths, values.spans, values.table, values.slots, values.scales]
     else:
         checks = [values.scales] if call.k is None else [values.slots, values.scales]
     return not any(not violation.harmless for check in checks for violation in check(call))
@@ -160,7 +162,7 @@ def _rules_hold(call: Call, whole: bool) -> bool:
 def _packed(call: Call, whole: bool) -> bytes | None:
     """The call as `Check` of `call.h`; None if it cannot be expressed: the rules then decide."""
     cache, batch, q, options = call.cache, call.batch, call.q, call.options
-    causal, mask, positions = options.causal, options.mask, options.positions
+    causal, mask, positions, spans = options.causal, options.mask, options.positions, batch.spans
     left, right = options.sides
     holders: torch.Tensor | None = None
     slots = None
@@ -192,6 +194,7 @@ def _packed(call: Call, whole: bool) -> bytes | None:
         *((0, 0, causal) if isinstance(causal, bool) else (causal.data_ptr(), causal.stride(0), 0)),
         *(ABSENT if mask is None else (mask.data_ptr(), *mask.stride(), mask.shape[1])),
         *(ABSENT if positions is None else index(positions)),
+        *(ABSENT if spans is None or q is None else index(spans)),
         call.k is not None,
         *(ABSENT if slots is None else index(slots)),
         0 if holders is None else holders.data_ptr(),

@@ -48,6 +48,21 @@ def lengths(call: Call) -> Iterator[Violation]:
         yield Violation("lengths", "mask", f"[tokens, {mask.shape[1]}]", allowed, seq=i)
 
 
+def spans(call: Call) -> Iterator[Violation]:
+    """The keys that a token sees are keys of its sequence."""
+    if call.q is None or call.batch.spans is None or not call.lengths_hold:
+        return
+    begin, end = call.spans[: int(call.q_starts[-1])].unbind(1)
+    seq = call.sequence_of_rows(torch.arange(len(begin), device="cpu"))
+    bad = call.taken[seq] & (begin < end) & ((begin < 0) | (end > call.kv_lens[seq]))
+    for i in bad.nonzero().flatten().tolist():
+        kv_len, row = int(call.kv_lens[seq[i]]), call.spans[i]
+        allowed = f"[begin, end) within [0, {kv_len}), the keys of sequence {int(seq[i])}; begin >= end for none"
+        picture = row_picture(f"spans[{i}]", row, 0 if int(row[0]) < 0 else 1, f"kv_len {kv_len}")
+        given = f"[{int(row[0])}, {int(row[1])})"
+        yield Violation("spans", f"spans[{i}]", given, allowed, seq=int(seq[i]), token=i, picture=picture)
+
+
 def hints(call: Call) -> Iterator[Violation]:
     batch = call.batch
     kv_lens = torch.where(call.taken, call.kv_lens, 0)
@@ -93,7 +108,7 @@ def _needed_cells(call: Call) -> list[tuple[int, int]]:
     column = torch.arange(width, device="cpu")
     needed = torch.zeros(call.page_table.shape, dtype=torch.bool, device="cpu")
     if call.q is not None:
-        if call.options.mask is None:
+        if not call.needs_ranges:
             needed |= _columns(column, size, call.first_needed, call.end_needed)
         else:
             seq, key = call.needed

@@ -46,7 +46,7 @@ CATALOGUE: tuple[Kernel, ...] = (
         memory=("aligned",),
         head_dim=_HOPPER_HEAD,
         v_head_dim=_HOPPER_HEAD,
-        without=("mask", "batch_invariant", "shard"),
+        without=("mask", "batch_invariant", "shard", "spans"),
     ),
     Kernel(
         "gluon-mixed-bytes",
@@ -62,7 +62,7 @@ CATALOGUE: tuple[Kernel, ...] = (
         memory=("aligned",),
         head_dim=_HOPPER_HEAD,
         v_head_dim=_HOPPER_HEAD,
-        without=("mask", "batch_invariant", "context-form", "shard"),
+        without=("mask", "batch_invariant", "context-form", "shard", "spans"),
     ),
     Kernel(
         "triton-mixed",

@@ -22,10 +22,10 @@ def row_ranges(rows: int, chunks: int) -> list[slice]:
     return [slice(rows * i // chunks, rows * (i + 1) // chunks) for i in range(chunks)]
 
 
-def can_be_divided(options: Options) -> bool:
-    """Whether rows can be computed in separate calls: a query sees nothing after itself. A tree mask and a non-causal call refer to
-    all new tokens of a sequence."""
-    return options.causal is True and options.mask is None
+def can_be_divided(options: Options, batch: Batch) -> bool:
+    """Whether rows can be computed in separate calls: a query sees nothing after itself. A tree mask, spans and a non-causal call
+    refer to all new tokens of a sequence."""
+    return options.causal is True and options.mask is None and batch.spans is None
 
 
 def rows_of(batch: Batch, rows: slice) -> Batch:

@@ -316,7 +316,7 @@ class ContextParallel:
         if self.split_heads:
             self._agree(call)
             gathering = self._group.all_gather(q.contiguous())
-        ranges = row_ranges(q.shape[0], self.chunks if can_be_divided(call.options) else 1)
+        ranges = row_ranges(q.shape[0], self.chunks if can_be_divided(call.options, call.batch) else 1)
         error = None if before is None else _error_of(before)
         if gathering is not None:
             # Of all ranks, [ranks, tokens, heads, head_dim], as the heads of the group.

@@ -91,6 +91,8 @@ class Step:
         causal: bool | torch.Tensor = True,
         scales: tuple[float, float] = (1.0, 1.0),
         head_size: int = 32,
+        images: dict[int, list[tuple[int, int]]] | None = None,
+        clamps: bool = False,
         **features: Any,
     ):
         heads, kv_heads = 4, 2
@@ -102,7 +104,8 @@ class Step:
         self.pages = cache_tensor(layout, spec, stored)
         self.layer = layer_with_scales(*scales)
         self.impl = QuireImpl(heads, head_size, head_size**-0.5, kv_heads, kv_cache_dtype=cache_type, **features)
-        self.common = common_metadata(sequences, causal)
+        self.layer.mm_prefix_clamp_sliding_window = clamps
+        self.common = common_metadata(sequences, causal).replace(mm_req_doc_ranges=images)
         self.metadata = QuireBackend.get_builder_cls()(spec, ["layer"], VllmConfig(), torch.device("cpu")).build(0, self.common)
         self.q, self.k, self.v = torch.randn(sequences.tokens, heads + 2 * kv_heads, head_size, dtype=dtype).split(
             (heads, kv_heads, kv_heads), dim=1

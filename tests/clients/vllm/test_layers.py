@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 import torch
 from layers import FP8, PAGE_SIZE, Sequences, Step
+from vllm.config import VllmConfig
 from vllm.v1.attention.backends.utils import get_supported_kv_cache_layouts
-from vllm.v1.kv_cache_interface import KVCacheLayout
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheLayout
 
 from quire.conformance.oracle.budget import truth
+from quire.integrations.engines import EngineError
 from quire.integrations.vllm.backend import QuireBackend, QuireInPlaceOfCpuAttn
 from quire.integrations.vllm.cache_view import PER_TENSOR, PER_TOKEN_HEAD, cache_view
 
@@ -115,6 +117,61 @@ def test_layouts_on_a_cpu() -> None:
     step = Step(first)
     k = step.impl.cache_of(step.layer, step.pages).k
     assert k.stride(2) == step.impl.head_size, "rows of keys follow each other"
+IMAGES = {0: [(2, 5)], 1: [(1, 9), (11, 11), (13, 40)]}
+"""Of sequences of 7 and 20 tokens: the last one is longer than the tokens so far, one has a single token."""
+
+
+def mask_of(step: Step, window: int | None, lookback: int, clamps: bool) -> torch.Tensor:
+    """Which new token sees which, by vLLM's definition in `compute_kv_seq_mask`; all tokens are new."""
+    lens = step.common.seq_lens.tolist()
+    mask = torch.zeros(sum(lens), max(lens), dtype=torch.bool)
+    for seq, length in enumerate(lens):
+        q, k = torch.arange(length)[:, None], torch.arange(length)
+        near = torch.ones(length, length, dtype=torch.bool) if window is None else q - k < window
+        seen = (k <= q) & near
+        if window is not None and lookback >= 0:
+            size = window // (lookback + 1)
+            seen = (k <= q) & (q // size - k // size <= lookback)
+        for first, last in (step.common.mm_req_doc_ranges or {}).get(seq, []):
+            both = (q >= first) & (q <= last) & (k >= first) & (k <= last) & (first < last)
+            seen |= both & near if clamps else both
+        mask[sum(lens[:seq]) : sum(lens[: seq + 1]), :length] = seen
+    return mask
+
+
+@pytest.mark.parametrize("images", [IMAGES, None], ids=["images", "no images"])
+@pytest.mark.parametrize(
+    "window, lookback, clamps", [(None, -1, False), (4, -1, False), (4, -1, True), (6, 1, False), (5, 0, True)]
+)
+def test_images_and_chunks(window: int | None, lookback: int, clamps: bool, images: Any) -> None:
+    how = {} if window is None else {"sliding_window": window, "chunk_lookback": lookback}
+    step = Step(sequences=ALL_NEW, images=images, clamps=clamps, **how)
+    out = step.run()
+    call = step.call()
+    call.mask, call.window = mask_of(step, window, lookback, clamps), (None, None)
+    right = truth(call)
+    assert bool(((out.double() - right.outcome.out.double()).abs() <= right.budget).all())
+
+
+def test_an_image_in_a_later_step() -> None:
+    """A prompt in two steps, divided after an image, gives what it gives in one."""
+    whole = Step(sequences=Sequences((20,), (20,)), images={0: [(1, 9), (13, 40)]}, sliding_window=4)
+    expected = whole.run()
+    builder = QuireBackend.get_builder_cls()
+    later = whole.common.replace(
+        query_start_loc=torch.tensor([0, 8], dtype=torch.int32), num_actual_tokens=8, slot_mapping=whole.common.slot_mapping[12:],
+        max_query_len=8,
+    )  # fmt: skip
+    spec = FullAttentionSpec(PAGE_SIZE, num_kv_heads=2, head_size=32, dtype=torch.float32)
+    metadata = builder(spec, ["layer"], VllmConfig(), torch.device("cpu")).build(0, later)
+    out = torch.full_like(whole.q[12:], float("nan"))
+    whole.impl.forward(whole.layer, whole.q[12:], whole.k[12:], whole.v[12:], whole.pages, metadata, out)
+    torch.testing.assert_close(out, expected[12:], rtol=1e-5, atol=1e-6)
+
+
+def test_images_that_are_not_causal_are_refused() -> None:
+    with pytest.raises(EngineError, match="causal: got a step that is not causal"):
+        Step(sequences=ALL_NEW, images=IMAGES, causal=False).run()
 
 
 def test_scales_of_each_head() -> None:

@@ -61,7 +61,6 @@ def test_kinds_of_attention(kind: AttentionType) -> None:
     [
         ({"use_mla": True}, "MLA not supported"),
         ({"use_sparse": True}, "sparse not supported"),
-        ({"use_mm_prefix": True}, "partial multimodal token full attention not supported"),
         ({"use_rswa": True}, "R-SWA not supported"),
         ({"use_pcp": True}, "PCP not supported"),
         ({"kv_cache_dtype": "int4_per_token_head"}, "kv_cache_dtype not supported"),
@@ -72,6 +71,10 @@ def test_kinds_of_attention(kind: AttentionType) -> None:
 )
 def test_what_quire_lacks_is_refused(changes: dict[str, Any], reason: str) -> None:
     assert reasons(**changes) == [reason]
+
+
+def test_images_seen_both_ways() -> None:
+    assert reasons(use_mm_prefix=True) == []
 
 
 def test_old_gpus_are_refused() -> None:
@@ -95,7 +98,7 @@ def layer(**changes: Any) -> QuireImpl:
     [
         ({"kv_cache_dtype": "nvfp4"}, r"--kv-cache-dtype: got nvfp4; Quire supports auto, "),
         ({"head_size": 576}, "head size: got 576; Quire supports 1 to 512"),
-        ({"chunk_lookback": 1}, "chunk_lookback"),
+        ({"chunk_lookback": 4, "sliding_window": 4}, "chunk_lookback: got 4 with a window of 4"),
         ({"some_new_argument": 1}, "some_new_argument, given for the layer: not supported by Quire"),
         ({"num_kv_heads": 3}, "got 4 over 3 KV heads"),
         ({"sinks": torch.zeros(3)}, r"sinks: got \[3\]; allowed is one for each of 4 heads"),
@@ -115,15 +118,11 @@ def configuration(**changes: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"is_mm_prefix_lm": True}, "mm_prefix"),
-        ({"rswa_window": 4}, "R-SWA"),
-        ({"connector": object()}, "a KV connector .* on a CPU"),
-    ],
+    ("changes", "message"), [({"rswa_window": 4}, "R-SWA"), ({"connector": object()}, "a KV connector .* on a CPU")]
 )
 def test_a_model_that_quire_lacks_is_refused(changes: dict[str, Any], message: str) -> None:
     refuse_model(configuration())
+    refuse_model(configuration(is_mm_prefix_lm=True))
     with pytest.raises(EngineError, match=message):
         refuse_model(configuration(**changes))
 
@@ -155,6 +154,6 @@ def test_a_step_that_would_be_ignored_is_refused() -> None:
     step = Step()
     builder = QuireBackend.get_builder_cls()
     made = builder(FullAttentionSpec(16, num_kv_heads=2, head_size=32, dtype=torch.float32), [], VllmConfig(), torch.device("cpu"))
-    with pytest.raises(EngineError, match="mm_req_doc_ranges"):
-        made.build(0, step.common.replace(mm_req_doc_ranges={0: [(0, 3)]}))
+    with pytest.raises(EngineError, match="rswa_prefix_lens"):
+        made.build(0, step.common.replace(rswa_prefix_lens=torch.tensor([3])))
     assert Settings() == step.impl.settings

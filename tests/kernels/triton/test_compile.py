@@ -104,6 +104,8 @@ FEATURES: dict[str, dict[str, Any]] = {
     "far-pages": {"out_dtype": "e4m3fnuz", "problem": {"out_scale": "number", "far": True}},
     "batch-invariant": {"problem": {"batch_invariant": True}, "head_dim": 80, "page_size": 33},
     "large-group": {"q_heads": 160, "kv_heads": 2, **FP32},
+    "spans": {"problem": {"spans": "int64", "alibi": True}},
+    "new-spans": {"new": True, "problem": {"spans": "int32", "shard": True}},
 }
 FEATURED = {
     f"mixed-small-{name}": KernelSample("mixed", **{"head_dim": 64, **given}, small=True) for name, given in FEATURES.items()

@@ -50,6 +50,7 @@ class Layer:
     lse: bool = False
     mask: bool = False
     rope: bool = False
+    spans: bool = False
     options: dict[str, Any] = field(default_factory=dict)
 
 
@@ -63,6 +64,7 @@ LAYERS = {
     "window": Layer(options={"window": 1024}),
     "context form": Layer(context=True),
     "tree mask": Layer(mask=True),
+    "spans": Layer(spans=True),
     "batch-invariant": Layer(options={"batch_invariant": True}),
     "rope": Layer(rope=True),
 }
@@ -117,7 +119,10 @@ class Draws:
         if self.one_in(8):
             starts = nothing(2 * seqs + 2, dtype=self.index)[::2]
         hint, kv_hint = chance.choice((None, 1, most, tokens)), chance.choice((None, 1, width * self.layer.page_size))
-        return tokens, Batch(table, lens, starts, max_q_len=hint, max_kv_len=kv_hint)
+        spans = None
+        if self.layer.spans:
+            spans = nothing(tokens, 2, dtype=self.index) if not self.one_in(4) else nothing(2, tokens, dtype=self.index).T
+        return tokens, Batch(table, lens, starts, max_q_len=hint, max_kv_len=kv_hint, spans=spans)
 
     def rows(self, tokens: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Queries, keys and values: views of a fused projection, tensors of their own, or what no vector load can read."""

@@ -146,7 +146,7 @@ def _alone(call: KernelCall, case: Case) -> KernelCall:
     first, last = (int(call.q_starts[n]) for n in (i, i + 1))
     alone = case.replace(q_lens=case.q_lens[i : i + 1], kv_lens=case.kv_lens[i : i + 1], only=-1)
     max_q_len, max_kv_len = _hints(alone)
-    per_token = {name: getattr(call, name) for name in ("q", "new_k", "new_v", "mask", "positions")}
+    per_token = {name: getattr(call, name) for name in ("q", "new_k", "new_v", "mask", "positions", "spans")}
     of_sequence = {name: value[first:last] for name, value in per_token.items() if value is not None}
     if isinstance(call.causal, torch.Tensor):
         of_sequence["causal"] = call.causal[i : i + 1]
@@ -204,6 +204,9 @@ def visibility(options: dict[str, Any], start: int, q_len: int, kv_len: int, seq
     visible = torch.ones(q_len, kv_len, dtype=torch.bool)
     if isinstance(mask, torch.Tensor):
         visible[:, context:] = mask[start : start + q_len, :q_len]
+    elif "spans" in options:
+        for row, (begin, end) in zip(visible, options["spans"][start : start + q_len].tolist()):
+            row[:] = (k_pos >= begin) & (k_pos < end)
     elif bool(causal[seq]) if isinstance(causal, torch.Tensor) else causal:
         visible &= distances >= 0
     if left is not None:
@@ -241,7 +244,33 @@ def _options(case: Case, starts: Sequence[int], tokens: int) -> dict[str, Any]:
         given["mask"], positions = _tree(case, starts, tokens)
         if case.window != (None, None) or case.alibi:
             given["positions"] = positions
+    if case.spans != "none":
+        given["spans"] = _strided(case, _spans(case, tokens), 1, "cpu")
     return given
+
+
+def _spans(case: Case, tokens: int) -> torch.Tensor:
+    """The spans of all tokens, [tokens, 2]; padding rows have spans outside of every sequence."""
+    g = generator(case, "spans")
+    spans = torch.tensor([[-9, 10**6]]).repeat(tokens, 1)
+    row = 0
+    for q_len, kv_len in zip(case.q_lens, case.kv_lens):
+        first, end = 0, 0  # the image of the token
+        for at in range(kv_len - q_len, kv_len):
+            draw = torch.randint(0, kv_len + 1, (2,), generator=g).tolist()
+            if case.spans == "images" and at >= end and int(torch.randint(0, 4, (1,), generator=g)) == 0:
+                first, end = at, min(kv_len, at + int(torch.randint(2, 12, (1,), generator=g)))
+            spans[row] = torch.tensor(
+                {
+                    "causal": (0, at + 1),
+                    "prefix": (0, max(at + 1, kv_len // 3)),
+                    "chunks": (max(at // 24 * 24, 0), at + 1),
+                    "images": (max(at - 8, 0), at + 1) if at >= end else (min(first, max(at - 8, 0)), end),
+                    "any": draw,
+                }[case.spans]
+            )
+            row += 1
+    return spans.to(getattr(torch, case.index[1]))
 
 
 def _tree(case: Case, starts: Sequence[int], tokens: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -61,6 +61,8 @@ class KernelCall:
     shard: tuple[int, int, int] | None = None
     """(rank, ranks, interleave): the cache holds the keys whose position p has p // interleave % ranks == rank, and the page table
     their pages. Lengths count all keys; new tokens of other ranks are not visible."""
+    spans: torch.Tensor | None = None
+    """[tokens, 2]: each new token sees the keys [begin, end) of its sequence and no others; causality has no effect."""
     max_q_len: int | None = None
     max_kv_len: int | None = None
     fill_byte: int = 0xCB
@@ -117,7 +119,7 @@ class KernelCall:
 
     def batch(self) -> Batch:
         index = self.page_table, self.kv_lens, self.q_starts
-        return Batch(*index, max_q_len=self.max_q_len, max_kv_len=self.max_kv_len, shard=self.shard)
+        return Batch(*index, max_q_len=self.max_q_len, max_kv_len=self.max_kv_len, shard=self.shard, spans=self.spans)
 
     def options(self) -> Options:
         given = {name: getattr(self, name) for name in OPTIONS}
@@ -136,7 +138,7 @@ class KernelCall:
 
     def inputs(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Every tensor that a kernel reads."""
-        names = ("q", "k_pages", "v_pages", "page_table", "kv_lens", "q_starts", "k_scale", "v_scale", "new_k", "new_v")
+        names = ("q", "k_pages", "v_pages", "page_table", "kv_lens", "q_starts", "k_scale", "v_scale", "new_k", "new_v", "spans")
         for name in (*names, "causal", *TENSORS):
             value = getattr(self, name)
             if isinstance(value, torch.Tensor):
@@ -179,6 +181,7 @@ OPTIONAL_ARGUMENTS = (
     "new_k",
     "new_v",
     "shard",
+    "spans",
 )
 
 

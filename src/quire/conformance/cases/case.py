@@ -60,6 +60,9 @@ class Case:
     scale: float | None = None
     shard: tuple[int, ...] = (0, 1, 1)
     """rank, ranks, interleave: the cache holds the keys whose position p has p // interleave % ranks == rank."""
+    spans: str = "none"
+    """The interval of keys that each new token sees: none; causal; prefix, of which all tokens see the first third of the keys;
+    chunks of 24 keys; images, some runs of tokens that see all of their run and 8 keys before each token; or any, some empty."""
     padding: int = 0
     """Rows of q after the last sequence."""
     data: str = "random"
@@ -149,6 +152,7 @@ class Case:
             window=self.window,
             lse=self.lse,
             shard=self.shard[1] > 1,
+            spans="none" if self.spans == "none" else self.index[1],
             **features,
         )
 
@@ -189,6 +193,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "index": ("int32", "int64"),
     "form": ("full", "context"),
     "causal": ("yes", "no", "mixed"),
+    "spans": ("none", "causal", "prefix", "chunks", "images", "any"),
     "data": ("random", "needle", "weak", "even", "wide", "extreme"),
     "table": ("shuffled", "shared", "partly", "identity", "high", "far", "very-far"),
     "poison": ("nan", "inf", "zero", "decoy", "decoy2", "large"),

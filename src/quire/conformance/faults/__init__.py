@@ -16,6 +16,7 @@ from quire.conformance.faults.precision import PRECISION
 from quire.conformance.faults.scale import SCALE
 from quire.conformance.faults.shard import SHARD
 from quire.conformance.faults.softmax import SOFTMAX
+from quire.conformance.faults.spans import SPANS
 from quire.conformance.faults.stored import STORED
 
 CATALOGUE: tuple[Fault, ...] = (
@@ -25,6 +26,7 @@ CATALOGUE: tuple[Fault, ...] = (
     *FORMS,
     *SCALE,
     *MASK,
+    *SPANS,
     *KEYS,
     *SHARD,
     *BIAS,

@@ -63,11 +63,11 @@ def _causal_by_tile(tile: int) -> Stages:
 
 
 def _is_causal(call: KernelCall) -> bool:
-    return call.causal is True and call.mask is None
+    return call.causal is True and call.mask is call.spans is None
 
 
 def _has_causal(call: KernelCall) -> bool:
-    return call.mask is None and (bool(call.causal.any()) if isinstance(call.causal, torch.Tensor) else call.causal)
+    return call.mask is call.spans is None and (bool(call.causal.any()) if isinstance(call.causal, torch.Tensor) else call.causal)
 
 
 def _ahead(by: int) -> Stages:

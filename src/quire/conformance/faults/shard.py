@@ -37,7 +37,7 @@ def _key_positions(change: Callable[[KernelCall, torch.Tensor], torch.Tensor]) -
 def _uses_positions(call: KernelCall) -> bool:
     """Whether the positions of keys matter: to ALiBi, to a window, or to the causality of several queries."""
     matters = call.alibi is not None or call.window != (None, None)
-    return call.shard is not None and (matters or (call.mask is None and bool((call.q_starts.diff() > 1).any())))
+    return call.shard is not None and (matters or (call.mask is call.spans is None and bool((call.q_starts.diff() > 1).any())))
 
 
 def _fewer_keys() -> Stages:

@@ -8,7 +8,7 @@
     gather      keys and values of a sequence: from the cache, and new ones that are passed as arguments
     kv_head     the kv head of each query head
     score       logits: q·k, scale, softcap
-    visibility  visibility mask, bool [queries, keys]: causality or tree mask, window, and the shard
+    visibility  visibility mask, bool [queries, keys]: causality, tree mask or spans, window, and the shard
     bias        added to the logits: ALiBi
     softmax     weights with the sink, times the values; the LSE
     store       the results of a sequence to the rows of the output
@@ -256,14 +256,18 @@ def visibility(w: Work, sequence: BatchSequence, keys: int) -> torch.Tensor:
 def visible_at(
     w: Work, sequence: BatchSequence, distances: torch.Tensor, window: tuple[int | None, int | None], ahead: int = 0
 ) -> torch.Tensor:
-    """Visibility from causality (or the tree mask) and the window, given the distances q_pos - k_pos. Only faults use `ahead`: a
-    causal query then sees that many later keys."""
+    """Visibility from causality (or the tree mask, or spans) and the window, given the distances q_pos - k_pos. Only faults use
+    `ahead`: a causal query then sees that many later keys."""
     left, right = window
     visible = torch.ones(distances.shape, dtype=torch.bool)
     if w.call.mask is not None:
         visible[:, sequence.context :] = w.call.mask[
             sequence.first : sequence.first + sequence.q_len, : distances.shape[1] - sequence.context
         ].cpu()
+    elif w.call.spans is not None:
+        begin, end = w.call.spans[sequence.first : sequence.first + sequence.q_len].cpu().long().T[:, :, None]
+        keys = torch.arange(distances.shape[1])
+        visible = (begin <= keys) & (keys < end)
     elif is_causal(w, sequence):
         visible &= distances >= -ahead
     if left is not None:

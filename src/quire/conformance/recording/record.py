@@ -262,7 +262,7 @@ def _load(number: int, metadata: dict[str, Any], tensors: dict[str, torch.Tensor
         batch=Batch(
             own["page_table"], own["kv_lens"], own["q_starts"],
             slots=own.get("slots"), max_q_len=metadata["max_q_len"], max_kv_len=metadata["max_kv_len"],
-            shard=metadata.get("shard"),
+            shard=metadata.get("shard"), spans=own.get("spans"),
         ),
         q=own["q"],
         options=Options(**given) if given else PLAIN,
@@ -299,6 +299,7 @@ def _tensors(call: Call, ids: torch.Tensor, table: torch.Tensor) -> dict[str, to
         "kv_lens": batch.kv_lens,
         "q_starts": batch.q_starts,
         "slots": batch.given_slots,
+        "spans": batch.spans,
         "new_k": new_k,
         "new_v": new_v,
         **{name: getattr(call.options, name) for name in OPTIONS},

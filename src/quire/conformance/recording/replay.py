@@ -140,6 +140,7 @@ def call_of(recorded: Recorded, with_lse: bool) -> KernelCall:
         max_q_len=recorded.batch.max_q_len,
         max_kv_len=recorded.batch.max_kv_len,
         shard=recorded.batch.shard,
+        spans=recorded.batch.spans,
     ).take_checksums()
 
 

@@ -22,6 +22,7 @@ from quire.integrations.vllm.cache_view import PER_TENSOR, cache_view, layer_sca
 from quire.integrations.vllm.context_parallel import attend_sharded, sharded_options
 from quire.integrations.vllm.metadata import QuireMetadata
 from quire.integrations.vllm.settings import Settings
+from quire.integrations.vllm.spans import LayerView
 from quire.integrations.vllm.unsupported import refuse_layer
 from quire.options import Options
 from quire.write import write
@@ -57,6 +58,7 @@ class QuireImpl(AttentionImpl[QuireMetadata]):
         device = torch.get_default_device()
         self.alibi_slopes = None if alibi_slopes is None else torch.tensor(alibi_slopes, dtype=torch.float32, device=device)
         self.sliding_window, self.sinks = sliding_window, sinks
+        self.chunk_lookback = extra.pop("chunk_lookback", -1)
         # vLLM writes no cap as None or 0.
         self.logits_soft_cap = logits_soft_cap or None
         self.is_encoder, self.is_cross = attn_type in ENCODERS, attn_type == AttentionType.ENCODER_DECODER
@@ -98,14 +100,15 @@ class QuireImpl(AttentionImpl[QuireMetadata]):
                 attend(q, cache, attn_metadata.batch, self.options_of(layer, attn_metadata, q, output_scale), out=out)
                 return output
             with self.watch():
-                options = self.options_of(layer, attn_metadata, q, output_scale)
+                batch = attn_metadata.batch if self.is_encoder or self.is_cross else attn_metadata.batch_for(self.view_of(layer))
+                options = self.options_of(layer, attn_metadata, q, output_scale, batch.spans is not None)
                 if self.is_encoder:
                     new = (key[:tokens], value[:tokens])
                     attend(q, self.encoder_cache(key, value), attn_metadata.batch, options, new=new, out=out)
                 elif self.dcp_world_size > 1:
-                    attend_sharded(q, self.cache_of(layer, kv_cache), attn_metadata.batch, options, out)
+                    attend_sharded(q, self.cache_of(layer, kv_cache), batch, options, out)
                 else:
-                    attend(q, self.cache_of(layer, kv_cache), attn_metadata.batch, options, out=out)
+                    attend(q, self.cache_of(layer, kv_cache), batch, options, out=out)
         except QuireError as error:
             raise located(error, layer, "attention") from error
         return output
@@ -155,15 +158,23 @@ class QuireImpl(AttentionImpl[QuireMetadata]):
             self._cache = KVCache.wrap(k, v, layout="nhd")
         return self._cache
 
-    def options_of(self, layer: Any, metadata: QuireMetadata, q: torch.Tensor, output_scale: torch.Tensor | None) -> Options:
-        """The options of a call: those of the layer, and what depends on the step. Made once for each combination."""
+    def view_of(self, layer: Any) -> LayerView:
+        """What the layer's queries see. As in vLLM, chunks without a window are none."""
+        lookback = -1 if self.sliding_window is None else self.chunk_lookback
+        return LayerView(self.sliding_window, lookback, getattr(layer, "mm_prefix_clamp_sliding_window", False))
+
+    def options_of(
+        self, layer: Any, metadata: QuireMetadata, q: torch.Tensor, output_scale: torch.Tensor | None, spans: bool = False
+    ) -> Options:
+        """The options of a call: those of the layer, and what depends on the step. Made once for each combination. Spans
+        replace the window."""
         causal, quantised = metadata.causal, q.dtype.itemsize == 1
-        key = (id(causal), id(output_scale), quantised)
+        key = (id(causal), id(output_scale), quantised, spans)
         known = self._options.get(key)
         if known is not None:
             return known[0]
         options = Options(
-            window=self.sliding_window,
+            window=None if spans else self.sliding_window,
             softcap=self.logits_soft_cap,
             alibi=self.alibi_slopes,
             sinks=self.sinks,

@@ -3,7 +3,7 @@ CUDA graph sees the lengths and pages of later steps."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
@@ -14,6 +14,7 @@ from vllm.v1.kv_cache_interface import AttentionSpec, CrossAttentionSpec, Encode
 
 from quire.batch import Batch
 from quire.integrations.engines import EngineError
+from quire.integrations.vllm.spans import LayerView, image_ranges, spans_of
 
 
 @dataclass
@@ -28,6 +29,21 @@ class QuireMetadata(AttentionMetadata):
     """The slot of each new token; vLLM's cross attention replaces it by the slots of the encoder's tokens."""
     causal: bool | torch.Tensor = True
     """Whether queries see only earlier keys; a bool tensor decides for each sequence."""
+    images: torch.Tensor | None = None
+    """The images of the sequences, whose tokens see each other: `image_ranges`."""
+    _seen: dict[tuple[LayerView, bool], Batch] = field(default_factory=dict)
+
+    def batch_for(self, view: LayerView) -> Batch:
+        """The batch for layers of which each query sees this: with spans if causality and a window do not say it."""
+        if self.images is None and view.lookback < 0:
+            return self.batch
+        if self.causal is not True:
+            raise EngineError("causal: got a step that is not causal, with images or chunks; Quire supports only causal ones")
+        # Spans that are computed during a capture belong to the graph.
+        key = (view, self.batch.device.type == "cuda" and torch.cuda.is_current_stream_capturing())
+        if key not in self._seen:
+            self._seen[key] = self.batch.with_spans(spans_of(self.batch, self.num_actual_tokens, self.images, view))
+        return self._seen[key]
 
 
 class QuireMetadataBuilder(AttentionMetadataBuilder[QuireMetadata]):
@@ -47,8 +63,11 @@ class QuireMetadataBuilder(AttentionMetadataBuilder[QuireMetadata]):
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: VllmConfig, kv_cache_spec: KVCacheSpec) -> AttentionCGSupport:
-        """Every batch, except for cross attention: prompts of several tokens get tensors of their own there."""
-        if isinstance(kv_cache_spec, CrossAttentionSpec):
+        """Every batch, except for cross attention, where prompts of several tokens get tensors of their own, and for models with
+        images whose tokens see each other: a step without images is captured, and with one new token of each sequence they make
+        no difference."""
+        model = vllm_config.model_config
+        if isinstance(kv_cache_spec, CrossAttentionSpec) or (model is not None and model.is_mm_prefix_lm):
             return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
         return cls._cudagraph_support
 
@@ -74,14 +93,15 @@ class QuireMetadataBuilder(AttentionMetadataBuilder[QuireMetadata]):
                 max_kv_len=common.max_seq_len,
                 **extra,
             )
-        return QuireMetadata(batch, common.num_actual_tokens, common.slot_mapping, common.causal)
+        images = None if self.is_cross or self.is_encoder else image_ranges(common)
+        return QuireMetadata(batch, common.num_actual_tokens, common.slot_mapping, common.causal, images)
 
     def update_block_table(self, metadata: QuireMetadata, blk_table: torch.Tensor, slot_mapping: torch.Tensor) -> QuireMetadata:
         """The metadata of another cache group, which differs in its pages."""
         old = metadata.batch
         extra: dict[str, Any] = {} if self.shard is None else {"shard": self.shard}
         batch = Batch(blk_table, old.kv_lens, old.q_starts, max_q_len=old.max_q_len, max_kv_len=old.max_kv_len, **extra)
-        return QuireMetadata(batch, metadata.num_actual_tokens, slot_mapping, metadata.causal)
+        return QuireMetadata(batch, metadata.num_actual_tokens, slot_mapping, metadata.causal, metadata.images)
 
     def update_draft_decode_metadata(self, metadata: QuireMetadata) -> None:
         """Nothing to do: the batch aliases the buffers that vLLM updates."""
@@ -90,9 +110,8 @@ class QuireMetadataBuilder(AttentionMetadataBuilder[QuireMetadata]):
 def refuse_unsupported(common: CommonAttentionMetadata) -> None:
     """Raises if a step asks for something that would be ignored otherwise. vLLM's validation and the layer's constructor refuse
     these when the engine starts."""
-    for name in ("mm_req_doc_ranges", "rswa_prefix_lens"):
-        if getattr(common, name) is not None:
-            raise EngineError(f"{name}: got a value; Quire supports only None (start vLLM with another attention backend)")
+    if common.rswa_prefix_lens is not None:
+        raise EngineError("rswa_prefix_lens: got a value; Quire supports only None (start vLLM with another attention backend)")
 
 
 def cross_batch(common: CommonAttentionMetadata) -> Batch:

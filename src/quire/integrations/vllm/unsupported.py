@@ -25,8 +25,9 @@ def refuse_layer(impl: Any, extra: dict[str, Any], config: Any) -> None:
     Raises:
         EngineError: It names what was given and what is allowed.
     """
-    if extra.pop("chunk_lookback", -1) != -1:
-        raise EngineError(f"chunked attention with lookback (chunk_lookback): {ELSEWHERE}")
+    if impl.sliding_window is not None and impl.chunk_lookback >= impl.sliding_window:
+        given = f"{impl.chunk_lookback} with a window of {impl.sliding_window}"
+        raise EngineError(f"chunk_lookback: got {given}; allowed is less than the window, of which a chunk is a part")
     if extra:
         raise EngineError(f"{', '.join(sorted(extra))}, given for the layer: {ELSEWHERE}")
     if impl.kv_cache_dtype not in CACHE_TYPES:
@@ -46,8 +47,6 @@ def refuse_layer(impl: Any, extra: dict[str, Any], config: Any) -> None:
 def refuse_model(config: Any) -> None:
     """Raises if the model or its distribution needs something that Quire does not have."""
     model = config.model_config
-    if model is not None and model.is_mm_prefix_lm:
-        raise EngineError(f"bidirectional attention among the tokens of an image (mm_prefix): {ELSEWHERE}")
     if model is not None and model.rswa_window is not None:
         raise EngineError(f"reference sliding window attention (R-SWA): {ELSEWHERE}")
     if config.kv_transfer_config is not None and current_platform.is_cpu():

@@ -64,6 +64,7 @@ def launch(
             *((0, 0, causal) if isinstance(causal, bool) else (causal.data_ptr(), causal.stride(0), 0)),
             *(ABSENT if mask is None else (mask.data_ptr(), *mask.stride(), mask.shape[1])),
             *(ABSENT if positions is None else index(positions)),
+            *(ABSENT if batch.spans is None else index(batch.spans)),
             context_from,
             *only,
             zero_padding,

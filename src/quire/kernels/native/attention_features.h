@@ -1,4 +1,4 @@
-// The attention features as hooks that the kernels call: causality, window and tree mask (`visible_range`, `is_visible`), softcap
+// The attention features as hooks that the kernels call: causality, window, spans and tree mask (`visible_range`, `is_visible`), softcap
 // (`Logits`), ALiBi (`alibi_penalty`), sinks (`add_sink`). Kernels number the keys that are in the cache; with a shard, the position
 // of a key is another number (`Shard` of call.h).
 #pragma once
@@ -39,6 +39,11 @@ static INLINE VisibleRange visible_range(const Attend& call, const Sequence& s, 
     if (s.tree) {
         if (call.positions.data) visible.at = call.positions.at(s.token + token);
         visible.high = shard.count(visible.high);
+        return visible;
+    }
+    if (call.spans.data) {
+        Range seen = span_of(call.spans, s.token + token, s.kv_len);
+        visible.low = shard.count(seen.low), visible.high = shard.count(seen.high);
         return visible;
     }
     int64_t right = s.causal ? 0 : call.right;

@@ -81,6 +81,7 @@ struct Batch {
 // A sequence whose output is NaN has q_len 0 here: there is nothing to compute.
 struct Lengths {
     int64_t begin, q_len, kv_len;
+    bool has_gaps = false;  // whether no query sees some key between the first and the last that the sequence needs
 };
 
 struct Attend {
@@ -98,6 +99,7 @@ struct Attend {
     const uint8_t* mask;
     int64_t mask_token, mask_column, mask_width;
     Index positions;  // data is null if they follow from the lengths
+    Index spans;      // the keys [begin, end) that each new token sees; data is null without spans
     int64_t context_from, only_low, only_high, zero_padding, invariant;
     int64_t threads, level;
     Cache cache;
@@ -111,6 +113,12 @@ struct Attend {
 struct Range {
     int64_t low, high;
 };
+
+// The positions that a new token with a span sees; none if low >= high.
+INLINE Range span_of(const Index& spans, int64_t token, int64_t kv_len) {
+    int64_t low = spans.at(token, 0), high = spans.at(token, 1);
+    return {low < 0 ? 0 : low, high > kv_len ? kv_len : high};
+}
 
 // The positions of the context that a query of a tree at the given position sees; none if low >= high.
 INLINE Range context_seen(const Attend& call, int64_t at, int64_t context) {
@@ -169,6 +177,7 @@ struct Check {
     const uint8_t* mask;
     int64_t mask_token, mask_column, mask_width;
     Index positions;
+    Index spans;
     int64_t writes;
     Index slots;             // data is null if they follow from the table
     const int32_t* holders;  // how many sequences hold each page; null if unknown

@@ -26,14 +26,14 @@ NO_SHARD: Words = (0, 1, 1)
 """One rank, which holds every key."""
 
 _ARRAYS, _INDEX, _BATCH, _PAGES = 4 * 5, 4, 3 * 4 + 2 + 3, 15
-ATTEND = struct.Struct(f"{_ARRAYS}q 5q {_BATCH}q 3d 11q {_INDEX}q 7q")
+ATTEND = struct.Struct(f"{_ARRAYS}q 5q {_BATCH}q 3d 11q {2 * _INDEX}q 7q")
 """The fields of `Attend` before its cache."""
 WRITE = struct.Struct(f"10q {_BATCH}q {_INDEX}q 3q")
 """The fields of `Write` before its cache."""
 ROPE = struct.Struct("6q 4q q 10q q 4q d 2q")
 """The fields of `Rope`, which a `RopeWrite` begins with."""
 CACHE = struct.Struct(f"{2 * _PAGES}q 3q")
-CHECK = struct.Struct(f"{_BATCH}q 11q 3q 4q {_INDEX}q q {_INDEX}q q 12q 2q")
+CHECK = struct.Struct(f"{_BATCH}q 11q 3q 4q {2 * _INDEX}q q {_INDEX}q q 12q 2q")
 SIZES = {"attend": ATTEND.size + CACHE.size, "write": WRITE.size + CACHE.size, "check": CHECK.size}
 SIZES["rope_write"] = ROPE.size + SIZES["write"]
 """Bytes of each structure. The library reports its own sizes, and `Library` compares them."""
@@ -54,8 +54,8 @@ def array(tensor: torch.Tensor) -> Words:
 
 
 def index(tensor: torch.Tensor) -> Words:
-    """An int32 or int64 tensor of one axis."""
-    return tensor.data_ptr(), tensor.stride(0), 0, tensor.dtype is torch.int64
+    """An int32 or int64 tensor of one axis or two."""
+    return tensor.data_ptr(), tensor.stride(0), tensor.stride(1) if tensor.dim() > 1 else 0, tensor.dtype is torch.int64
 
 
 def batch_of(batch: Batch) -> Words:

@@ -32,6 +32,29 @@ inline bool pages_exist(const Batch& batch, int64_t seq, int64_t low, int64_t hi
     return ids_exist(static_cast<const int32_t*>(table.data) + seq * table.row, table.column, first, last, pages);
 }
 
+// The positions below `end` that some of the new tokens [first, last) see, as ranges in order that do not touch.
+inline std::vector<Range> seen_by_spans(const Index& spans, int64_t first, int64_t last, int64_t kv_len, int64_t end) {
+    std::vector<Range> found;
+    auto add = [&](Range one) {
+        if (!found.empty() && one.low >= found.back().low && one.low <= found.back().high) {
+            found.back().high = std::max(found.back().high, one.high);
+        } else {
+            found.push_back(one);
+        }
+    };
+    for (int64_t token = first; token < last; token++) {
+        Range seen = span_of(spans, token, kv_len);
+        seen.high = std::min(seen.high, end);
+        if (seen.low < seen.high) add(seen);
+    }
+    auto before = [](const Range& a, const Range& b) { return a.low < b.low; };
+    std::vector<Range> sorted;
+    sorted.swap(found);
+    if (!std::is_sorted(sorted.begin(), sorted.end(), before)) std::sort(sorted.begin(), sorted.end(), before);
+    for (const Range& one : sorted) add(one);
+    return found;
+}
+
 struct Run {  // slots [first, end)
     int64_t first, end;
 };
@@ -83,9 +106,12 @@ class Checker {
         if (q_len < call.only_low || q_len > call.only_high) return true;
         int64_t kv_len = call.batch.kv_lens.at(seq), context = kv_len - q_len;
         if (kv_len < 0 || kv_len > FAR_AWAY) return false;
-        if (context < 0 && (call.writes || call.has_new || call.mask || call.is_causal(seq))) return false;
+        const bool by_length = !call.spans.data && call.is_causal(seq);
+        if (context < 0 && (call.writes || call.has_new || call.mask || by_length)) return false;
         if (call.reads && (call.whole || tokens_scaled)) {
-            bool good = call.mask ? tree_is_legal(seq, begin, q_len, context) : range_is_legal(seq, begin, context, kv_len);
+            bool good = call.spans.data ? spans_are_legal(seq, begin, q_len, kv_len)
+                        : call.mask     ? tree_is_legal(seq, begin, q_len, context)
+                                        : range_is_legal(seq, begin, context, kv_len);
             if (!good) return false;
         }
         if (!stores) return true;
@@ -99,6 +125,18 @@ class Checker {
         int64_t low = call.left == UNBOUNDED ? 0 : std::max<int64_t>(0, context - call.left);
         low = std::min(low, std::max<int64_t>(0, context));
         return needed(seq, begin, context, low, takes_new(kv_len - context) ? context : kv_len);
+    }
+
+    bool spans_are_legal(int64_t seq, int64_t begin, int64_t q_len, int64_t kv_len) const {
+        for (int64_t token = begin; token < begin + q_len; token++) {
+            int64_t low = call.spans.at(token, 0), high = call.spans.at(token, 1);
+            if (low < high && (low < 0 || high > kv_len)) return false;
+        }
+        int64_t context = kv_len - q_len, end = takes_new(q_len) ? context : kv_len;
+        for (const Range& range : seen_by_spans(call.spans, begin, begin + q_len, kv_len, end)) {
+            if (!needed(seq, begin, context, range.low, range.high)) return false;
+        }
+        return true;
     }
 
     bool tree_is_legal(int64_t seq, int64_t begin, int64_t q_len, int64_t context) {

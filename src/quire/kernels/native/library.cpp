@@ -157,6 +157,14 @@ Range sees(const Attend& call, int64_t seq, int64_t first, int64_t count) {
     const Lengths& sequence = call.lengths[seq];
     const Shard& shard = call.batch.shard;
     int64_t context = sequence.kv_len - sequence.q_len;
+    if (call.spans.data) {
+        Range seen{INT64_MAX, 0};
+        for (int64_t t = first; t < first + count; t++) {
+            Range one = span_of(call.spans, sequence.begin + t, sequence.kv_len);
+            if (one.low < one.high) seen = {std::min(seen.low, one.low), std::max(seen.high, one.high)};
+        }
+        return seen.low < seen.high ? Range{shard.count(seen.low), shard.count(seen.high)} : Range{0, 0};
+    }
     if (call.mask) {
         int64_t low = call.positions.data ? std::max<int64_t>(0, context) : 0;
         for (int64_t t = first; call.positions.data && t < first + count; t++) {
@@ -196,14 +204,26 @@ bool sees_from(const Attend& call, const Lengths& sequence, int64_t context, int
     return false;
 }
 
+// Whether a page does not exist that some span needs. Also finds out whether the spans leave gaps.
+bool misses_span(const Attend& call, Lengths& sequence, int64_t seq, int64_t end) {
+    const Shard& shard = call.batch.shard;
+    int64_t last = sequence.begin + sequence.q_len;
+    sequence.has_gaps = seen_by_spans(call.spans, sequence.begin, last, sequence.kv_len, sequence.kv_len).size() > 1;
+    for (const Range& range : seen_by_spans(call.spans, sequence.begin, last, sequence.kv_len, end)) {
+        int64_t low = shard.count(range.low), high = shard.count(range.high);
+        if (low < high && !pages_exist(call.batch, seq, low, high, call.cache.page_size, call.cache.pages)) return true;
+    }
+    return false;
+}
+
 // Whether a sequence cannot be computed: its length is invalid, or a required page does not exist. With a tree mask, pages are
 // checked key by key when they are read: only some of them may be required.
-bool is_invalid(const Attend& call, int64_t seq) {
-    const Lengths& sequence = call.lengths[seq];
+bool is_invalid(const Attend& call, Lengths& sequence, int64_t seq) {
     if (sequence.kv_len < 0 || sequence.kv_len > FAR_AWAY || (call.mask && sequence.q_len > call.mask_width)) return true;
     int64_t context = sequence.kv_len - sequence.q_len, end = call.takes_new(seq) ? std::max<int64_t>(0, context) : sequence.kv_len;
     int64_t columns = call.batch.width, size = call.cache.page_size;
     const Shard& shard = call.batch.shard;
+    if (call.spans.data) return misses_span(call, sequence, seq, end);
     if (call.mask) return shard.count(context) > columns * size && sees_from(call, sequence, context, columns * size);
     int64_t low = shard.count(call.left == UNBOUNDED ? 0 : std::max<int64_t>(0, context - call.left));
     end = shard.count(end);
@@ -247,23 +267,24 @@ void run(Attend& call) {
     for (int64_t seq = 0; seq < call.batch.seqs; seq++) {
         Lengths& sequence = lengths[seq];
         int64_t q_len = sequence.q_len;
-        if (q_len <= 0 || q_len < call.only_low || q_len > call.only_high || !is_invalid(call, seq)) continue;
+        if (q_len <= 0 || q_len < call.only_low || q_len > call.only_high || !is_invalid(call, sequence, seq)) continue;
         fill_nan(call, sequence.begin, q_len);
         sequence.q_len = 0;
     }
+    auto decodes = [&](int64_t seq) { return !lengths[seq].has_gaps && level.uses_decode(call, lengths[seq].q_len * call.group); };
     std::vector<Unit> units;
     double total = 0;
     int64_t heads = call.cache.heads, tallest = level.most_rows(call), work_rows = 0;
     for (int64_t seq = 0; seq < call.batch.seqs; seq++) {
         int64_t q_len = lengths[seq].q_len, rows = q_len * call.group;
-        if (q_len > 0 && !level.uses_decode(call, rows)) work_rows += rows * heads;
+        if (q_len > 0 && !decodes(seq)) work_rows += rows * heads;
     }
     // Rows are divided into enough pieces for all threads, but not into very small ones, since each piece packs the keys again.
     int64_t height = std::max<int64_t>(32, std::min(tallest, work_rows / (4 * call.threads)));
     for (int64_t seq = 0; seq < call.batch.seqs; seq++) {
         int64_t q_len = lengths[seq].q_len, rows = q_len * call.group;
         if (q_len <= 0 || q_len < call.only_low || q_len > call.only_high) continue;
-        if (level.uses_decode(call, rows)) {
+        if (decodes(seq)) {
             Range keys = sees(call, seq, 0, q_len);
             double cost = double(keys.high - keys.low + 16) * heads * (rows + 8);
             units.push_back({seq, 0, heads, 0, rows, keys.low, keys.high, nullptr, cost});
@@ -326,7 +347,7 @@ void run(Attend& call) {
     int64_t threads = total * (call.cache.k.dim + call.cache.v.dim) < 1e6 ? 1 : call.threads;
     parallel_for(threads, static_cast<int64_t>(cut.size()), level.workspace_size(call), [&](int64_t i, char* mine) {
         const Unit& unit = cut[order[i]];
-        level.attend(call, unit, level.uses_decode(call, lengths[unit.seq].q_len * call.group), mine);
+        level.attend(call, unit, decodes(unit.seq), mine);
     });
     parallel_for(threads, static_cast<int64_t>(split_units.size()), 0, [&](int64_t i, char*) { level.combine(call, split_units[i]); });
 }

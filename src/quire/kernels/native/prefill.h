@@ -117,9 +117,11 @@ struct PrefillKernel {
             if (first >= unit.high) break;
             int64_t low = most(first, unit.low), high = least(first + KEYS, unit.high);
             bool seen[KEYS], some = true, plain = !s.tree || (high <= s.context && call.left == UNBOUNDED && call.right == UNBOUNDED);
+            bool all = plain;
             if (!plain) some = find_visible(s, unit, first, low, high, seen);
+            else if (call.spans.data) some = find_spanned(unit, first, low, high, seen, all);
             if (!some) continue;
-            locate_keys(call, s, first, low, high, plain ? nullptr : seen, *tile);
+            locate_keys(call, s, first, low, high, all ? nullptr : seen, *tile);
             bad |= tile->bad;
             attend_tile(s, unit, head, logits, plain && !alibi_is_bias(call, s));
         }
@@ -138,6 +140,24 @@ struct PrefillKernel {
             if (seen.low < seen.high) last = most(last, seen.high);
         }
         return call.batch.shard.count(last);
+    }
+
+    // Which keys of a tile lie in the span of some row. `all`: whether all of them do.
+    bool find_spanned(const Unit& unit, int64_t first, int64_t low, int64_t high, bool* seen, bool& all) {
+        int32_t change[KEYS + 1] = {}, count = 0;  // in the number of spans, from one key to the next
+        for (int64_t i = 0; i < unit.rows; i++) {
+            if (i && visibles[i].token == visibles[i - 1].token) continue;
+            int64_t begin = most(low, visibles[i].low), end = least(high, visibles[i].high);
+            if (begin < end) change[begin - first]++, change[end - first]--;
+        }
+        bool some = false;
+        all = true;
+        for (int64_t key = first; key < high; key++) {
+            count += change[key - first];
+            seen[key - first] = count > 0;
+            some |= count > 0, all &= count > 0 || key < low;
+        }
+        return some;
     }
 
     // Which keys of a tile some row of a tree sees.
@@ -166,6 +186,7 @@ struct PrefillKernel {
             int64_t rows = least(STRIP, unit.rows - from), run_rows = round_up(rows, ROUND_ROWS);
             int64_t lowest = INT64_MAX, highest = 0;
             for (int64_t i = from; i < from + rows; i++) {
+                if (visibles[i].low >= visibles[i].high) continue;
                 lowest = least(lowest, visibles[i].low), highest = most(highest, visibles[i].high);
             }
             int64_t begin = most<int64_t>(0, lowest - first) / PANEL * PANEL, end = least(count, highest - first);

@@ -21,7 +21,7 @@ import torch
 from quire.batch import Batch
 from quire.cache.kv_cache import KVCache
 from quire.kernels.torch.exact_products import exact_products
-from quire.kernels.torch.features import SequenceRows, VisibleKeys
+from quire.kernels.torch.features import SequenceRows, VisibleKeys, spans_as_keys
 from quire.kernels.torch.invalid import invalid_sequences
 from quire.kernels.torch.read import Reader
 from quire.kernels.torch.strip import Strip
@@ -79,6 +79,7 @@ def launch(
     zero, and with `zero_padding` those of the output too."""
     # Read once, so that a concurrent change cannot cause an invalid access.
     starts, kv_lens, page_table = batch.q_starts.tolist(), batch.kv_lens.tolist(), batch.page_table.clone()
+    spans = None if batch.spans is None else batch.spans.clone()
     if starts[0] != 0 or starts[-1] > q.shape[0] or any(stop < start for start, stop in pairwise(starts)):
         _make_nan(slice(0, q.shape[0]), out, lse)  # q_starts does not say which rows belong to which sequence
         return
@@ -88,16 +89,22 @@ def launch(
             padded[starts[-1] :] = 0
     longest = max((stop - start for start, stop in pairwise(starts)), default=0)
     context_from = ANY if new is None else context_from
-    invalid = invalid_sequences(cache, page_table, options, starts, kv_lens, context_from, batch.shard)
+    sequences = [
+        SequenceRows(
+            start, stop - start, kv_len, causal[seq], batch.shard,
+            None if spans is None else spans_as_keys(spans[start:stop], kv_len, batch.shard),
+        )
+        for seq, ((start, stop), kv_len) in enumerate(zip(pairwise(starts), kv_lens))
+    ]  # fmt: skip
+    invalid = invalid_sequences(cache, page_table, options, sequences, context_from)
     kernel = AttendSequence(q, cache, options, out, lse, longest)
-    for seq, ((start, stop), kv_len) in enumerate(zip(pairwise(starts), kv_lens)):
-        q_len = stop - start
+    for seq, rows in enumerate(sequences):
+        start, q_len = rows.start, rows.q_len
         if q_len == 0 or not only[0] <= q_len <= only[1]:
             continue
-        rows = SequenceRows(start, q_len, kv_len, causal[seq], batch.shard)
         new_rows = None if new is None or q_len < context_from else _keys_among(new, rows)
         if invalid[seq] or not kernel(rows, page_table[seq], new_rows):
-            _make_nan(slice(start, stop), out, lse)
+            _make_nan(slice(start, start + q_len), out, lse)
 
 
 def _keys_among(new: tuple[torch.Tensor, torch.Tensor], rows: SequenceRows) -> tuple[torch.Tensor, torch.Tensor]:
@@ -123,7 +130,8 @@ class AttendSequence:
         self.buffer = torch.empty(min(tile.span, longest), *q.shape[1:], dtype=torch.float32, device=q.device)
 
     def __call__(self, rows: SequenceRows, table: torch.Tensor, new: tuple[torch.Tensor, torch.Tensor] | None) -> bool:
-        """Writes the output and LSE of a sequence. False: with a tree mask, a visible key lies in a page that does not exist."""
+        """Writes the output and LSE of a sequence. False: with a tree mask or spans, a visible key lies in a page that does not
+        exist."""
         missing = []
         for begin in range(0, rows.q_len, self.tile.span):
             missing += self._attend_span(rows, begin, table, new)
@@ -132,12 +140,13 @@ class AttendSequence:
     def _attend_span(
         self, rows: SequenceRows, begin: int, table: torch.Tensor, new: tuple[torch.Tensor, torch.Tensor] | None
     ) -> list[torch.Tensor]:
-        """The span of queries from the new token `begin` on. Returns, with a tree mask, flags of missing pages."""
+        """The span of queries from the new token `begin` on. Returns, with a tree mask or spans, flags of missing pages."""
         options, tile, missing = self.options, self.tile, []
         k_new, v_new = (None, None) if new is None else new
-        # With a tree mask some page ids may be invalid: hidden keys are read from any page, then masked.
-        pages = table if options.mask is None else table.clamp(0, self.cache.pages - 1)
         strips = self._strips(rows, begin)
+        # With a tree mask or spans some page ids may be invalid: hidden keys are read from any page, then masked.
+        by_key = strips[0].keys.by_key
+        pages = table.clamp(0, self.cache.pages - 1) if by_key else table
         context = strips[0].keys.context
         # The rows of a prefill keep all threads busy; the keys of a decode are divided among threads.
         on_host = self.q.device.type == "cpu"
@@ -148,7 +157,7 @@ class AttendSequence:
             v = self.values.read(pages, low, high, v_new, context, parts, shared=len(strips) > 1)
             for strip in strips:
                 strip.attend_tile(k, v, low, high)
-            if options.mask is not None:
+            if by_key:
                 end = high if new is None else max(low, min(high, context))
                 missing.append(_needs_missing_page(table, self.cache, low, end, strips))
         for strip in strips:
@@ -169,7 +178,7 @@ class AttendSequence:
 
 def _tiles(ranges: list[VisibleKeys], keys: int) -> Iterator[tuple[int, int]]:
     """The tiles of keys that some query sees. With a tree mask and a window, there may be any number of hidden keys between the
-    visible context and the new tokens."""
+    visible context and the new tokens, and with spans anywhere."""
     lowest, highest = min(one.low for one in ranges), max(one.high for one in ranges)
     seen, context = max(one.context_seen for one in ranges), ranges[0].context
     at = lowest // keys * keys
@@ -177,7 +186,8 @@ def _tiles(ranges: list[VisibleKeys], keys: int) -> Iterator[tuple[int, int]]:
         if at >= seen and at + keys <= context:
             at = context // keys * keys
             continue
-        yield max(at, lowest), min(at + keys, highest)
+        if any(one.low < at + keys and at < one.high for one in ranges):
+            yield max(at, lowest), min(at + keys, highest)
         at += keys
 
 

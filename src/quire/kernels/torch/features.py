@@ -1,5 +1,5 @@
-"""The attention features as hooks that `Strip` calls: which query sees which key (causality, window, tree mask: `VisibleKeys`),
-softcap (`cap_scores`), ALiBi (`alibi_penalty`) and sinks (`add_sink`)."""
+"""The attention features as hooks that `Strip` calls: which query sees which key (causality, window, spans, tree mask:
+`VisibleKeys`), softcap (`cap_scores`), ALiBi (`alibi_penalty`) and sinks (`add_sink`)."""
 
 from __future__ import annotations
 
@@ -13,24 +13,27 @@ from quire.options import Options
 
 
 class SequenceRows(NamedTuple):
-    """One sequence: its first row of q, its lengths, whether it is causal, and which of its keys are on this rank."""
+    """One sequence: its first row of q, its lengths, whether it is causal, which of its keys are on this rank, and which of these
+    each new token sees, `[q_len, 2]`, if there are spans."""
 
     start: int
     q_len: int
     kv_len: int
     causal: bool
     shard: Shard | None
+    spans: torch.Tensor | None
 
 
 class VisibleKeys:
     """The keys that the new tokens [first, first + count) of a sequence see: a subset of [low, high). With a shard, keys are those
     of this rank; otherwise a key is its position.
 
-    Without a tree mask the queries have consecutive positions, so every key of [low, high) is visible to at least one of them.
+    Without a tree mask or spans the queries have consecutive positions, so every key of [low, high) is visible to at least one of
+    them.
     """
 
     def __init__(self, options: Options, rows: SequenceRows, first: int, count: int):
-        token, q_len, kv_len, causal, self.shard = rows
+        token, q_len, kv_len, causal, self.shard, spans = rows
         self.begin, self.count = kv_len - q_len, count
         """The position of the sequence's first new token, and the number of queries."""
         self.context = keys_of(self.shard, self.begin)
@@ -39,13 +42,16 @@ class VisibleKeys:
         low, high, context_seen = 0, kv_len, self.begin
         self.first = self.begin + first
         self.tree: torch.Tensor | None = None
+        self.spans = None if spans is None else spans[first : first + count]
+        self.by_key = options.mask is not None or spans is not None
+        """Whether any key may be hidden from every query."""
         if options.mask is not None:
             self.tree = options.mask[token + first : token + first + count, :q_len]
             self.tree_at = None if options.positions is None else options.positions[token : token + q_len].long()
             if self.tree_at is not None:
                 low, context_seen = self._context_range(self.tree_at[first : first + count].tolist())
             self.tree_first = first
-        else:
+        elif spans is None:
             if causal:
                 self.right = 0
             if self.left is not None:
@@ -53,6 +59,8 @@ class VisibleKeys:
             if self.right is not None:
                 high = max(0, min(kv_len, self.first + count + self.right))
         self.low, self.high = keys_of(self.shard, low), keys_of(self.shard, high)
+        if self.spans is not None:
+            self.low, self.high = seen_keys(self.spans)
         self.context_seen = keys_of(self.shard, context_seen)
         """One past the last key of the context that may be visible."""
 
@@ -79,6 +87,12 @@ class VisibleKeys:
     def visible(self, low: int, high: int, device: torch.device) -> torch.Tensor | None:
         """Which query sees which of keys [low, high), bool `[count, high - low]`; None where all see all."""
         tree = self.tree
+        if self.spans is not None:
+            begin, end = self.spans.unbind(1)
+            if bool(((begin <= low) & (end >= high)).all()):
+                return None
+            key = torch.arange(low, high, device=device)
+            return (begin[:, None] <= key) & (key < end[:, None])
         first, last = positions_of(self.shard, low), positions_of(self.shard, high - 1)
         past_left = self.left is not None and (tree is not None or first < self.first + self.count - 1 - self.left)
         past_right = self.right is not None and (tree is not None or last > self.first + self.right)
@@ -99,6 +113,18 @@ class VisibleKeys:
             if self.right is not None:
                 visible &= distance >= -self.right
         return visible
+
+
+def spans_as_keys(spans: torch.Tensor, kv_len: int, shard: Shard | None) -> torch.Tensor:
+    """The keys [begin, end) that each new token of a sequence sees, int64 `[q_len, 2]`, from the positions that it sees."""
+    begin, end = spans.long().unbind(1)
+    return torch.stack((keys_of(shard, begin.clamp(min=0)), keys_of(shard, end.clamp(max=kv_len))), 1)
+
+
+def seen_keys(spans: torch.Tensor) -> tuple[int, int]:
+    """The first key in any of the spans, and the one after the last; 0 and 0 if all spans are empty."""
+    begin, end = spans[spans[:, 0] < spans[:, 1]].unbind(1)
+    return (int(begin.min()), int(end.max())) if len(begin) else (0, 0)
 
 
 def changes_scores(options: Options) -> bool:

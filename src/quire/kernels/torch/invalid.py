@@ -2,32 +2,25 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 import torch
 
 from quire.cache.kv_cache import KVCache
 from quire.cache.shard import Shard, keys_of
+from quire.kernels.torch.features import SequenceRows, seen_keys
 from quire.options import Options
 
 
 def invalid_sequences(
-    cache: KVCache,
-    page_table: torch.Tensor,
-    options: Options,
-    starts: list[int],
-    kv_lens: list[int],
-    context_from: int,
-    shard: Shard | None,
+    cache: KVCache, page_table: torch.Tensor, options: Options, sequences: list[SequenceRows], context_from: int
 ) -> list[bool]:
-    """One flag per sequence. New tokens of sequences with at least `context_from` of them are not in the cache. With a tree mask
-    only lengths are checked here: its pages are checked key by key when they are read."""
+    """One flag per sequence. New tokens of sequences with at least `context_from` of them are not in the cache. With a tree mask or
+    spans only lengths are checked here: pages are checked key by key when they are read."""
     size, width = cache.page_size, page_table.shape[1]
     capacity = width * size
     left, _ = options.sides
     invalid, firsts, ends = [], [], []
-    for (start, stop), kv_len in zip(pairwise(starts), kv_lens):
-        q_len = stop - start
+    by_key = options.mask is not None
+    for start, q_len, kv_len, _, shard, spans in sequences:
         context = kv_len - q_len
         end = max(0, context) if q_len >= context_from else kv_len
         first = 0 if left is None else max(0, context - left)
@@ -36,13 +29,17 @@ def invalid_sequences(
             invalid.append(q_len > 0)
             first = end = 0
         elif options.mask is not None:
-            invalid.append(_tree_is_invalid(options, start, stop, context, capacity, shard) or (cache.pages == 0 and end > 0))
+            broken = _tree_is_invalid(options, start, start + q_len, context, capacity, shard)
+            invalid.append(broken or (cache.pages == 0 and end > 0))
             first = end = 0
+        elif spans is not None:
+            invalid.append(cache.pages == 0 and seen_keys(spans)[0] < min(end, seen_keys(spans)[1]))
+            first, end, by_key = 0, 0, True
         else:
             invalid.append(first < end and end > capacity)
         firsts.append(min(first, capacity))
         ends.append(min(end, capacity))
-    if not invalid or not width or options.mask is not None:
+    if not invalid or not width or by_key:
         return invalid
     device = page_table.device
     column = torch.arange(width, device=device) * size

@@ -43,8 +43,8 @@ class Strip:
         if (first, last) != (low, high):
             k, v = k[:, :, first - low : last - low], v[:, :, first - low : last - low]
         visible = self.keys.visible(first, last, k.device)
-        if self.keys.tree is not None and visible is not None:
-            # A tree mask may hide a key from every query: then 0 * NaN must not reach them.
+        if self.keys.by_key and visible is not None:
+            # A key may be hidden from every query: then 0 * NaN must not reach them.
             unseen = ~visible.any(0).view(1, 1, -1, 1)
             k, v = k.masked_fill(unseen, 0.0), v.masked_fill(unseen, 0.0)
         bias = self._bias(first, last, visible)

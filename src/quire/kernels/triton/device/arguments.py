@@ -56,6 +56,10 @@ class BatchTensors(NamedTuple):
     """This and the next two are the shard, None without one: which keys of a sequence are in the cache."""
     ranks: Number
     interleave: Number
+    spans: Pointer
+    """The keys [begin, end) that each new token sees, `[tokens, 2]`, or None."""
+    spans_token: Stride
+    spans_side: Stride
 
 
 class Query(NamedTuple):
@@ -205,6 +209,8 @@ class AttendConstants(NamedTuple):
     NEW: bool
     """Whether new tokens are passed as arguments."""
     TREE: bool
+    SPANS: bool
+    """Whether `BatchTensors.spans` says what each new token sees."""
     LEFT: int | None
     RIGHT: int | None
     CONTEXT_FROM: int

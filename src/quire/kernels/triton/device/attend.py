@@ -12,7 +12,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from quire.kernels.triton.device.features import decides_by_key, first_needed_key, has_left_edge, needs_pages
+from quire.kernels.triton.device.features import (
+    decides_by_key,
+    end_in_pages,
+    first_needed_key,
+    has_left_edge,
+    leaves_gaps,
+    needs_pages,
+)
 from quire.kernels.triton.device.schedule import (
     find_sequence,
     key_tiles,
@@ -23,6 +30,7 @@ from quire.kernels.triton.device.schedule import (
     split_begin,
     split_containing,
     split_of_program,
+    tile_of_piece,
     total_work,
     uniform,
 )
@@ -64,9 +72,9 @@ def short_sequences(out, workspace, query, cache, batch, new, features, program,
     store_header(workspace, split, 0, 0, 0, 0, 0, T, C)
     while at < end:
         start, q_len, kv_len = lengths(batch, seq, True)
-        work = short_work(batch, q_len, kv_len, T, C)
+        work = short_work(batch, start, q_len, kv_len, T, C)
         if work > 0:
-            first, tiles = key_tiles(batch, q_len, kv_len, T, C)
+            first, tiles = key_tiles(batch, start, q_len, kv_len, T, C)
             pieces = tl.where(C.INVARIANT, 1, tiles + C.UNIT_OVERHEAD)
             q_tile = ((at - seq_begin) // pieces).to(tl.int32)
             piece = (at - seq_begin - q_tile * pieces).to(tl.int32)
@@ -78,8 +86,10 @@ def short_sequences(out, workspace, query, cache, batch, new, features, program,
                 lowest = unit.low // T.STEP * T.STEP
                 highest = unit.high
             else:
-                lowest = tl.maximum((first + tl.maximum(piece - C.UNIT_OVERHEAD, 0)) * T.STEP, unit.low // T.STEP * T.STEP)
-                highest = tl.minimum((first + tl.maximum(piece + count - C.UNIT_OVERHEAD, 0)) * T.STEP, unit.high)
+                lowest = tile_of_piece(batch, q_len, kv_len, first + tl.maximum(piece - C.UNIT_OVERHEAD, 0), T, C) * T.STEP
+                lowest = tl.maximum(lowest, unit.low // T.STEP * T.STEP)
+                highest = tile_of_piece(batch, q_len, kv_len, first + tl.maximum(piece + count - C.UNIT_OVERHEAD, 0), T, C)
+                highest = tl.minimum(highest * T.STEP, unit.high)
             invalid = table_too_short(batch, cache, unit, C)
             if q_tiles > 1:
                 invalid |= has_missing_page(batch, cache, unit, C)
@@ -176,7 +186,7 @@ def long_sequence(out, query, cache, batch, new, features, program, T: tl.conste
         acc, row_max, row_sum, missing = attend_unit(
             initial_state(T, C), q, scale, unit, batch, cache, new, features, begin, end, T, C
         )
-        if decides_by_key(C):
+        if leaves_gaps(C):
             invalid |= tl.max(missing.to(tl.int32)) > 0
         result, lse = finish(acc, row_max, row_sum, unit.head, unit.live, features, cache, unit.kv_head, C)
         store(out, unit.token, unit.head, unit.live, result, lse, invalid, tl.arange(0, C.V_WIDTH), C)
@@ -185,7 +195,8 @@ def long_sequence(out, query, cache, batch, new, features, program, T: tl.conste
 @triton.jit
 def attend_unit(state, q, scale, unit, batch, cache, new, features, begin, end, T: tl.constexpr, C: tl.constexpr):
     """Attends to keys [begin, end) of a unit; begin is a multiple of a tile. Tiles that every query sees are computed without a
-    mask. Their pages were checked before, unless visibility is decided by key."""
+    mask. Their pages were checked before, unless queries leave gaps."""
+    CHECK: tl.constexpr = leaves_gaps(C)
     SOURCE: tl.constexpr = "both" if C.NEW else "pages"
     if decides_by_key(C):
         state = attend_tiles(state, q, scale, None, None, unit, batch, cache, new, features, begin, end, True, SOURCE, True, T, C)
@@ -195,20 +206,20 @@ def attend_unit(state, q, scale, unit, batch, cache, new, features, begin, end, 
             middle = tl.maximum(middle, begin)
             stop = tl.minimum(middle, end)
             state = attend_tiles(
-                state, q, scale, None, None, unit, batch, cache, new, features, begin, stop, True, SOURCE, False, T, C
+                state, q, scale, None, None, unit, batch, cache, new, features, begin, stop, True, SOURCE, CHECK, T, C
             )
             begin = middle
         middle = tl.minimum(tl.minimum(unit.all_to, unit.cached), end) // T.KEYS * T.KEYS
         middle = tl.maximum(middle, begin)
         state = attend_tiles(
-            state, q, scale, None, None, unit, batch, cache, new, features, begin, middle, False, "pages", False, T, C
+            state, q, scale, None, None, unit, batch, cache, new, features, begin, middle, False, "pages", CHECK, T, C
         )
         if C.NEW:
             # The tile in which the context ends, then tiles that have only new tokens.
             begin = tl.maximum((unit.cached + T.KEYS - 1) // T.KEYS * T.KEYS, middle)
             stop = tl.minimum(begin, end)
             state = attend_tiles(
-                state, q, scale, None, None, unit, batch, cache, new, features, middle, stop, True, "both", False, T, C
+                state, q, scale, None, None, unit, batch, cache, new, features, middle, stop, True, "both", CHECK, T, C
             )
             middle = tl.maximum(tl.minimum(unit.all_to, end) // T.KEYS * T.KEYS, begin)
             state = attend_tiles(
@@ -216,24 +227,24 @@ def attend_unit(state, q, scale, unit, batch, cache, new, features, begin, end, 
             )
         # After the context all keys are new if every long sequence takes its new keys from `New`.
         LAST: tl.constexpr = "new" if C.NEW and C.CONTEXT_FROM <= C.SHORT + 1 else SOURCE
-        state = attend_tiles(state, q, scale, None, None, unit, batch, cache, new, features, middle, end, True, LAST, False, T, C)
+        state = attend_tiles(state, q, scale, None, None, unit, batch, cache, new, features, middle, end, True, LAST, CHECK, T, C)
     return state
 
 
 @triton.jit
 def table_too_short(batch, cache, unit, C: tl.constexpr):
     """Whether the sequence needs a page, and the table is too short for it or the cache has no page."""
-    too_short = (unit.cached - 1) // C.PAGE_SIZE >= batch.table_width
+    too_short = (end_in_pages(unit, C) - 1) // C.PAGE_SIZE >= batch.table_width
     needed = needs_pages(batch, unit, C)
     return (too_short | (cache.pages < 1)) & needed
 
 
 @triton.jit
 def has_missing_page(batch, cache, unit, C: tl.constexpr):
-    """Whether a page that the sequence needs does not exist: then all of its output is NaN. If visibility is decided by
-    key, pages are checked when they are read."""
+    """Whether a page that the sequence needs does not exist: then all of its output is NaN. If queries leave gaps, pages are
+    checked when they are read."""
     missing = tl.full([], 0, tl.int32)
-    if not decides_by_key(C):
+    if not leaves_gaps(C):
         begin = first_needed_key(batch, unit.context, C)
         end = tl.where(begin < unit.cached, tl.minimum((unit.cached + C.PAGE_SIZE - 1) // C.PAGE_SIZE, batch.table_width), 0)
         for first in range(begin // C.PAGE_SIZE, end, C.SCAN):

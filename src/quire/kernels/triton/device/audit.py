@@ -13,9 +13,10 @@ import triton
 import triton.language as tl
 
 from quire.kernels.triton.device.arguments import Number, Pointer, Stride
-from quire.kernels.triton.device.features import has_left_edge, keys_before, lowest_position, position_of, window_begin
+from quire.kernels.triton.device.features import is_in_some_span, keys_before, lowest_position, position_of, window_begin
 
 LARGEST = tl.constexpr(2**63 - 1)
+SPANS_AT_ONCE = tl.constexpr(8)
 
 
 class LedgerTensors(NamedTuple):
@@ -63,6 +64,10 @@ def count_wrong(found, marks, batch, tree, chunks, N: tl.constexpr):
     key = (tl.program_id(0) % chunks).to(tl.int64) * N.POSITIONS + tl.arange(0, N.POSITIONS)
     first, end = needed_of(batch, tree, seq, N)
     needed = (key >= first) & (key < end)
+    if batch.spans is not None:
+        start = tl.load(batch.q_starts + seq * batch.q_starts_step).to(tl.int64)
+        stop = tl.load(batch.q_starts + (seq + 1) * batch.q_starts_step).to(tl.int64)
+        needed &= is_in_some_span(batch, start, stop, position_of(batch, key), SPANS_AT_ONCE)
     slot, needed = slot_of(marks, batch, seq, key, needed, N)
     _, _, _, wrong = marks_of(marks, slot, position_of(batch, key), needed)
     count = tl.sum(wrong.to(tl.int32))
@@ -80,7 +85,7 @@ def needed_of(batch, tree, seq, N: tl.constexpr):
     q_len = stop - start
     context = kv_len - q_len
     first = context * 0
-    if has_left_edge(N):
+    if N.LEFT is not None:
         query = context
         if tree.positions is not None:
             query = lowest_position(tree, start, stop, batch.tokens, LARGEST, N.POSITIONS)

@@ -1,18 +1,19 @@
-"""The attention features. Each feature is a group of functions below: causality, window, tree mask, ALiBi, softcap, sinks and the
-shard. The kernels of Triton and Gluon call only the hooks, which compose the features:
+"""The attention features. Each feature is a group of functions below: causality, window, spans, tree mask, ALiBi, softcap, sinks
+and the shard. The kernels of Triton and Gluon call only the hooks, which compose the features:
 
     query_position     tree mask                       where a query lies in its sequence
-    visible_range      causality, window               the keys that the queries of a unit see, as ranges
-    is_visible         causality, window, tree mask    which query sees which key of a tile
+    visible_range      causality, window, spans        the keys that the queries of a unit see, as ranges
+    is_visible         all of these, tree mask         which query sees which key of a tile
     first_needed_key   window                          the first key that a sequence needs
-    needs_pages        window, tree mask               whether a unit needs keys of the pages
+    end_in_pages       spans                           the end of the keys of the pages that a unit needs
+    needs_pages        window, spans, tree mask        whether a unit needs keys of the pages
     load_slopes        ALiBi                           what a unit loads once
     transform_scores   softcap, ALiBi                  products become logits
     add_sink           sinks                           one more term of the denominator
     keys_before        shard                           how many keys of the cache lie before a position
     position_of        shard                           the position of a key
 
-and two constants by which they choose their loops, `has_left_edge` and `decides_by_key`.
+and constants by which they choose their loops: `has_left_edge`, `decides_by_key` and `leaves_gaps`.
 
 A *key* is a number in the order of the pages, and a *position* a number in the sequence. They differ only with a shard.
 
@@ -55,8 +56,8 @@ class Features(NamedTuple):
 
 @triton.constexpr_function
 def has_left_edge(C):
-    """Whether a window hides the keys before it: then the first tiles of a unit are masked too, and early pages are not needed."""
-    return C.LEFT is not None
+    """Whether a window or spans hide the keys before them: then the first tiles of a unit are masked too."""
+    return C.LEFT is not None or C.SPANS
 
 
 @triton.constexpr_function
@@ -64,6 +65,13 @@ def decides_by_key(C):
     """Whether visibility is decided key by key, as with a tree mask: then no tile is known to be visible to every query, and pages
     are checked when they are read, since only some of them may be needed."""
     return C.TREE
+
+
+@triton.constexpr_function
+def leaves_gaps(C):
+    """Whether any key between two others may be hidden from every query: then its page may be missing, pages are checked when they
+    are read, and what the key holds must have no effect."""
+    return C.TREE or C.SPANS
 
 
 @triton.jit
@@ -75,9 +83,19 @@ def query_position(features, token, position, live):
 
 
 @triton.jit
-def visible_range(batch, seq, context, first, last, position, q_len, kv_len, C: tl.constexpr):
-    """What the new tokens `first` to `last` of a sequence see. Six bounds: some query sees keys [low, high), every query sees
-    [all_from, all_to), and each query sees [visible_from, visible_to). If visibility is decided by key, `is_visible` decides."""
+def visible_range(batch, seq, context, first, last, position, q_len, kv_len, token, live, C: tl.constexpr):
+    """What the new tokens `first` to `last` of a sequence see; `token` are their rows. Six bounds: some query sees keys [low,
+    high), every query sees [all_from, all_to), and each query sees [visible_from, visible_to). If visibility is decided by key,
+    `is_visible` decides."""
+    if C.SPANS:
+        return range_of_spans(batch, token, live, kv_len)
+    else:
+        return range_by_lengths(batch, seq, context, first, last, position, q_len, kv_len, C)
+
+
+@triton.jit
+def range_by_lengths(batch, seq, context, first, last, position, q_len, kv_len, C: tl.constexpr):
+    """The bounds of `visible_range` without spans."""
     right = keys_to_the_right(batch, seq, q_len, kv_len, C)
     low = kv_len * 0
     high = kv_len
@@ -86,12 +104,12 @@ def visible_range(batch, seq, context, first, last, position, q_len, kv_len, C: 
     visible_from = low
     visible_to = high
     if not decides_by_key(C):
-        if has_left_edge(C):
+        if C.LEFT is not None:
             low = window_begin(context + first, C)
             all_from = window_begin(context + last, C)
         high = tl.minimum(tl.maximum(context + last + 1 + right, 0), kv_len)
         all_to = tl.minimum(tl.maximum(context + first + 1 + right, 0), kv_len)
-        if has_left_edge(C):
+        if C.LEFT is not None:
             visible_from = window_begin(position, C)
         visible_to = tl.minimum(position + right + 1, kv_len)
     if batch.ranks is not None:
@@ -121,18 +139,28 @@ def is_visible(unit, features, key, k_position, inside, C: tl.constexpr):
 
 @triton.jit
 def first_needed_key(shard, context, C: tl.constexpr):
-    """The first key that some query of a sequence needs. If visibility is decided by key, that may be any key."""
-    if has_left_edge(C) and not decides_by_key(C):
+    """The first key that some query of a sequence needs. If visibility is decided by key or by spans, that may be any key."""
+    if C.LEFT is not None and not decides_by_key(C):
         return keys_before(shard, window_begin(context, C))
     else:
         return context * 0
 
 
 @triton.jit
+def end_in_pages(unit, C: tl.constexpr):
+    """One past the last key of the pages that some query of a unit may see; with spans exactly, 0 if there is none."""
+    if C.SPANS:
+        end = tl.minimum(unit.visible_to, unit.cached)
+        return tl.max(tl.where(unit.visible_from < end, end, 0))
+    else:
+        return unit.cached
+
+
+@triton.jit
 def needs_pages(batch, unit, C: tl.constexpr):
     """Whether some query of a unit may see a key that is in the pages."""
-    needed = unit.cached > first_needed_key(batch, unit.context, C)
-    if has_left_edge(C) and decides_by_key(C):
+    needed = end_in_pages(unit, C) > first_needed_key(batch, unit.context, C)
+    if C.LEFT is not None and decides_by_key(C):
         needed &= tl.max((unit.live & (keys_before(batch, unit.position - C.LEFT) < unit.cached)).to(tl.int32)) > 0
     return needed
 
@@ -195,6 +223,46 @@ def limit_to_window(visible, distance, C: tl.constexpr):
     if C.RIGHT is not None:
         visible &= distance >= -C.RIGHT
     return visible
+
+
+# Spans
+
+
+@triton.jit
+def load_span(batch, token, kv_len, inside):
+    """The keys [begin, end) that new tokens see, within those of their sequence; 0 and 0 outside."""
+    at = batch.spans + token.to(tl.int64) * batch.spans_token
+    begin = tl.load(at, mask=inside, other=0)
+    end = tl.load(at + batch.spans_side, mask=inside, other=0)
+    begin = tl.minimum(tl.maximum(begin, 0), kv_len).to(tl.int32)
+    end = tl.minimum(tl.maximum(end, 0), kv_len).to(tl.int32)
+    return keys_before(batch, begin), keys_before(batch, end)
+
+
+@triton.jit
+def range_of_spans(batch, token, live, kv_len):
+    """The bounds of `visible_range`. If no query sees a key, the first is `kv_len` and the second 0."""
+    begin, end = load_span(batch, token, kv_len, live)
+    low = tl.min(tl.where(begin < end, begin, kv_len))
+    high = tl.max(tl.where(begin < end, end, 0))
+    all_from = tl.max(tl.where(live, begin, 0))
+    all_to = tl.min(tl.where(live, end, kv_len))
+    return low, high, all_from, all_to, begin, end
+
+
+@triton.jit
+def is_in_some_span(batch, start, stop, position, STEP: tl.constexpr):
+    """Which positions some of the new tokens [start, stop) see. Reads STEP spans at a time."""
+    seen = position < 0
+    for base in range(0, tl.minimum(stop - start, batch.tokens).to(tl.int32), STEP):
+        token = start + base + tl.arange(0, STEP)
+        inside = (token >= 0) & (token < stop) & (token < batch.tokens)
+        at = batch.spans + token.to(tl.int64) * batch.spans_token
+        begin = tl.load(at, mask=inside, other=0)
+        end = tl.load(at + batch.spans_side, mask=inside, other=0)
+        here = (position[:, None] >= begin[None, :]) & (position[:, None] < end[None, :])
+        seen |= tl.max(here.to(tl.int32), 1) > 0
+    return seen
 
 
 # Tree mask

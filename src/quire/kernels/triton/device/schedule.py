@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from quire.kernels.triton.device.features import first_needed_key, has_left_edge, keys_before
+from quire.kernels.triton.device.features import first_needed_key, has_left_edge, keys_before, load_span
 
 
 @triton.jit
@@ -28,10 +28,19 @@ def lengths(batch, seq, inside):
 
 
 @triton.jit
-def key_tiles(batch, q_len, kv_len, T: tl.constexpr, C: tl.constexpr):
+def key_tiles(batch, start, q_len, kv_len, T: tl.constexpr, C: tl.constexpr):
     """The first key tile that a sequence needs, and how many. A sequence without keys counts one tile, since its output is written.
     A sequence with more keys than its table has columns for is invalid; it counts no more tiles than the table, so that it does
     not delay others."""
+    if C.SPANS:
+        return tiles_of_spans(batch, start, q_len, kv_len, T, C)
+    else:
+        return tiles_of_sequence(batch, q_len, kv_len, T, C)
+
+
+@triton.jit
+def tiles_of_sequence(batch, q_len, kv_len, T: tl.constexpr, C: tl.constexpr):
+    """The same without spans."""
     capacity = (tl.full([], 0, tl.int64) + batch.table_width) * C.PAGE_SIZE
     context = kv_len - q_len
     if batch.ranks is not None:
@@ -52,6 +61,49 @@ def key_tiles(batch, q_len, kv_len, T: tl.constexpr, C: tl.constexpr):
         first = tl.where(alone, context // T.STEP, first)
         keys = tl.where(alone, context % T.STEP + new_keys, keys)
     return first, tl.maximum((keys + T.STEP - 1) // T.STEP, 1)
+
+
+@triton.jit
+def tiles_of_spans(batch, start, q_len, kv_len, T: tl.constexpr, C: tl.constexpr):
+    """The same with spans, as pieces: a token alone needs the keys of its span, of several tokens any key may be needed."""
+    alone = q_len == 1
+    begin, end = load_span(batch, start, kv_len, alone)
+    begin = tl.where(alone, begin, 0)
+    end = tl.where(alone, end, keys_before(batch, kv_len))
+    cut, gap = tiles_without_pages(batch, q_len, kv_len, T, C)
+    first = begin // T.STEP
+    last = tiles_of(end, T)
+    first = tl.where(first < cut, first, tl.maximum(first - gap, cut))
+    last = tl.where(last < cut, last, tl.maximum(last - gap, cut))
+    return first, tl.maximum(last - first, 1)
+
+
+@triton.jit
+def tiles_without_pages(batch, q_len, kv_len, T: tl.constexpr, C: tl.constexpr):
+    """With spans: the first tile for which the table has no column, and how many there are before the tile of the first new token.
+    No query sees their keys, or its output is NaN: they are no work."""
+    capacity = (tl.full([], 0, tl.int64) + batch.table_width) * C.PAGE_SIZE
+    keys = keys_before(batch, kv_len)
+    cut = tiles_of(tl.minimum(capacity, keys).to(tl.int32), T)
+    end = tiles_of(keys, T)
+    if C.NEW:
+        end = tl.where(q_len >= C.CONTEXT_FROM, keys_before(batch, kv_len - q_len) // T.STEP, end)
+    return cut, tl.maximum(end - cut, 0)
+
+
+@triton.jit
+def tiles_of(keys, T: tl.constexpr):
+    """The tiles of a number of keys, which may be the largest of its type."""
+    return tl.where(keys > 0, (keys - 1) // T.STEP + 1, 0)
+
+
+@triton.jit
+def tile_of_piece(batch, q_len, kv_len, piece, T: tl.constexpr, C: tl.constexpr):
+    """The key tile of a piece of the work: its number, unless spans leave out tiles."""
+    if C.SPANS:
+        cut, gap = tiles_without_pages(batch, q_len, kv_len, T, C)
+        piece = tl.where(piece < cut, piece, piece + gap)
+    return piece
 
 
 @triton.jit
@@ -78,9 +130,9 @@ def uniform(x, C: tl.constexpr):
 
 
 @triton.jit
-def short_work(batch, q_len, kv_len, T: tl.constexpr, C: tl.constexpr):
+def short_work(batch, start, q_len, kv_len, T: tl.constexpr, C: tl.constexpr):
     """The work of a short sequence and one head, 0 for others: the key tiles of its units, plus the overhead of each unit."""
-    _, tiles = key_tiles(batch, q_len, kv_len, T, C)
+    _, tiles = key_tiles(batch, start, q_len, kv_len, T, C)
     units = (q_len + T.TOKENS - 1) // T.TOKENS
     tiles = tiles * 0 + 1 if C.INVARIANT else tiles + C.UNIT_OVERHEAD
     wanted = is_selected(q_len, C) & (q_len > 0) & (q_len <= batch.short)
@@ -97,8 +149,8 @@ def long_work(batch, q_len, T: tl.constexpr, C: tl.constexpr):
 @triton.jit
 def work_of(batch, seq, LONG: tl.constexpr, T: tl.constexpr, C: tl.constexpr):
     """The work of some sequences and one head; 0 beyond the last."""
-    _, q_len, kv_len = lengths(batch, seq, seq < batch.seqs)
-    return long_work(batch, q_len, T, C) if LONG else short_work(batch, q_len, kv_len, T, C)
+    start, q_len, kv_len = lengths(batch, seq, seq < batch.seqs)
+    return long_work(batch, q_len, T, C) if LONG else short_work(batch, start, q_len, kv_len, T, C)
 
 
 @triton.jit
@@ -117,8 +169,8 @@ def short_totals(batch, T: tl.constexpr, C: tl.constexpr):
     units = as_count(batch.seqs * 0, C)
     for base in range(0, batch.seqs, C.SCAN):
         seq = base + tl.arange(0, C.SCAN)
-        _, q_len, kv_len = lengths(batch, seq, seq < batch.seqs)
-        total += tl.sum(short_work(batch, q_len, kv_len, T, C))
+        start, q_len, kv_len = lengths(batch, seq, seq < batch.seqs)
+        total += tl.sum(short_work(batch, start, q_len, kv_len, T, C))
         units += tl.sum(short_units(batch, q_len, T, C))
     return uniform(total, C), uniform(units, C)
 
@@ -157,8 +209,8 @@ class Splits(NamedTuple):
 def plan_splits(batch, total, units, workspace, T: tl.constexpr, C: tl.constexpr):
     """There are as many equal splits as programs; slightly fewer if all units have the same length and then are not split, or are
     split evenly; and fewer if a split would have less work than C.MIN_WORK."""
-    _, q_len, kv_len = lengths(batch, 0, True)
-    same_length = short_work(batch, q_len, kv_len, T, C) * batch.seqs * T.HEADS == total
+    start, q_len, kv_len = lengths(batch, 0, True)
+    same_length = short_work(batch, start, q_len, kv_len, T, C) * batch.seqs * T.HEADS == total
     at_once = workspace.programs - workspace.tail_programs
     in_parts = units * (at_once // tl.maximum(units, 1))
     each = (units + at_once - 1) // at_once

@@ -121,6 +121,8 @@ def attend_tiles(
         if decides_by_key(C) and MASKED:
             # A key may be hidden from every query: then its content must have no effect.
             inside = tl.max(visible.to(tl.int32), 0) > 0
+        if C.SPANS and MASKED:
+            inside &= tl.max(visible.to(tl.int32), 0) > 0
         from_pages = inside & (key < unit.cached) if SOURCE == "both" else inside
 
         # load keys

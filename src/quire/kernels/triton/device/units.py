@@ -10,7 +10,7 @@ import triton.language as tl
 
 from quire.kernels.triton.device.features import add_sink, keys_before, load_slopes, query_position, visible_range
 from quire.kernels.triton.device.formats import decode, encode
-from quire.kernels.triton.device.schedule import lengths
+from quire.kernels.triton.device.schedule import lengths, uniform
 from quire.kernels.triton.device.tiles import to_dot_type
 
 LN2 = tl.constexpr(0.6931471805599453)
@@ -81,8 +81,13 @@ def make_unit(batch, features, seq, start, q_len, kv_len, q_tile, head, index, T
 
     position = query_position(features, token, context + nth, live)
     low, high, all_from, all_to, visible_from, visible_to = visible_range(
-        batch, seq, context, first, last, position, q_len, kv_len, C
+        batch, seq, context, first, last, position, q_len, kv_len, token, live, C
     )
+    if C.SPANS:
+        low = uniform(low, C)
+        high = uniform(high, C)
+        all_from = uniform(all_from, C)
+        all_to = uniform(all_to, C)
     cached = kv_len
     if C.NEW:
         cached = tl.where(q_len >= C.CONTEXT_FROM, context, kv_len)

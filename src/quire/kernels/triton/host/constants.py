@@ -79,6 +79,7 @@ def constants_of(problem: Problem, platform: Platform, row: Tuning, short: Trito
         CAUSAL={"yes": True, "no": False}.get(problem.causal),
         NEW=problem.form == "context",
         TREE=problem.mask,
+        SPANS=problem.spans != "none",
         LEFT=None if left is None else min(left, FAR),
         RIGHT=None if right is None else min(right, FAR),
         CONTEXT_FROM=problem.context_from,

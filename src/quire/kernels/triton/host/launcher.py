@@ -46,6 +46,7 @@ multiprocessor of 64 K registers. Triton 3.7 takes 160 for sm90 and spills none;
 LOG2E = math.log2(math.e)
 NO_NEW = (None,) * 8
 NO_SHARD = (None,) * 3
+NO_SPANS = (None,) * 3
 
 ATTEND = (Out, Workspace, Query, Cache, BatchTensors, New, Features)
 COMBINE = (Out, Workspace, Cache, Features, TileNumbers)
@@ -304,6 +305,7 @@ def arguments_of(call: Any, at: At, extent: Extent, short: int) -> tuple[tuple[A
             *(at(table), *table.stride(), table.shape[1], at(kv_lens), *kv_lens.stride(), at(q_starts), *q_starts.stride()),
             *((None, None) if causal is True or causal is False else (at(causal), causal.stride(0))),
             *(extent.seqs, extent.tokens, short, *(batch.shard or NO_SHARD)),
+            *(NO_SPANS if batch.spans is None else (at(batch.spans), *batch.spans.stride())),
         ),
         NO_NEW if new is None else (at(new[0]), *new[0].stride(), at(new[1]), *new[1].stride()),
         (*features, q_scale, out_scale),

@@ -76,6 +76,7 @@ def _batch(problem: Problem, extent: Extent) -> Any:
         max_q_len=extent.max_q_len,
         max_keys=extent.max_kv_len,
         shard=Shard(0, 2, 1) if problem.shard else None,
+        spans=None if problem.spans == "none" else _meta_tensor(extent.tokens, 2, dtype=getattr(torch, problem.spans)),
     )
 
 

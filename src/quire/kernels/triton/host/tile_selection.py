@@ -32,7 +32,8 @@ class Tiles:
         self.most = max(16, min(64, (IN_REGISTERS if dot == "fp32" else QUERIES) // (width * element)))
         self.programs = max(1, int((platform.multiprocessors or PROCESSORS) * row.per_multiprocessor))
         # Several key heads per tile were measured for plain decodes only.
-        alone = problem.batch_invariant or problem.mask or problem.form == "context" or problem.memory == "generic"
+        alone = problem.batch_invariant or problem.mask or problem.spans != "none"
+        alone = alone or problem.form == "context" or problem.memory == "generic"
         self.heads_per_tile = 1 if alone else row.heads_per_tile
         self.long = None
         if not self.all_decode:
