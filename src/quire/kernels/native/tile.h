@@ -77,7 +77,7 @@ static void rows_of(const Pages& pages, const Array& fresh, const uint8_t* const
     for (int64_t j = 0; j < tile.cut; j++) {
         const uint8_t* row = found[j] ? found[j] + head * pages.head * size : ZEROS;
         if (!whole && found[j]) {
-            row = gathered(row, size, pages.dim, buffer + j * step, [&](int64_t d) { return pages.element(d); });
+            row = gathered(row, size, pages.row(), buffer + j * step, [&](int64_t d) { return pages.element(d); });
         }
         rows.at[j] = row;
     }
