@@ -338,8 +338,8 @@ struct DecodeKernel {
         const Pages &k = call.cache.k, &v = call.cache.v;
         bool one = k.scale && k.scale_page == 0 && k.scale_slot == 0 && tile.cut == tile.count;  // one scale for all keys
         if (one) logits.factor *= k.scale_of(0, 0, unit.head + h);
-        bool k_scaled = !one && scales_of(k, tile.k, tile, unit.head + h, k_scale, DECODE_KEYS);
-        bool v_scaled = scales_of(v, tile.v, tile, unit.head + h, v_scale, DECODE_KEYS);
+        bool k_scaled = !one && scales_of(k, tile.k, tile.k_scale, tile, unit.head + h, k_scale, DECODE_KEYS);
+        bool v_scaled = scales_of(v, tile.v, tile.v_scale, tile, unit.head + h, v_scale, DECODE_KEYS);
         int64_t base = h * padded_rows;
         const bool biased = alibi_is_bias(call, s);
         Scores seen{scores + base * DECODE_KEYS, DECODE_KEYS, round_up(tile.count, 2 * W), k_scaled ? k_scale : nullptr,

@@ -173,8 +173,8 @@ struct PrefillKernel {
             if (!packed) {
                 pack_keys(head);
                 pack_values(head, all_units);
-                k_scaled = scales_of(call.cache.k, tile->k, *tile, head, k_scale);
-                v_scaled = scales_of(call.cache.v, tile->v, *tile, head, v_scale);
+                k_scaled = scales_of(call.cache.k, tile->k, tile->k_scale, *tile, head, k_scale);
+                v_scaled = scales_of(call.cache.v, tile->v, tile->v_scale, *tile, head, v_scale);
                 packed = true;
             }
             int64_t padded = round_up(end, 2 * W) - begin, units = round_up((end + PER - 1) / PER, ROUND_UNITS) - begin / PER;
