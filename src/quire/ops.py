@@ -189,9 +189,7 @@ def _refuse(refused: str | None) -> None:
         raise ArgumentError(*_REFUSALS[refused])
 
 
-def _cache(
-    k: torch.Tensor, v: torch.Tensor, k_scale: Any, v_scale: Any, layout: str, k_format: str, v_format: str
-) -> KVCache:
+def _cache(k: torch.Tensor, v: torch.Tensor, k_scale: Any, v_scale: Any, layout: str, k_format: str, v_format: str) -> KVCache:
     formats = (FORMATS[k_format], FORMATS[v_format])
     cache = KVCache(k, v, LAYOUTS[layout], formats, k_scale, v_scale, None, False)
     cache.check_memory()

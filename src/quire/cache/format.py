@@ -151,6 +151,8 @@ def formats_of_storage(
 ) -> tuple[Format, Format]:
     """The formats of K and V from their storage. Types may differ only where the format of one is named."""
     if k_pages.dtype != v_pages.dtype and k_format is None and v_format is None:
-        raise ArgumentError("v_pages", describe(v_pages), f"the type of k_pages, {describe(k_pages)}; or name k_format and v_format")
+        raise ArgumentError(
+            "v_pages", describe(v_pages), f"the type of k_pages, {describe(k_pages)}; or name k_format and v_format"
+        )
     k_name, v_name = "format" if k_format is None else "k_format", "format" if v_format is None else "v_format"
     return format_of(k_pages.dtype, k_format or format, k_name), format_of(v_pages.dtype, v_format or format, v_name)

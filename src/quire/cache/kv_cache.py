@@ -336,7 +336,9 @@ class KVCache:
                 )
         if share_memory(self.k, self.v):
             raise ArgumentError("v_pages", "memory shared with k_pages", "memory that does not overlap k_pages")
-        per_token = {name: t for name, t in (("k_scale", self.k_scale), ("v_scale", self.v_scale)) if t is not None and t.dim() == 3}
+        per_token = {
+            name: t for name, t in (("k_scale", self.k_scale), ("v_scale", self.v_scale)) if t is not None and t.dim() == 3
+        }
         for name, scale in per_token.items():
             if overlaps_itself(scale) or any(other is not scale and share_memory(scale, other) for other in per_token.values()):
                 raise ArgumentError(name, "scales that share memory", "separate memory for each scale: write computes them")

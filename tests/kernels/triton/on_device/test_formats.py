@@ -32,7 +32,9 @@ def test_eight_bits(format: str, kernel: str, form: str, scales: str, q_dtype: s
     ("decode", "full", "token", "fp16", "aiter", (40, 16)),
     ("mixed", "context", "token", "fp32", "vllm_joint", (16, 48)),
 ])  # fmt: skip
-@pytest.mark.parametrize("format", [("int4", "int4"), ("int8", "int4"), ("int4", "bf16"), ("fp16", "int4"), ("bf16", "e4m3fn")], ids=str)
+@pytest.mark.parametrize(
+    "format", [("int4", "int4"), ("int8", "int4"), ("int4", "bf16"), ("fp16", "int4"), ("bf16", "e4m3fn")], ids=str
+)
 def test_formats_of_keys_and_values(
     format: tuple[str, str], kernel: str, form: str, scales: str, q_dtype: str, layout: str, dims: tuple[int, int], device: str
 ) -> None:

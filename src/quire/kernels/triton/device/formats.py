@@ -1,5 +1,6 @@
 """The codecs of the formats that are stored in bytes: bytes to fp16 and fp32 to bytes, in registers, by integer arithmetic that
-every target has. Each format has a pair of functions `decode_<format>` and `encode_<format>`; `decode` and `encode` select one by the format's name.
+every target has. Each format has a pair of functions `decode_<format>` and `encode_<format>`; `decode` and `encode` select one by
+the format's name.
 
 Both e4m3 formats and e5m2 fit into fp16 exactly, NaN and denormals included. Their bits, moved to where fp16 keeps them, are the
 value times a power of two.

@@ -253,6 +253,5 @@ def _scales(cache, page, head, key, inside, C: tl.constexpr):
 
 @triton.constexpr_function
 def scales_weights(C):
-    """Whether the scales of values multiply the weights, which are fewer: products with large exponents, and values that are cheaper
-    without."""
+    """Whether the scales of values multiply the weights, which are fewer than values. fp16 has too few exponents for that."""
     return C.V_PACK > 1 and C.DOT != "fp16"

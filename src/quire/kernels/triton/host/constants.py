@@ -18,8 +18,8 @@ WGMMA_WIDTH = 64
 def dot_type(problem: Problem) -> tuple[str, bool]:
     """The type of the products, and whether queries are balanced for it.
 
-    Every format in bytes fits into fp16, and hardware converts to fp16 faster than to bf16; it fits into bf16 too. Two different 16-bit types are multiplied
-    in fp32."""
+    Every format that is stored in bytes fits into fp16 and into bf16, and hardware converts to fp16 faster. Two different 16-bit
+    types are multiplied in fp32."""
     floats = {name for name in (problem.q_dtype, *problem.formats, problem.new_dtype) if name in BYTES}
     in_bytes = all(FORMATS[name].itemsize == 1 for name in problem.formats)
     if floats == {"bf16"} and in_bytes and problem.form == "full" and problem.scales != "token":

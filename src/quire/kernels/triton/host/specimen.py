@@ -47,7 +47,14 @@ def _cache(problem: Problem) -> Any:
     cells = _meta_tensor(2 * problem.page_size, dtype=torch.int64)
     ledger = SimpleNamespace(position=cells.int(), issue=cells, current=cells, violations=_meta_tensor(9, dtype=torch.int64))
     return SimpleNamespace(
-        k=k, v=v, k_scale=k_scale, v_scale=v_scale, pages=2, page_size=problem.page_size, v_head_dim=problem.v_head_dim, ledger=ledger
+        k=k,
+        v=v,
+        k_scale=k_scale,
+        v_scale=v_scale,
+        pages=2,
+        page_size=problem.page_size,
+        v_head_dim=problem.v_head_dim,
+        ledger=ledger,
     )
 
 
