@@ -11,7 +11,7 @@ import torch
 
 from quire.batch import Batch
 from quire.bench.workloads import Workload
-from quire.cache.format import FORMATS
+from quire.cache.format import FORMATS, Format
 from quire.cache.kv_cache import KVCache
 from quire.options import Options
 
@@ -94,12 +94,8 @@ def build(workload: Workload, device: torch.device | str = "cpu", folder: str | 
     else:
         files = [None if folder is None else Path(folder, name) for name in "kv"]
         stored = [_pages(shape, torch.float32 if format.quantised else dtype, values, file) for file in files]
-        if format.quantised and w.scales == "token":
-            assert format.largest is not None
-            scales = [(x.abs().amax(-1) / format.largest).clamp(min=1e-6) for x in stored]
-            stored = [format.encode(x / scale.unsqueeze(-1)) for x, scale in zip(stored, scales)]
-        elif format.quantised:
-            stored = [format.encode(x / scale) for x, scale in zip(stored, scales)]
+        if format.quantised:
+            stored, scales = _quantised(stored, format, w.scales)
     cache = KVCache.wrap(*stored, layout="nhd", format=format.name, k_scale=scales[0], v_scale=scales[1])
     if w.operation == "write":
         # One tensor of both, so that they can be copied as one.
@@ -108,6 +104,15 @@ def build(workload: Workload, device: torch.device | str = "cpu", folder: str | 
         k, v = (x.to(dtype) for x in _numbers(cache, lambda x: x.flatten(0, 1)[slots]))
     q = torch.randn(w.tokens, w.q_heads, w.head_dim, generator=values, device=device).to(dtype)
     return BenchCase(w, q, k, v, cache, batch, Options(window=w.window))
+
+
+def _quantised(parts: list[torch.Tensor], format: Format, kind: str) -> tuple[list[torch.Tensor], list[Any]]:
+    """K and V in a format, and their scales."""
+    assert format.largest is not None
+    if kind == "tensor":
+        return [format.encode(x / scale) for x, scale in zip(parts, (K_SCALE, V_SCALE))], [K_SCALE, V_SCALE]
+    scales = [(x.abs().amax(-1) / format.largest).clamp(min=1e-6) for x in parts]
+    return [format.encode(x / scale.unsqueeze(-1)) for x, scale in zip(parts, scales)], scales
 
 
 def _pages(shape: tuple[int, ...], dtype: torch.dtype, g: torch.Generator, file: Path | None) -> torch.Tensor:

@@ -259,9 +259,8 @@ class KVCache:
             k_scale, v_scale = _token_scales(scales, formats, k_scale, v_scale, size, place)
         types = [dtype if dtype is torch.uint8 and found.itemsize == 1 else found.dtype for found in formats]
         pages = _zeros(order, size, [dim // found.pack for dim, found in zip((head_dim, v_head_dim), formats)], x_of, types, place)
-        names: dict[str, Any] = {"layout": layout, "head_dim": head_dim, "pool": pool, "ledger": ledger}
-        names |= {"k_format": formats[0].name, "v_format": formats[1].name}
-        return cls.wrap(*pages, k_scale=k_scale, v_scale=v_scale, **names)
+        names: dict[str, Any] = {"k_format": formats[0].name, "v_format": formats[1].name, "pool": pool, "ledger": ledger}
+        return cls.wrap(*pages, layout=layout, head_dim=head_dim, k_scale=k_scale, v_scale=v_scale, **names)
 
     @classmethod
     @with_pointers
@@ -340,7 +339,8 @@ class KVCache:
             name: t for name, t in (("k_scale", self.k_scale), ("v_scale", self.v_scale)) if t is not None and t.dim() == 3
         }
         for name, scale in per_token.items():
-            if overlaps_itself(scale) or any(other is not scale and share_memory(scale, other) for other in per_token.values()):
+            others = [other for word, other in per_token.items() if word != name]
+            if overlaps_itself(scale) or any(share_memory(scale, other) for other in others):
                 raise ArgumentError(name, "scales that share memory", "separate memory for each scale: write computes them")
 
     @property

@@ -41,21 +41,7 @@ def problem_options() -> list[click.Parameter]:
         Option("--head-dim", type=Count, default=128, group=layer, help="size of a head (128)"),
         Option("--v-head-dim", type=Count, group=layer, help="size of a value head, if it differs"),
         Option("--page-size", type=Count, default=16, group=layer, help="tokens in a page (16)"),
-        Option(
-            "--kv-dtype",
-            default="auto",
-            metavar="TYPE",
-            type=OneOfNames(lambda: ("auto", "fp8", *FORMATS)),
-            group=layer,
-            help=f"how the cache stores an element: auto (as q), fp8 (the machine's own), {', '.join(FORMATS)}",
-        ),
-        Option(
-            "--v-dtype",
-            metavar="TYPE",
-            type=OneOfNames(lambda: ("fp8", *FORMATS)),
-            group=layer,
-            help="how it stores an element of V, if it is not as K",
-        ),
+        *_cache_types(layer),
         Option(
             "--q-dtype", default="bf16", metavar="TYPE", type=OneOfNames(lambda: Q_TYPES), group=layer, help="the type of q (bf16)"
         ),
@@ -92,6 +78,27 @@ def problem_options() -> list[click.Parameter]:
         ),
     ]
     return [*found, *_feature_options(layer)]
+
+
+def _cache_types(layer: str) -> list[click.Parameter]:
+    """How K and V are stored."""
+    return [
+        Option(
+            "--kv-dtype",
+            default="auto",
+            metavar="TYPE",
+            type=OneOfNames(lambda: ("auto", "fp8", *FORMATS)),
+            group=layer,
+            help=f"how the cache stores an element: auto (as q), fp8 (the machine's own), {', '.join(FORMATS)}",
+        ),
+        Option(
+            "--v-dtype",
+            metavar="TYPE",
+            type=OneOfNames(lambda: ("fp8", *FORMATS)),
+            group=layer,
+            help="how it stores an element of V, if it is not as K",
+        ),
+    ]
 
 
 def _feature_options(layer: str) -> list[click.Parameter]:
@@ -136,9 +143,7 @@ def problem_of(args: Args, platform: Platform) -> Problem:
     quantised = [name for name in (format, v_format) if FORMATS[name].quantised]
     if args.batch_invariant and args.form == "context" and quantised:
         raise ArgumentError("--form", "context with --batch-invariant", f"full: over {quantised[0]} the forms differ by a rounding")
-    for name, dim, stored in (("--head-dim", args.head_dim, format), ("--v-head-dim", args.v_head_dim or args.head_dim, v_format)):
-        if dim % FORMATS[stored].pack:
-            raise ArgumentError(name, dim, f"a multiple of {FORMATS[stored].pack}, as {stored} requires")
+    _check_dims(args, format, v_format)
     side = args.window - 1 if args.window else None
     features: dict[str, Any] = {name: getattr(args, name) not in (None, False) for name in FEATURES}
     return Problem(
@@ -160,6 +165,13 @@ def problem_of(args: Args, platform: Platform) -> Problem:
         device="cpu" if platform.vendor == "cpu" else "cuda",
         **features,
     )
+
+
+def _check_dims(args: Args, format: str, v_format: str) -> None:
+    """Refuses heads that do not fill whole bytes."""
+    for name, dim, stored in (("--head-dim", args.head_dim, format), ("--v-head-dim", args.v_head_dim or args.head_dim, v_format)):
+        if dim % FORMATS[stored].pack:
+            raise ArgumentError(name, dim, f"a multiple of {FORMATS[stored].pack}, as {stored} requires")
 
 
 def default_out_type(q_dtype: str) -> str:
