@@ -13,9 +13,9 @@ import triton.language as tl
 
 
 @triton.jit
-def decode(x, FORMAT: tl.constexpr, HARDWARE: tl.constexpr):
+def decode(x, FORMAT: tl.constexpr, HARDWARE: tl.constexpr, DOT: tl.constexpr = "fp16"):
     """Converts stored elements to a type that products take: bytes become fp16, other types stay. A byte with two elements becomes
-    two columns."""
+    two columns. `DOT` is the type of the product, to which they may be converted at once."""
     if FORMAT == "e4m3fn":
         return decode_e4m3fn(x, HARDWARE)
     elif FORMAT == "e4m3fnuz":
@@ -25,7 +25,7 @@ def decode(x, FORMAT: tl.constexpr, HARDWARE: tl.constexpr):
     elif FORMAT == "int8":
         return decode_int8(x)
     elif FORMAT == "int4":
-        return decode_int4(x)
+        return decode_int4(x, DOT)
     else:
         return x
 
@@ -103,12 +103,25 @@ def encode_int8(x):
 
 
 @triton.jit
-def decode_int4(x):
-    wide = x.to(tl.uint16)
-    # 0x6400 is 1024 in fp16, whose last bits count units. Flipping the sign bit of a code adds 8 to it.
-    low = ((wide & 0xF) ^ 0x6408).to(tl.float16, bitcast=True) - 1032.0
-    high = ((wide >> 4) ^ 0x6408).to(tl.float16, bitcast=True) - 1032.0
-    return tl.interleave(low, high)
+def decode_int4(x, DOT: tl.constexpr):
+    # Flipping the sign bit of a code adds 8 to it. The low code then counts units, and the high one 16 units, of the last bits of a
+    # power of two: 1024 in fp16; 2^23 in fp32, whose upper half is bf16.
+    if DOT == "bf16":
+        wide = x.to(tl.uint32)
+        low = ((wide & 0xF) ^ 0x4B000008).to(tl.float32, bitcast=True) - 8388616.0
+        high = ((wide & 0xF0) ^ 0x4B000080).to(tl.float32, bitcast=True) * 0.0625 - 524296.0
+        return tl.interleave(upper_half(low), upper_half(high))
+    else:
+        wide = x.to(tl.uint16)
+        low = ((wide & 0xF) ^ 0x6408).to(tl.float16, bitcast=True) - 1032.0
+        high = ((wide & 0xF0) ^ 0x6480).to(tl.float16, bitcast=True) * 0.0625 - 72.0
+        return tl.interleave(low, high)
+
+
+@triton.jit
+def upper_half(x):
+    """fp32 as bf16, where that is exact."""
+    return (x.to(tl.uint32, bitcast=True) >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
 
 
 @triton.jit

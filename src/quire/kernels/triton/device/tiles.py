@@ -144,7 +144,7 @@ def attend_tiles(
                 k = tl.load(cache.k + at, mask=(k_unit < K_UNITS)[None, :], other=0)
             else:
                 k = tl.load(cache.k + at)
-            k = to_dot_type(decode(k, tl.constexpr(C.K_FORMAT), C.HARDWARE), C)
+            k = to_dot_type(decode(k, tl.constexpr(C.K_FORMAT), C.HARDWARE, tl.constexpr(C.DOT)), C)
         if SOURCE != "pages":
             token = (unit.start + k_position - unit.context).to(tl.int64)[:, None]
             is_new = (inside & (key >= unit.cached))[:, None]
@@ -219,7 +219,7 @@ def _values(
             v = tl.load(cache.v + at, mask=(unit_of_dim < UNITS)[None, :], other=0)
         else:
             v = tl.load(cache.v + at)
-        v = decode(v, tl.constexpr(C.V_FORMAT), C.HARDWARE)
+        v = decode(v, tl.constexpr(C.V_FORMAT), C.HARDWARE, tl.constexpr(C.DOT))
         if v_scale is not None and not scales_weights(C):
             v = v.to(tl.float32) * v_scale[:, None]
         v = to_dot_type(v, C)
