@@ -309,7 +309,8 @@ def calls(draw: st.DrawFn) -> dict[str, Any]:
         "page_size": draw(st.sampled_from([4, 12, 16, 64])),
         "layout": draw(st.sampled_from(["nhd", "hnd", "vllm_x", "vllm_joint", "aiter"])),
         "x": draw(st.sampled_from([1, 2, 4])),
-        "format": draw(st.sampled_from(["fp32", "fp16", "bf16", "e4m3fn", "e4m3fnuz", "e5m2", "int8"])),
+        "format": draw(st.sampled_from(["fp32", "fp16", "bf16", "e4m3fn", "e4m3fnuz", "e5m2", "int8", "int4"])),
+        "v_format": draw(st.sampled_from([None, None, "fp16", "e5m2", "int8", "int4"])),
         "scales": draw(st.sampled_from(["tensor", "head", "token"])),
         "q_dtype": draw(st.sampled_from(["fp32", "fp16", "bf16", "e4m3fn"])),
         "form": draw(st.sampled_from(["full", "context"])),
@@ -320,7 +321,12 @@ def calls(draw: st.DrawFn) -> dict[str, Any]:
         "alibi": draw(st.sampled_from([None, True])),
         "sinks": draw(st.sampled_from([None, True])),
     }
-    storages = ["native", "padded"] + (["bytes"] if spec["format"] in LARGEST else [])
+    if spec["layout"] == "vllm_joint":
+        spec["v_format"] = None
+    if "int4" in (spec["format"], spec["v_format"]) and spec["layout"] != "nhd":
+        spec["x"] = min(spec["x"], 2)  # 4 dims are 2 bytes
+    in_bytes = {spec["format"], spec["v_format"] or spec["format"]} <= set(LARGEST)
+    storages = ["native", "padded"] + (["bytes"] if in_bytes else [])
     spec["storage"] = draw(st.sampled_from(storages))
     if draw(st.booleans()):
         spec["mask"] = True

@@ -25,6 +25,8 @@ CASES: dict[str, dict[str, Any]] = {
     "e4m3fn": {"format": "e4m3fn"},
     "e4m3fn-token-scales": {"format": "e4m3fn", "scales": "token"},
     "int8-token-scales": {"format": "int8", "scales": "token", "window": 11},
+    "int4-token-scales": {"format": "int4", "scales": "token", "window": 11},
+    "bf16-int4-token-scales": {"format": "bf16", "v_format": "int4", "scales": "token"},
     "bf16-x-packed": {"format": "bf16", "layout": "vllm_x"},
     "bf16-aiter-large-pages": {"format": "bf16", "layout": "aiter", "page_size": 64},
     "spans": {"spans": "any"},

@@ -9,7 +9,7 @@ import torch
 
 import quire
 from support.kernels import each_kernel  # noqa: F401
-from support.scenario import LARGEST, TYPES, place
+from support.scenario import LARGEST, TYPES, in_bytes, place
 
 pytestmark = pytest.mark.usefixtures("each_kernel")
 
@@ -69,9 +69,9 @@ def expected_pages(before: torch.Tensor, x: torch.Tensor, slots: list[int], form
                 s = scale.expand(value.shape[0])
             of_slot[slot] = s
             value = (value / s[:, None]).clamp(-LARGEST[format], LARGEST[format])
-            if format == "int8":
+            if format.startswith("int"):
                 value = value.round()
-        after[slot] = value.to(TYPES[format])
+        after[slot] = value.to(after.dtype)
     return after.view(before.shape), of_slot
 
 
@@ -84,14 +84,34 @@ def test_what_is_written_is_read_back(layout: str, format: str, scales: str) -> 
     quire.write(k, v, cache, batch)
     for part, x, dim in (("k", k, 16), ("v", v, 8)):
         scale = getattr(cache, f"{part}_scale")
-        before = blank.view(torch.uint8).repeat(12 * 8 * 3 * dim).view(TYPES[format]).view(12, 8, 3, dim)
+        if format == "int4":  # 77 is 0x4D: -3 below, 4 above
+            before = torch.tensor([-3, 4], dtype=torch.int8).repeat(12 * 8 * 3 * dim // 2).view(12, 8, 3, dim)
+        else:
+            before = blank.view(torch.uint8).repeat(12 * 8 * 3 * dim).view(TYPES[format]).view(12, 8, 3, dim)
         after, of_slot = expected_pages(before, x, slots, format, None if scales == "token" else scale)
         bits = torch.uint8 if TYPES[format].itemsize == 1 else {2: torch.int16, 4: torch.int32}[TYPES[format].itemsize]
-        wanted = place("hnd" if layout == "vllm_joint" else layout, part, after.view(bits), 4)
+        wanted = place("hnd" if layout == "vllm_joint" else layout, part, in_bytes(after, format), 4)
         assert torch.equal(getattr(cache, part).view(bits), wanted), f"{part} differs"
         for slot, s in of_slot.items():
             if scales == "token":
                 assert torch.equal(scale[slot // 8, slot % 8], s)
+
+
+@pytest.mark.parametrize("formats", [("int8", "int4"), ("int4", "bf16"), ("bf16", "e4m3fn")], ids=str)
+def test_keys_and_values_in_formats_of_their_own(formats: tuple[str, str]) -> None:
+    pool, k, v = quire.PagePool(4, 8), torch.randn(21, 3, 16).bfloat16(), torch.randn(21, 3, 8).bfloat16()
+    sizes = {"kv_heads": 3, "head_dim": 16, "v_head_dim": 8}
+    batch = pool.step({pool.sequence(): 9, pool.sequence(): 12})
+
+    def holds(k_format: str, v_format: str) -> list[torch.Tensor | None]:
+        scales = "token" if {k_format, v_format} & set(LARGEST) else None
+        cache = quire.KVCache.allocate(pool, **sizes, k_format=k_format, v_format=v_format, scales=scales)
+        quire.write(k, v, cache, batch)
+        return [cache.k_bytes, cache.k_scale, cache.v_bytes, cache.v_scale]
+
+    got, keys, values = holds(*formats), holds(formats[0], formats[0]), holds(formats[1], formats[1])
+    for mine, wanted in zip(got, (*keys[:2], *values[2:])):
+        assert (mine is None and wanted is None) or torch.equal(mine, wanted)
 
 
 def test_every_head_is_written_whatever_their_number() -> None:

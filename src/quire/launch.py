@@ -187,8 +187,8 @@ class Facts(NamedTuple):
     context_from: int = 1
     only: tuple[int, int] = (0, ANY)
     shard: bool = False
-    rope: RopeTraits | None = None
     spans: torch.dtype | None = None
+    rope: RopeTraits | None = None
 
 
 _OF_CACHE = tuple(name for name in FIELDS if name in Storage._fields)

@@ -33,8 +33,8 @@ from quire.rope import Rope
 from quire.step import step as plain_step
 from quire.write import write as plain_write
 
-_READ = "Tensor k_pages, Tensor v_pages, Tensor? k_scale, Tensor? v_scale, str layout, str format"
-_WRITTEN = "Tensor(k!) k_pages, Tensor(v!) v_pages, Tensor(i!)? k_scale, Tensor(j!)? v_scale, str layout, str format"
+_READ = "Tensor k_pages, Tensor v_pages, Tensor? k_scale, Tensor? v_scale, str layout, str format, str v_format"
+_WRITTEN = "Tensor(k!) k_pages, Tensor(v!) v_pages, Tensor(i!)? k_scale, Tensor(j!)? v_scale, str layout, str format, str v_format"
 _BATCH = (
     "Tensor page_table, Tensor kv_lens, Tensor q_starts, Tensor? slots, SymInt? max_q_len, SymInt? max_kv_len, int[]? shard, "
     "Tensor? spans"
@@ -216,7 +216,7 @@ def _refused(cache: KVCache, batch: Batch, q: torch.Tensor | None = None) -> str
 
 
 def _of_cache(cache: KVCache) -> tuple[Any, ...]:
-    return cache.k, cache.v, cache.k_scale, cache.v_scale, cache.layout.name, cache.format.name
+    return cache.k, cache.v, cache.k_scale, cache.v_scale, cache.layout.name, cache.k_format.name, cache.v_format.name
 
 
 def _of_batch(batch: Batch, slots: torch.Tensor | None) -> tuple[Any, ...]:
@@ -262,8 +262,9 @@ def _refuse(refused: str | None) -> None:
         raise ArgumentError(*_REFUSALS[refused])
 
 
-def _cache(k: torch.Tensor, v: torch.Tensor, k_scale: Any, v_scale: Any, layout: str, format: str) -> KVCache:
-    cache = KVCache(k, v, LAYOUTS[layout], FORMATS[format], k_scale, v_scale, None, False)
+def _cache(k: torch.Tensor, v: torch.Tensor, k_scale: Any, v_scale: Any, layout: str, k_format: str, v_format: str) -> KVCache:
+    formats = (FORMATS[k_format], FORMATS[v_format])
+    cache = KVCache(k, v, LAYOUTS[layout], formats, k_scale, v_scale, None, False)
     cache.check_memory()
     return cache
 

@@ -91,11 +91,13 @@ class Problem(Traits):
     out_dtype: str = ""
     """The type of the output. Empty in the constructor means: as q_dtype."""
     format: str = "bf16"
-    """How the cache stores an element."""
+    """How the cache stores an element of K."""
+    v_format: str = ""
+    """How the cache stores an element of V. Empty in the constructor means: as format."""
     layout: str = "nhd"
     """nhd, hnd, vllm_x, vllm_joint or aiter."""
     scales: str = "none"
-    """The granularity of the scales: none, tensor, head or token."""
+    """The granularity of the scales: none, tensor, head or token. Where one of K and V is not quantised, of those of the other."""
     index: str = "int32"
     """The type of page_table, kv_lens and q_starts; the three types joined by '+' if they differ."""
     form: str = "full"
@@ -137,6 +139,7 @@ class Problem(Traits):
     def __post_init__(self) -> None:
         fill = object.__setattr__
         fill(self, "v_head_dim", self.v_head_dim or self.head_dim)
+        fill(self, "v_format", self.v_format or self.format)
         fill(self, "out_dtype", self.out_dtype or self.q_dtype)
         new_dtype = self.new_dtype or ("bf16" if FORMATS[self.q_dtype].fp8 else self.q_dtype)
         fill(self, "new_dtype", new_dtype if self.form == "context" else "")
@@ -150,7 +153,7 @@ class Problem(Traits):
             fill(self, "rope", rope._replace(sections=tuple(rope.sections)))
         for name in ("k_scale_strides", "v_scale_strides"):
             strides = getattr(self, name)
-            fill(self, name, tuple(self._allocated_scales() if strides is None else strides))
+            fill(self, name, tuple(self._allocated_scales(name) if strides is None else strides))
         # A Problem is looked up in every call.
         fill(self, "_hash", hash(tuple(getattr(self, name) for name in FIELDS)))
 
@@ -161,18 +164,21 @@ class Problem(Traits):
         """The strides of the pages that `KVCache.allocate` makes."""
         layout = LAYOUTS[self.layout]
         order = layout.k if name == "k_pages" else layout.v
-        dim = self.head_dim if name == "k_pages" else self.v_head_dim
-        x = 16 // FORMATS[self.format].itemsize
+        k, v = (FORMATS[format] for format in self.formats)
+        k_units, v_units = self.head_dim // k.pack, self.v_head_dim // v.pack
+        dim, x = (k_units, 16 // k.itemsize) if name == "k_pages" else (v_units, 16 // v.itemsize)
         if order.split and (self.page_size if order.split == "slot" else dim) % x:
             x = 1
         if layout.joint:
-            joint = torch.empty(order.shape(2, self.page_size, self.kv_heads, self.head_dim + self.v_head_dim, x), device="meta")
-            storage = layout.parts(joint, head_dim=self.head_dim)[name == "v_pages"]
+            joint = torch.empty(order.shape(2, self.page_size, self.kv_heads, k_units + v_units, x), device="meta")
+            storage = layout.parts(joint, head_dim=k_units)[name == "v_pages"]
         else:
             storage = torch.empty(order.shape(2, self.page_size, self.kv_heads, dim, x), device="meta")
         return PageStrides.of(order.view(storage))
 
-    def _allocated_scales(self) -> tuple[int, ...]:
+    def _allocated_scales(self, name: str) -> tuple[int, ...]:
+        if not FORMATS[self.formats[name == "v_scale_strides"]].quantised and self.mixed_formats:
+            return ()
         per_token = (self.page_size * self.kv_heads, self.kv_heads, 1)
         return {"none": (), "tensor": (0, 0, 0), "head": (0, 0, 1), "token": per_token}[self.scales]
 
@@ -182,6 +188,16 @@ class Problem(Traits):
         dtype = "bf16" if FORMATS[self.q_dtype].itemsize == 1 else self.q_dtype
         q_heads = self.q_heads if rope is not None and rope.q else self.kv_heads
         return replace(self, **plain, q_heads=q_heads, q_dtype=dtype, out_dtype=dtype, rope=rope)
+
+    @property
+    def formats(self) -> tuple[str, str]:
+        """How the cache stores an element of K and of V."""
+        return self.format, self.v_format
+
+    @property
+    def mixed_formats(self) -> bool:
+        """Whether K and V are stored in different formats."""
+        return self.format != self.v_format
 
     @property
     def group(self) -> int:
@@ -202,6 +218,8 @@ class Problem(Traits):
             names.append("context-form")
         if self.rope is not None:
             names.append("rope")
+        if self.mixed_formats:
+            names.append("mixed-formats")
         return tuple(names)
 
     @property
@@ -230,14 +248,15 @@ class Problem(Traits):
 
     def __str__(self) -> str:
         dim = f"{self.head_dim}" if self.v_head_dim == self.head_dim else f"{self.head_dim}/{self.v_head_dim}"
+        stored = "/".join(self.formats) if self.mixed_formats else self.format
         scales = "" if self.scales == "none" else f" (scale per {self.scales})"
         parts = [
             f"{self.q_heads}/{self.kv_heads} heads x {dim}",
-            f"pages of {self.page_size} {self.layout} {self.format}{scales}",
+            f"pages of {self.page_size} {self.layout} {stored}{scales}",
             f"q {self.q_dtype}" + ("" if self.out_dtype == self.q_dtype else f" -> {self.out_dtype}"),
         ]
         said = {"window": f"window {self.window}", "rope": str(self.rope)}
-        parts += [said.get(name, name) for name in self.features]
+        parts += [said.get(name, name) for name in self.features if name != "mixed-formats"]
         if self.index != "int32":
             parts.append(f"index {self.index}")
         if self.memory != "aligned":

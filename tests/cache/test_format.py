@@ -14,11 +14,24 @@ QUANTISED = [f for f in FORMATS.values() if f.quantised]
 names = pytest.mark.parametrize("format", QUANTISED, ids=str)
 
 
+def numbers(format, stored):
+    """What stored elements stand for, two for each byte of int4: the even one is in its low bits."""
+    if format.name != "int4":
+        return stored.to(torch.float64)
+    codes = torch.stack((stored % 16, stored // 16), -1).flatten().to(torch.float64)
+    return torch.where(codes < 8, codes, codes - 16)
+
+
+def encoded(format, x):
+    """The numbers that a format stores for `x [n]`."""
+    return numbers(format, format.encode(torch.cat((x, x[:1])) if len(x) % 2 else x))[: len(x)]
+
+
 def values(format):
-    """All finite values of an eight-bit format, in order."""
-    stored = torch.arange(256, dtype=torch.uint8).view(format.dtype).to(torch.float64)
-    if format.name == "int8":
-        stored = stored[stored != -128]
+    """All finite values of a format in bytes, in order, but the smallest integer, which has no opposite."""
+    stored = numbers(format, torch.arange(256, dtype=torch.uint8).view(format.dtype))
+    if format.integer:
+        stored = stored[stored != stored.min()]
     return stored[stored.isfinite()].unique()
 
 
@@ -31,14 +44,14 @@ def test_the_largest_is_the_largest(format):
 @names
 def test_every_value_encodes_to_itself(format):
     exact = values(format).float()
-    assert torch.equal(format.encode(exact).float(), exact)
+    assert torch.equal(encoded(format, exact).float(), exact)
 
 
 @names
 @pytest.mark.parametrize("sign", [1, -1], ids=["plus", "minus"])
 def test_what_is_too_large_saturates(format, sign):
     beyond = torch.tensor([format.largest * 1.0001, format.largest * 1.5, 1e30, math.inf]) * sign
-    assert format.encode(beyond).float().tolist() == [sign * format.largest] * 4
+    assert encoded(format, beyond).tolist() == [sign * format.largest] * 4
 
 
 @names
@@ -46,15 +59,24 @@ def test_what_is_too_large_saturates(format, sign):
 def test_encoding_takes_a_nearest_value(format, data):
     x = data.draw(st.lists(st.floats(-2 * format.largest, 2 * format.largest, width=32), min_size=1, max_size=50))
     x = torch.tensor(x, dtype=torch.float32)
-    got = format.encode(x).to(torch.float64)
+    got = encoded(format, x)
     nearest = (values(format) - x.double()[:, None]).abs().amin(1)
     assert torch.equal((got - x.double()).abs(), nearest)
 
 
 @names
 def test_nan_never_becomes_a_number_by_luck(format):
-    got = format.encode(torch.tensor([math.nan, -math.nan])).float()
-    assert (got == 0).all() if format.name == "int8" else got.isnan().all()
+    got = encoded(format, torch.tensor([math.nan, -math.nan]))
+    assert (got == 0).all() if format.integer else got.isnan().all()
+
+
+def test_two_elements_of_a_byte_are_in_order():
+    x = torch.tensor([[1.0, -2.0, 7.0, -7.0], [0.4, 6.6, -100.0, 3.5]])
+    stored = FORMATS["int4"].encode(x)
+    assert stored.tolist() == [[0xE1, 0x97], [0x70, 0x49]]
+    assert FORMATS["int4"].unpack(stored).tolist() == [[1, -2, 7, -7], [0, 7, -7, 4]]
+    assert FORMATS["int4"].unpack(torch.tensor([0x8F], dtype=torch.uint8)).tolist() == [-1, -8]
+    assert (FORMATS["int4"].bytes_of(128), FORMATS["bf16"].bytes_of(128)) == (64, 256)
 
 
 @pytest.mark.parametrize("name", ["fp32", "fp16", "bf16"])
@@ -67,7 +89,8 @@ def test_plain_formats_are_a_cast(name):
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_storage_type_names_its_format(name):
     format = FORMATS[name]
-    assert format_of(format.dtype) is format_of(format.dtype, name) is format
+    assert format_of(format.dtype, name) is format
+    assert format.pack > 1 or format_of(format.dtype) is format
     assert (str(format), format.itemsize) == (name, torch.empty(0, dtype=format.dtype).element_size())
 
 
@@ -79,13 +102,17 @@ def test_bytes_take_a_named_format(format):
 @pytest.mark.parametrize(
     ("dtype", "name", "message"),
     [
-        (torch.uint8, None, "format: given uint8 storage without a format; allowed: format= one of e4m3fn, e4m3fnuz, e5m2, int8"),
+        (
+            torch.uint8,
+            None,
+            "format: given uint8 storage without a format; allowed: format= one of e4m3fn, e4m3fnuz, e5m2, int8, int4",
+        ),
         (
             torch.float64,
             None,
-            "dtype: given torch.float64; allowed: a storage type of fp32, fp16, bf16, e4m3fn, e4m3fnuz, e5m2, int8",
+            "dtype: given torch.float64; allowed: a storage type of fp32, fp16, bf16, e4m3fn, e4m3fnuz, e5m2, int8, int4",
         ),
-        (torch.uint8, "fp8", "format: given 'fp8'; allowed: fp32, fp16, bf16, e4m3fn, e4m3fnuz, e5m2, int8"),
+        (torch.uint8, "fp8", "format: given 'fp8'; allowed: fp32, fp16, bf16, e4m3fn, e4m3fnuz, e5m2, int8, int4"),
         (torch.uint8, "bf16", "format: given 'bf16' over torch.uint8 storage; allowed: torch.bfloat16 storage"),
         (
             torch.float8_e5m2,
@@ -97,8 +124,9 @@ def test_bytes_take_a_named_format(format):
             "e4m3fn",
             "format: given 'e4m3fn' over torch.int8 storage; allowed: torch.float8_e4m3fn or torch.uint8 storage",
         ),
+        (torch.int8, "int4", "format: given 'int4' over torch.int8 storage; allowed: torch.uint8 storage"),
     ],
-    ids=["bytes", "fp64", "unknown", "wide-bytes", "other-fp8", "int8-as-fp8"],
+    ids=["bytes", "fp64", "unknown", "wide-bytes", "other-fp8", "int8-as-fp8", "int8-as-int4"],
 )
 def test_what_is_refused(dtype, name, message):
     with pytest.raises(ArgumentError) as caught:

@@ -1,6 +1,7 @@
 """KVCache: allocated and wrapped memory, scales, page copies, and every refusal with its message."""
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -35,7 +36,7 @@ def test_allocate_every_layout_in_every_format(pool, layout, format):
     x = 4 if LAYOUTS[layout].splits else None
     scale = 0.5 if found.quantised else None
     cache = KVCache.allocate(
-        pool, kv_heads=HEADS, head_dim=24, v_head_dim=16, dtype=found.dtype, layout=layout, x=x, k_scale=scale, v_scale=scale
+        pool, kv_heads=HEADS, head_dim=24, v_head_dim=16, format=format, layout=layout, x=x, k_scale=scale, v_scale=scale
     )
     assert shape(cache) == (PAGES, PAGE_SIZE, HEADS, 24, 16)
     assert (cache.format.name, cache.layout.name, cache.device.type, cache.pool) == (format, layout, "cpu", pool)
@@ -130,12 +131,42 @@ def test_scales_by_default_and_per_token(pool):
     assert (cache.scale_kind, cache.k_scale.min().item()) == ("token", 1.0)
 
 
+@pytest.mark.parametrize(
+    ("given", "formats", "types"),
+    [
+        ({"format": "int4", "scales": "token"}, "int4", (torch.uint8, torch.uint8)),
+        ({"k_format": "int8", "v_format": "int4", "scales": "token"}, "int8/int4", (torch.int8, torch.uint8)),
+        ({"v_format": "e4m3fn"}, "bf16/e4m3fn", (torch.bfloat16, torch.float8_e4m3fn)),
+        ({"dtype": torch.uint8, "format": "int8", "v_format": "int4", "scales": "token"}, "int8/int4", (torch.uint8, torch.uint8)),
+        ({"dtype": torch.float16, "k_format": "int4", "k_scale": 0.5}, "int4/fp16", (torch.uint8, torch.float16)),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_formats_of_keys_and_values(pool, given, formats, types):
+    cache = KVCache.allocate(pool, kv_heads=HEADS, head_dim=32, v_head_dim=16, ledger=True, **given)
+    assert shape(cache) == (PAGES, PAGE_SIZE, HEADS, 32, 16)
+    assert (cache.formats, (cache.k.dtype, cache.v.dtype)) == (formats, types)
+    names = cache.k_format.name, cache.v_format.name
+    for part, dim, name in ((cache.k, 32, names[0]), (cache.v, 16, names[1])):
+        assert part.shape[-1] == dim // (2 if name == "int4" else 1)
+    assert [s is not None for s in (cache.k_scale, cache.v_scale)] == [FORMATS[name].quantised for name in names]
+    for same in (pickle.loads(pickle.dumps(cache)), copy.deepcopy(cache)):
+        assert same.storage == cache.storage and same.formats == formats and (same.k.dtype, same.v.dtype) == types
+    if names[0] != names[1]:
+        with pytest.raises(ArgumentError, match="one format for both"):
+            _ = cache.format
+    wrapped = KVCache.wrap(
+        cache.k, cache.v, layout="nhd", k_format=names[0], v_format=names[1], k_scale=cache.k_scale, v_scale=cache.v_scale
+    )
+    assert wrapped.storage == cache.storage
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("format", ["fp32", "e4m3fnuz", "int8"])
+@pytest.mark.parametrize("format", ["fp32", "e4m3fnuz", "int8", "int4"])
 def test_copy_pages_copies_all_of_a_page_and_nothing_else(pool, layout, format):
     found = FORMATS[format]
     options = {"x": 4 if LAYOUTS[layout].splits else None, "scales": "token" if found.quantised else None, "ledger": True}
-    cache = KVCache.allocate(pool, kv_heads=2, head_dim=8, v_head_dim=4, dtype=found.dtype, layout=layout, **options)
+    cache = KVCache.allocate(pool, kv_heads=2, head_dim=8, v_head_dim=4, format=format, layout=layout, **options)
     parts = [cache.k_bytes, cache.v_bytes, *((cache.k_scale, cache.v_scale) if found.quantised else ())]
     parts += [t.view(PAGES, PAGE_SIZE) for t in (cache.ledger.position, cache.ledger.writer, cache.ledger.issue)]
     for t in parts:
@@ -192,7 +223,7 @@ REFUSED = {
     "x-zero": (allocate(layout="vllm_x", x=0), "x: given 0; allowed: a divisor of dim = 16"),
     "bytes": (
         allocate(dtype=torch.uint8),
-        "format: given uint8 storage without a format; allowed: format= one of e4m3fn, e4m3fnuz, e5m2, int8",
+        "format: given uint8 storage without a format; allowed: format= one of e4m3fn, e4m3fnuz, e5m2, int8, int4",
     ),
     "scales-name": (allocate(scales="head"), "scales: given 'head'; allowed: 'token', or None for the scales given"),
     "scales-plain": (
@@ -208,6 +239,31 @@ REFUSED = {
     "int8-without-scale": (
         allocate(dtype=torch.int8),
         "k_scale: given nothing (None); allowed: a scale: int8 stores integers, 127 in magnitude at most",
+    ),
+    "int4-without-scale": (
+        allocate(format="int4"),
+        "k_scale: given nothing (None); allowed: a scale: int4 stores integers, 7 in magnitude at most",
+    ),
+    "int4-of-odd-dim": (
+        allocate(head_dim=16, v_head_dim=15, v_format="int4", scales="token"),
+        "v_head_dim: given 15; allowed: a multiple of 2: int4 stores 2 elements in a byte",
+    ),
+    "int4-x": (allocate(layout="vllm_x", format="int4", scales="token"), "x: given 16; allowed: a divisor of dim = 8"),
+    "k-format": (
+        allocate(k_format="int3"),
+        "k_format: given 'int3'; allowed: fp32, fp16, bf16, e4m3fn, e4m3fnuz, e5m2, int8, int4",
+    ),
+    "formats-and-dtype": (
+        allocate(k_format="int8", v_format="int4", dtype=torch.int8),
+        "dtype: given torch.int8; allowed: None: k_format and v_format say how both are stored",
+    ),
+    "formats-in-one-tensor": (
+        allocate(layout="vllm_joint", k_format="int8", v_format="int4", scales="token"),
+        "v_format: given 'int4', with 'int8' for K; allowed: the format of K: layout 'vllm_joint' has K and V in one tensor",
+    ),
+    "format-of-storage": (
+        wrap(zeros(1, 1, 1, 2), zeros(1, 1, 1, 2), v_format="int4", v_scale=1.0),
+        "v_format: given 'int4' over torch.float32 storage; allowed: torch.uint8 storage",
     ),
     "scale-of-plain": (allocate(k_scale=1.0), "k_scale: given 1.0; allowed: None: format bf16 is not quantised"),
     "scale-zero": (fp8(k_scale=0.0), "k_scale: given 0.0; allowed: a finite number above 0"),
@@ -241,7 +297,8 @@ REFUSED = {
     ),
     "two-types": (
         wrap(zeros(1, 1, 1, 1), zeros(1, 1, 1, 1).half()),
-        "v_pages: given float16[1, 1, 1, 1] on cpu; allowed: the type and device of k_pages, float32[1, 1, 1, 1] on cpu",
+        "v_pages: given float16[1, 1, 1, 1] on cpu; allowed: the type of k_pages, float32[1, 1, 1, 1] on cpu; "
+        "or name k_format and v_format",
     ),
     "two-sizes": (
         wrap(zeros(2, 4, 1, 1), zeros(2, 5, 1, 1)),

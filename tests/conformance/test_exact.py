@@ -32,8 +32,13 @@ def test_exact_computation_equals_the_reference(case: Case) -> None:
     call = build(case)
     cache, got = call.cache(), exact(call)
     dense = []
-    for order, tensor, scale in ((cache.layout.k, cache.k, cache.k_scale), (cache.layout.v, cache.v, cache.v_scale)):
-        numbers = order.unpack(tensor).view(cache.format.dtype).double()
+    parts = (
+        (cache.layout.k, cache.k, cache.k_scale, cache.k_format),
+        (cache.layout.v, cache.v, cache.v_scale, cache.v_format),
+    )
+    for order, tensor, scale, format in parts:
+        stored = order.unpack(tensor).view(format.dtype)
+        numbers = (format.unpack(stored) if format.pack > 1 else stored).double()
         if scale is not None:
             numbers = numbers * (scale.double()[..., None] if scale.dim() == 3 else scale.double().reshape(-1, 1))
         dense.append(numbers)

@@ -58,6 +58,8 @@ class Draw:
             self.arguments["slots"] = batch.slots_of_tokens(self.tokens, self.size)
         if "q" in self.arguments and pick((False, False, True)):
             self.arguments["out"] = torch.empty(self.tokens, q_heads, dim)
+        if "q" in self.arguments and seed % 4 == 0:
+            self.add_spans(batch, index)
         # A generator of its own: other draws stay as they are.
         self.more = random.Random(f"rope {seed}")
         if "k" in self.arguments and self.more.random() < 0.4:
@@ -83,8 +85,6 @@ class Draw:
                 self.arguments["q"] = q
         out = None if q is None or "q" in self.arguments else pick((None, q, torch.empty(q.shape)))
         return {"rope": rope, "q_in": q, "q_out": out, "rope_positions": positions}
-        if "q" in self.arguments and seed % 4 == 0:
-            self.add_spans(batch, index)
 
     def add_spans(self, batch: Batch, index: torch.dtype) -> None:
         """Gives every token a span, in place of a window, causality and a mask."""

@@ -25,6 +25,7 @@ TYPES: dict[str, torch.dtype] = {
     "e4m3fnuz": torch.float8_e4m3fnuz,
     "e5m2": torch.float8_e5m2,
     "int8": torch.int8,
+    "int4": torch.uint8,
 }
 FLOATS = ("fp32", "fp16", "bf16")
 FP8 = ("e4m3fn", "e4m3fnuz", "e5m2")
@@ -32,7 +33,7 @@ UNIT = {"fp32": 2.0**-24, "fp16": 2.0**-11, "bf16": 2.0**-8}
 """The relative error of one rounding."""
 LEAST = {"fp32": 2.0**-126, "fp16": 2.0**-14, "bf16": 2.0**-126}
 """The smallest normal number: below it a rounding has an absolute error, and some hardware makes it 0."""
-NAN = {"e4m3fn": 0x7F, "e4m3fnuz": 0x80, "e5m2": 0x7F, "int8": 0x80}
+NAN = {"e4m3fn": 0x7F, "e4m3fnuz": 0x80, "e5m2": 0x7F, "int8": 0x80, "int4": 0x88}
 GUARD = 40.0
 """What stands in padding rows of an output, and must stay there."""
 
@@ -98,12 +99,11 @@ class RandomCall:
             return empty.set_(there, value.storage_offset(), value.shape, value.stride())  # type: ignore[call-overload]
 
         c, b = self.cache, self.batch
-        tensors = {"k_scale": move(c.k_scale), "v_scale": move(c.v_scale)} if c.k_scale is not None else {}
+        tensors = {"k_scale": move(c.k_scale), "v_scale": move(c.v_scale)}
+        tensors |= {"k_format": c.k_format.name, "v_format": c.v_format.name}
         joint = c.layout.name == "vllm_joint"
         storage = (self._joint(move),) if joint else (move(c.k), move(c.v))
-        cache = quire.KVCache.wrap(
-            *storage, layout=c.layout.name, format=c.format.name, head_dim=c.head_dim if joint else None, ledger=True, **tensors
-        )
+        cache = quire.KVCache.wrap(*storage, layout=c.layout.name, head_dim=c.head_dim if joint else None, ledger=True, **tensors)
         hints = {"max_q_len": b.max_q_len, "max_kv_len": b.max_kv_len}
         batch = quire.Batch(*map(move, (b.page_table, b.kv_lens, b.q_starts)), **hints, spans=move(b.spans))
         options = quire.Options(**{f.name: move(getattr(self.options, f.name)) for f in dataclasses.fields(self.options)})
@@ -113,7 +113,7 @@ class RandomCall:
     def _joint(self, move: Any) -> torch.Tensor:
         """The one tensor that holds keys and values side by side, from the view of its keys."""
         k = self.cache.k
-        shape = (*k.shape[:-1], self.cache.head_dim + self.cache.v_head_dim)
+        shape = (*k.shape[:-1], (self.cache.head_dim + self.cache.v_head_dim) // self.cache.k_format.pack)
         return move(k.as_strided(shape, k.stride(), k.storage_offset()))
 
     def fresh_out(self) -> torch.Tensor | None:
@@ -156,6 +156,7 @@ class Shape:
     """The part of a call that is drawn first."""
 
     format: str
+    v_format: str
     layout: str
     page_size: int
     x: int
@@ -172,22 +173,29 @@ class Shape:
     padding: int
 
     @property
+    def quantised(self) -> bool:
+        return not {self.format, self.v_format} <= set(FLOATS)
+
+    @property
     def starts(self) -> oracle.Array:
         return np.concatenate([[0], np.cumsum(self.q_lens)]).astype(np.int64)
 
 
 def draw_shape(rng: random.Random, small: bool, spans: bool = False) -> Shape:
-    format, layout = rng.choice([*FLOATS, *FP8, "int8"]), rng.choice(["nhd", "hnd", "vllm_x", "vllm_joint", "aiter"])
+    format, layout = rng.choice([*FLOATS, *FP8, "int8", "int4"]), rng.choice(["nhd", "hnd", "vllm_x", "vllm_joint", "aiter"])
     page_size, kv_heads = rng.choice([1, 3, 16, 16, 32, 7, 64, 528]), rng.choice([1, 1, 2, 3, 4])
     group = rng.choice([1, 1, 2, 3, 4, 5, 7, 8]) if small or rng.random() < 0.9 else 64 // kv_heads
     widths = [8, 16, 24] if small else [8, 16, 29, 32, 64, 64, 96, 128, 128, 80, 192, 256]
     head_dim = rng.choice(widths) if rng.random() < 0.8 else rng.randint(1, 24 if small else 300)
     v_head_dim = head_dim if rng.random() < 0.5 else rng.choice(widths)
-    x = 1
+    x, v_format, pack = 1, format, 2 if format == "int4" else 1
+    if layout != "vllm_joint" and rng.random() < 0.3:
+        v_format = rng.choice(list(TYPES))
     if layout in ("vllm_x", "aiter"):
         x = rng.choice([16 // TYPES[format].itemsize, 8, 4, 1])
-        head_dim = max(x, head_dim // x * x)
         page_size = max(x, page_size // x * x) if layout == "aiter" else page_size
+    head_dim = max(x * pack, head_dim // (x * pack) * x * pack)
+    v_head_dim += v_head_dim % 2 if v_format == "int4" else 0
     kind, form = rng.choice(["causal"] * 4 + ["none", "per-sequence", "tree", "tree"]), rng.choice(["full", "full", "context"])
     kind = "spans" if spans else kind
     seqs, mode = rng.choice([1, 1, 2, 3, 6]), rng.choice(["decode", "verify", "mixed", "mixed"])
@@ -200,7 +208,8 @@ def draw_shape(rng: random.Random, small: bool, spans: bool = False) -> Shape:
         # Without causality a sequence may have more queries than keys, or no key.
         kv_lens = [n if sees or rng.random() < 0.6 else rng.choice([0, 1, n // 2]) for n, sees in zip(kv_lens, causal)]
     padding = rng.choice([0, 0, 1, 5])
-    return Shape(format, layout, page_size, x, kv_heads, group, head_dim, v_head_dim, q_lens, kv_lens, causal, kind, form, padding)
+    dims = (page_size, x, kv_heads, group, head_dim, v_head_dim)
+    return Shape(format, v_format, layout, *dims, q_lens, kv_lens, causal, kind, form, padding)
 
 
 def draw_window(rng: random.Random, shape: Shape) -> Any:
@@ -278,7 +287,7 @@ def draw_options(rng: random.Random, shape: Shape) -> tuple[dict[str, Any], dict
             given["positions"] = strided(positions.to(rng.choice([torch.int32, torch.int64])), rng)
         else:
             positions = None
-    if rng.random() < 0.2 and not (shape.form == "context" and shape.format not in FLOATS):
+    if rng.random() < 0.2 and not (shape.form == "context" and shape.quantised):
         given["batch_invariant"] = True
     sides = window if isinstance(window, tuple) else (None, None) if window is None else (window - 1, window - 1)
     exact = {
@@ -314,12 +323,16 @@ def draw_pages(rng: random.Random, shape: Shape, sights: list[oracle.Sight]) -> 
     return table, pages, cached
 
 
-def draw_scale(rng: random.Random, shape: Shape, pages: int) -> Any:
-    """A scale of the keys or of the values, fp32: one number, one a head, or one a token and head."""
-    kind, least = rng.choice(["tensor", "head", "token"]), 4.0 / oracle.LARGEST[shape.format]
-    if kind == "tensor":
-        return torch.tensor(least * rng.uniform(0.5, 2))
-    return (torch.rand((shape.kv_heads,) if kind == "head" else (pages, shape.page_size, shape.kv_heads)) + 0.5) * least
+def draw_scales(rng: random.Random, shape: Shape, pages: int) -> list[Any]:
+    """The scales of the keys and of the values, fp32: one number, one a head, or one a token and head; None for floats."""
+    kind, found = rng.choice(["tensor", "head", "token"]), []
+    for format in (shape.format, shape.v_format):
+        least = 4.0 / oracle.LARGEST.get(format, 1.0)
+        one = torch.tensor(least * rng.uniform(0.5, 2))
+        if kind != "tensor":
+            one = (torch.rand((shape.kv_heads,) if kind == "head" else (pages, shape.page_size, shape.kv_heads)) + 0.5) * least
+        found.append(None if format in FLOATS else one)
+    return found
 
 
 def arranged(k: torch.Tensor, v: torch.Tensor, shape: Shape) -> tuple[torch.Tensor, ...]:
@@ -338,40 +351,40 @@ def arranged(k: torch.Tensor, v: torch.Tensor, shape: Shape) -> tuple[torch.Tens
 
 
 def draw_stored(
-    rng: random.Random, shape: Shape, dim: int, used: oracle.Array, scale: torch.Tensor | None
+    rng: random.Random, shape: Shape, format: str, dim: int, used: oracle.Array, scale: torch.Tensor | None
 ) -> tuple[torch.Tensor, oracle.Array]:
     """Elements `[pages, page_size, kv_heads, dim]` as they are stored, NaN in slots that are not `used [pages, page_size]`, and the
     numbers that they stand for."""
     values = torch.randn(*used.shape, shape.kv_heads, dim) * rng.choice([1.0, 1.0, 0.1, 3.0])
     unused = torch.from_numpy(~used)
     if scale is None:
-        stored = values.to(TYPES[shape.format])
+        stored = values.to(TYPES[format])
         exact = numbers(stored)
         stored[unused] = rng.choice([math.nan, math.inf])
         return stored, exact
     wide = scale.double().numpy()[..., None] if scale.dim() == 3 else scale.double().reshape(-1, 1).numpy()
-    codes = oracle.encode(values.double().numpy() / wide, shape.format)
-    exact = oracle.decode(codes, shape.format) * wide
-    codes[~used] = NAN[shape.format]
+    codes = oracle.encode(values.double().numpy() / wide, format)
+    exact = oracle.decode(codes, format) * wide
+    codes[~used] = NAN[format]
     if scale.dim() == 3:
         scale[unused] = math.nan
-    return torch.from_numpy(codes).view(TYPES[shape.format]), exact
+    return torch.from_numpy(codes).view(TYPES[format]), exact
 
 
 def draw_cache(rng: random.Random, shape: Shape, used: oracle.Array) -> tuple[quire.KVCache, list[oracle.Array]]:
     """A cache, and the numbers in it: keys, values."""
-    quantised = shape.format not in FLOATS
-    k_scale = draw_scale(rng, shape, len(used)) if quantised else None
-    v_scale = None if k_scale is None else torch.clone(k_scale) * rng.choice([1.0, 0.5])
-    k, exact_k = draw_stored(rng, shape, shape.head_dim, used, k_scale)
-    v, exact_v = draw_stored(rng, shape, shape.v_head_dim, used, v_scale)
+    k_scale, v_scale = draw_scales(rng, shape, len(used))
+    k, exact_k = draw_stored(rng, shape, shape.format, shape.head_dim, used, k_scale)
+    v, exact_v = draw_stored(rng, shape, shape.v_format, shape.v_head_dim, used, v_scale)
     parts = arranged(k, v, shape)
-    if quantised and rng.random() < 0.4:
-        parts = tuple(part.view(torch.uint8) for part in parts)
-    scales = {} if k_scale is None else {"k_scale": strided(k_scale, rng), "v_scale": strided(v_scale, rng)}
+    if rng.random() < 0.4:
+        parts = tuple(part.view(torch.uint8) if part.dtype.itemsize == 1 else part for part in parts)
+    named = {"k_scale": k_scale, "v_scale": v_scale}
+    scales = {name: strided(scale, rng) for name, scale in named.items() if scale is not None}
     joint = {"head_dim": shape.head_dim} if shape.layout == "vllm_joint" else {}
     storage = [strided(part, rng) for part in parts]
-    return quire.KVCache.wrap(*storage, layout=shape.layout, format=shape.format, **joint, **scales), [exact_k, exact_v]
+    names = {"k_format": shape.format, "v_format": shape.v_format}
+    return quire.KVCache.wrap(*storage, layout=shape.layout, **names, **joint, **scales), [exact_k, exact_v]
 
 
 def draw_batch(rng: random.Random, shape: Shape, table: oracle.Array, spans: oracle.Array | None = None) -> quire.Batch:
@@ -493,7 +506,7 @@ def _draw(seed: int, rng: random.Random, shape: Shape) -> RandomCall:
             dense.append(mine)
         answers.append(oracle.attention(exact_q[starts[i] : starts[i + 1]], *dense, sees[i], **logit))
     answer = oracle.Answer(*(np.concatenate([a[field] for a in answers]) for field in range(4)))
-    floats = {q_format if q_format in FLOATS else "bf16", shape.format, new_format} & set(FLOATS)
+    floats = {q_format if q_format in FLOATS else "bf16", shape.format, shape.v_format, new_format} & set(FLOATS)
     allowed, allowed_lse = budgets(answer, shape, max(UNIT[name] for name in floats), out_format)
     told = {"shape": shape, "q": q_format, "out": out_format, "options": sorted(given), "table": table.shape}
     return RandomCall(
@@ -529,15 +542,16 @@ class RandomWrite:
     batch: quire.Batch
     slots: torch.Tensor | None
     expected: tuple[torch.Tensor, ...]
-    expected_scales: tuple[torch.Tensor, torch.Tensor] | None
+    expected_scales: list[torch.Tensor | None]
+    """Where the write makes them."""
 
     def wrong(self) -> str | None:
         for got, want in zip(self.storage, self.expected):
             same = got.cpu().flatten().view(torch.uint8) == want.flatten().view(torch.uint8)
             if not same.all():
                 return f"{int((~same).sum())} of {same.numel()} bytes are wrong"
-        if self.expected_scales is not None:
-            for found, made in zip((self.cache.k_scale, self.cache.v_scale), self.expected_scales):
+        for found, made in zip((self.cache.k_scale, self.cache.v_scale), self.expected_scales):
+            if made is not None:
                 assert found is not None
                 if not torch.equal(found.cpu().nan_to_num(-1.0), made.nan_to_num(-1.0)):
                     return "scales are wrong"
@@ -574,32 +588,30 @@ def _draw_write(rng: random.Random, shape: Shape, device: str) -> RandomWrite:
         for token in written:
             slots[token] = int(places[token][0]) * shape.page_size + places[token][1]
         slots = strided(slots.to(rng.choice([torch.int32, torch.int64])), rng)
-    scale = draw_scale(rng, shape, pages) if shape.format not in FLOATS else None
+    drawn, formats = draw_scales(rng, shape, pages), (shape.format, shape.v_format)
     made = [torch.randn(live + shape.padding, shape.kv_heads, dim).to(TYPES[format]) for dim in (shape.head_dim, shape.v_head_dim)]
-    cells, scales = [], []
-    for part in made:
+    cells, scales, blank = [], [], []
+    for part, store, scale in zip(made, formats, drawn):
         x, mine = part.float().numpy(), None if scale is None else scale.clone().numpy()
         if mine is not None and mine.ndim == 3:
             mine[:] = math.nan
         used = np.zeros((pages, shape.page_size), bool)
-        stored, _ = draw_stored(random.Random(1), shape, part.shape[2], used, None if scale is None else scale.clone())
+        stored, _ = draw_stored(random.Random(1), shape, store, part.shape[2], used, None if scale is None else scale.clone())
+        blank.append(stored.clone())
         for token in written:
-            stored[places[token]] = _stored_token(x[token], shape.format, mine, places[token])
+            stored[places[token]] = _stored_token(x[token], store, mine, places[token])
         part[live:] = math.nan
         cells.append(stored)
         scales.append(mine)
-    blank = [
-        draw_stored(random.Random(1), shape, part.shape[2], used, None if scale is None else scale.clone())[0] for part in made
-    ]
     storage = [part.to(device) for part in arranged(*blank, shape)]
-    empty = None if scale is None else torch.full_like(scale, math.nan) if scale.dim() == 3 else scale
-    given = {} if empty is None else {"k_scale": empty.clone().to(device), "v_scale": empty.clone().to(device)}
+    given: dict[str, Any] = {"k_format": shape.format, "v_format": shape.v_format}
+    for name, scale in zip(("k_scale", "v_scale"), drawn):
+        if scale is not None:
+            given[name] = (torch.full_like(scale, math.nan) if scale.dim() == 3 else scale.clone()).to(device)
     joint = {"head_dim": shape.head_dim} if shape.layout == "vllm_joint" else {}
-    cache = quire.KVCache.wrap(*storage, layout=shape.layout, format=shape.format, **joint, **given)
+    cache = quire.KVCache.wrap(*storage, layout=shape.layout, **joint, **given)
     index = [torch.from_numpy(np.array(values, np.int64)).to(device) for values in (table, shape.kv_lens, shape.starts)]
-    expected_scales = None
-    if scale is not None and scale.dim() == 3:
-        expected_scales = (torch.from_numpy(scales[0]), torch.from_numpy(scales[1]))
+    expected_scales = [None if mine is None or mine.ndim < 3 else torch.from_numpy(mine) for mine in scales]
     k, v = (strided(part, rng).to(device) for part in made)
     slots = None if slots is None else slots.to(device)
     return RandomWrite(k, v, cache, storage, quire.Batch(*index), slots, arranged(*cells, shape), expected_scales)

@@ -27,6 +27,7 @@ FOREIGN_SIGNATURES = {
 PUBLIC_SIGNATURES = {
     ("batch.py", "__init__"),
     ("cache/kv_cache.py", "allocate"),
+    ("cache/kv_cache.py", "wrap"),
     ("contract/check.py", "check"),
     ("explain.py", "explain"),
     ("integrations/transformers/flash.py", "flash_attn_varlen_func"),

@@ -12,7 +12,7 @@ Array = np.ndarray[Any, Any]
 
 FP8 = {"e4m3fn": (4, 3, 7), "e4m3fnuz": (4, 3, 8), "e5m2": (5, 2, 15)}
 """Bits of exponent, bits of mantissa, bias."""
-LARGEST = {"e4m3fn": 448.0, "e4m3fnuz": 240.0, "e5m2": 57344.0, "int8": 127.0}
+LARGEST = {"e4m3fn": 448.0, "e4m3fnuz": 240.0, "e5m2": 57344.0, "int8": 127.0, "int4": 7.0}
 
 
 @cache
@@ -37,7 +37,10 @@ def codes(format: str) -> Array:
 
 
 def decode(stored: Array, format: str) -> Array:
-    """The numbers that bytes stand for."""
+    """The numbers that bytes stand for; two for each byte of int4, the low bits first."""
+    if format == "int4":
+        both = np.stack([stored & 15, stored >> 4], -1).reshape(*stored.shape[:-1], -1).astype(np.float64)
+        return np.where(both > 7, both - 16, both)
     return codes(format)[stored]
 
 
@@ -46,6 +49,9 @@ def encode(numbers: Array, format: str) -> Array:
     where the format has one for it."""
     if format == "int8":
         return np.clip(np.rint(numbers), -127, 127).astype(np.int8).view(np.uint8)
+    if format == "int4":
+        four = np.clip(np.rint(numbers), -7, 7).astype(np.int8).view(np.uint8) & 15
+        return four[..., 0::2] + 16 * four[..., 1::2]
     table = codes(format)
     positive = np.array([code for code in range(128) if np.isfinite(table[code])], np.uint8)
     values = table[positive]

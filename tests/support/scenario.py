@@ -23,8 +23,10 @@ TYPES = {
     "e4m3fnuz": torch.float8_e4m3fnuz,
     "e5m2": torch.float8_e5m2,
     "int8": torch.int8,
+    "int4": torch.uint8,
 }
-LARGEST = {"e4m3fn": 448.0, "e4m3fnuz": 240.0, "e5m2": 57344.0, "int8": 127.0}
+"""The type of the storage; a byte of int4 has two elements."""
+LARGEST = {"e4m3fn": 448.0, "e4m3fnuz": 240.0, "e5m2": 57344.0, "int8": 127.0, "int4": 7.0}
 
 
 @dataclass
@@ -94,6 +96,7 @@ def build(
     layout: str = "nhd",
     x: int = 4,
     format: str = "fp32",
+    v_format: str | None = None,
     scales: str = "tensor",
     storage: str = "native",
     q_dtype: str = "fp32",
@@ -114,6 +117,7 @@ def build(
     tokens, or is the name of a kind of them."""
     g, shuffle = torch.Generator().manual_seed(seed), random.Random(seed).shuffle
     v_head_dim = v_head_dim or head_dim
+    formats = {"k": format, "v": v_format or format}
     seqs, q_heads, live = len(q_lens), kv_heads * group, sum(q_lens)
     tokens = live + padding
     starts = [sum(q_lens[:i]) for i in range(seqs + 1)]
@@ -154,15 +158,15 @@ def build(
     for part, dim in (("k", head_dim), ("v", v_head_dim)):
         dense[part] = [torch.randn(n, kv_heads, dim, generator=g).to(made).double() for n in kv_lens]
         content = torch.full((pages, page_size, kv_heads, dim), poison, dtype=torch.float64)
-        scale[part] = _scales(g, part, format, scales, pages, page_size, kv_heads, poison)
+        scale[part] = _scales(g, part, formats[part], scales, pages, page_size, kv_heads, poison)
         for i, row in enumerate(owned):
             key = cached[i][kept[i]].nonzero().flatten()
             at, page, offset = kept[i][key], torch.tensor(row, dtype=torch.long)[key // page_size], key % page_size
             content[page, offset] = dense[part][i][at]
-            if scales == "token" and format in LARGEST:
+            if scales == "token" and formats[part] in LARGEST:
                 largest = dense[part][i][at].float().abs().amax(-1)
-                scale[part][page, offset] = torch.where(largest == 0, 1.0, largest / LARGEST[format])
-        stored[part] = _stored(content, format, scale[part])
+                scale[part][page, offset] = torch.where(largest == 0, 1.0, largest / LARGEST[formats[part]])
+        stored[part] = _stored(content, formats[part], scale[part])
         # What a reader sees is what was stored; new tokens in context form are seen as they are.
         read = stored[part].double()
         if scale[part] is not None:
@@ -171,7 +175,7 @@ def build(
             key = cached[i][kept[i]].nonzero().flatten()
             dense[part][i][kept[i][key]] = read[torch.tensor(row, dtype=torch.long)[key // page_size], key % page_size]
 
-    cache = _wrap(stored, scale, layout, x, format, storage, head_dim, device)
+    cache = _wrap(stored, scale, layout, x, formats, storage, head_dim, device)
     q = torch.randn(tokens, q_heads, head_dim, generator=g)
     q_scale = float(options.q_scale) if options.q_scale is not None else 1.0
     q = q / q_scale
@@ -382,9 +386,17 @@ def _stored(content: torch.Tensor, format: str, scale: torch.Tensor | None) -> t
         return content.to(TYPES[format])
     wide = scale.unsqueeze(-1) if scale.dim() == 3 else scale.reshape(-1, 1)
     x = (content.float() / wide).clamp(-LARGEST[format], LARGEST[format])
-    if format == "int8":
-        x = torch.where(x.isnan(), 101.0, x.round())
-    return x.to(TYPES[format])
+    if format.startswith("int"):
+        x = torch.where(x.isnan(), 101.0 if format == "int8" else 5.0, x.round()).to(torch.int8)
+    return x if format == "int4" else x.to(TYPES[format])
+
+
+def in_bytes(stored: torch.Tensor, format: str) -> torch.Tensor:
+    """Elements as integers of their size. Two of int4 make a byte, the even one below."""
+    if format != "int4":
+        return stored.view(_bits(format))
+    codes = stored.to(torch.int16) % 16
+    return (codes[..., 0::2] + 16 * codes[..., 1::2]).to(torch.uint8)
 
 
 def _wrap(
@@ -392,23 +404,25 @@ def _wrap(
     scale: dict[str, torch.Tensor | None],
     layout: str,
     x: int,
-    format: str,
+    formats: dict[str, str],
     storage: str,
     head_dim: int,
     device: str,
 ) -> KVCache:
+    raw = [in_bytes(stored[part], format) for part, format in formats.items()]
     if layout == "vllm_joint":
-        tensors = [place("hnd", "k", torch.cat([stored["k"].view(_bits(format)), stored["v"].view(_bits(format))], -1), x)]
+        tensors = [place("hnd", "k", torch.cat(raw, -1), x)]
     else:
-        tensors = [place(layout, part, stored[part].view(_bits(format)), x) for part in ("k", "v")]
+        tensors = [place(layout, part, pages, x) for part, pages in zip(formats, raw)]
     if storage == "padded":
         # Every page followed by a gap, as engines leave it for alignment; the gap is poisoned too.
         tensors = [torch.cat((t, torch.full_like(t[:, :1], -1)), 1)[:, :-1] for t in tensors]
     if storage != "bytes":
-        tensors = [t.view(TYPES[format]) for t in tensors]
+        tensors = [t.view(TYPES[format]) for t, format in zip(tensors, formats.values())]
+    names = {"k_format": formats["k"], "v_format": formats["v"]}
     moved = [None if s is None else s.to(device) for s in (scale["k"], scale["v"])]
     return KVCache.wrap(
-        *(t.to(device) for t in tensors), layout=layout, format=format, head_dim=head_dim, k_scale=moved[0], v_scale=moved[1]
+        *(t.to(device) for t in tensors), layout=layout, head_dim=head_dim, k_scale=moved[0], v_scale=moved[1], **names
     )
 
 

@@ -19,6 +19,9 @@ TRITON = {
 TRITON |= {f"write-{format}": KernelSample("write", format=format) for format in ("bf16", "e4m3fn", "int8")}
 TRITON |= {
     "decode-fp16": KernelSample("decode", **FP16),
+    "decode-int4": KernelSample("decode", format="int4", scales="token"),
+    "mixed-int8-int4": KernelSample("mixed", 64, "int8", scales="token", problem={"v_format": "int4"}, small=True),
+    "write-int4": KernelSample("write", format="int4", scales="token"),
     "decode-lse-window": KernelSample("decode", 64, lse=True, problem={"window": [100, 0]}, small=True),
     "mixed-new-softcap": KernelSample("mixed", 64, new=True, lse=True, problem={"softcap": True}, small=True),
     "mixed-tree": KernelSample("mixed", 64, "int8", scales="head", problem=TREE, small=True),

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from quire.batch import Batch
 from quire.bench.workloads import Workload
-from quire.cache.format import FORMATS
+from quire.cache.format import FORMATS, Format
 from quire.cache.kv_cache import KVCache
 from quire.options import Options
 
@@ -48,16 +50,18 @@ class BenchCase:
 
     def keys_and_values(self, pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V of some pages, [tokens, kv_heads, head_dim], as numbers: fp32 if the cache is quantised."""
-        k, v = (x[pages.long()].flatten(0, 1) for x in (self.cache.k_bytes, self.cache.v_bytes))
-        return _numbers(k, v, self.cache)
+        return _numbers(self.cache, lambda x: x[pages.long()].flatten(0, 1))
 
 
-def _numbers(k: torch.Tensor, v: torch.Tensor, cache: KVCache) -> tuple[torch.Tensor, torch.Tensor]:
-    """The numbers that are stored, their scales applied."""
-    k, v = k.view(cache.k.dtype), v.view(cache.v.dtype)
+def _numbers(cache: KVCache, chosen: Callable[[torch.Tensor], torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """The numbers of the tokens that `chosen` takes from `[pages, page_size, ...]`, their scales applied."""
+    k, v = chosen(cache.k_bytes).view(cache.k.dtype), chosen(cache.v_bytes).view(cache.v.dtype)
     if cache.k_scale is None or cache.v_scale is None:
         return k, v
-    return k.float() * cache.k_scale, v.float() * cache.v_scale
+    if cache.format.pack > 1:
+        k, v = cache.format.unpack(k), cache.format.unpack(v)
+    k_scale, v_scale = (chosen(x).unsqueeze(-1) if x.dim() == 3 else x for x in (cache.k_scale, cache.v_scale))
+    return k.float() * k_scale, v.float() * v_scale
 
 
 def build(workload: Workload, device: torch.device | str = "cpu", folder: str | None = None) -> BenchCase:
@@ -83,24 +87,32 @@ def build(workload: Workload, device: torch.device | str = "cpu", folder: str | 
     )
     slots = batch.slots_of_tokens(w.tokens, w.page_size)
     shape = (pages, w.page_size, w.kv_heads, w.head_dim)
-    k_scale, v_scale = (K_SCALE, V_SCALE) if format.quantised else (None, None)
+    scales: list[Any] = [K_SCALE, V_SCALE] if format.quantised else [None, None]
     if w.operation == "write":
         batch.given_slots = slots
         stored = [torch.zeros(shape, dtype=format.dtype, device=device) for _ in "kv"]
     else:
         files = [None if folder is None else Path(folder, name) for name in "kv"]
         stored = [_pages(shape, torch.float32 if format.quantised else dtype, values, file) for file in files]
-        if k_scale is not None and v_scale is not None:
-            stored = [format.encode(x / scale) for x, scale in zip(stored, (k_scale, v_scale))]
-    cache = KVCache.wrap(*stored, layout="nhd", format=format.name, k_scale=k_scale, v_scale=v_scale)
+        if format.quantised:
+            stored, scales = _quantised(stored, format, w.scales)
+    cache = KVCache.wrap(*stored, layout="nhd", format=format.name, k_scale=scales[0], v_scale=scales[1])
     if w.operation == "write":
         # One tensor of both, so that they can be copied as one.
         k, v = torch.randn(2, w.tokens, w.kv_heads, w.head_dim, dtype=dtype, device=device, generator=values).unbind()
     else:
-        k, v = (x.flatten(0, 1)[slots] for x in (cache.k_bytes, cache.v_bytes))
-        k, v = (x.to(dtype) for x in _numbers(k, v, cache))
+        k, v = (x.to(dtype) for x in _numbers(cache, lambda x: x.flatten(0, 1)[slots]))
     q = torch.randn(w.tokens, w.q_heads, w.head_dim, generator=values, device=device).to(dtype)
     return BenchCase(w, q, k, v, cache, batch, Options(window=w.window))
+
+
+def _quantised(parts: list[torch.Tensor], format: Format, kind: str) -> tuple[list[torch.Tensor], list[Any]]:
+    """K and V in a format, and their scales."""
+    assert format.largest is not None
+    if kind == "tensor":
+        return [format.encode(x / scale) for x, scale in zip(parts, (K_SCALE, V_SCALE))], [K_SCALE, V_SCALE]
+    scales = [(x.abs().amax(-1) / format.largest).clamp(min=1e-6) for x in parts]
+    return [format.encode(x / scale.unsqueeze(-1)) for x, scale in zip(parts, scales)], scales
 
 
 def _pages(shape: tuple[int, ...], dtype: torch.dtype, g: torch.Generator, file: Path | None) -> torch.Tensor:

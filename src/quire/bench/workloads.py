@@ -31,6 +31,8 @@ class Workload:
     page_size: int = 16
     format: str = ""
     """How the cache stores an element, if not as `dtype`."""
+    scales: str = "tensor"
+    """Of a quantised cache: one for each tensor, or for each token and head."""
     window: int | None = None
     """Keys that a query sees, its own included."""
     form: str = "full"
@@ -46,6 +48,7 @@ class Workload:
             f"head_dim {self.head_dim}": self.head_dim != 128,
             f"pages of {self.page_size}": self.page_size != 16,
             f"{self.format} cache": bool(self.format),
+            f"scales per {self.scales}": self.scales != "tensor",
             f"window {self.window}": self.window is not None,
             "context form": self.form == "context",
         }
@@ -63,12 +66,13 @@ class Workload:
     def bytes(self) -> int:
         """What must be read and written once: keys and values that a query sees, queries, outputs; for a write, what it is
         given and what it stores."""
-        of_query, of_key = FORMATS[self.dtype].itemsize, FORMATS[self.cache_format].itemsize
+        of_query, of_key = self.head_dim * FORMATS[self.dtype].itemsize, FORMATS[self.cache_format].bytes_of(self.head_dim)
+        of_key += 4 * (self.scales == "token")
         if self.operation == "write":
-            return 2 * self.tokens * self.kv_heads * self.head_dim * (of_query + of_key)
+            return 2 * self.tokens * self.kv_heads * (of_query + of_key)
         reach = self.window or max(new + context for new, context in self.sequences)
         keys = sum(min(new + context, new + reach - 1) for new, context in self.sequences)
-        return 2 * self.head_dim * (keys * self.kv_heads * of_key + self.tokens * self.q_heads * of_query)
+        return 2 * (keys * self.kv_heads * of_key + self.tokens * self.q_heads * of_query)
 
     @property
     def flops(self) -> int:
@@ -141,6 +145,7 @@ CPU_WORKLOADS: tuple[Workload, ...] = (
     *(replace(shape, dtype=dtype) for dtype in ("fp32", "bf16") for shape in _SHAPES),
     *(replace(shape, dtype="fp16") for shape in (_CPU_DECODE, _CPU_PREFILL)),
     *(replace(shape, format=format) for format in (FP8, "e5m2", "int8") for shape in (_CPU_DECODE, _CPU_PREFILL)),
+    replace(_CPU_DECODE, format="int4", scales="token"),
     *(replace(shape, head_dim=dim) for dim in (64, 96, 256) for shape in (_CPU_DECODE, _CPU_PREFILL)),
     *(replace(shape, q_heads=q_heads) for q_heads in (8, 64) for shape in (_CPU_DECODE, _CPU_PREFILL)),
 )
@@ -168,6 +173,7 @@ CUDA_WORKLOADS: tuple[Workload, ...] = (
     replace(_DECODE, q_heads=64, kv_heads=64),
     replace(_DECODE, q_heads=64),
     replace(_DECODE, format=FP8),
+    replace(_DECODE, format="int4", scales="token"),
     Workload("decode 128 ragged, 16 to 16384", _log_uniform(128, 16, 16384)),
     Workload("decode 64 x 8192", ((1, 8191),) * 64, window=1024),
     Workload("verify 64 x 4 over 4096", ((4, 4096),) * 64),

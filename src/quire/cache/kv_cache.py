@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from quire.cache.copies import AppliedCopies, Copies
-from quire.cache.format import Format, format_of
+from quire.cache.format import FORMATS, Format, formats_given, formats_of_storage
 from quire.cache.layout import Layout, layout_named
 from quire.cache.ledger import Ledger
 from quire.cache.memory import overlaps_itself, share_memory
@@ -53,6 +53,7 @@ class Storage(NamedTuple):
     v_head_dim: int
     page_size: int
     format: str
+    v_format: str
     layout: str
     scales: str
     k_pages: PageStrides
@@ -88,7 +89,7 @@ class KVCache:
         k: torch.Tensor,
         v: torch.Tensor,
         layout: Layout,
-        format: Format,
+        format: Format | tuple[Format, Format],
         k_scale: torch.Tensor | None,
         v_scale: torch.Tensor | None,
         pool: PagePool | None,
@@ -97,8 +98,8 @@ class KVCache:
         self._k, self._v, self._k_scale, self._v_scale = k, v, k_scale, v_scale
         self.layout: Layout = layout
         """The order of the axes of a page; `layout.name` is nhd, hnd, vllm_x, vllm_joint or aiter."""
-        self.format: Format = format
-        """How an element is stored; `format.name` is fp32, fp16, bf16, e4m3fn, e4m3fnuz, e5m2 or int8."""
+        self.k_format, self.v_format = format if isinstance(format, tuple) else (format, format)
+        """How an element of K and of V is stored; `name` is fp32, fp16, bf16, e4m3fn, e4m3fnuz, e5m2, int8 or int4."""
         self.pool: PagePool | None = pool
         """The pool that allocates the pages, or None."""
         self.number: int = 0
@@ -106,7 +107,8 @@ class KVCache:
         if pool is not None:
             self.number = _made[pool] = _made.get(pool, 0) + 1
         self.k_view, self.v_view = layout.k.view(k), layout.v.view(v)
-        """Views of K and V, `[pages, kv_heads, slot/, slot%, dim/, dim%]` (see `quire.cache.layout`)."""
+        """Views of K and V, `[pages, kv_heads, slot/, slot%, dim/, dim%]` (see `quire.cache.layout`). A format that packs elements
+        has fewer elements of storage than dims."""
         pages, kv_heads, slot_hi, slot_lo, _, _ = self.k_view.shape
         self.pages: int = pages
         """Number of pages."""
@@ -114,9 +116,9 @@ class KVCache:
         """Number of heads."""
         self.page_size: int = slot_hi * slot_lo
         """Slots of a page."""
-        self.head_dim: int = self.k_view.shape[4] * self.k_view.shape[5]
+        self.head_dim: int = self.k_view.shape[4] * self.k_view.shape[5] * self.k_format.pack
         """Size of a head of K."""
-        self.v_head_dim: int = self.v_view.shape[4] * self.v_view.shape[5]
+        self.v_head_dim: int = self.v_view.shape[4] * self.v_view.shape[5] * self.v_format.pack
         """Size of a head of V."""
         self.ledger: Ledger | None = Ledger(pages, self.page_size, k.device, pool) if ledger else None
         """A `Ledger` that records every write, or None."""
@@ -174,7 +176,8 @@ class KVCache:
             self.head_dim,
             self.v_head_dim,
             self.page_size,
-            self.format.name,
+            self.k_format.name,
+            self.v_format.name,
             self.layout.name,
             self.scale_kind,
             PageStrides.of(self.k_view),
@@ -186,6 +189,23 @@ class KVCache:
             (math.gcd(16, self.head_dim), math.gcd(16, self.v_head_dim)),
         )
 
+    @property
+    def format(self) -> Format:
+        """How an element is stored, where K and V have the same format; ArgumentError where they differ."""
+        if self.k_format is not self.v_format:
+            raise ArgumentError("cache", f"K as {self.k_format} and V as {self.v_format}", "one format for both")
+        return self.k_format
+
+    @property
+    def formats(self) -> str:
+        """The formats in words: one name, or K's and V's."""
+        return str(self.k_format) if self.k_format is self.v_format else f"{self.k_format}/{self.v_format}"
+
+    @property
+    def quantised(self) -> bool:
+        """Whether K or V is quantised."""
+        return self.k_format.quantised or self.v_format.quantised
+
     @classmethod
     @with_pointers
     def allocate(
@@ -195,8 +215,10 @@ class KVCache:
         kv_heads: int,
         head_dim: int,
         v_head_dim: int | None = None,
-        dtype: torch.dtype = torch.bfloat16,
+        dtype: torch.dtype | None = None,
         format: str | None = None,
+        k_format: str | None = None,
+        v_format: str | None = None,
         layout: str = "nhd",
         x: int | None = None,
         k_scale: Scale = None,
@@ -210,12 +232,13 @@ class KVCache:
         Args:
             pool: The pool that allocates the pages.
             kv_heads, head_dim, v_head_dim: Sizes; 1 to 512 for the dims. `v_head_dim` defaults to `head_dim`.
-            dtype: The storage type, which determines the format.
+            dtype: The storage type, which determines the format. Default: that of the format, bf16 without one.
             format: The name of the format; required for torch.uint8 and optional otherwise.
-            layout: nhd, hnd, vllm_x, vllm_joint or aiter.
-            x: The length of the split axis, for layouts that split one. Default: 16 bytes.
+            k_format, v_format: The format of K and of V, where it is not `format` or that of `dtype`.
+            layout: nhd, hnd, vllm_x, vllm_joint or aiter. vllm_joint has one format for both.
+            x: The length of the split axis, for layouts that split one, in elements of storage. Default: 16 bytes.
             k_scale, v_scale: For quantised formats: a number, or fp32 `[]` or `[kv_heads]`. Default: 1 for fp8.
-            scales: "token": `write` computes one scale for each token and head.
+            scales: "token": `write` computes one scale for each token and head of what is quantised.
             ledger: Whether to record every write, so that a read of a slot that was never written, or is stale, is detected.
             device: Default: the pool's device.
 
@@ -230,18 +253,21 @@ class KVCache:
         """
         if not all(isinstance(getattr(pool, name, None), int) for name in ("pages", "page_size")):
             raise ArgumentError("pool", describe(pool), "a quire.PagePool; for memory without a pool use KVCache.wrap")
-        order, found = layout_named(layout), format_of(dtype, format)
+        order, formats = layout_named(layout), formats_given(dtype, format, k_format, v_format)
         v_head_dim = head_dim if v_head_dim is None else v_head_dim
-        _check_sizes(kv_heads, head_dim, v_head_dim)
+        _check_sizes(kv_heads, head_dim, v_head_dim, formats)
+        if order.joint:
+            _check_joint(order, formats)
         if x is not None and not order.splits:
             raise ArgumentError("x", describe(x), f"None: layout {layout!r} splits no axis")
-        x = (16 // found.itemsize if x is None else x) if order.splits else 1
-        place = _device(device, pool.device)
+        x_of = [(16 // found.itemsize if x is None else x) if order.splits else 1 for found in formats]
+        place, size = _device(device, pool.device), (pool.pages, pool.page_size, kv_heads)
         if scales is not None:
-            k_scale, v_scale = _token_scales(scales, found, k_scale, v_scale, (pool.pages, pool.page_size, kv_heads), place)
-        pages = _zeros(order, (pool.pages, pool.page_size, kv_heads), (head_dim, v_head_dim), x, dtype, place)
-        names: dict[str, Any] = {"layout": layout, "format": found.name, "head_dim": head_dim, "pool": pool, "ledger": ledger}
-        return cls.wrap(*pages, k_scale=k_scale, v_scale=v_scale, **names)
+            k_scale, v_scale = _token_scales(scales, formats, k_scale, v_scale, size, place)
+        types = [dtype if dtype is torch.uint8 and found.itemsize == 1 else found.dtype for found in formats]
+        pages = _zeros(order, size, [dim // found.pack for dim, found in zip((head_dim, v_head_dim), formats)], x_of, types, place)
+        names: dict[str, Any] = {"k_format": formats[0].name, "v_format": formats[1].name, "pool": pool, "ledger": ledger}
+        return cls.wrap(*pages, layout=layout, head_dim=head_dim, k_scale=k_scale, v_scale=v_scale, **names)
 
     @classmethod
     @with_pointers
@@ -252,6 +278,8 @@ class KVCache:
         *,
         layout: str,
         format: str | None = None,
+        k_format: str | None = None,
+        v_format: str | None = None,
         head_dim: int | None = None,
         k_scale: Scale = None,
         v_scale: Scale = None,
@@ -265,6 +293,7 @@ class KVCache:
             k_pages, v_pages: The pages of K and of V, in the shape of the layout. A joint layout has one tensor, `k_pages`.
             layout: nhd, hnd, vllm_x, vllm_joint or aiter.
             format: The name of the format; required for torch.uint8 and optional otherwise.
+            k_format, v_format: The format of K and of V, where they differ.
             head_dim: Where a joint layout splits K and V. Default: the middle.
             k_scale, v_scale: For quantised formats: a number, or fp32 `[]`, `[kv_heads]` or `[pages, page_size, kv_heads]`.
             pool: The pool that allocates these pages, if there is one.
@@ -287,16 +316,19 @@ class KVCache:
                 raise ArgumentError(name, describe(given), "a dense tensor of pages")
         if head_dim is not None and (not isinstance(head_dim, int) or isinstance(head_dim, bool)):
             raise ArgumentError("head_dim", describe(head_dim), "an int of 1 to 512, or None")
-        k, v = order.parts(*((k_pages,) if v_pages is None else (k_pages, v_pages)), head_dim=head_dim)
-        if k.dtype != v.dtype or k.device != v.device:
-            raise ArgumentError("v_pages", describe(v), f"the type and device of k_pages, {describe(k)}")
-        found = format_of(k.dtype, format)
-        size = _common_size(order, k, v, head_dim)
+        formats = formats_of_storage(k_pages, k_pages if v_pages is None else v_pages, format, k_format, v_format)
+        if order.joint:
+            _check_joint(order, formats)
+        cut = None if head_dim is None else head_dim // formats[0].pack
+        k, v = order.parts(*((k_pages,) if v_pages is None else (k_pages, v_pages)), head_dim=cut)
+        if k.device != v.device:
+            raise ArgumentError("v_pages", describe(v), f"the device of k_pages, {describe(k)}")
+        size = _common_size(order, k, v, head_dim, formats)
         if pool is not None and (pool.pages, pool.page_size) != size[:2]:
             allowed = f"{size[0]} pages of {size[1]}, the size of k_pages"
             raise ArgumentError("pool", f"{pool.pages} pages of {pool.page_size}", allowed)
-        scale = _scales(k_scale, v_scale, found, size, k.device)
-        cache = cls(k, v, order, found, *scale, pool, ledger)
+        scale = _scales(k_scale, v_scale, formats, size, k.device)
+        cache = cls(k, v, order, formats, *scale, pool, ledger)
         cache.check_memory()
         return cache
 
@@ -310,10 +342,13 @@ class KVCache:
                 )
         if share_memory(self.k, self.v):
             raise ArgumentError("v_pages", "memory shared with k_pages", "memory that does not overlap k_pages")
-        k_scale, v_scale = self.k_scale, self.v_scale
-        if k_scale is not None and v_scale is not None and k_scale.dim() == 3:
-            if overlaps_itself(k_scale) or overlaps_itself(v_scale) or share_memory(k_scale, v_scale):
-                raise ArgumentError("v_scale", "scales that share memory", "separate memory for each scale: write computes them")
+        per_token = {
+            name: t for name, t in (("k_scale", self.k_scale), ("v_scale", self.v_scale)) if t is not None and t.dim() == 3
+        }
+        for name, scale in per_token.items():
+            others = [other for word, other in per_token.items() if word != name]
+            if overlaps_itself(scale) or any(share_memory(scale, other) for other in others):
+                raise ArgumentError(name, "scales that share memory", "separate memory for each scale: write computes them")
 
     @property
     def device(self) -> torch.device:
@@ -322,8 +357,9 @@ class KVCache:
 
     @property
     def scale_kind(self) -> str:
-        """The granularity of the scales: 'none', 'tensor', 'head' or 'token'."""
-        return "none" if self.k_scale is None else ("tensor", "head", "", "token")[self.k_scale.dim()]
+        """The granularity of the scales: 'none', 'tensor', 'head' or 'token'; of K's, or of V's where K has none."""
+        scale = self.v_scale if self.k_scale is None else self.k_scale
+        return "none" if scale is None else ("tensor", "head", "", "token")[scale.dim()]
 
     def copy_pages(self, copies: Iterable[tuple[int, int]]) -> None:
         """Copies whole pages with their K, V, scales and ledger entries, as copy-on-write requires. All sources are read before any
@@ -376,30 +412,29 @@ class KVCache:
     def scale_mark(self) -> torch.Tensor | None:
         """A hash of the values of `k_scale` and `v_scale`, int64 `[]` on the cache's device; None if there are no scales or `write`
         computes one per token. Nothing is read on the host."""
-        if self.k_scale is None or self.v_scale is None or self.k_scale.dim() == 3:
+        scales = [scale for scale in (self.k_scale, self.v_scale) if scale is not None]
+        if not scales or self.scale_kind == "token":
             return None
-        bits = torch.cat([self.k_scale.reshape(-1), self.v_scale.reshape(-1)]).view(torch.int32).to(torch.int64)
+        bits = torch.cat([scale.reshape(-1) for scale in scales]).view(torch.int32).to(torch.int64)
         # A polynomial of the bits, modulo 2**64; the lowest bit is set, because 0 means unknown.
         powers = torch.full_like(bits, 6364136223846793005).cumprod(0)
         return (bits * powers).sum() * 2 + 1
 
     def __reduce__(self) -> tuple[Any, ...]:
         k, v = self.k_view.shape, self.v_view.shape
-        splits = {split: view[2 + 2 * (split == "dim") + 1] for split, view in ((self.layout.k.split, k), (self.layout.v.split, v))}
+        orders = ((self.layout.k, k), (self.layout.v, v))
         described = {
             "size": (self.pages, self.page_size, self.kv_heads),
             "dims": (self.head_dim, self.v_head_dim),
-            "x": next((x for split, x in splits.items() if split), 1),
+            "x": [view[5 if order.split == "dim" else 3] if order.split else 1 for order, view in orders],
             "layout": self.layout.name,
-            "format": self.format.name,
-            "dtype": self.k.dtype,
+            "formats": (self.k_format.name, self.v_format.name),
+            "dtypes": (self.k.dtype, self.v.dtype),
             "device": self.device,
             "ledger": self.ledger is not None,
         }
-        scales: tuple[Any, ...] = (self.scale_kind, None, None)
-        if self.k_scale is not None and self.v_scale is not None and self.scale_kind != "token":
-            scales = (self.scale_kind, self.k_scale.cpu().numpy(), self.v_scale.cpu().numpy())
-        return _restored, (described, scales)
+        scales = (None if t is None else "token" if t.dim() == 3 else t.cpu().numpy() for t in (self.k_scale, self.v_scale))
+        return _restored, (described, tuple(scales))
 
     def __copy__(self) -> KVCache:
         """Another cache over the same pages, scales and ledger."""
@@ -411,7 +446,8 @@ class KVCache:
         k, v, k_scale, v_scale = (None if t is None else t.detach().clone() for t in (self.k, self.v, self.k_scale, self.v_scale))
         assert k is not None and v is not None
         pool = copy.deepcopy(self.pool, memo)
-        cache = KVCache(k, v, self.layout, self.format, k_scale, v_scale, pool, self.ledger is not None)
+        formats = (self.k_format, self.v_format)
+        cache = KVCache(k, v, self.layout, formats, k_scale, v_scale, pool, self.ledger is not None)
         memo[id(self)] = cache
         cache.applied, cache.copied = copy.deepcopy(self.applied), deque(self.copied, maxlen=self.copied.maxlen)
         if self.ledger is not None and cache.ledger is not None:
@@ -432,7 +468,7 @@ class KVCache:
         dims = f"{self.head_dim}" if self.v_head_dim == self.head_dim else f"{self.head_dim}/{self.v_head_dim}"
         scales = "" if self.scale_kind == "none" else f", scales={self.scale_kind}"
         return (
-            f"KVCache({self.pages} pages x {self.page_size} slots x {self.kv_heads} heads x {dims}, {self.format}, "
+            f"KVCache({self.pages} pages x {self.page_size} slots x {self.kv_heads} heads x {dims}, {self.formats}, "
             f"layout={self.layout}{scales}, {self.device})"
         )
 
@@ -442,35 +478,46 @@ def _scale_strides(scale: torch.Tensor | None) -> tuple[int, ...]:
 
 
 def _zeros(
-    order: Layout, size: tuple[int, int, int], dims: tuple[int, int], x: int, dtype: torch.dtype, device: torch.device
+    order: Layout,
+    size: tuple[int, int, int],
+    units: Sequence[int],
+    x: Sequence[int],
+    types: Sequence[torch.dtype],
+    device: torch.device,
 ) -> list[torch.Tensor]:
-    """The storage of a cache: one tensor if the layout is joint, else two."""
-    shapes = [order.k.shape(*size, dims[0], x), order.v.shape(*size, dims[1], x)]
+    """The storage of a cache: one tensor if the layout is joint, else two. `units` are the elements of storage of a head of K and
+    of V, `x` the lengths of their split axes."""
+    shapes = [order.k.shape(*size, units[0], x[0]), order.v.shape(*size, units[1], x[1])]
     if order.joint:
-        shapes = [order.k.shape(*size, sum(dims), x)]
+        shapes = [order.k.shape(*size, sum(units), x[0])]
     # Not torch.empty: a page that was never written then reads as zeros on every machine, which makes errors reproducible.
-    return [torch.zeros(shape, dtype=dtype, device=device) for shape in shapes]
+    return [torch.zeros(shape, dtype=dtype, device=device) for shape, dtype in zip(shapes, types)]
 
 
 def _restored(described: dict[str, Any], scales: tuple[Any, ...]) -> KVCache:
     """Unpickles a cache: zeros, with the scales it had."""
-    d, (kind, *values) = described, scales
-    k_scale: torch.Tensor | None
-    v_scale: torch.Tensor | None
-    storage = _zeros(layout_named(d["layout"]), d["size"], d["dims"], d["x"], d["dtype"], d["device"])
-    if kind == "token":
-        k_scale, v_scale = (torch.ones(d["size"], dtype=torch.float32, device=d["device"]) for _ in range(2))
-    else:
-        k_scale, v_scale = (None if value is None else torch.from_numpy(value).to(d["device"]) for value in values)
+    d, (k_format, v_format) = described, described["formats"]
+    order, units = layout_named(d["layout"]), [dim // FORMATS[name].pack for dim, name in zip(d["dims"], d["formats"])]
+    storage = _zeros(order, d["size"], units, d["x"], d["dtypes"], d["device"])
+    k_scale, v_scale = (_restored_scale(scale, d["size"], d["device"]) for scale in scales)
     return KVCache.wrap(
         *storage,
         layout=d["layout"],
-        format=d["format"],
+        k_format=k_format,
+        v_format=v_format,
         head_dim=d["dims"][0],
         k_scale=k_scale,
         v_scale=v_scale,
         ledger=d["ledger"],
     )
+
+
+def _restored_scale(scale: Any, size: tuple[int, int, int], device: torch.device) -> torch.Tensor | None:
+    if scale is None:
+        return None
+    if isinstance(scale, str):
+        return torch.ones(size, dtype=torch.float32, device=device)
+    return torch.from_numpy(scale).to(device)
 
 
 def _is_page(page: object, pages: int) -> bool:
@@ -481,10 +528,19 @@ def _movable(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
 
 
-def _check_sizes(kv_heads: int, head_dim: int, v_head_dim: int) -> None:
+def _check_joint(order: Layout, formats: tuple[Format, Format]) -> None:
+    if formats[0] is not formats[1]:
+        given = f"{formats[1].name!r}, with {formats[0].name!r} for K"
+        raise ArgumentError("v_format", given, f"the format of K: layout {order.name!r} has K and V in one tensor")
+
+
+def _check_sizes(kv_heads: int, head_dim: int, v_head_dim: int, formats: tuple[Format, Format]) -> None:
     for name, value, most in (("kv_heads", kv_heads, 2**31 - 1), ("head_dim", head_dim, 512), ("v_head_dim", v_head_dim, 512)):
         if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
             raise ArgumentError(name, describe(value), f"1 to {most}")
+    for name, value, format in (("head_dim", head_dim, formats[0]), ("v_head_dim", v_head_dim, formats[1])):
+        if value % format.pack:
+            raise ArgumentError(name, value, f"a multiple of {format.pack}: {format} stores {format.pack} elements in a byte")
 
 
 def _device(given: torch.device | str | None, default: torch.device) -> torch.device:
@@ -499,19 +555,26 @@ def _device(given: torch.device | str | None, default: torch.device) -> torch.de
 
 
 def _token_scales(
-    scales: str, format: Format, k_scale: Scale, v_scale: Scale, size: tuple[int, int, int], device: torch.device
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scales of 1 for each token and head, `[pages, page_size, kv_heads]`."""
+    scales: str,
+    formats: tuple[Format, Format],
+    k_scale: Scale,
+    v_scale: Scale,
+    size: tuple[int, int, int],
+    device: torch.device,
+) -> tuple[torch.Tensor | None, ...]:
+    """Scales of 1 for each token and head, `[pages, page_size, kv_heads]`; None for what is not quantised."""
     if not (isinstance(scales, str) and scales == "token"):
         raise ArgumentError("scales", describe(scales), "'token', or None for the scales given")
-    if not format.quantised or k_scale is not None or v_scale is not None:
-        given = f"'token' with format {format}, k_scale {describe(k_scale)} and v_scale {describe(v_scale)}"
+    if not any(format.quantised for format in formats) or k_scale is not None or v_scale is not None:
+        names = "/".join(dict.fromkeys(format.name for format in formats))
+        given = f"'token' with format {names}, k_scale {describe(k_scale)} and v_scale {describe(v_scale)}"
         raise ArgumentError("scales", given, "'token' for a quantised format, without other scales")
-    ones = torch.ones(size, dtype=torch.float32, device=device)
-    return ones, torch.ones_like(ones)
+    return tuple(torch.ones(size, dtype=torch.float32, device=device) if format.quantised else None for format in formats)
 
 
-def _common_size(order: Layout, k: torch.Tensor, v: torch.Tensor, head_dim: int | None) -> tuple[int, int, int]:
+def _common_size(
+    order: Layout, k: torch.Tensor, v: torch.Tensor, head_dim: int | None, formats: tuple[Format, Format]
+) -> tuple[int, int, int]:
     """(pages, page_size, kv_heads) of K and V, which must agree."""
     k_view, v_view = order.k.view(k), order.v.view(v)
     sizes = [(view.shape[0], view.shape[2] * view.shape[3], view.shape[1]) for view in (k_view, v_view)]
@@ -519,7 +582,8 @@ def _common_size(order: Layout, k: torch.Tensor, v: torch.Tensor, head_dim: int 
         text = "pages {}, page_size {}, kv_heads {}"
         allowed = f"those of k_pages: {text.format(*sizes[0])} in layout {order.name!r}"
         raise ArgumentError("v_pages", text.format(*sizes[1]), allowed)
-    dims = {"head_dim": k_view.shape[4] * k_view.shape[5], "v_head_dim": v_view.shape[4] * v_view.shape[5]}
+    views = {"head_dim": (k_view, formats[0].pack), "v_head_dim": (v_view, formats[1].pack)}
+    dims = {name: view.shape[4] * view.shape[5] * pack for name, (view, pack) in views.items()}
     for name, dim in dims.items():
         if not 1 <= dim <= 512:
             raise ArgumentError(name, dim, "1 to 512")
@@ -532,11 +596,12 @@ def _common_size(order: Layout, k: torch.Tensor, v: torch.Tensor, head_dim: int 
 
 
 def _scales(
-    k_scale: Scale, v_scale: Scale, format: Format, size: tuple[int, int, int], device: torch.device
+    k_scale: Scale, v_scale: Scale, formats: tuple[Format, Format], size: tuple[int, int, int], device: torch.device
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Both scales as tensors, either both per token and head or neither."""
     shapes = {"[]": (), "[kv_heads]": size[2:], "[pages, page_size, kv_heads]": size}
-    k, v = (_scale(name, value, format, shapes, device) for name, value in (("k_scale", k_scale), ("v_scale", v_scale)))
+    given = (("k_scale", k_scale, formats[0]), ("v_scale", v_scale, formats[1]))
+    k, v = (_scale(name, value, format, shapes, device) for name, value, format in given)
     if k is not None and v is not None and (k.dim() == 3) != (v.dim() == 3):
         raise ArgumentError("v_scale", describe(v), f"one per token and head, as k_scale {describe(k)}, or neither")
     return k, v

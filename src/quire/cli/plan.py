@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from quire.cache.format import FORMATS
+from quire.cache.format import BYTE_NAMES, FLOAT_NAMES
 from quire.cli.command import Args, ChoiceOf, Command, Count, Number, OneOfNames, Option, Writable, answer, flag
 from quire.cli.problem_options import Q_TYPES, type_of
 from quire.cli.sheet import show
@@ -134,7 +134,7 @@ def _job(args: Args) -> tuple[Any, str]:
         raise ArgumentError("--memory-part", args.memory_part, "a part of the memory above 0, at most 1")
     platform = Platform.named(cluster.machine.platform)
     q_format = type_of("--q-dtype", args.q_dtype, Q_TYPES, platform)
-    kv_format = type_of("--kv-dtype", args.kv_dtype, tuple(FORMATS), platform, auto=q_format)
+    kv_format = type_of("--kv-dtype", args.kv_dtype, (*FLOAT_NAMES, *BYTE_NAMES), platform, auto=q_format)
     sequences, step = _sequences(args)
     job = PlanJob(model, sequences, cluster, kv_format, q_format, args.page_size, args.memory_part or 0.9, args.whole_cache)
     return job, step

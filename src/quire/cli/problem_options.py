@@ -19,7 +19,7 @@ Q_TYPES = tuple(name for name, format in FORMATS.items() if format.dtype.is_floa
 _WORDS = {"float": "fp32", "half": "fp16"}
 SPELLINGS = {
     **{word: name for word, name in _WORDS.items() if name in FORMATS},
-    **{str(format.dtype).removeprefix("torch."): name for name, format in FORMATS.items()},
+    **{str(format.dtype).removeprefix("torch."): name for name, format in FORMATS.items() if format.pack == 1},
     **{f"fp8_{name}": name for name in Q_TYPES if FORMATS[name].itemsize == 1},
 }
 """Other spellings of a type. fp8 alone is not among them: it means the platform's own."""
@@ -41,14 +41,7 @@ def problem_options() -> list[click.Parameter]:
         Option("--head-dim", type=Count, default=128, group=layer, help="size of a head (128)"),
         Option("--v-head-dim", type=Count, group=layer, help="size of a value head, if it differs"),
         Option("--page-size", type=Count, default=16, group=layer, help="tokens in a page (16)"),
-        Option(
-            "--kv-dtype",
-            default="auto",
-            metavar="TYPE",
-            type=OneOfNames(lambda: ("auto", "fp8", *FORMATS)),
-            group=layer,
-            help=f"how the cache stores an element: auto (as q), fp8 (the machine's own), {', '.join(FORMATS)}",
-        ),
+        *_cache_types(layer),
         Option(
             "--q-dtype", default="bf16", metavar="TYPE", type=OneOfNames(lambda: Q_TYPES), group=layer, help="the type of q (bf16)"
         ),
@@ -85,6 +78,27 @@ def problem_options() -> list[click.Parameter]:
         ),
     ]
     return [*found, *_feature_options(layer)]
+
+
+def _cache_types(layer: str) -> list[click.Parameter]:
+    """How K and V are stored."""
+    return [
+        Option(
+            "--kv-dtype",
+            default="auto",
+            metavar="TYPE",
+            type=OneOfNames(lambda: ("auto", "fp8", *FORMATS)),
+            group=layer,
+            help=f"how the cache stores an element: auto (as q), fp8 (the machine's own), {', '.join(FORMATS)}",
+        ),
+        Option(
+            "--v-dtype",
+            metavar="TYPE",
+            type=OneOfNames(lambda: ("fp8", *FORMATS)),
+            group=layer,
+            help="how it stores an element of V, if it is not as K",
+        ),
+    ]
 
 
 def _feature_options(layer: str) -> list[click.Parameter]:
@@ -128,8 +142,11 @@ def problem_of(args: Args, platform: Platform) -> Problem:
     format = type_of("--kv-dtype", args.kv_dtype, tuple(FORMATS), platform, auto=q_dtype)
     if args.spans and (args.window or args.non_causal or args.mask):
         raise ArgumentError("--spans", "with --window, --non-causal or --mask", "alone: spans say what each token sees")
-    if args.batch_invariant and args.form == "context" and FORMATS[format].quantised:
-        raise ArgumentError("--form", "context with --batch-invariant", f"full: over {format} the forms differ by a rounding")
+    v_format = type_of("--v-dtype", args.v_dtype or format, tuple(FORMATS), platform)
+    quantised = [name for name in (format, v_format) if FORMATS[name].quantised]
+    if args.batch_invariant and args.form == "context" and quantised:
+        raise ArgumentError("--form", "context with --batch-invariant", f"full: over {quantised[0]} the forms differ by a rounding")
+    _check_dims(args, format, v_format)
     side = args.window - 1 if args.window else None
     features: dict[str, Any] = {name: getattr(args, name) not in (None, False) for name in FEATURES}
     return Problem(
@@ -141,8 +158,9 @@ def problem_of(args: Args, platform: Platform) -> Problem:
         q_dtype=q_dtype,
         out_dtype=out_dtype,
         format=format,
+        v_format=v_format,
         layout=args.layout,
-        scales=args.scales if FORMATS[format].quantised else "none",
+        scales=args.scales if quantised else "none",
         form=args.form,
         causal="no" if args.non_causal else "yes",
         window=(side, side),
@@ -151,6 +169,13 @@ def problem_of(args: Args, platform: Platform) -> Problem:
         device="cpu" if platform.vendor == "cpu" else "cuda",
         **features,
     )
+
+
+def _check_dims(args: Args, format: str, v_format: str) -> None:
+    """Refuses heads that do not fill whole bytes."""
+    for name, dim, stored in (("--head-dim", args.head_dim, format), ("--v-head-dim", args.v_head_dim or args.head_dim, v_format)):
+        if dim % FORMATS[stored].pack:
+            raise ArgumentError(name, dim, f"a multiple of {FORMATS[stored].pack}, as {stored} requires")
 
 
 def default_out_type(q_dtype: str) -> str:

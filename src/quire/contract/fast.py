@@ -101,7 +101,7 @@ def _new_is_legal(call: Call, device: torch.device) -> bool:
     cache, q, new = call.cache, call.q, call.new
     if type(new) is not tuple or len(new) != 2:
         return False
-    if q is None or (call.options.batch_invariant and cache.format.quantised):
+    if q is None or (call.options.batch_invariant and cache.quantised):
         return False
     return _pair_is_legal(new[0], new[1], cache, q.size(0), device)
 
@@ -140,7 +140,7 @@ def _write_is_legal(call: Call, device: torch.device) -> bool:
         and slots.device == device
     ):
         return False
-    written = (cache.k, cache.v) if cache.k_scale is None else (cache.k, cache.v, cache.k_scale, cache.v_scale)
+    written = (cache.k, cache.v, cache.k_scale, cache.v_scale)
     if not (_are_disjoint(k, *written) and _are_disjoint(v, *written)):
         return False
     if call.rope is None:

@@ -6,7 +6,7 @@ import warnings
 
 import torch
 
-from quire.cache.kv_cache import KVCache
+from quire.cache.format import Format
 from quire.contract.call import Call
 from quire.errors import QuantisationWarning
 
@@ -14,11 +14,12 @@ from quire.errors import QuantisationWarning
 def warn_of_losses(call: Call) -> None:
     """Warns once for each loss in the keys or values that a call stores."""
     cache = call.cache
-    if not cache.format.quantised or call.k is None or call.v is None:
+    if not cache.quantised or call.k is None or call.v is None:
         return
     slots = call.batch.slots_of_tokens(call.k.shape[0], cache.page_size, call.slots)
-    for name, x, scale in (("k", stored_keys(call), cache.k_scale), ("v", call.v, cache.v_scale)):
-        for message in losses(name, x[slots >= 0], scale, cache):
+    stored = (("k", stored_keys(call), cache.k_scale, cache.k_format), ("v", call.v, cache.v_scale, cache.v_format))
+    for name, x, scale, format in stored:
+        for message in losses(name, x[slots >= 0], scale, format) if format.quantised else ():
             warnings.warn(message, QuantisationWarning, stacklevel=4)
 
 
@@ -31,19 +32,20 @@ def stored_keys(call: Call) -> torch.Tensor:
     return call.rope.rotate(call.k, batch.positions_of_tokens(tokens) if at is None else at, call.rope.k_norm)
 
 
-def losses(name: str, x: torch.Tensor, scale: torch.Tensor | None, cache: KVCache) -> list[str]:
+def losses(name: str, x: torch.Tensor, scale: torch.Tensor | None, format: Format) -> list[str]:
     """What storing the rows `x` `[tokens, heads, dim]` loses, each in one sentence that begins with its name: `saturation` or
     `underflow`. A scale for each token fits that token, so nothing saturates then."""
-    format, found = cache.format, []
+    found = []
+    per_token = scale is not None and scale.dim() == 3
     assert format.largest is not None
-    if cache.scale_kind == "token":
+    if per_token:
         largest = x.float().abs().amax(-1, keepdim=True)
         divisor = torch.where(largest == 0, 1.0, largest / format.largest)
     else:
         divisor = torch.ones((), device=x.device) if scale is None else scale.float().reshape(-1, 1)
     scaled = x.float() / divisor
     beyond = scaled.abs() > format.largest * (1 + torch.finfo(torch.float32).eps)
-    if cache.scale_kind != "token" and bool(beyond.any()):
+    if not per_token and bool(beyond.any()):
         factor = float((scaled.abs() / format.largest).nan_to_num(0.0, posinf=torch.inf).max())
         found.append(
             f"saturation: {int(beyond.sum())} of {x.numel()} elements of {name} are beyond {format.largest:g} times {name}_scale, "

@@ -191,8 +191,8 @@ def quantisation(call: Call) -> Iterator[Violation]:
         yield Violation(
             "quantisation", "q_scale", f"a scale, with {dtype_name(q.dtype)} queries", "None: only fp8 queries have a scale"
         )
-    if options.batch_invariant and call.new is not None and cache.format.quantised:
-        given = f"context form over {cache.format}: new tokens are exact now, quantised in the next call"
+    if options.batch_invariant and call.new is not None and cache.quantised:
+        given = f"context form over {cache.formats}: new tokens are exact now, quantised in the next call"
         yield Violation("quantisation", "batch_invariant", given, "full form (write first, then attend without new)")
 
 

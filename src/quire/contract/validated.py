@@ -119,7 +119,8 @@ def _remember(batch: Batch, stamp: tuple[int, ...], key: Any, call: Call) -> Non
 def _depends_on_other_values(call: Call) -> bool:
     """Whether the call also depends on values outside of the batch: scales, given slots, holders of pages."""
     cache, options = call.cache, call.options
-    if cache.k_scale is not None or isinstance(options.q_scale, torch.Tensor) or isinstance(options.out_scale, torch.Tensor):
+    scaled = cache.k_scale is not None or cache.v_scale is not None
+    if scaled or isinstance(options.q_scale, torch.Tensor) or isinstance(options.out_scale, torch.Tensor):
         return True
     if call.rope_positions is not None:
         return True

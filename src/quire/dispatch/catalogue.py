@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from quire.cache.format import QUANTISED_NAMES, QUERY_NAMES
+from quire.cache.format import BYTE_NAMES, QUERY_NAMES
 from quire.dispatch.kernel import IntRange, Kernel
 
 _ANY_HEAD = IntRange(1, 512)
@@ -46,7 +46,7 @@ CATALOGUE: tuple[Kernel, ...] = (
         memory=("aligned",),
         head_dim=_HOPPER_HEAD,
         v_head_dim=_HOPPER_HEAD,
-        without=("mask", "batch_invariant", "shard", "spans"),
+        without=("mask", "batch_invariant", "shard", "spans", "mixed-formats"),
     ),
     Kernel(
         "gluon-mixed-bytes",
@@ -56,13 +56,13 @@ CATALOGUE: tuple[Kernel, ...] = (
         arches=("sm90",),
         needs=("triton",),
         q_dtypes=("fp16", "bf16"),
-        formats=QUANTISED_NAMES,
+        formats=BYTE_NAMES,
         scales=("tensor", "head"),
         layouts=_CONTIGUOUS_HEADS,
         memory=("aligned",),
         head_dim=_HOPPER_HEAD,
         v_head_dim=_HOPPER_HEAD,
-        without=("mask", "batch_invariant", "context-form", "shard", "spans"),
+        without=("mask", "batch_invariant", "context-form", "shard", "spans", "mixed-formats"),
     ),
     Kernel(
         "triton-mixed",

@@ -42,6 +42,14 @@ class OneOf:
 
 
 @dataclass(frozen=True)
+class EachOf(OneOf):
+    """One of several values, for a value or for each of a tuple."""
+
+    def __contains__(self, given: Any) -> bool:
+        return all(one in self.values for one in (given if isinstance(given, tuple) else (given,)))
+
+
+@dataclass(frozen=True)
 class Except:
     """Any value except these."""
 
@@ -205,7 +213,7 @@ class Kernel:
     pairs: tuple[str, ...] | None = None
     """Query types with cache formats, such as 'bf16 over fp16'."""
     formats: tuple[str, ...] | None = None
-    """Formats of the cache."""
+    """Formats of the cache, of both K and V."""
     scales: tuple[str, ...] | None = None
     """Of `Problem.scales`."""
     layouts: tuple[str, ...] | None = None
@@ -324,7 +332,7 @@ def _limits(kernel: Kernel) -> Iterator[Limit]:
             one_of(kernel.pairs),
             "use {} (queries over cache)",
         ),
-        ("format", attrgetter("problem.format"), one_of(kernel.formats), "store the cache as {}"),
+        ("format", _formats, None if kernel.formats is None else EachOf(kernel.formats), "store the cache as {}"),
         ("scales", attrgetter("problem.scales"), one_of(kernel.scales), "set scales to {}"),
         ("layout", attrgetter("problem.layout"), one_of(kernel.layouts), "set layout to {}"),
         (
@@ -352,6 +360,12 @@ def _limits(kernel: Kernel) -> Iterator[Limit]:
 def _installed(needs: tuple[str, ...], query: LimitQuery) -> tuple[str, ...]:
     """The modules that are installed. Another machine is assumed to have all of them."""
     return tuple(name for name in needs if query.platform.is_only_named or find_spec(name))
+
+
+def _formats(query: LimitQuery) -> str | tuple[str, str]:
+    """The format of the cache, or those of K and V where they differ."""
+    problem = query.problem
+    return problem.formats if problem.mixed_formats else problem.format
 
 
 def _uses(feature: str, query: LimitQuery) -> bool:

@@ -117,6 +117,8 @@ def test_layouts_on_a_cpu() -> None:
     step = Step(first)
     k = step.impl.cache_of(step.layer, step.pages).k
     assert k.stride(2) == step.impl.head_size, "rows of keys follow each other"
+
+
 IMAGES = {0: [(2, 5)], 1: [(1, 9), (11, 11), (13, 40)]}
 """Of sequences of 7 and 20 tokens: the last one is longer than the tokens so far, one has a single token."""
 

@@ -20,7 +20,7 @@ from support.kernels import NO_LIBRARY, levels
 from support.scenario import LARGEST, TYPES, build
 
 pytestmark = pytest.mark.skipif(not library.FILE.exists(), reason=NO_LIBRARY)
-BYTES = [name for name, format in FORMATS.items() if format.itemsize == 1]
+BYTES = [name for name, format in FORMATS.items() if format.itemsize == format.pack == 1]
 
 
 @pytest.fixture(params=levels())
@@ -80,7 +80,27 @@ def test_every_code_as_a_key(format: str, group: int, level: str) -> None:
         assert torch.allclose(lse, want[d].expand_as(lse), rtol=2e-7, atol=0), f"code {d}"
 
 
-@pytest.mark.parametrize("format", [name for name in TYPES if name != "fp32"])
+@pytest.mark.parametrize("group", [1, 5, 40])
+@pytest.mark.parametrize("dim", [16, 62, 128, 512])
+def test_every_code_of_4_bits(dim: int, group: int, level: str) -> None:
+    """As above, for all pairs of codes of a byte; and a query that is 1 in one place reads the code there."""
+    stored = (torch.arange(dim // 2) * 37 % 256).to(torch.uint8)
+    codes = torch.stack((stored % 16, stored // 16), -1).flatten().float()
+    want = torch.where(codes < 8, codes, codes - 16) * 0.5
+    zeros = torch.zeros(dim // 2, dtype=torch.uint8)
+    for out_type in (torch.float32, torch.bfloat16):
+        out, q = torch.full((1, group, dim), 7.0).to(out_type), torch.randn(1, group, dim).to(torch.bfloat16)
+        attend.launch(q, one_token(zeros, stored, "int4", 0.5), ONE, quire.Options(), None, out, None)
+        assert torch.equal(out.float(), want.expand_as(out))
+    for d in (*range(0, dim, 7), dim - 2, dim - 1):
+        q, lse = torch.zeros(1, group, dim, dtype=torch.bfloat16), torch.empty(1, group)
+        q[..., d] = 1
+        out = torch.empty(1, group, dim, dtype=torch.bfloat16)
+        attend.launch(q, one_token(stored, zeros, "int4", 0.5), ONE, quire.Options(scale=1.0), None, out, lse)
+        assert torch.allclose(lse, want[d].expand_as(lse), rtol=2e-7, atol=0), f"element {d}"
+
+
+@pytest.mark.parametrize("format", [name for name in TYPES if name not in ("fp32", "int4")])
 def test_numbers_are_rounded_to_the_nearest(format: str, level: str) -> None:
     """As torch does it: around every code and half-way between codes, and far outside."""
     if TYPES[format].itemsize == 1:
@@ -121,7 +141,7 @@ LONG: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.usefixtures("three_threads")
-@pytest.mark.parametrize("format", ["fp32", "bf16", "e4m3fn", "int8"])
+@pytest.mark.parametrize("format", ["fp32", "bf16", "e4m3fn", "int8", "int4"])
 @pytest.mark.parametrize("name", LONG)
 def test_units_are_split_and_combined(name: str, format: str) -> None:
     """More keys than a thread's share, several tiles, several strips of rows: the same result, and the same bits each time."""

@@ -52,6 +52,7 @@ PLAIN |= {"decode-512-fp32-invariant": KernelSample("decode", 512, **FP32, probl
 PLAIN |= {f"write-{format}": KernelSample("write", format=format) for format in FORMATS}
 PLAIN |= {
     "write-token-scales": KernelSample("write", format="int8", scales="token", index="int64"),
+    "write-int4": KernelSample("write", format="int4", scales="token"),
     "write-generic": KernelSample("write", format="e4m3fn", problem={"memory": "generic"}),
     "write-rope": KernelSample("write", format="e4m3fn", problem={"rope": [128, False, [], False, "bf16", "bf16"]}),
     "write-rope-sections": KernelSample(
@@ -88,6 +89,8 @@ FEATURES: dict[str, dict[str, Any]] = {
     "new-window": {"new": True, "problem": {"window": [100, 0], "context_from": 2}},
     "new-tree": {"new": True, "problem": {"mask": True}},
     "new-token-scales": {"new": True, "format": "int8", "scales": "token"},
+    "int4": {"format": "int4", "scales": "token"},
+    "int8-int4": {"format": "int8", "scales": "token", "problem": {"v_format": "int4"}},
     "causal-by-row": {"problem": {"causal": "per-sequence", "window": [100, 7]}, "index": "int64"},
     "non-causal": {"problem": {"causal": "no", "window": [None, 7], "only": [2, 100]}, "lse": True},
     "tree-window-alibi": {"problem": {"mask": True, "positions": "int32", "window": [50, 2], "alibi": True}},

@@ -45,6 +45,9 @@ class Layer:
     group: int = 4
     head_dim: int = 128
     format: str = "bf16"
+    v_format: str = ""
+    """As `format` if it is empty."""
+    scales: str = "tensor"
     page_size: int = 16
     context: bool = False
     lse: bool = False
@@ -57,6 +60,7 @@ class Layer:
 LAYERS = {
     "bf16": Layer(),
     "e4m3fn": Layer(format="e4m3fn", group=8),
+    "int8 and int4": Layer(format="int8", v_format="int4", scales="token"),
     "group of 5": Layer(group=5, kv_heads=4),
     "head_dim 64": Layer(group=8, head_dim=64),
     "head_dim 256": Layer(head_dim=256, page_size=32),
@@ -90,13 +94,16 @@ class Draws:
         return self.chance.randrange(n) == 0
 
     def cache(self) -> KVCache:
-        layer, format = self.layer, FORMATS[self.layer.format]
+        layer, formats = self.layer, [FORMATS[name] for name in (self.layer.format, self.layer.v_format or self.layer.format)]
         # Never 2^31 elements or more: such a cache is another configuration (`Problem.far`: its offsets take 64 bits). A cache is
         # allocated once, so that no layer has batches over caches of both sizes.
         pages = self.chance.choice((1, 17, 4096))
-        k, v = (nothing(pages, layer.page_size, layer.kv_heads, layer.head_dim, dtype=format.dtype) for _ in "kv")
-        scales = (nothing(), nothing()) if format.quantised else (None, None)
-        cache = KVCache.wrap(k, v, layout="nhd", format=layer.format, k_scale=scales[0], v_scale=scales[1])
+        size = (pages, layer.page_size, layer.kv_heads)
+        k, v = (nothing(*size, layer.head_dim // format.pack, dtype=format.dtype) for format in formats)
+        one = () if layer.scales == "tensor" else size
+        scales = [nothing(*one) if format.quantised else None for format in formats]
+        names = {"k_format": formats[0].name, "v_format": formats[1].name}
+        cache = KVCache.wrap(k, v, layout="nhd", k_scale=scales[0], v_scale=scales[1], **names)
         cells = nothing(pages * layer.page_size, dtype=torch.int64)
         marks = {"position": cells.int(), "issue": cells, "current": cells, "violations": nothing(9, dtype=torch.int64)}
         cache.ledger = SimpleNamespace(**marks)  # type: ignore[assignment]  # all that the check of a ledger asks of it

@@ -19,7 +19,12 @@ STREAM_PEERS = ("fa3", "flashinfer", "vllm_unified")
 
 def load(names: Sequence[str] | None = None) -> tuple[dict[str, Implementation], dict[str, str]]:
     """The peers of these names, which must all be importable; without names, all that are. And why the others are not."""
-    return _found(names, PEERS, lambda module: module.load())
+    return _found(names, PEERS, lambda module: _of_bytes(module.load()))
+
+
+def _of_bytes(implementation: Implementation) -> Implementation:
+    """The implementation, which does not take caches with less than a byte for an element."""
+    return lambda case: None if case.cache.format.pack > 1 else implementation(case)
 
 
 def load_streams(names: Sequence[str] | None = None) -> tuple[dict[str, StreamImplementation], dict[str, str]]:

@@ -27,8 +27,11 @@ TYPES = {
     "e4m3fnuz": torch.float8_e4m3fnuz,
     "e5m2": torch.float8_e5m2,
     "int8": torch.int8,
+    "int4": torch.uint8,
 }
-LARGEST = {"e4m3fn": 448.0, "e4m3fnuz": 240.0, "e5m2": 57344.0, "int8": 127.0}
+LARGEST = {"e4m3fn": 448.0, "e4m3fnuz": 240.0, "e5m2": 57344.0, "int8": 127.0, "int4": 7.0}
+PACK = {"int4": 2}
+"""Elements in a byte, the first in the lowest bits; 1 in other formats."""
 Q_SCALE = 0.25
 """The q_scale of fp8 queries."""
 MOST_COMPENSATED = 12.0
@@ -42,11 +45,12 @@ LAYOUT_INDEX: dict[str, tuple[Index, Index]] = {
     "vllm_x": (lambda p, s, h, d, x: (p, h, d // x, s, d % x), lambda p, s, h, d, x: (p, h, d, s)),
     "aiter": (lambda p, s, h, d, x: (p, h, d // x, s, d % x), lambda p, s, h, d, x: (p, h, s // x, d, s % x)),
 }
-"""For each layout, the index of element (page, offset, head, dim) in the tensor of K and in that of V."""
+"""For each layout, the index of element (page, offset, head, dim) in the tensor of K and in that of V. Where a byte has several
+elements, dim counts bytes."""
 
 
-def x_of(case: Case) -> int:
-    return case.x or 16 // TYPES[case.format].itemsize
+def x_of(case: Case, part: str) -> int:
+    return case.x or 16 // TYPES[case.formats[part]].itemsize
 
 
 def build(case: Case, device: torch.device | str = "cpu") -> KernelCall:
@@ -88,6 +92,7 @@ def build(case: Case, device: torch.device | str = "cpu") -> KernelCall:
         scale=options["scale"],
         layout=case.layout,
         format=case.format,
+        v_format=case.v_format,
         lse=guarded((tokens, case.q_heads), torch.float32, device) if case.lse else None,
         q_scale=Q_SCALE if case.q_dtype in LARGEST else None,
         batch_invariant=case.batch_invariant,
@@ -350,9 +355,9 @@ def _plain_scale(case: Case) -> float:
 def _store(
     case: Case, part: str, dim: int, plan: PagePlan, cached: list[torch.Tensor], dense: list[torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The stored pages with contents, [touched, page_size, kv_heads, dim], and the scales. `dense` is replaced by the numbers that
-    a reader decodes."""
-    size, heads = case.page_size, case.kv_heads
+    """The stored pages with contents, [touched, page_size, kv_heads, dim or bytes], and the scales. `dense` is replaced by the
+    numbers that a reader decodes."""
+    size, heads, format = case.page_size, case.kv_heads, case.formats[part]
     at_of = torch.full((plan.pages + 1,), 0) if plan.pages < 10**6 else None
     place = {int(page): n for n, page in enumerate(plan.touched)} if at_of is None else None
     if at_of is not None:
@@ -371,32 +376,41 @@ def _store(
         spots.append((at, page, offset))
         if case.scales == "token" and scale is not None:
             largest = dense[i][at].float().abs().amax(-1)
-            scale[ids, offset] = torch.where(largest == 0, 1.0, largest / LARGEST[case.format])
+            scale[ids, offset] = torch.where(largest == 0, 1.0, largest / LARGEST[format])
     wide: torch.Tensor | None = None
     if scale is not None:
         wide = scale[plan.touched.clamp(min=0)].unsqueeze(-1) if scale.dim() == 3 else scale.reshape(-1, 1)
-    stored = encode(content, case.format, wide)
+    stored = encode(content, format, wide)
     read = stored.double() if wide is None else stored.double() * wide.double()
     for i, (at, page, offset) in enumerate(spots):
         dense[i][at] = read[page, offset]
-    return stored, scale
+    return packed(stored, format), scale
 
 
 def encode(content: torch.Tensor, format: str, scale: torch.Tensor | None) -> torch.Tensor:
-    """Numbers as a format stores them: divided by their scale and saturated."""
+    """Numbers as a format stores them: divided by their scale and saturated; before elements are packed into bytes."""
     if format not in LARGEST:
         return content.to(TYPES[format])
     x = content.float() / (1.0 if scale is None else scale)
     x = x.clamp(-LARGEST[format], LARGEST[format])
     if not TYPES[format].is_floating_point:
-        x = torch.where(x.isnan(), 101.0, x.round())
+        return torch.where(x.isnan(), LARGEST[format] - 2, x.round()).to(torch.int8)
     return x.to(TYPES[format])
 
 
+def packed(stored: torch.Tensor, format: str) -> torch.Tensor:
+    """Stored elements as they lie in memory: two of 4 bits make a byte."""
+    if format not in PACK:
+        return stored
+    codes = stored.short() % 16
+    return (codes[..., 0::2] + 16 * codes[..., 1::2]).to(torch.uint8)
+
+
 def _scale(case: Case, part: str, plan: PagePlan) -> torch.Tensor | None:
-    if case.format not in LARGEST:
+    format = case.formats[part]
+    if format not in LARGEST:
         return None
-    base = (4.0 if part == "k" else 6.0) / LARGEST[case.format]
+    base = (4.0 if part == "k" else 6.0) / LARGEST[format]
     if case.scales == "head":
         return base * (0.6 + 0.8 * torch.rand(case.kv_heads, generator=generator(case, part, "scales")))
     if case.scales == "token":
@@ -494,14 +508,15 @@ def _wrap(
     case: Case, pages: dict[str, torch.Tensor], plan: PagePlan, device: torch.device | str
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The page tensors in the layout of the case, written element by element by its index formula."""
-    x, size, heads = x_of(case), case.page_size, case.kv_heads
-    dtype = TYPES[case.format]
+    size, heads = case.page_size, case.kv_heads
+    units = {part: dim // PACK.get(case.formats[part], 1) for part, dim in case.dims.items()}
     out: list[tuple[torch.Tensor, int, int]] = []
-    for n, (part, dim) in enumerate(case.dims.items()):
-        whole = dim if case.layout != "vllm_joint" else sum(case.dims.values())
+    for n, (part, dim) in enumerate(units.items()):
+        x, dtype = x_of(case, part), TYPES[case.formats[part]]
+        whole = dim if case.layout != "vllm_joint" else sum(units.values())
         shape = _shape(case.layout, part, plan.pages, size, heads, whole, x)
         if case.layout == "vllm_joint" and n:
-            storage, skip = out[0][0], case.head_dim
+            storage, skip = out[0][0], units["k"]
         else:
             storage, skip = _memory(shape, dtype, plan.before, case.storage == "padded", device), 0
         p = plan.touched.view(-1, 1, 1, 1)

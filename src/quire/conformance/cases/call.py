@@ -40,6 +40,8 @@ class KernelCall:
     scale: float
     layout: str = "nhd"
     format: str = "fp16"
+    """Of K, and of V unless `v_format` is given."""
+    v_format: str = ""
     k_scale: torch.Tensor | None = None
     v_scale: torch.Tensor | None = None
     lse: torch.Tensor | None = None
@@ -104,6 +106,10 @@ class KernelCall:
         return self.k_pages.shape[0]
 
     @property
+    def formats(self) -> dict[str, str]:
+        return {"k": self.format, "v": self.v_format or self.format}
+
+    @property
     def device(self) -> torch.device:
         return self.q.device
 
@@ -114,8 +120,8 @@ class KernelCall:
     # As values of Quire; nothing is copied.
 
     def cache(self) -> KVCache:
-        layout, format = layout_named(self.layout), FORMATS[self.format]
-        return KVCache(self.k_pages, self.v_pages, layout, format, self.k_scale, self.v_scale, None, False)
+        layout, formats = layout_named(self.layout), (FORMATS[self.formats["k"]], FORMATS[self.formats["v"]])
+        return KVCache(self.k_pages, self.v_pages, layout, formats, self.k_scale, self.v_scale, None, False)
 
     def batch(self) -> Batch:
         index = self.page_table, self.kv_lens, self.q_starts
@@ -178,6 +184,7 @@ OPTIONAL_ARGUMENTS = (
     *(name for name in OPTIONS if name in DEFAULTS and name != "out_scale"),
     "k_scale",
     "v_scale",
+    "v_format",
     "new_k",
     "new_v",
     "shard",

@@ -40,6 +40,8 @@ class Case:
     x: int = 0
     """The number of elements of the split axis in layouts that split one; 0 means 16 bytes."""
     format: str = "fp16"
+    """Of K, and of V unless `v_format` is given."""
+    v_format: str = ""
     scales: str = "none"
     """none, tensor, head or token."""
     storage: str = "native"
@@ -101,7 +103,7 @@ class Case:
             allowed = ALLOWED.get(spec.name)
             value = getattr(self, spec.name)
             if allowed and any(one not in allowed for one in (value if isinstance(value, tuple) else (value,))):
-                raise ArgumentError(spec.name, value, ", ".join(allowed))
+                raise ArgumentError(spec.name, value, ", ".join(filter(None, allowed)))
 
     @property
     def seqs(self) -> int:
@@ -119,6 +121,10 @@ class Case:
     @property
     def dims(self) -> dict[str, int]:
         return {"k": self.head_dim, "v": self.v_head_dim or self.head_dim}
+
+    @property
+    def formats(self) -> dict[str, str]:
+        return {"k": self.format, "v": self.v_format or self.format}
 
     @property
     def code(self) -> int:
@@ -144,6 +150,7 @@ class Case:
             q_dtype=self.q_dtype,
             out_dtype="bf16" if FORMATS[self.q_dtype].quantised else self.q_dtype,
             format=self.format,
+            v_format=self.v_format,
             layout=self.layout,
             scales=self.scales,
             index=self.index[0] if len(set(self.index)) == 1 else "+".join(self.index),
@@ -187,6 +194,7 @@ class Case:
 ALLOWED: dict[str, tuple[str, ...]] = {
     "layout": ("nhd", "hnd", "vllm_x", "vllm_joint", "aiter"),
     "format": tuple(FORMATS),
+    "v_format": ("", *FORMATS),
     "scales": ("none", "tensor", "head", "token"),
     "storage": ("native", "bytes", "padded"),
     "q_dtype": QUERY_NAMES,

@@ -28,6 +28,7 @@ WORDS = {
 }
 """How a fact about a field is worded; otherwise the field's name and its value."""
 WORDS_OF_VALUES = {
+    ("v_format", ""): "with one format for K and V",
     ("strides", "views"): "with queries, table and new tokens that are views of wider tensors",
     ("strides", "dense"): "with dense queries, table and new tokens",
     ("tail", "page"): "with page ids in the page-table cells beyond a sequence's end",
@@ -120,7 +121,7 @@ def field_facts(cases: Iterable[Case]) -> Iterator[Fact]:
     yield Fact(
         "with a quantised cache",
         lambda case, i: case.scales != "none",
-        lambda case: case.replace(scales="none", format="fp16", storage="native"),
+        lambda case: case.replace(scales="none", format="fp16", v_format="", storage="native"),
     )
 
 

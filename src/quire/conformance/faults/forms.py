@@ -63,7 +63,7 @@ def _new_quantised() -> Stages:
         for i, part in enumerate(("k", "v")):
             scale = w.scales[part].cpu().float().reshape(1, -1, 1)  # type: ignore[union-attr]
             fresh = parts[i][n:]
-            parts[i] = torch.cat((parts[i][:n], encode(fresh, w.call.format, scale).to(w.number) * scale.to(w.number)))
+            parts[i] = torch.cat((parts[i][:n], encode(fresh, w.call.formats[part], scale).to(w.number) * scale.to(w.number)))
         return Values(*parts)
 
     return PLAIN.replace(gather=gather)
@@ -137,7 +137,7 @@ FORMS = (
         "keys and values of new tokens have the rounding error of the cache's format",
         "k and v are quantised to the cache's format although they are passed as arguments",
         _new_quantised,
-        lambda call: call.new is not None and call.k_scale is not None and call.k_scale.dim() < 2,
+        lambda call: call.new is not None and call.k_scale is not None and call.v_scale is not None and call.k_scale.dim() < 2,
     ),
     Fault(
         "q-strides-ignored",

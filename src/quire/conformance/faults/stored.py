@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from quire.conformance.cases.build import TYPES
+from quire.conformance.cases.build import PACK, TYPES
 from quire.conformance.cases.call import KernelCall
 from quire.conformance.faults.fault import Fault
 from quire.conformance.oracle import exact as oracle
@@ -23,7 +23,7 @@ def _rescaled(change: Any) -> Stages:
 
     def decode(w: Work, part: str, raw: torch.Tensor, page: torch.Tensor, offset: torch.Tensor) -> torch.Tensor:
         scale = oracle.scale_at(w, part, page, offset)
-        return oracle.as_numbers(raw, w.call.format, w.number) * change(w, part, page, offset, scale)
+        return oracle.as_numbers(raw, w.call.formats[part], w.number) * change(w, part, page, offset, scale)
 
     return _decode(decode)
 
@@ -59,7 +59,7 @@ def _limited(change: Any) -> Stages:
     """Replaces stored numbers, before they are scaled, by `change(w, numbers)`."""
 
     def decode(w: Work, part: str, raw: torch.Tensor, page: torch.Tensor, offset: torch.Tensor) -> torch.Tensor:
-        return change(w, oracle.as_numbers(raw, w.call.format, w.number)) * oracle.scale_at(w, part, page, offset)
+        return change(w, oracle.as_numbers(raw, w.call.formats[part], w.number)) * oracle.scale_at(w, part, page, offset)
 
     return _decode(decode)
 
@@ -83,19 +83,56 @@ def _flushed(bits: int) -> Stages:
 
 
 def _eight_bit_floats(call: KernelCall) -> bool:
-    return call.format in TYPES and TYPES[call.format].is_floating_point and TYPES[call.format].itemsize == 1
+    return _has_one_format(call) and TYPES[call.format].is_floating_point and TYPES[call.format].itemsize == 1
+
+
+def _of_codes(change: Any, parts: str = "kv") -> Stages:
+    """Replaces decoding of elements of 4 bits by `change(raw)`, which gives their numbers."""
+
+    def decode(w: Work, part: str, raw: torch.Tensor, page: torch.Tensor, offset: torch.Tensor) -> torch.Tensor:
+        if part not in parts or w.call.formats[part] not in PACK:
+            return oracle.decode(w, part, raw, page, offset)
+        return change(raw).to(w.number) * oracle.scale_at(w, part, page, offset)
+
+    return _decode(decode)
+
+
+def _values_as_keys() -> Stages:
+    """The format of K is used for V too."""
+
+    def decode(w: Work, part: str, raw: torch.Tensor, page: torch.Tensor, offset: torch.Tensor) -> torch.Tensor:
+        return oracle.as_numbers(raw, w.call.format, w.number) * oracle.scale_at(w, part, page, offset)
+
+    return _decode(decode)
+
+
+def _has_packed(call: KernelCall) -> bool:
+    return any(format in PACK for format in call.formats.values())
+
+
+def _has_two_byte_formats(call: KernelCall) -> bool:
+    k, v = call.formats.values()
+    return k != v and all(TYPES[format].itemsize == 1 and format not in PACK for format in (k, v))
+
+
+def _has_one_format(call: KernelCall) -> bool:
+    return len(set(call.formats.values())) == 1
 
 
 def _is(*formats: str) -> Any:
-    return lambda call: call.format in formats
+    return lambda call: call.format in formats and _has_one_format(call)
 
 
-def _is_quantised(call: KernelCall) -> bool:
-    return call.k_scale is not None
+def _is_scaled(part: str) -> Any:
+    return lambda call: getattr(call, f"{part}_scale") is not None
+
+
+def _has_scales(call: KernelCall) -> bool:
+    return call.k_scale is not None and call.v_scale is not None
 
 
 def _scale_kind(dims: int) -> Any:
-    return lambda call: call.k_scale is not None and call.k_scale.dim() == dims and call.kv_heads > 1
+    return lambda call: _has_scales(call) and call.k_scale.dim() == dims and call.kv_heads > 1
 
 
 def _other_x(factor: int) -> Stages:
@@ -132,7 +169,7 @@ def _transposed(parts: str) -> Stages:
 
 def _plain_pages(call: KernelCall) -> bool:
     contiguous = call.k_pages[0].is_contiguous() and call.v_pages[0].is_contiguous()
-    return call.layout in ("nhd", "hnd") and call.kv_heads > 1 and call.page_size > 1 and contiguous
+    return call.layout in ("nhd", "hnd") and not _has_packed(call) and call.kv_heads > 1 and call.page_size > 1 and contiguous
 
 
 def _untransposed_values() -> Stages:
@@ -162,7 +199,7 @@ STORED = (
         "logits lack the factor k_scale",
         "the scale is folded into the softmax scale on one code path only",
         lambda: _only("k", lambda scale: 1.0),
-        _is_quantised,
+        _is_scaled("k"),
     ),
     Fault(
         "v-scale-missing",
@@ -170,7 +207,7 @@ STORED = (
         "outputs lack the factor v_scale",
         "the scale is applied once at the end, and one code path returns earlier",
         lambda: _only("v", lambda scale: 1.0),
-        _is_quantised,
+        _is_scaled("v"),
     ),
     Fault(
         "k-scale-twice",
@@ -178,7 +215,7 @@ STORED = (
         "logits contain the factor k_scale twice",
         "the scale is applied when elements are decoded, and again with the softmax scale",
         lambda: _only("k", lambda scale: scale * scale),
-        _is_quantised,
+        _is_scaled("k"),
     ),
     Fault(
         "v-scale-twice",
@@ -186,7 +223,7 @@ STORED = (
         "outputs contain the factor v_scale twice",
         "the scale is applied when elements are decoded, and again to the accumulator",
         lambda: _only("v", lambda scale: scale * scale),
-        _is_quantised,
+        _is_scaled("v"),
     ),
     Fault(
         "scales-swapped",
@@ -194,7 +231,7 @@ STORED = (
         "logits contain the factor v_scale, and outputs the factor k_scale",
         "two adjacent arguments of the same type are exchanged",
         lambda: _rescaled(_swapped_scales),
-        _is_quantised,
+        _has_scales,
     ),
     Fault(
         "head-scale-read-as-tensor",
@@ -282,6 +319,42 @@ STORED = (
         _is("e4m3fn", "e4m3fnuz", "e5m2"),
     ),
     Fault(
+        "nibbles-swapped",
+        "formats",
+        "each two neighbours in the dims of keys or values are exchanged",
+        "the high four bits of a byte are taken for the even element",
+        lambda parts: _of_codes(lambda raw: oracle.signed(oracle.nibbles(raw, first=1)), parts),
+        _has_packed,
+        ({"parts": "kv"}, {"parts": "k"}, {"parts": "v"}),
+        issues=("packing orders of int4 weights and caches differ between libraries",),
+    ),
+    Fault(
+        "nibbles-offset-by-8",
+        "formats",
+        "stored numbers of 4 bits are 8 too small or 8 too large",
+        "codes of two's complement are read as unsigned with a zero point of 8",
+        lambda parts: _of_codes(lambda raw: oracle.nibbles(raw) - 8, parts),
+        _has_packed,
+        ({"parts": "kv"}, {"parts": "k"}, {"parts": "v"}),
+    ),
+    Fault(
+        "sign-of-nibbles-lost",
+        "formats",
+        "negative numbers of 4 bits are positive: 16 larger",
+        "four bits are widened without extending their sign",
+        lambda parts: _of_codes(oracle.nibbles, parts),
+        _has_packed,
+        ({"parts": "kv"}, {"parts": "k"}, {"parts": "v"}),
+    ),
+    Fault(
+        "values-read-in-format-of-keys",
+        "formats",
+        "outputs are made of unrelated numbers, logits are correct",
+        "a kernel knows one format for the whole cache",
+        _values_as_keys,
+        _has_two_byte_formats,
+    ),
+    Fault(
         "fp16-read-as-bf16",
         "formats",
         "numbers of either 16-bit type are read as the other",
@@ -297,7 +370,9 @@ STORED = (
         "elements of adjacent slots are mixed",
         "x spans 16 bytes: its number of elements doubles when their size halves, and x was not updated",
         lambda factor: _other_x(factor),
-        lambda call: call.layout in ("vllm_x", "aiter") and call.q.shape[2] % (2 * call.k_pages.shape[-1]) == 0,
+        lambda call: (
+            call.layout in ("vllm_x", "aiter") and not _has_packed(call) and call.q.shape[2] % (2 * call.k_pages.shape[-1]) == 0
+        ),
         ({"factor": 2},),
         issues=("vLLM test_attention.py re-views an x=16 cache as x=8",),
     ),
@@ -317,7 +392,7 @@ STORED = (
         "values are mixed between the slots and dims of a page",
         "the layout stores values as [dim, offset], and the kernel reads them as [offset, dim]",
         lambda: _untransposed_values(),
-        lambda call: call.layout == "vllm_x",
+        lambda call: call.layout == "vllm_x" and not _has_packed(call),
     ),
     Fault(
         "k-and-v-swapped",

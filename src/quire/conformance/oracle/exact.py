@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from quire.conformance.cases.build import LAYOUT_INDEX, TYPES, flat_of
+from quire.conformance.cases.build import LAYOUT_INDEX, PACK, TYPES, flat_of
 from quire.conformance.cases.call import KernelCall
 from quire.conformance.oracle.rounding import ReducedPrecision
 
@@ -147,7 +147,7 @@ def address(w: Work, part: str, page: torch.Tensor, offset: torch.Tensor) -> tor
     """Addresses of elements relative to page 0, counted in elements, [keys, kv_heads, dim]."""
     tensor = w.pages[part]
     h = torch.arange(w.call.kv_heads).view(1, -1, 1)
-    d = torch.arange(w.dims[part]).view(1, 1, -1)
+    d = torch.arange(w.dims[part]).view(1, 1, -1) // PACK.get(w.call.formats[part], 1)
     index = LAYOUT_INDEX[w.call.layout][part == "v"](
         page.view(-1, 1, 1), offset.view(-1, 1, 1), h, d, w.x if part == "k" else w.v_x
     )
@@ -166,14 +166,27 @@ def load(w: Work, part: str, addresses: torch.Tensor) -> torch.Tensor:
 
 def decode(w: Work, part: str, raw: torch.Tensor, page: torch.Tensor, offset: torch.Tensor) -> torch.Tensor:
     """Stored elements as numbers, times their scale."""
-    return as_numbers(raw, w.call.format, w.number) * scale_at(w, part, page, offset)
+    return as_numbers(raw, w.call.formats[part], w.number) * scale_at(w, part, page, offset)
 
 
 def as_numbers(raw: torch.Tensor, format: str, number: torch.dtype) -> torch.Tensor:
-    """Stored elements of a format, converted to the dtype `number`."""
+    """Stored elements of a format, converted to the dtype `number`. Where a byte has two, `raw` has it once for each of them."""
+    if format in PACK:
+        return signed(nibbles(raw)).to(number)
     dtype = TYPES[format]
     typed = raw.view(dtype) if raw.dtype.itemsize == dtype.itemsize else raw
     return typed.to(number)
+
+
+def nibbles(raw: torch.Tensor, first: int = 0) -> torch.Tensor:
+    """The four bits of each element, 0 to 15. The byte of an even element has it in its low bits, that of an odd one in its high
+    bits; `first=1` exchanges them."""
+    high = (torch.arange(raw.shape[-1]) + first) % 2
+    return raw.view(torch.uint8).short() // (1 + 15 * high) % 16
+
+
+def signed(codes: torch.Tensor) -> torch.Tensor:
+    return torch.where(codes < 8, codes, codes - 16)
 
 
 def scale_at(w: Work, part: str, page: torch.Tensor, offset: torch.Tensor) -> torch.Tensor | float:

@@ -220,16 +220,18 @@ class Recorded:
             slots = _renumbered(slots, self.page_ids, self.cache.page_size)
         rows = (slots >= 0).nonzero().flatten()
         wrong = torch.zeros(len(rows), dtype=torch.bool, device=self.q.device)
-        for x, view, scale in (
-            (self.written["k"], self.cache.k_view, self.cache.k_scale),
-            (self.written["v"], self.cache.v_view, self.cache.v_scale),
+        for x, view, scale, format in (
+            (self.written["k"], self.cache.k_view, self.cache.k_scale, self.cache.k_format),
+            (self.written["v"], self.cache.v_view, self.cache.v_scale, self.cache.v_format),
         ):
             page, slot = slots[rows] // self.cache.page_size, slots[rows] % self.cache.page_size
             held = view[page, :, slot // view.shape[3], slot % view.shape[3]].flatten(2)
             if scale is not None:
                 scale = scale[page, slot, :, None] if scale.dim() == 3 else scale if scale.dim() == 0 else scale[:, None]
-            want = self.cache.format.encode(x[rows].float() if scale is None else x[rows].float() / scale)
+            want = format.encode(x[rows].float() if scale is None else x[rows].float() / scale)
             held = held if held.dtype is want.dtype else held.view(want.dtype)
+            if format.pack > 1:
+                held, want = format.unpack(held), format.unpack(want)
             # A division may round to either side by one unit in the last place.
             near = (
                 want.float().abs() * torch.finfo(want.dtype).eps if want.dtype.is_floating_point else torch.ones_like(want).float()
@@ -256,7 +258,8 @@ def _load(number: int, metadata: dict[str, Any], tensors: dict[str, torch.Tensor
         name: tuple(value) if isinstance(value, list) else value for name, value in metadata["options"].items()
     }
     given |= {name: own[name] for name in OPTIONS if name in own}
-    layout, format = layout_named(metadata["layout"]), FORMATS[metadata["format"]]
+    layout, names = layout_named(metadata["layout"]), (metadata["format"], metadata.get("v_format") or metadata["format"])
+    format = (FORMATS[names[0]], FORMATS[names[1]])
     return Recorded(
         cache=KVCache(own["k_pages"], own["v_pages"], layout, format, own.get("k_scale"), own.get("v_scale"), None, False),
         batch=Batch(
@@ -316,7 +319,8 @@ def _facts(call: Call) -> dict[str, Any]:
     options = {name: getattr(call.options, name) for name in OPTIONS}
     return {
         "layout": cache.layout.name,
-        "format": cache.format.name,
+        "format": cache.k_format.name,
+        "v_format": cache.v_format.name,
         "page_size": cache.page_size,
         "max_q_len": batch.max_q_len,
         "max_kv_len": batch.max_kv_len,

@@ -11,11 +11,13 @@ namespace quire {
 constexpr int64_t UNBOUNDED = INT64_MAX;
 
 // The formats, in the order of `FORMATS` of quire/cache/format.py: `codec.h` converts them.
-enum Type : int64_t { FP32, FP16, BF16, E4M3FN, E4M3FNUZ, E5M2, INT8, TYPES };
+enum Type : int64_t { FP32, FP16, BF16, E4M3FN, E4M3FNUZ, E5M2, INT8, INT4, TYPES };
 
-constexpr uint64_t NANS[TYPES] = {0x7FC00000, 0x7E00, 0x7FC0, 0x7F, 0x80, 0x7F, 0};  // a NaN of each type, the lowest bytes first
+constexpr uint64_t NANS[TYPES] = {0x7FC00000, 0x7E00, 0x7FC0, 0x7F, 0x80, 0x7F, 0, 0};  // a NaN of each type, the lowest bytes first
 
+// Bytes of an element of storage. One of INT4 has two elements, the even one in the low four bits.
 INLINE int64_t size_of(int64_t type) { return type == FP32 ? 4 : type < E4M3FN ? 2 : 1; }
+INLINE int64_t stored(int64_t type, int64_t elements) { return type == INT4 ? elements / 2 : elements; }  // elements of storage
 
 struct Array {  // [tokens, heads, dim]; strides in elements
     uint8_t* data;
@@ -32,7 +34,7 @@ struct Index {  // an int32 or int64 tensor
     }
 };
 
-struct Pages {  // [pages, heads, slot/, slot%, dim/, dim%]; strides in elements
+struct Pages {  // [pages, heads, slot/, slot%, dim/, dim%]; strides, and the length of dim%, in elements of storage
     uint8_t* data;
     int64_t page, head, slot_high, slot_low, dim_high, dim_low;
     int64_t slot_part, dim_part;  // lengths of slot% and dim%
@@ -41,8 +43,9 @@ struct Pages {  // [pages, heads, slot/, slot%, dim/, dim%]; strides in elements
     int64_t scale_page, scale_slot, scale_head;
 
     INLINE int64_t slot(int64_t offset) const { return offset / slot_part * slot_high + offset % slot_part * slot_low; }
+    INLINE int64_t row() const { return stored(type, dim); }
     INLINE int64_t element(int64_t d) const { return d / dim_part * dim_high + d % dim_part * dim_low; }
-    INLINE bool whole_rows() const { return dim_low == 1 && (dim_part == dim || dim_high == dim_part); }
+    INLINE bool whole_rows() const { return dim_low == 1 && (dim_part == row() || dim_high == dim_part); }
     INLINE float scale_of(int64_t p, int64_t offset, int64_t h) const {
         return scale[p * scale_page + offset * scale_slot + h * scale_head];
     }

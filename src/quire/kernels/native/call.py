@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 import torch
 
 from quire.batch import Batch
-from quire.cache.format import FORMATS
+from quire.cache.format import FORMATS, Format
 from quire.cache.kv_cache import KVCache
 
 TYPES = {name: number for number, name in enumerate(FORMATS)}
 """The values of the enum `Type` of call.h, which has the formats in the same order."""
-TYPE_OF = {format.dtype: TYPES[name] for name, format in FORMATS.items()}
+TYPE_OF = {format.dtype: TYPES[name] for name, format in FORMATS.items() if format.pack == 1}
 UNBOUNDED = 2**63 - 1
 Words = tuple[int, ...]
 ABSENT: Words = (0, 0, 0, 0)
@@ -96,8 +96,8 @@ def cache_of(cache: KVCache) -> bytes:
     if known is not None and known.k_scale is k_scale and known.v_scale is v_scale and known.places == _places(cache):
         return known.content
     content = CACHE.pack(
-        *_pages(cache.k_view, cache.format.name, k_scale),
-        *_pages(cache.v_view, cache.format.name, v_scale),
+        *_pages(cache.k_view, cache.k_format, k_scale),
+        *_pages(cache.v_view, cache.v_format, v_scale),
         cache.pages,
         cache.page_size,
         cache.kv_heads,
@@ -107,15 +107,18 @@ def cache_of(cache: KVCache) -> bytes:
 
 
 def _places(cache: KVCache) -> tuple[int, ...]:
-    if cache.k_scale is None or cache.v_scale is None:
+    k_scale, v_scale = cache.k_scale, cache.v_scale
+    if k_scale is None and v_scale is None:
         return cache.k_view.data_ptr(), cache.v_view.data_ptr()
-    return cache.k_view.data_ptr(), cache.v_view.data_ptr(), cache.k_scale.data_ptr(), cache.v_scale.data_ptr()
+    k_place, v_place = (0 if scale is None else scale.data_ptr() for scale in (k_scale, v_scale))
+    return cache.k_view.data_ptr(), cache.v_view.data_ptr(), k_place, v_place
 
 
-def _pages(view: torch.Tensor, format: str, scale: torch.Tensor | None) -> Words:
+def _pages(view: torch.Tensor, format: Format, scale: torch.Tensor | None) -> Words:
     _, _, _, slot_part, dim_high, dim_part = view.shape
     strides: Words = (0, 0, 0)
     if scale is not None:
         strides = {0: (0, 0, 0), 1: (0, 0, *scale.stride()), 3: scale.stride()}[scale.dim()]
     pointer = 0 if scale is None else scale.data_ptr()
-    return (view.data_ptr(), *view.stride(), slot_part, dim_part, dim_high * dim_part, TYPES[format], pointer, *strides)
+    dim = dim_high * dim_part * format.pack
+    return (view.data_ptr(), *view.stride(), slot_part, dim_part, dim, TYPES[format.name], pointer, *strides)

@@ -126,8 +126,30 @@ struct Number<INT8> {
     static constexpr float value(int code) { return code < 128 ? code : code - 256; }
 };
 
+template <>
+struct Number<INT4> {
+    static constexpr float LARGEST = 7;
+    typedef uint64_t vw __attribute__((vector_size(BYTES)));
+    typedef uint8_t vb __attribute__((vector_size(W / 2)));
+
+    // Each byte in 64 bits, as two lanes of 32: the low four bits stay below, the others go to the upper lane.
+    static INLINE vf decode(const uint8_t* p) {
+        vw wide = __builtin_convertvector(load<vb>(p), vw);
+        vi codes = (vi)(wide | wide << 28);
+        return __builtin_convertvector(codes << 28 >> 28, vf);
+    }
+    static INLINE vb encode(vf x) {
+        vw wide = (vw)(Number<INT8>::encode(x) & 0xF);
+        return __builtin_convertvector(wide | wide >> 28, vb);
+    }
+};
+
 template <int TYPE>
 constexpr int SIZE = TYPE == FP32 ? 4 : TYPE < E4M3FN ? 2 : 1;
+template <int TYPE>
+INLINE int64_t bytes_of(int64_t elements) {
+    return TYPE == INT4 ? elements / 2 : elements * SIZE<TYPE>;
+}
 
 #if defined(__AVX512BF16__)
 // The magnitudes of all codes of an 8-bit format as bf16, where each is exact: a table of low bytes and one of high bytes, for
@@ -158,7 +180,8 @@ INLINE auto with_type(int64_t type, F f) {
         case E4M3FN: return f(std::integral_constant<int, E4M3FN>());
         case E4M3FNUZ: return f(std::integral_constant<int, E4M3FNUZ>());
         case E5M2: return f(std::integral_constant<int, E5M2>());
-        default: return f(std::integral_constant<int, INT8>());
+        case INT8: return f(std::integral_constant<int, INT8>());
+        default: return f(std::integral_constant<int, INT4>());
     }
 }
 
@@ -167,7 +190,7 @@ template <int TYPE>
 INLINE vf decode(const uint8_t* p, int64_t count = W) {
     if (count >= W) return Number<TYPE>::decode(p);
     uint8_t some[W * 4] = {};
-    memcpy(some, p, count * SIZE<TYPE>);
+    memcpy(some, p, bytes_of<TYPE>(count));
     return Number<TYPE>::decode(some);
 }
 
@@ -175,12 +198,12 @@ template <int TYPE>
 INLINE void encode(vf x, uint8_t* p, int64_t count = W) {
     constexpr float LARGEST = Number<TYPE>::LARGEST;
     if (LARGEST) x = not_above(not_below(x, -LARGEST), LARGEST);
-    vi code = Number<TYPE>::encode(x);
+    auto code = Number<TYPE>::encode(x);
     auto put = [&](auto numbers) {
         if (count >= W) return store(p, numbers);
-        memcpy(p, &numbers, count * SIZE<TYPE>);
+        memcpy(p, &numbers, bytes_of<TYPE>(count));
     };
-    if constexpr (SIZE<TYPE> == 4) {
+    if constexpr (SIZE<TYPE> == 4 || TYPE == INT4) {
         put(code);
     } else if constexpr (SIZE<TYPE> == 2) {
         typedef uint16_t vn __attribute__((vector_size(W * 2)));

@@ -22,7 +22,7 @@ struct Reader {
 
     static INLINE void read(const uint8_t* p, int64_t left, vi (&to)[VECTORS]) {
 #if QUIRE_BF16
-        if constexpr (VECTORS == 2) return halves_as_bf16<T>(quartered(p, left), to[0], to[1]);
+        if constexpr (VECTORS == 2) return halves_as_bf16<T>(quartered<T>(p, left), to[0], to[1]);
 #endif
         to[0] = F::template units<T>(p, left);
     }
@@ -30,7 +30,7 @@ struct Reader {
     // One lane per element, of one row or of two, in an order that F::to_key_order reverts.
     static INLINE void read(const uint8_t* p, const uint8_t* other, int64_t left, vi (&to)[STEP / W]) {
 #if QUIRE_BF16
-        if constexpr (VECTORS == 2) return F::template interleave_groups_of_4<T>(quartered(p, left), quartered(other, left), to);
+        if constexpr (VECTORS == 2) return F::template interleave_groups_of_4<T>(quartered<T>(p, left), quartered<T>(other, left), to);
 #endif
         to[0] = F::template units<T>(p, left);
         if constexpr (F::PER_UNIT == 2) {
@@ -81,7 +81,7 @@ static INLINE vf scores_of(const int32_t* q, int64_t q_stride, const uint8_t* co
     vf sum[W] = {};
     auto step = [&](int64_t d, int64_t left) __attribute__((always_inline)) {
         vi units[AT_ONCE][R::VECTORS];
-        UNROLL for (int i = 0; i < AT_ONCE; i++) R::read(key[i] + d * SIZE<T>, left, units[i]);
+        UNROLL for (int i = 0; i < AT_ONCE; i++) R::read(key[i] + bytes_of<T>(d), left, units[i]);
         UNROLL for (int n = 0; n < R::VECTORS; n++) UNROLL for (int r = 0; r < ROWS; r++) {
             vi mine = load<vi>(q + r * q_stride + d / F::PER_UNIT + n * W);
             UNROLL for (int i = 0; i < AT_ONCE; i++) sum[r * AT_ONCE + i] = F::dot(sum[r * AT_ONCE + i], mine, units[i][n]);
@@ -139,7 +139,7 @@ static INLINE void values_of(const int32_t* weights, const RowReads& v, int64_t 
                 int64_t at = d + n * W, left = full ? R::STEP : dim - at;
                 if (!full && left <= 0) break;
                 vi some[R::STEP / W];
-                R::read(row + at * SIZE<T>, other + at * SIZE<T>, left, some);
+                R::read(row + bytes_of<T>(at), other + bytes_of<T>(at), left, some);
                 UNROLL for (int i = 0; i < R::STEP / W; i++) unit[n + i] = some[i];
             }
             UNROLL for (int r = 0; r < ROWS; r++) {
@@ -261,7 +261,7 @@ struct DecodeKernel {
     static RowReads reads(const Pages& p, const Array& fresh, const Tile& tile, const uint8_t* const* at, int64_t head) {
         if (tile.cut) {
             int64_t size = size_of(p.type);
-            return {at, tile.count, head * p.head * size, p.head * size, p.dim * size, p.type, p.dim_part, p.dim_high, p.dim_low,
+            return {at, tile.count, head * p.head * size, p.head * size, p.row() * size, p.type, p.dim_part, p.dim_high, p.dim_low,
                     p.whole_rows(), p.head < p.slot_low};
         }
         int64_t size = size_of(fresh.type);
@@ -285,7 +285,7 @@ struct DecodeKernel {
         for (int64_t j = 0; j < from.count; j++) {
             const uint8_t* row = from.row(j, 0);
             if (!from.whole) {
-                row = gathered(row, size_of(from.type), dim, whole, [&](int64_t d) {
+                row = gathered(row, size_of(from.type), stored(from.type, dim), whole, [&](int64_t d) {
                     return d / from.dim_part * from.dim_high + d % from.dim_part * from.dim_low;
                 });
             }
@@ -338,8 +338,8 @@ struct DecodeKernel {
         const Pages &k = call.cache.k, &v = call.cache.v;
         bool one = k.scale && k.scale_page == 0 && k.scale_slot == 0 && tile.cut == tile.count;  // one scale for all keys
         if (one) logits.factor *= k.scale_of(0, 0, unit.head + h);
-        bool k_scaled = !one && scales_of(k, tile.k, tile, unit.head + h, k_scale, DECODE_KEYS);
-        bool v_scaled = scales_of(v, tile.v, tile, unit.head + h, v_scale, DECODE_KEYS);
+        bool k_scaled = !one && scales_of(k, tile.k, tile.k_scale, tile, unit.head + h, k_scale, DECODE_KEYS);
+        bool v_scaled = scales_of(v, tile.v, tile.v_scale, tile, unit.head + h, v_scale, DECODE_KEYS);
         int64_t base = h * padded_rows;
         const bool biased = alibi_is_bias(call, s);
         Scores seen{scores + base * DECODE_KEYS, DECODE_KEYS, round_up(tile.count, 2 * W), k_scaled ? k_scale : nullptr,

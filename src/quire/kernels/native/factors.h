@@ -41,17 +41,34 @@ INLINE __m512i looked_up(__m512i codes, const uint8_t* table) {
     return _mm512_maskz_permutex2var_epi8(_mm512_test_epi8_mask(codes, codes), a, size, b);
 }
 
-// 64 elements of 8 bits as bf16: the first halves of the four quarters, then the second halves.
+// 64 codes, one in a byte, as bf16: the first halves of the four quarters, then the second halves.
 template <int T>
 INLINE void halves_as_bf16(__m512i codes, vi& first, vi& second) {
-    __m512i low = looked_up<T>(codes, CODES<T>.low), high = looked_up<T>(codes, CODES<T>.high);
-    high = _mm512_ternarylogic_epi64(high, codes, _mm512_set1_epi8((char)0x80), 0xF8);  // adds the sign
+    __m512i low, high;
+    if constexpr (T == INT4) {
+        // The bytes of 0 to 7 and of -8 to -1 as bf16.
+        const __m128i lows = _mm_setr_epi8(0, -128, 0, 64, -128, -96, -64, -32, 0, -32, -64, -96, -128, 64, 0, -128);
+        const __m128i highs = _mm_setr_epi8(0, 63, 64, 64, 64, 64, 64, 64, -63, -64, -64, -64, -64, -64, -64, -65);
+        low = _mm512_shuffle_epi8(_mm512_broadcast_i32x4(lows), codes);
+        high = _mm512_shuffle_epi8(_mm512_broadcast_i32x4(highs), codes);
+    } else {
+        low = looked_up<T>(codes, CODES<T>.low), high = looked_up<T>(codes, CODES<T>.high);
+        high = _mm512_ternarylogic_epi64(high, codes, _mm512_set1_epi8((char)0x80), 0xF8);  // adds the sign
+    }
     first = (vi)_mm512_unpacklo_epi8(low, high);
     second = (vi)_mm512_unpackhi_epi8(low, high);
 }
 
-// Up to 64 bytes of a row, then zeros, permuted so that the first halves of the four quarters hold the first 32 bytes.
+// Up to 64 codes of a row, then zeros, permuted so that the first halves of the four quarters hold the first 32 codes.
+template <int T>
 INLINE __m512i quartered(const uint8_t* p, int64_t count) {
+    if constexpr (T == INT4) {
+        __m256i pairs = count >= 64 ? load<__m256i>(p) : _mm256_maskz_loadu_epi8((1u << count / 2) - 1, p);
+        const __m512i order = _mm512_set_epi32(0, 0, 7, 3, 0, 0, 6, 2, 0, 0, 5, 1, 0, 0, 4, 0);
+        __m512i low = _mm512_permutexvar_epi32(order, _mm512_castsi256_si512(pairs)), nibble = _mm512_set1_epi8(0xF);
+        __m512i high = _mm512_and_si512(_mm512_srli_epi16(low, 4), nibble);
+        return _mm512_unpacklo_epi8(_mm512_and_si512(low, nibble), high);
+    }
     __m512i bytes = count >= 64 ? load<__m512i>(p) : _mm512_maskz_loadu_epi8((1ull << count) - 1, p);
     return _mm512_permutexvar_epi64(_mm512_set_epi64(7, 3, 6, 2, 5, 1, 4, 0), bytes);
 }
@@ -71,7 +88,7 @@ struct Bf16Factors {
         } else {
             static_assert(SIZE<T> == 1, "fp16 and fp32 do not fit into bf16");
             vi first, second;
-            halves_as_bf16<T>(quartered(p, least<int64_t>(count, 32)), first, second);
+            halves_as_bf16<T>(quartered<T>(p, least<int64_t>(count, 32)), first, second);
             return first;
         }
     }
@@ -122,13 +139,13 @@ INLINE void row_as_units(const uint8_t* row, int64_t dim, int32_t* to, int64_t p
     if constexpr (F::PER_UNIT == 2 && SIZE<T> == 1) {
         for (; d + 64 <= dim; d += 64) {
             vi first, second;
-            halves_as_bf16<T>(quartered(row + d, 64), first, second);
+            halves_as_bf16<T>(quartered<T>(row + bytes_of<T>(d), 64), first, second);
             store(to + d / 2, first);
             store(to + d / 2 + W, second);
         }
     }
 #endif
-    for (; d < dim; d += STEP) store(to + d / F::PER_UNIT, F::template units<T>(row + d * SIZE<T>, dim - d));
+    for (; d < dim; d += STEP) store(to + d / F::PER_UNIT, F::template units<T>(row + bytes_of<T>(d), dim - d));
     for (; d < padded * F::PER_UNIT; d += STEP) store(to + d / F::PER_UNIT, vi{});
 }
 

@@ -181,7 +181,7 @@ struct PrefillKernel {
         constexpr int64_t PER = F::PER_UNIT, PANEL = LANES_OF_PANEL, WEIGHTS = KEYS / PER;
         int64_t first = tile->first, count = tile->count, all_units = round_up((count + PER - 1) / PER, ROUND_UNITS);
         int64_t k_used = ROUND_UNITS > 1 ? k_units : (call.cache.k.dim + PER - 1) / PER;
-        bool packed = false, scaled = call.cache.k.scale != nullptr;
+        bool packed = false, k_scaled = false, v_scaled = false;
         for (int64_t from = 0; from < unit.rows; from += STRIP) {
             int64_t rows = least(STRIP, unit.rows - from), run_rows = round_up(rows, ROUND_ROWS);
             int64_t lowest = INT64_MAX, highest = 0;
@@ -194,16 +194,14 @@ struct PrefillKernel {
             if (!packed) {
                 pack_keys(head);
                 pack_values(head, all_units);
-                if (scaled) {
-                    scales_of(call.cache.k, tile->k, *tile, head, k_scale);
-                    scales_of(call.cache.v, tile->v, *tile, head, v_scale);
-                }
+                k_scaled = scales_of(call.cache.k, tile->k, tile->k_scale, *tile, head, k_scale);
+                v_scaled = scales_of(call.cache.v, tile->v, tile->v_scale, *tile, head, v_scale);
                 packed = true;
             }
             int64_t padded = round_up(end, 2 * W) - begin, units = round_up((end + PER - 1) / PER, ROUND_UNITS) - begin / PER;
             Panels keys{k_panels + begin * k_units, (round_up(end, PANEL) - begin) / PANEL, PANEL * k_units, k_used};
             product<F>(Operand{q + from * k_units, k_units}, run_rows, keys, Sums{scores, KEYS, nullptr});
-            Scores seen{scores, KEYS, padded, scaled ? k_scale + begin : nullptr, scaled ? v_scale + begin : nullptr,
+            Scores seen{scores, KEYS, padded, k_scaled ? k_scale + begin : nullptr, v_scaled ? v_scale + begin : nullptr,
                         plain ? nullptr : bias, plain && call.alibi, {}, {}, {}, {}};
             for (int64_t i = 0; i < rows; i++) {
                 const VisibleRange& visible = visibles[from + i];

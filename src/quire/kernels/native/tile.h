@@ -15,7 +15,7 @@ struct Tile {
     int64_t first, count, cut;
     const uint8_t* k[KEYS];
     const uint8_t* v[KEYS];
-    int64_t page[KEYS], slot[KEYS];
+    int64_t k_scale[KEYS], v_scale[KEYS];  // where the scales of head 0 are, if there is one per token
     bool bad;  // whether a required page does not exist
 };
 
@@ -39,7 +39,8 @@ static void locate_keys(const Attend& call, const Sequence& s, int64_t first, in
         const uint8_t* v = cache.v.data + (exists ? page * cache.v.page * v_size : 0);
         for (; key < stop; key++, slot++) {
             int64_t j = key - first;
-            tile.page[j] = page, tile.slot[j] = slot;
+            tile.k_scale[j] = page * cache.k.scale_page + slot * cache.k.scale_slot;
+            tile.v_scale[j] = page * cache.v.scale_page + slot * cache.v.scale_slot;
             bool read = exists && (!seen || seen[j]);
             tile.k[j] = read ? k + cache.k.slot(slot) * k_size : nullptr;
             tile.v[j] = read ? v + cache.v.slot(slot) * v_size : nullptr;
@@ -77,7 +78,7 @@ static void rows_of(const Pages& pages, const Array& fresh, const uint8_t* const
     for (int64_t j = 0; j < tile.cut; j++) {
         const uint8_t* row = found[j] ? found[j] + head * pages.head * size : ZEROS;
         if (!whole && found[j]) {
-            row = gathered(row, size, pages.dim, buffer + j * step, [&](int64_t d) { return pages.element(d); });
+            row = gathered(row, size, pages.row(), buffer + j * step, [&](int64_t d) { return pages.element(d); });
         }
         rows.at[j] = row;
     }
@@ -92,14 +93,15 @@ static void rows_of(const Pages& pages, const Array& fresh, const uint8_t* const
 }
 
 // The scales of a tile's keys or values of one head, 1 for new tokens, 0 where there is no key; false if there are none.
-static bool scales_of(const Pages& pages, const uint8_t* const* found, const Tile& tile, int64_t head, float* to,
+static bool scales_of(const Pages& pages, const uint8_t* const* found, const int64_t* at, const Tile& tile, int64_t head, float* to,
                       int64_t padded = KEYS) {
     if (!pages.scale) return false;
     if (pages.scale_page == 0 && pages.scale_slot == 0) {
         float scale = pages.scale_of(0, 0, head);
         for (int64_t j = 0; j < tile.cut; j++) to[j] = scale;
     } else {
-        for (int64_t j = 0; j < tile.cut; j++) to[j] = found[j] ? pages.scale_of(tile.page[j], tile.slot[j], head) : 0.0f;
+        const float* first = pages.scale + head * pages.scale_head;
+        for (int64_t j = 0; j < tile.cut; j++) to[j] = found[j] ? first[at[j]] : 0.0f;
     }
     for (int64_t j = tile.cut; j < tile.count; j++) to[j] = 1.0f;
     for (int64_t j = tile.count; j < padded; j++) to[j] = 0.0f;

@@ -8,7 +8,7 @@ namespace QUIRE_LEVEL {
 // Stores one head of one token. `number` holds it as fp32, `code` in the stored format; both are buffers of 512 elements.
 static void store_row(const Array& from, const Pages& pages, int64_t token, int64_t head, int64_t page, int64_t slot, float* number,
                       uint8_t* code) {
-    int64_t dim = pages.dim, size = size_of(pages.type), from_size = size_of(from.type);
+    int64_t dim = pages.dim, row_size = pages.row(), size = size_of(pages.type), from_size = size_of(from.type);
     const uint8_t* row = from.data + (token * from.token + head * from.head) * from_size;
     uint8_t* to = pages.data + (page * pages.page + head * pages.head + pages.slot(slot)) * size;
     bool whole = pages.whole_rows();
@@ -42,13 +42,13 @@ static void store_row(const Array& from, const Pages& pages, int64_t token, int6
             for (int64_t d = 0; d < dim; d += W) store(number + d, load(number + d) / *scale);
         }
         with_type(pages.type, [&](auto t) {
-            for (int64_t d = 0; d < dim; d += W) encode<t.value>(load(number + d), code + d * SIZE<t.value>);
+            for (int64_t d = 0; d < dim; d += W) encode<t.value>(load(number + d), code + bytes_of<t.value>(d));
         });
     }
     if (whole) {
-        memcpy(to, code, dim * size);
+        memcpy(to, code, row_size * size);
     } else {
-        for (int64_t d = 0; d < dim; d++) memcpy(to + pages.element(d) * size, code + d * size, size);
+        for (int64_t d = 0; d < row_size; d++) memcpy(to + pages.element(d) * size, code + d * size, size);
     }
 }
 

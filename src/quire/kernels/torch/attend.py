@@ -125,8 +125,8 @@ class AttendSequence:
     ):
         self.q, self.cache, self.options, self.out, self.lse = q, cache, options, out, lse
         self.tile = tile = tile_for(cache, q.shape[1], longest, options.batch_invariant)
-        self.keys = Reader(cache.k, cache.layout.k, cache.format, cache.k_scale, tile.keys)
-        self.values = Reader(cache.v, cache.layout.v, cache.format, cache.v_scale, tile.keys)
+        self.keys = Reader(cache.k, cache.layout.k, cache.k_format, cache.k_scale, tile.keys)
+        self.values = Reader(cache.v, cache.layout.v, cache.v_format, cache.v_scale, tile.keys)
         self.buffer = torch.empty(min(tile.span, longest), *q.shape[1:], dtype=torch.float32, device=q.device)
 
     def __call__(self, rows: SequenceRows, table: torch.Tensor, new: tuple[torch.Tensor, torch.Tensor] | None) -> bool:

@@ -8,11 +8,14 @@ from quire.cache.format import FNUZ_FP8, OCP_FP8, Format
 
 
 def decode(stored: torch.Tensor, format: Format, out: torch.Tensor) -> None:
-    """Writes stored elements, bytes of an 8-bit format, to `out` as fp32. torch converts fp8 with 3 mantissa bits one element at a
-    time, so those are converted via fp16: sign and magnitude are shifted to their places in fp16, and the result is multiplied by a
-    power of two."""
+    """Writes stored elements, bytes of an 8-bit format, to `out` as fp32; the elements of one byte are adjacent. torch converts fp8
+    with 3 mantissa bits one element at a time, so those are converted via fp16: sign and magnitude are shifted to their places in
+    fp16, and the result is multiplied by a power of two."""
     if format.itemsize > 1:
         out.copy_(stored)
+        return
+    if format.pack > 1:
+        out.copy_(format.unpack(stored))
         return
     power = {OCP_FP8: 256.0, FNUZ_FP8: 128.0}.get(format)
     magnitude, nan = (0x7F, 0x7F) if format is OCP_FP8 else (0xFF, 0x80)

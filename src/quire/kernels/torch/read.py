@@ -43,7 +43,8 @@ class Reader:
         self.storage = storage.view(torch.uint8) if format.itemsize == 1 else storage
         self.view = order.view(self.storage)
         _, self.heads, slot_hi, slot_lo, dim_hi, dim_lo = self.view.shape
-        self.page_size, self.dim = slot_hi * slot_lo, dim_hi * dim_lo
+        self.page_size, self.dim = slot_hi * slot_lo, dim_hi * dim_lo * format.pack
+        self.dims = (dim_hi, dim_lo * format.pack)
         self.whole_pages = self.page_size < SLICE_FROM
         count = -(-tile // self.page_size) + 1 if self.whole_pages else 0
         # Buffers for gathered pages and for the tile.
@@ -95,7 +96,7 @@ class Reader:
         if (pages, parts) not in self.frames:
             raw = self.raw[:pages]
             view = self.order.view(raw).unflatten(0, (parts, -1)).transpose(1, 2)
-            tile_view = self.buffer[: view.numel()].view(view.shape)
+            tile_view = self.buffer[: view.numel() * self.format.pack].view(*view.shape[:-2], *self.dims)
             self.frames[pages, parts] = Frame(raw, view, tile_view, tile_view.view(parts, self.heads, -1, self.dim))
         return self.frames[pages, parts]
 
@@ -112,7 +113,7 @@ class Reader:
             else:
                 piece = self.view[page][:, slots // self.view.shape[3], slots % self.view.shape[3]]
             tile = out[:, at - start : end - start]
-            decode(piece, self.format, tile.unflatten(2, piece.shape[2:]))
+            decode(piece, self.format, tile.unflatten(2, self.dims))
             if self.scale is not None:
                 tile.mul_(self.scale[page, slots].T.unsqueeze(2) if self.scale.dim() == 3 else self.scale.reshape(-1, 1, 1))
             at = end

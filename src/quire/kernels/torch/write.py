@@ -36,18 +36,19 @@ def launch(k: torch.Tensor, v: torch.Tensor, cache: KVCache, batch: Batch, slots
     live = ((slots >= 0) & (slots < cache.pages * cache.page_size)).nonzero().squeeze(1)
     slots = slots[live]
     page, offset = slots // cache.page_size, slots % cache.page_size
-    for x, view, scale in ((k, cache.k_view, cache.k_scale), (v, cache.v_view, cache.v_scale)):
+    parts = ((k, cache.k_view, cache.k_scale, cache.k_format), (v, cache.v_view, cache.v_scale, cache.v_format))
+    for x, view, scale, format in parts:
         x = x[live]
         if scale is not None:
             x = x.float()
             if scale.dim() == 3:
-                of_token = token_scale(x, cache.format)
+                of_token = token_scale(x, format)
                 scale[page, offset] = of_token
                 x = x / of_token.unsqueeze(2)
             else:
                 x = x / scale.reshape(-1, 1)
-        stored = cache.format.encode(x).reshape(-1, view.shape[1], *view.shape[4:])
-        if cache.format.itemsize == 1:
+        stored = format.encode(x).reshape(-1, view.shape[1], *view.shape[4:])
+        if format.itemsize == 1:
             stored, view = stored.view(torch.uint8), view.view(torch.uint8)
         view[page, :, offset // view.shape[3], offset % view.shape[3]] = stored
 

@@ -41,6 +41,21 @@ def test_every_code_is_decoded(format: str, hardware: bool, device: str) -> None
     assert torch.allclose(out.cpu().float(), expected, rtol=0, atol=0, equal_nan=True)
 
 
+@triton.jit
+def decode_pairs_kernel(out, codes, DOT: tl.constexpr):
+    two = decode(tl.load(codes + tl.arange(0, 256)), "int4", False, DOT)
+    tl.store(out + tl.arange(0, 512), two)
+
+
+@pytest.mark.parametrize("dot", ["fp16", "bf16"])
+def test_both_codes_of_every_byte_are_decoded(dot: str, device: str) -> None:
+    codes = torch.arange(256, dtype=torch.uint8, device=device)
+    out = torch.zeros(512, dtype=TYPES[dot], device=device)
+    decode_pairs_kernel[(1,)](out, codes, dot)
+    both = torch.stack((codes.cpu() % 16, codes.cpu() // 16), 1).flatten().float()
+    assert torch.equal(out.cpu().float(), torch.where(both < 8, both, both - 16))
+
+
 @pytest.mark.parametrize("format, hardware", [*((f, False) for f in EIGHT_BITS), ("e4m3fn", True), ("e5m2", True)])
 def test_numbers_are_encoded_to_the_nearest(format: str, hardware: bool, device: str) -> None:
     """Each number of the format, the middle between two neighbours, and what lies just beside both; and beyond the largest."""

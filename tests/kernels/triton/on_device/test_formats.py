@@ -25,6 +25,29 @@ def test_eight_bits(format: str, kernel: str, form: str, scales: str, q_dtype: s
     attend(kernel, device, **LENS, format=format, form=form, scales=scales, q_dtype=q_dtype)
 
 
+@pytest.mark.parametrize("formats, kernel, form, scales, q_dtype, layout, dims", [
+    (("int4", "int4"), "decode", "full", "token", "bf16", "nhd", (16, 16)),
+    (("int4", "int4"), "mixed", "context", "token", "fp32", "vllm_joint", (24, 40)),
+    (("int4", "int4"), "mixed", "full", "head", "fp16", "vllm_x", (40, 16)),
+    (("int8", "int4"), "decode", "full", "token", "fp16", "aiter", (16, 24)),
+    (("int4", "bf16"), "mixed", "context", "tensor", "bf16", "hnd", (16, 16)),
+    (("bf16", "int4"), "decode", "full", "token", "bf16", "nhd", (16, 16)),
+    (("bf16", "e4m3fn"), "mixed", "full", "head", "bf16", "nhd", (16, 16)),
+])  # fmt: skip
+def test_formats_of_keys_and_values(
+    formats: tuple[str, str],
+    kernel: str,
+    form: str,
+    scales: str,
+    q_dtype: str,
+    layout: str,
+    dims: tuple[int, int],
+    device: str,
+) -> None:
+    stored = {"format": formats[0], "v_format": formats[1], "head_dim": dims[0], "v_head_dim": dims[1], "layout": layout}
+    attend(kernel, device, **LENS, **stored, form=form, scales=scales, q_dtype=q_dtype)
+
+
 @pytest.mark.parametrize(
     "format, q_dtype", [("bf16", "bf16"), ("fp16", "fp16"), ("bf16", "fp32"), ("fp32", "fp16"), ("fp16", "bf16")]
 )

@@ -28,7 +28,8 @@ TOKENS = 19
 def cache_of(device: str, format: str, layout: str, scales: str, kv_heads: int = 3) -> KVCache:
     """14 pages of 8, full of 77s."""
     g = torch.Generator().manual_seed(5)
-    pages = [torch.full((14, 8, kv_heads, dim), 77, dtype=torch.uint8).view(torch.uint8) for dim in (16, 8)]
+    dims = (8, 4) if format == "int4" else (16, 8)
+    pages = [torch.full((14, 8, kv_heads, dim), 77, dtype=torch.uint8).view(torch.uint8) for dim in dims]
     if layout == "vllm_joint":
         parts = [place("hnd", "k", torch.cat(pages, -1).repeat_interleave(TYPES[format].itemsize, -1), 4)]
     else:

@@ -182,19 +182,23 @@ class AttendConstants(NamedTuple):
     K_SLOTS: int
     """The length of slot%."""
     K_DIMS: int
-    """The length of dim%."""
+    """The length of dim%, in elements of storage."""
     V_STEPS: tuple[int, ...]
     V_SLOTS: int
     V_DIMS: int
     FAR: bool
     """Whether offsets into K or V need 64 bits."""
     BYTES: bool
-    """Whether the cache has an 8-bit format."""
-    FORMAT: str
+    """Whether K or V is stored in bytes."""
+    K_FORMAT: str
+    K_PACK: int
+    """Elements in one element of storage."""
+    V_FORMAT: str
+    V_PACK: int
     HARDWARE: bool
     """Whether the target converts fp8 in hardware."""
     K_SCALE_STEPS: tuple[int, ...] | None
-    """Strides by page, slot and head, 0 where one scale serves all; None without scales."""
+    """Strides by page, slot and head, 0 where one scale serves all; None if K is not quantised."""
     V_SCALE_STEPS: tuple[int, ...] | None
     PER_KEY: bool
     """Whether scales are applied key by key: per-token scales, or scaled pages and new keys without a scale."""

@@ -1,5 +1,6 @@
-"""The codecs of the 8-bit formats: bytes to fp16 and fp32 to bytes, in registers, by integer arithmetic that every target has. Each
-format has a pair of functions `decode_<format>` and `encode_<format>`; `decode` and `encode` select one by the format's name.
+"""The codecs of the formats that are stored in bytes: bytes to fp16 and fp32 to bytes, in registers, by integer arithmetic that
+every target has. Each format has a pair of functions `decode_<format>` and `encode_<format>`; `decode` and `encode` select one by
+the format's name.
 
 Both e4m3 formats and e5m2 fit into fp16 exactly, NaN and denormals included. Their bits, moved to where fp16 keeps them, are the
 value times a power of two.
@@ -12,8 +13,9 @@ import triton.language as tl
 
 
 @triton.jit
-def decode(x, FORMAT: tl.constexpr, HARDWARE: tl.constexpr):
-    """Converts stored elements to a type that products take: bytes become fp16, other types stay."""
+def decode(x, FORMAT: tl.constexpr, HARDWARE: tl.constexpr, DOT: tl.constexpr = "fp16"):
+    """Converts stored elements to a type that products take: bytes become fp16, other types stay. A byte with two elements becomes
+    two columns. `DOT` is the type of the product, to which they may be converted at once."""
     if FORMAT == "e4m3fn":
         return decode_e4m3fn(x, HARDWARE)
     elif FORMAT == "e4m3fnuz":
@@ -22,6 +24,8 @@ def decode(x, FORMAT: tl.constexpr, HARDWARE: tl.constexpr):
         return decode_e5m2(x)
     elif FORMAT == "int8":
         return decode_int8(x)
+    elif FORMAT == "int4":
+        return decode_int4(x, DOT)
     else:
         return x
 
@@ -37,6 +41,8 @@ def encode(x, FORMAT: tl.constexpr, HARDWARE: tl.constexpr):
         return encode_e5m2(x, HARDWARE)
     elif FORMAT == "int8":
         return encode_int8(x)
+    elif FORMAT == "int4":
+        return encode_int4(x)
     else:
         return x
 
@@ -93,9 +99,44 @@ def decode_int8(x):
 
 @triton.jit
 def encode_int8(x):
-    near = tl.where(x == x, tl.minimum(tl.maximum(x, -127.0), 127.0), 0.0)
+    return rounded(x, 127.0).to(tl.uint8, bitcast=True)
+
+
+@triton.jit
+def decode_int4(x, DOT: tl.constexpr):
+    # Flipping the sign bit of a code adds 8 to it. The low code then counts units, and the high one 16 units, of the last bits of a
+    # power of two: 1024 in fp16; 2^23 in fp32, whose upper half is bf16.
+    if DOT == "bf16":
+        wide = x.to(tl.uint32)
+        low = ((wide & 0xF) ^ 0x4B000008).to(tl.float32, bitcast=True) - 8388616.0
+        high = ((wide & 0xF0) ^ 0x4B000080).to(tl.float32, bitcast=True) * 0.0625 - 524296.0
+        return tl.interleave(upper_half(low), upper_half(high))
+    else:
+        wide = x.to(tl.uint16)
+        low = ((wide & 0xF) ^ 0x6408).to(tl.float16, bitcast=True) - 1032.0
+        high = ((wide & 0xF0) ^ 0x6480).to(tl.float16, bitcast=True) * 0.0625 - 72.0
+        return tl.interleave(low, high)
+
+
+@triton.jit
+def upper_half(x):
+    """fp32 as bf16, where that is exact."""
+    return (x.to(tl.uint32, bitcast=True) >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+
+
+@triton.jit
+def encode_int4(x):
+    codes = rounded(x, 7.0).to(tl.uint8, bitcast=True) & 0xF
+    low, high = tl.split(tl.reshape(codes, [codes.shape[0], codes.shape[1] // 2, 2]))
+    return low | (high << 4)
+
+
+@triton.jit
+def rounded(x, LARGEST: tl.constexpr):
+    """fp32 rounded to integers of 8 bits, saturating; 0 for NaN."""
+    near = tl.where(x == x, tl.minimum(tl.maximum(x, -LARGEST), LARGEST), 0.0)
     # Adding and subtracting 3 * 2^22 rounds to an integer, ties to even.
-    return ((near + 12582912.0) - 12582912.0).to(tl.int8).to(tl.uint8, bitcast=True)
+    return ((near + 12582912.0) - 12582912.0).to(tl.int8)
 
 
 @triton.jit

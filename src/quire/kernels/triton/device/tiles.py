@@ -39,7 +39,7 @@ def clamp_page_ids(page, pages):
 
 @triton.jit
 def key_at(page, head, key, dim, C: tl.constexpr):
-    """The offset of an element of K, as wide as `page` is; `page` and `key` broadcast against `dim`."""
+    """The offset of an element of K's storage, as wide as `page` is; `page` and `key` broadcast against `dim`."""
     slot = key % C.PAGE_SIZE
     base = page * C.K_STEPS[0] + head * C.K_STEPS[1]
     in_slot = (slot // C.K_SLOTS) * C.K_STEPS[2] + (slot % C.K_SLOTS) * C.K_STEPS[3]
@@ -108,6 +108,8 @@ def attend_tiles(
     head = unit.kv_head if T.HEADS_PER_TILE == 1 else (unit.kv_head + head_in_tile(T))[:, None]
     EAGER: tl.constexpr = C.BYTES and not T.FEW_ROWS
     k_dim = tl.arange(0, C.K_WIDTH)
+    k_unit = tl.arange(0, C.K_WIDTH // C.K_PACK)
+    K_UNITS: tl.constexpr = C.HEAD_DIM // C.K_PACK
     for first in tl.range(begin, end, STEP, num_stages=STAGES if only_head is None else 1):
         first = tl.multiple_of(first, STEP)
         key = first + key_in_tile(T)
@@ -137,14 +139,14 @@ def attend_tiles(
                 page, exists = clamp_page_ids(page, cache.pages)
                 missing |= from_pages & ~exists
             page = page.to(tl.int64) if C.FAR else page.to(tl.int32)
-            at = key_at(page[:, None], head, key[:, None], k_dim[None, :], C)
+            at = key_at(page[:, None], head, key[:, None], k_unit[None, :], C)
             if MASKED:
-                k = tl.load(cache.k + at, mask=from_pages[:, None] & (k_dim < C.HEAD_DIM)[None, :], other=0)
+                k = tl.load(cache.k + at, mask=from_pages[:, None] & (k_unit < K_UNITS)[None, :], other=0)
             elif C.K_WIDTH != C.HEAD_DIM:
-                k = tl.load(cache.k + at, mask=(k_dim < C.HEAD_DIM)[None, :], other=0)
+                k = tl.load(cache.k + at, mask=(k_unit < K_UNITS)[None, :], other=0)
             else:
                 k = tl.load(cache.k + at)
-            k = to_dot_type(decode(k, tl.constexpr(C.FORMAT), C.HARDWARE), C)
+            k = to_dot_type(decode(k, tl.constexpr(C.K_FORMAT), C.HARDWARE, tl.constexpr(C.DOT)), C)
         if SOURCE != "pages":
             token = (unit.start + k_position - unit.context).to(tl.int64)[:, None]
             is_new = (inside & (key >= unit.cached))[:, None]
@@ -163,7 +165,8 @@ def attend_tiles(
         k_scale, v_scale = None, None
         if C.PER_KEY and SOURCE != "new":
             k_scale, v_scale = _scales(cache, page, unit.kv_head + head_in_tile(T), key, from_pages, C)
-            score *= k_scale[None, :]
+            if k_scale is not None:
+                score *= k_scale[None, :]
         if EAGER:
             # Converting 8-bit values takes time: it overlaps with the product of the scores.
             v = _values(cache, new, unit, head, page, token, key, from_pages, is_new, v_scale, MASKED, SOURCE, C)
@@ -184,6 +187,8 @@ def attend_tiles(
             v = _values(cache, new, unit, head, page, token, key, from_pages, is_new, v_scale, MASKED, SOURCE, C)
 
         # accumulate
+        if scales_weights(C) and v_scale is not None:
+            weight *= v_scale[None, :]
         acc = dot(to_dot_type(weight, C), v, acc * rescale[:, None], C)
     return acc, row_max, row_sum, missing
 
@@ -207,15 +212,17 @@ def _values(
     """The values of a tile `[KEYS, V_WIDTH]`, in the type of the product; zeros where no query sees the key."""
     dim = tl.arange(0, C.V_WIDTH)
     if SOURCE != "new":
-        at = value_at(page[:, None], head, key[:, None], dim[None, :], C)
+        unit_of_dim = tl.arange(0, C.V_WIDTH // C.V_PACK)
+        UNITS: tl.constexpr = C.V_DIM // C.V_PACK
+        at = value_at(page[:, None], head, key[:, None], unit_of_dim[None, :], C)
         if MASKED:
-            v = tl.load(cache.v + at, mask=from_pages[:, None] & (dim < C.V_DIM)[None, :], other=0)
+            v = tl.load(cache.v + at, mask=from_pages[:, None] & (unit_of_dim < UNITS)[None, :], other=0)
         elif C.V_WIDTH != C.V_DIM:
-            v = tl.load(cache.v + at, mask=(dim < C.V_DIM)[None, :], other=0)
+            v = tl.load(cache.v + at, mask=(unit_of_dim < UNITS)[None, :], other=0)
         else:
             v = tl.load(cache.v + at)
-        v = decode(v, tl.constexpr(C.FORMAT), C.HARDWARE)
-        if C.PER_KEY:
+        v = decode(v, tl.constexpr(C.V_FORMAT), C.HARDWARE, tl.constexpr(C.DOT))
+        if v_scale is not None and not scales_weights(C):
             v = v.to(tl.float32) * v_scale[:, None]
         v = to_dot_type(v, C)
     if SOURCE != "pages":
@@ -233,9 +240,20 @@ def _values(
 
 @triton.jit
 def _scales(cache, page, head, key, inside, C: tl.constexpr):
-    """The scales of each key and value; 1 for those that do not come from pages."""
+    """The scales of each key and value, 1 for those that do not come from pages; None where they are not quantised."""
     slot = key % C.PAGE_SIZE
     page = page.to(tl.int64)
-    k_at = page * C.K_SCALE_STEPS[0] + slot * C.K_SCALE_STEPS[1] + head * C.K_SCALE_STEPS[2]
-    v_at = page * C.V_SCALE_STEPS[0] + slot * C.V_SCALE_STEPS[1] + head * C.V_SCALE_STEPS[2]
-    return tl.load(cache.k_scale + k_at, mask=inside, other=1.0), tl.load(cache.v_scale + v_at, mask=inside, other=1.0)
+    k_scale, v_scale = None, None
+    if C.K_SCALE_STEPS is not None:
+        at = page * C.K_SCALE_STEPS[0] + slot * C.K_SCALE_STEPS[1] + head * C.K_SCALE_STEPS[2]
+        k_scale = tl.load(cache.k_scale + at, mask=inside, other=1.0)
+    if C.V_SCALE_STEPS is not None:
+        at = page * C.V_SCALE_STEPS[0] + slot * C.V_SCALE_STEPS[1] + head * C.V_SCALE_STEPS[2]
+        v_scale = tl.load(cache.v_scale + at, mask=inside, other=1.0)
+    return k_scale, v_scale
+
+
+@triton.constexpr_function
+def scales_weights(C):
+    """Whether the scales of values multiply the weights, which are fewer than values. fp16 has too few exponents for that."""
+    return C.V_PACK > 1 and C.DOT != "fp16"

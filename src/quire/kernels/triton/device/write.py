@@ -72,9 +72,15 @@ class WriteConstants(NamedTuple):
     V_STEPS: tuple[int, ...]
     V_SLOTS: int
     V_DIMS: int
-    FORMAT: str
+    K_FORMAT: str
+    K_PACK: int
+    """Elements in one element of storage."""
+    K_LARGEST: float | None
+    """The largest magnitude that is stored; None if K is not quantised."""
+    V_FORMAT: str
+    V_PACK: int
+    V_LARGEST: float | None
     HARDWARE: bool
-    LARGEST: float | None
     K_SCALE_STEPS: tuple[int, ...] | None
     V_SCALE_STEPS: tuple[int, ...] | None
     PER_TOKEN: bool
@@ -136,22 +142,26 @@ def write_rows(pages, tokens, rope, S: tl.constexpr):
         start = tokens.k + token.to(tl.int64) * tokens.k_token + head * tokens.k_head
         rows = rows_of_tables(rope, token, live, known[1], S.ROPE)  # type: ignore[index]
         k = rotated(k, start, tokens.k_dim, rows, rope.k_norm, rope, S.HEAD_DIM, S.K_WIDTH, S.ROPE)
-    if S.LARGEST is not None:
+    if S.K_LARGEST is not None:
         scale = pages.k_scale + page * S.K_SCALE_STEPS[0] + slot * S.K_SCALE_STEPS[1] + head * S.K_SCALE_STEPS[2]
-        k = quantised(k, scale, live, S)
+        k = quantised(k, scale, live, S.K_LARGEST, S.K_FORMAT, S)
     place = page * S.K_STEPS[0] + head * S.K_STEPS[1] + (slot // S.K_SLOTS) * S.K_STEPS[2] + (slot % S.K_SLOTS) * S.K_STEPS[3]
-    at = place[:, None] + ((dim // S.K_DIMS) * S.K_STEPS[4] + (dim % S.K_DIMS) * S.K_STEPS[5])[None, :]
+    unit = tl.arange(0, S.K_WIDTH // S.K_PACK)
+    mask = live[:, None] & (unit < S.HEAD_DIM // S.K_PACK)[None, :]
+    at = place[:, None] + ((unit // S.K_DIMS) * S.K_STEPS[4] + (unit % S.K_DIMS) * S.K_STEPS[5])[None, :]
     tl.store(pages.k + at, k.to(pages.k.dtype.element_ty), mask=mask)
 
     dim = tl.arange(0, S.V_WIDTH)
     mask = live[:, None] & (dim < S.V_DIM)[None, :]
     at = token.to(tl.int64)[:, None] * tokens.v_token + head[:, None] * tokens.v_head + dim[None, :] * tokens.v_dim
     v = tl.load(tokens.v + at, mask=mask, other=0.0)
-    if S.LARGEST is not None:
+    if S.V_LARGEST is not None:
         scale = pages.v_scale + page * S.V_SCALE_STEPS[0] + slot * S.V_SCALE_STEPS[1] + head * S.V_SCALE_STEPS[2]
-        v = quantised(v, scale, live, S)
+        v = quantised(v, scale, live, S.V_LARGEST, S.V_FORMAT, S)
     place = page * S.V_STEPS[0] + head * S.V_STEPS[1] + (slot // S.V_SLOTS) * S.V_STEPS[2] + (slot % S.V_SLOTS) * S.V_STEPS[3]
-    at = place[:, None] + ((dim // S.V_DIMS) * S.V_STEPS[4] + (dim % S.V_DIMS) * S.V_STEPS[5])[None, :]
+    unit = tl.arange(0, S.V_WIDTH // S.V_PACK)
+    mask = live[:, None] & (unit < S.V_DIM // S.V_PACK)[None, :]
+    at = place[:, None] + ((unit // S.V_DIMS) * S.V_STEPS[4] + (unit % S.V_DIMS) * S.V_STEPS[5])[None, :]
     tl.store(pages.v + at, v.to(pages.v.dtype.element_ty), mask=mask)
 
 
@@ -212,16 +222,16 @@ def slot_of(pages, tokens, token, known, S: tl.constexpr):
 
 
 @triton.jit
-def quantised(x, scale, live, S: tl.constexpr):
+def quantised(x, scale, live, LARGEST: tl.constexpr, FORMAT: tl.constexpr, S: tl.constexpr):
     """Divides rows by their scales and converts them to the cache's format. Per-token scales are computed and stored here."""
     x = x.to(tl.float32)
     if S.PER_TOKEN:
         largest = tl.max(tl.abs(x), 1)
         # A maximum ignores NaN; the scale of a row with a NaN must be NaN.
         largest = tl.where(tl.max((x != x).to(tl.int32), 1) > 0, float("nan"), largest)
-        factor = tl.div_rn(largest, tl.full(largest.shape, S.LARGEST, tl.float32))
+        factor = tl.div_rn(largest, tl.full(largest.shape, LARGEST, tl.float32))
         factor = tl.where(factor == 0.0, 1.0, factor)
         tl.store(scale, factor, mask=live)
     else:
         factor = tl.load(scale, mask=live, other=1.0)
-    return encode(tl.div_rn(x, tl.broadcast_to(factor[:, None], x.shape)), tl.constexpr(S.FORMAT), S.HARDWARE)
+    return encode(tl.div_rn(x, tl.broadcast_to(factor[:, None], x.shape)), FORMAT, S.HARDWARE)

@@ -18,10 +18,10 @@ WGMMA_WIDTH = 64
 def dot_type(problem: Problem) -> tuple[str, bool]:
     """The type of the products, and whether queries are balanced for it.
 
-    Every 8-bit format fits into fp16, and hardware converts to fp16 faster than to bf16. Two different 16-bit types are multiplied
-    in fp32."""
-    floats = {name for name in (problem.q_dtype, problem.format, problem.new_dtype) if name in BYTES}
-    in_bytes = FORMATS[problem.format].itemsize == 1
+    Every format that is stored in bytes fits into fp16 and into bf16, and hardware converts to fp16 faster. Two different 16-bit
+    types are multiplied in fp32."""
+    floats = {name for name in (problem.q_dtype, *problem.formats, problem.new_dtype) if name in BYTES}
+    in_bytes = all(FORMATS[name].itemsize == 1 for name in problem.formats)
     if floats == {"bf16"} and in_bytes and problem.form == "full" and problem.scales != "token":
         return "fp16", True
     if len(floats) > 1 or "fp32" in floats:
@@ -67,8 +67,11 @@ def constants_of(problem: Problem, platform: Platform, row: Tuning, short: Trito
         V_SLOTS=v.slot_part,
         V_DIMS=v.dim_part,
         FAR=problem.far,
-        BYTES=FORMATS[problem.format].itemsize == 1,
-        FORMAT=problem.format,
+        BYTES=any(FORMATS[name].itemsize == 1 for name in problem.formats),
+        K_FORMAT=problem.format,
+        K_PACK=FORMATS[problem.format].pack,
+        V_FORMAT=problem.v_format,
+        V_PACK=FORMATS[problem.v_format].pack,
         HARDWARE=platform.decodes_fp8,
         K_SCALE_STEPS=problem.k_scale_strides or None,
         V_SCALE_STEPS=problem.v_scale_strides or None,

@@ -53,17 +53,29 @@ def _rotation(problem: Problem, tokens: int) -> dict[str, Any]:
 
 
 def _cache(problem: Problem) -> Any:
-    dtype = FORMATS[problem.format].dtype
+    formats = [FORMATS[name] for name in problem.formats]
     k, v = (
-        _meta_tensor(2, problem.page_size, problem.kv_heads, dim, dtype=dtype) for dim in (problem.head_dim, problem.v_head_dim)
+        _meta_tensor(2, problem.page_size, problem.kv_heads, dim // format.pack, dtype=format.dtype)
+        for dim, format in zip((problem.head_dim, problem.v_head_dim), formats)
     )
     shape = {"tensor": (), "head": (problem.kv_heads,), "token": (2, problem.page_size, problem.kv_heads)}.get(problem.scales)
-    scale = None if shape is None else _meta_tensor(*shape)
+    k_scale, v_scale = (None if shape is None or not strides else _meta_tensor(*shape) for strides in _scale_strides(problem))
     cells = _meta_tensor(2 * problem.page_size, dtype=torch.int64)
     ledger = SimpleNamespace(position=cells.int(), issue=cells, current=cells, violations=_meta_tensor(9, dtype=torch.int64))
     return SimpleNamespace(
-        k=k, v=v, k_scale=scale, v_scale=scale, pages=2, page_size=problem.page_size, v_head_dim=problem.v_head_dim, ledger=ledger
+        k=k,
+        v=v,
+        k_scale=k_scale,
+        v_scale=v_scale,
+        pages=2,
+        page_size=problem.page_size,
+        v_head_dim=problem.v_head_dim,
+        ledger=ledger,
     )
+
+
+def _scale_strides(problem: Problem) -> tuple[tuple[int, ...] | None, ...]:
+    return problem.k_scale_strides, problem.v_scale_strides
 
 
 def _batch(problem: Problem, extent: Extent) -> Any:

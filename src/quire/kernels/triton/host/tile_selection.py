@@ -27,7 +27,8 @@ class Tiles:
         self.all_decode = kernel == "decode"
         dot, _ = dot_type(problem)
         width, element = max(widths_of(problem, platform)), BYTES[dot]
-        self.row = row = tuning or tuning_for(kernel, platform.arch, width, element, FORMATS[problem.format].itemsize)
+        stored = max(FORMATS[name].itemsize for name in problem.formats)
+        self.row = row = tuning or tuning_for(kernel, platform.arch, width, element, stored)
         self.problem = problem
         self.most = max(16, min(64, (IN_REGISTERS if dot == "fp32" else QUERIES) // (width * element)))
         self.programs = max(1, int((platform.multiprocessors or PROCESSORS) * row.per_multiprocessor))

@@ -43,9 +43,13 @@ class WriteLauncher(Launcher):
             V_STEPS=v.strides,
             V_SLOTS=v.slot_part,
             V_DIMS=v.dim_part,
-            FORMAT=problem.format,
+            K_FORMAT=problem.format,
+            K_PACK=FORMATS[problem.format].pack,
+            K_LARGEST=FORMATS[problem.format].largest,
+            V_FORMAT=problem.v_format,
+            V_PACK=FORMATS[problem.v_format].pack,
+            V_LARGEST=FORMATS[problem.v_format].largest,
             HARDWARE=platform.encodes_fp8,
-            LARGEST=FORMATS[problem.format].largest,
             K_SCALE_STEPS=problem.k_scale_strides or None,
             V_SCALE_STEPS=problem.v_scale_strides or None,
             PER_TOKEN=problem.scales == "token",
@@ -76,7 +80,7 @@ class WriteLauncher(Launcher):
             words = slots.element_size() // 4
             step = slots.stride(0) * words
             slots = as_words(slots)
-        scales = (None, None) if cache.k_scale is None else (at(cache.k_scale), at(cache.v_scale))
+        scales = (None if scale is None else at(scale) for scale in (cache.k_scale, cache.v_scale))
         table, kv_lens, q_starts = batch.page_table, batch.kv_lens, batch.q_starts
         tokens = (
             at(k), *k.stride(), at(v), *v.stride(), at(slots), step, words,
