@@ -160,7 +160,7 @@ def launched(how: str, call: Call) -> None:
     (plain if how == "torch" else native).launcher(None, None)(call)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("bad", [-1, 32, 2**31 + 5, -(2**40)])
+@pytest.mark.parametrize("bad", [-1, 32, 2**31 + 5, 2**32 + 3, -(2**40)])
 @pytest.mark.parametrize("name", ["half-split", "partial-interleaved", "sections"])
 @pytest.mark.parametrize("how", ["torch", pytest.param("native", marks=pytest.mark.skipif(not levels(), reason="not built"))])
 def test_a_position_outside_of_the_tables_gives_nan(how: str, name: str, bad: int) -> None:
