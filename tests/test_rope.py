@@ -160,7 +160,7 @@ def launched(how: str, call: Call) -> None:
     (plain if how == "torch" else native).launcher(None, None)(call)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("bad", [-1, 32, 2**31 + 5, -(2**40)])
+@pytest.mark.parametrize("bad", [-1, 32, 2**31 + 5, 2**32 + 3, -(2**40)])
 @pytest.mark.parametrize("name", ["half-split", "partial-interleaved", "sections"])
 @pytest.mark.parametrize("how", ["torch", pytest.param("native", marks=pytest.mark.skipif(not levels(), reason="not built"))])
 def test_a_position_outside_of_the_tables_gives_nan(how: str, name: str, bad: int) -> None:
@@ -305,6 +305,8 @@ def refusals() -> list[tuple[str, dict[str, Any], str]]:
     at = torch.zeros(TOKENS, dtype=torch.int64)
     late = at.clone()
     late[4] = 32
+    memory = torch.randn(q.numel() + 8)
+    both = [memory[start : start + q.numel()].view(q.shape) for start in (0, 8)]
     sections = {"rope": TURNS["sections"].rope()}
     return [
         ("rope: rotary_dim", {"rope": Rope.make(32)}, "shapes rope"),
@@ -323,6 +325,7 @@ def refusals() -> list[tuple[str, dict[str, Any], str]]:
         ("q_out of another shape", {"q_out": torch.empty(TOKENS, 6, 18)}, "output q_out"),
         ("q_out overlaps itself", {"q_out": torch.empty(1, 6, 16).expand(TOKENS, 6, 16)}, "output q_out"),
         ("q_out shares memory with k", {"q_out": "moved"}, "output q_out"),
+        ("q_out shares memory with q", {"q": both[0], "q_out": both[1]}, "output q_out"),
     ]
 
 
@@ -369,6 +372,17 @@ def test_the_validated_batch_is_not_valid_for_shorter_tables() -> None:
     quire.write(k, v, cache, batch, rope=Rope.make(16, max_positions=30))
     with pytest.raises(ContractError, match="rotation"):
         quire.write(k, v, cache, batch, rope=Rope.make(16, max_positions=29))
+
+
+def test_given_positions_are_checked_in_every_call() -> None:
+    """Also if the batch was found legal before."""
+    _, k, v = made.rows_of(TURNS["half-split"], torch.float32)
+    cache, (batch, own, _) = made.cache_of(16), made.batch_of()
+    at, rope = made.positions_of(TURNS["half-split"], own), TURNS["half-split"].rope()
+    quire.write(k, v, cache, batch, rope=rope, positions=at)
+    at[4] = 32
+    with pytest.raises(ContractError, match=r"positions\[4\]"):
+        quire.write(k, v, cache, batch, rope=rope, positions=at)
 
 
 # What knows of it.

@@ -82,7 +82,7 @@ def test_in_place_and_zeros_in_padding(name: str, device: str) -> None:
     assert torch.equal(out[:LIVE], q[:LIVE]) and not out[LIVE:].any()
 
 
-@pytest.mark.parametrize("bad", [-1, 32, 2**31 + 5, -(2**40)])
+@pytest.mark.parametrize("bad", [-1, 32, 2**31 + 5, 2**32 + 3, -(2**40)])
 @pytest.mark.parametrize("name", ["half-split", "sections"])
 def test_a_position_outside_of_the_tables_gives_nan(name: str, bad: int, device: str) -> None:
     turn = TURNS[name]
