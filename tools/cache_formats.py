@@ -1,4 +1,4 @@
-"""Memory and error of each cache format on the same data: `python tools/cache_formats.py` prints the table of cache_formats.md.
+"""Memory and error of each cache format on the same data: `python tools/cache_formats.py` prints a table of docs/cache_formats.md.
 
 The error is that of the output against float64 over keys and values that were not rounded, as a share of the output: the root mean
 square over all elements. Queries and outputs are fp32, so that nothing but the cache is rounded.

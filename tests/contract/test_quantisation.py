@@ -28,6 +28,24 @@ def written(format: str, k: torch.Tensor, **how: Any) -> tuple[quire.KVCache, li
     return cache, [str(one.message) for one in said if one.category is QuantisationWarning]
 
 
+def test_scales_of_values_alone_are_checked() -> None:
+    """K in bf16, V in int4: a scale of a required slot must be above 0, others may hold anything; writes may not alias them."""
+    pool = quire.PagePool(4, 8)
+    cache = quire.KVCache.allocate(pool, kv_heads=2, head_dim=16, v_format="int4", scales="token")
+    k = torch.randn(11, 2, 16).bfloat16()
+    batch = pool.step({pool.sequence(): 11})
+    out = quire.step(k, k, k, cache, batch)
+    assert cache.k_scale is None and cache.v_scale is not None
+    page = int(batch.page_table[0, 1])
+    cache.v_scale[page, 3:] = -1.0
+    assert torch.equal(quire.attend(k, cache, batch), out)
+    cache.v_scale[page, 2, 1] = 0.0
+    with pytest.raises(quire.ContractError, match=rf"v_scale\[{page}, 2, 1\]\s+given +0.0"):
+        quire.attend(k, cache, batch)
+    with pytest.raises(quire.ContractError, match="batch_invariant"):
+        quire.attend(k, cache, batch, quire.Options(batch_invariant=True), new=(k, k))
+
+
 @pytest.mark.parametrize("format", QUANTISED_NAMES)
 def test_saturation_is_counted_and_stored_as_the_largest_number(format: str) -> None:
     largest = FORMATS[format].largest

@@ -15,7 +15,7 @@ SOURCES = {
 }
 ADAPTERS = ("compat/", "conformance/targets/", "bench/peers/", "integrations/", "plan/config.py", "plan/models.py")
 MOST_FILES = 10
-NAMES = {"a feature": r"softcap", "the formats": r"(?i)e4m3|e5m2|fnuz|['\"]int8"}
+NAMES = {"a feature": r"softcap", "the formats": r"(?i)e4m3|e5m2|fnuz|['\"]int[48]"}
 
 
 def files_with(pattern: str, sources: dict[str, str]) -> list[str]:
