@@ -314,6 +314,28 @@ class Prefixed(Honest):
         self.history[found], self.kept_from[found] = prompt[: found.length], 0
         self.perform_step({found: count})
 
+    @precondition(lambda self: len(self.history) > 1)
+    @rule(index=which, other=which, count=st.integers(0, 7))
+    def swap(self, index, other, count):
+        """A sequence is swapped out while another one grows, perhaps into its pages."""
+        sequence, columns = self.pick(index), self.ledger.page_columns()
+        pages = self.pool.swap_out(sequence)
+        slots = [[page * PAGE_SIZE + i for i in range(PAGE_SIZE)] for page in pages]
+        kept = [[self.contents.get(slot) for slot in page] for page in slots], [c[list(pages)].clone() for c in columns]
+        length, history = sequence.length, self.history.pop(sequence)
+        self.perform_step({self.pick(other): count})
+        pages = self.attempt(lambda: self.pool.swap_in(sequence))
+        if pages is None:
+            self.pool.free(sequence)
+            del self.kept_from[sequence]
+            return
+        assert sequence.length == length and [page for page in sequence.pages if page >= 0] == list(pages)
+        self.history = dict(sorted([*self.history.items(), (sequence, history)], key=lambda entry: entry[0].id))
+        for page, held, *numbers in zip(pages, kept[0], *kept[1]):
+            self.contents.update({page * PAGE_SIZE + i: token for i, token in enumerate(held)})
+            for column, number in zip(columns, numbers):
+                column[page] = number
+
     @invariant()
     def a_cached_page_has_one_key(self):
         keys = cached(self.pool)
@@ -373,13 +395,16 @@ def run_long(machine, operations, seed=0):
         "fork": lambda: machine.fork(chance.randrange(8)),
         "drop": lambda: machine.drop(chance.randrange(8), chance.random() / 2),
         "free": lambda: machine.free(indices()),
+        "swap": lambda: machine.swap(chance.randrange(8), chance.randrange(8), chance.randint(0, 7)),
     }
-    weights = (6, 4, 2, 4, 1, 4, 2, 2, 1, 1, 1)
+    weights = (6, 4, 2, 4, 1, 4, 2, 2, 1, 1, 1, 2)
     for name in chance.choices(list(acts), weights, k=operations):
         if not machine.live:
             machine.sequence()
         if name in ("match", "fork") and (len(machine.live) == 8 or not machine.past):
             name = "finish"
+        if name == "swap" and len(machine.live) < 2:
+            name = "decode"
         acts[name]()
         for name in INVARIANTS:
             getattr(machine, name)()
@@ -635,6 +660,27 @@ class TrimmedPagesStayCached(PagePool):
             cache.forget = forget
 
 
+class SwappedPagesLoseTheirNumbers(PagePool):
+    def swap_in(self, sequence):
+        pages = super().swap_in(sequence)
+        self._issue[list(pages)] = self.steps
+        return pages
+
+
+class SwappedPagesStayHeld(PagePool):
+    def swap_out(self, sequence):
+        pages = super().swap_out(sequence)
+        self._holders[list(pages)] += 1
+        return pages
+
+
+class SwapForgetsDroppedPages(PagePool):
+    def swap_out(self, sequence):
+        pages = super().swap_out(sequence)
+        self._swapped[sequence.id] = self._swapped[sequence.id]._replace(first=len(sequence.pages) - len(pages) and 0)
+        return pages
+
+
 PREFIX_FAULTS = (
     RollbackRestoresOverwrittenPages,
     PagesWrittenInPlaceStayCached,
@@ -644,6 +690,9 @@ PREFIX_FAULTS = (
     FoundTokensAreItsOwn,
     CachedPagesLoseTheirNumbers,
     TrimmedPagesStayCached,
+    SwappedPagesLoseTheirNumbers,
+    SwappedPagesStayHeld,
+    SwapForgetsDroppedPages,
 )
 
 
@@ -653,4 +702,5 @@ def test_the_long_run_catches(fault):
         make_pool = fault
 
     with pytest.raises((AssertionError, IndexError, ValueError, pytest.fail.Exception)):
-        run_long(Planted(), 1500)
+        for seed in range(8):
+            run_long(Planted(), 1500, seed)

@@ -108,7 +108,7 @@ def _take(
 ) -> Allocation:
     """Allocates pages: for each sequence first the copy of its last page, then its new pages."""
     before, after = given.before, given.after
-    taken = _take_free(pool, wanted, transaction)
+    taken = take_free(pool, wanted, transaction)
     transaction.set_cells(pool, "_holders", taken, 1, old=0)
     pages, sources, targets = taken, NOTHING, NOTHING
     if len(copied):
@@ -137,7 +137,7 @@ def _take(
     return given._replace(grown=grown, fresh=fresh, pages=pages, runs=runs, copied=copied, sources=sources, targets=targets)
 
 
-def _take_free(pool: PagePool, wanted: int, transaction: Transaction) -> numpy.ndarray:
+def take_free(pool: PagePool, wanted: int, transaction: Transaction) -> numpy.ndarray:
     """Free pages: first those that are not cached."""
     plain = wanted if pool._prefixes is None else min(wanted, pool.free_pages - pool._prefixes.unheld.count)
     taken = pool._free.next(plain)

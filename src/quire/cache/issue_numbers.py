@@ -27,7 +27,7 @@ def initial_numbers(pool: PagePool) -> numpy.ndarray:
         whole = keys // pool.page_size
         full, rest = pages[:whole], pages[whole:]
         numbers[full[full >= 0]] = pool.steps
-        numbers[rest, : keys % pool.page_size] = pool.steps
+        numbers[rest[rest >= 0], : keys % pool.page_size] = pool.steps
     if pool._prefixes is not None:
         numbers[pool._prefixes.cached(numpy.arange(pool.pages))] = pool.steps
     return numbers

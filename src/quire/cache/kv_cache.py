@@ -17,6 +17,8 @@ from quire.cache.format import FORMATS, Format, formats_given, formats_of_storag
 from quire.cache.layout import Layout, layout_named
 from quire.cache.ledger import Ledger
 from quire.cache.memory import overlaps_itself, share_memory
+from quire.cache.packing import pack
+from quire.cache.swap import HostPages
 from quire.errors import ArgumentError, describe
 from quire.keywords import with_pointers
 
@@ -376,8 +378,7 @@ class KVCache:
         if not pairs or self.has_applied(pairs):
             return
         source, target = torch.tensor(pairs, device=self.device).unbind(1)
-        per_slot = [t for t in (self.k_scale, self.v_scale) if t is not None and t.dim() == 3]
-        for tensor in (self.k_bytes, self.v_bytes, *per_slot):
+        for tensor in self._page_data():
             tensor.index_copy_(0, target, tensor.index_select(0, source))
         if self.ledger is not None:
             self.ledger.copy_pages(source, target)
@@ -385,6 +386,64 @@ class KVCache:
             self.applied.add(pairs.id)
         else:
             self.copied.append(pairs)
+
+    def swap_out(self, pages: Iterable[int]) -> HostPages:
+        """Copies pages to host memory, with their scales per token and their ledger entries. From a GPU this is one asynchronous
+        copy to pinned memory, on the current stream: work that is queued later may overwrite the pages.
+
+        Args:
+            pages: Page ids, as `PagePool.swap_out` returns them.
+
+        Raises:
+            ArgumentError: A page id is not in the cache or is given twice.
+        """
+        index = self._page_index(pages)
+        memory, parts = pack([tensor.index_select(0, index) for tensor in self._swapped_data()])
+        if memory.device.type == "cuda":
+            memory = torch.empty_like(memory, device="cpu", pin_memory=True).copy_(memory, non_blocking=True)
+        return HostPages(memory.cpu(), tuple(parts), self.format.name, self.layout.name)
+
+    def swap_in(self, host: HostPages, pages: Iterable[int]) -> None:
+        """Copies pages from host memory back, into other pages of this cache or of one of the same kind. To a GPU this is one
+        asynchronous copy on the current stream.
+
+        Args:
+            host: What `swap_out` returned.
+            pages: Page ids, as many as `host` has, as `PagePool.swap_in` returns them.
+
+        Raises:
+            ArgumentError: `host` has pages of another kind, or the page ids are too many or too few, not in the cache, or given
+                twice.
+        """
+        index, tensors = self._page_index(pages), self._swapped_data()
+        kind = self.format.name, self.layout.name, tuple((t.dtype, tuple(t.shape[1:])) for t in tensors)
+        if not isinstance(host, HostPages) or host.kind != kind:
+            raise ArgumentError("host", describe(host), f"pages that swap_out of a cache as this one returned: {self}")
+        if len(index) != host.pages:
+            raise ArgumentError("pages", f"{len(index)} page ids", f"{host.pages}, the number of pages of host")
+        memory = host.memory.to(self.device, non_blocking=True)
+        for tensor, part in zip(tensors, host.parts):
+            tensor.index_copy_(0, index, part.of(memory))
+
+    def _page_data(self) -> list[torch.Tensor]:
+        """What a page holds, each `[pages, ...]`: K, V and the scales per token and head."""
+        scales = [t for t in (self.k_scale, self.v_scale) if t is not None and t.dim() == 3]
+        return [self.k_bytes, self.v_bytes, *scales]
+
+    def _swapped_data(self) -> list[torch.Tensor]:
+        return self._page_data() + ([] if self.ledger is None else self.ledger.page_columns())
+
+    def _page_index(self, pages: Iterable[int]) -> torch.Tensor:
+        """Page ids as an index, validated."""
+        if not isinstance(pages, Iterable) or isinstance(pages, (str, bytes, torch.Tensor)):
+            raise ArgumentError("pages", describe(pages), f"page ids in [0, {self.pages})")
+        ids = list(pages)
+        for page in ids:
+            if not _is_page(page, self.pages):
+                raise ArgumentError("pages", describe(page), f"page ids in [0, {self.pages})")
+        if len(set(ids)) < len(ids):
+            raise ArgumentError("pages", ids, "each page once")
+        return torch.tensor(ids, dtype=torch.int64, device=self.device)
 
     def has_applied(self, copies: tuple[tuple[int, int], ...]) -> bool:
         """Whether copies with an id were applied to this cache; False for copies without an id."""

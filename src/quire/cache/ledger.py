@@ -110,10 +110,13 @@ class Ledger:
     def _columns(self) -> tuple[torch.Tensor, ...]:
         return self.position, self.writer, self.issue, self.scales
 
+    def page_columns(self) -> list[torch.Tensor]:
+        """The four numbers as views `[pages, page_size]`."""
+        return [cells.view(self.pages, self.page_size) for cells in self._columns]
+
     def copy_pages(self, source: torch.Tensor, target: torch.Tensor) -> None:
         """Records that whole pages were copied. All sources were read before any target was written."""
-        for cells in self._columns:
-            pages = cells.view(self.pages, self.page_size)
+        for pages in self.page_columns():
             pages[target] = pages[source]
 
     def after(self, copies: Sequence[tuple[int, int]]) -> Ledger:

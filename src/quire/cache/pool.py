@@ -22,6 +22,7 @@ from quire.cache.sequence import Runs, Sequence, StateNumber
 from quire.cache.sequence_record import DROPPED, FIELDS, ID, LAST, LENGTH, LONGEST, OWN, PAGES, ROW, WIDTH
 from quire.cache.shard import Shard, keys_of
 from quire.cache.step_table import StepRequest, StepTable
+from quire.cache.swap import SwappedSequence, plan_swap_in, plan_swap_out
 from quire.cache.token_ids import NO_SALT, KeyChain
 from quire.cache.transaction import Transaction
 from quire.errors import ArgumentError, describe
@@ -108,6 +109,7 @@ class PagePool:
         self._issue: numpy.ndarray | None = None
         self._shared = self._tokens = 0
         self._live: dict[int, Sequence] = {}
+        self._swapped: dict[int, SwappedSequence] = {}
         self._slots = FreeList()
         self._prefixes: PrefixCache | None = None
         self._records = numpy.zeros((0, FIELDS), dtype=numpy.int64)
@@ -310,7 +312,7 @@ class PagePool:
             ArgumentError: A sequence was freed before, is given twice or belongs to another pool. Nothing is freed then.
         """
         self._undo_pending()
-        slots = self._slots_of(sequences)
+        slots = self._slots_of(sequences, swapped=True)
         named = dict(zip(map(_IDS, sequences), sequences))
         if len(named) < len(sequences):
             twice = next(s for i, s in enumerate(sequences) if s in sequences[:i])
@@ -328,6 +330,7 @@ class PagePool:
         empty[ID] = -1
         transaction.set_cells(self, "_records", slots, empty, old=rows)
         transaction.remove_entries(self, "_live", named)
+        transaction.remove_entries(self, "_swapped", {id: self._swapped[id] for id in named if id in self._swapped})
         self._slots.exchange(transaction, 0, slots[::-1])
         transaction.set_attribute(self, "_tokens", self._tokens - int(rows[:, LENGTH].sum()))
         self._advance_state(transaction)
@@ -433,6 +436,61 @@ class PagePool:
         transaction = Transaction()
         plan_registration(self, sequence, token_ids, transaction)
         self._commit(transaction)
+
+    def swap_out(self, sequence: Sequence) -> tuple[int, ...]:
+        """Releases all pages of a sequence whose keys and values are kept in host memory. The sequence keeps its length; until
+        `swap_in`, it can only be freed.
+
+        Returns:
+            The pages that it held. Pass them to `KVCache.swap_out` of every layer before anything else is written.
+
+        Raises:
+            ArgumentError: The sequence was freed, is swapped out or belongs to another pool.
+
+        Example:
+            >>> import torch, quire
+            >>> pool = quire.PagePool(pages=4, page_size=4)
+            >>> cache = quire.KVCache.allocate(pool, kv_heads=1, head_dim=8)
+            >>> a = pool.sequence()
+            >>> k = torch.randn(6, 1, 8, dtype=torch.bfloat16)
+            >>> quire.write(k, k, cache, pool.step({a: 6}))
+            >>> kept = cache.swap_out(pool.swap_out(a))  # for every layer
+            >>> pool.free_pages, a.length, a.pages
+            (4, 6, [-1, -1])
+            >>> cache.swap_in(kept, pool.swap_in(a))
+            >>> batch = pool.step({a: 1})
+        """
+        self._undo_pending()
+        transaction = Transaction()
+        try:
+            pages = plan_swap_out(self, sequence, transaction)
+            self._advance_state(transaction)
+            self._commit(transaction)
+            self._update_mirrors()
+            return pages
+        except BaseException:
+            self._abort(transaction)
+            raise
+
+    def swap_in(self, sequence: Sequence) -> tuple[int, ...]:
+        """Allocates pages for a sequence that was swapped out.
+
+        Returns:
+            The pages. Pass them to `KVCache.swap_in` of every layer before the sequence is used.
+
+        Raises:
+            OutOfPages: There are too few free pages. The pool is unchanged.
+            ArgumentError: The sequence is not swapped out, was freed or belongs to another pool.
+        """
+        self._undo_pending()
+        transaction = Transaction()
+        try:
+            pages = plan_swap_in(self, sequence, transaction)
+            self._commit_tokens(transaction)
+            return pages
+        except BaseException:
+            self._abort(transaction)
+            raise
 
     def prefix_usage(self) -> PrefixUsage:
         """Numbers of pages of the prefix cache: cached, free, found, not found and evicted."""
@@ -656,8 +714,9 @@ class PagePool:
         (slot,) = self._slots_of((sequence,)).tolist()
         return self._records[slot].copy()
 
-    def _slots_of(self, sequences: tuple[Sequence, ...]) -> numpy.ndarray:
-        """The record indices of live sequences of this pool. Raises ArgumentError for any other."""
+    def _slots_of(self, sequences: tuple[Sequence, ...], *, swapped: bool = False) -> numpy.ndarray:
+        """The record indices of live sequences of this pool, `swapped`: also of those that are swapped out. Raises ArgumentError
+        for any other."""
         if set(map(type, sequences)) - {Sequence}:
             foreign = next(s for s in sequences if type(s) is not Sequence)
             raise ArgumentError("sequence", describe(foreign), "a sequence of this pool")
@@ -668,6 +727,11 @@ class PagePool:
             bad = elsewhere[0] if elsewhere else sequences[int((self._records[slots, ID] != ids).argmax())]
             whose = "which was freed" if bad._pool is self else "which belongs to another pool"
             raise ArgumentError("sequence", f"sequence {bad.id}, {whose}", "a live sequence of this pool")
+        if self._swapped and not swapped:
+            for sequence in sequences:
+                if sequence.id in self._swapped:
+                    allowed = "a sequence with its pages: swap it in first"
+                    raise ArgumentError("sequence", f"sequence {sequence.id}, which is swapped out", allowed)
         return slots
 
 
