@@ -28,7 +28,6 @@ from quire.platform import Platform
 from quire.problem import Problem, is_fp8
 
 FORMS, LSES, INDICES = ("full", "context"), (False, True), ("int32", "int64")
-SPANS = ("none", *INDICES)
 
 
 class Prepared(NamedTuple):
@@ -61,7 +60,6 @@ def prepare(
     forms: Sequence[str] | None = None,
     lse: Sequence[bool] | None = None,
     index: Sequence[str] | None = None,
-    spans: str | None = None,
     platform: Platform | None = None,
     directory: str | os.PathLike[str] | None = None,
     progress: bool | Callable[[int, int], None] | None = None,
@@ -76,7 +74,6 @@ def prepare(
         forms: Which of "full" and "context" form will be called.
         lse: Whether calls are with LSE (True), without (False) or both.
         index: Types of the index tensors: "int32", "int64" or both. Default: as the Problem; for a cache full, without LSE, int32.
-        spans: The type of the batches' spans: "none", "int32" or "int64". Default: as the Problem; for a cache "none".
         platform: Compile for this platform and do not load the kernels. Default: the platform of the cache's or Problem's device.
         directory: Where to store compiled kernels, like TRITON_CACHE_DIR. Default: Triton's cache.
         progress: Whether to show a progress bar on standard error; or a function that is called with the number of compiled kernels
@@ -96,7 +93,7 @@ def prepare(
         ()
     """
     _check_arguments(platform, directory, progress)
-    problems = _problems(cache_or_problem, q_heads, q_dtype, options, forms, lse, index, spans)
+    problems = _problems(cache_or_problem, q_heads, q_dtype, options, forms, lse, index)
     device = torch.device(problems[0][1].device)
     if device.type == "cuda" and device.index is None and torch.cuda.is_available():
         device = torch.device("cuda", torch.cuda.current_device())
@@ -133,7 +130,6 @@ def _problems(
     forms: Sequence[str] | None,
     lse: Sequence[bool] | None,
     index: Sequence[str] | None,
-    spans: str | None,
 ) -> list[tuple[str, Problem]]:
     """The operations and problems of all calls that will be made."""
     if not isinstance(given, KVCache | Problem):
@@ -145,10 +141,6 @@ def _problems(
         bases = [given.replace(form=form, lse=logs, index=i) for form, logs, i in variants]
     else:
         bases = list(_of_cache(given, q_heads, q_dtype, options, variants))
-    if spans is not None:
-        if not _is_one_of(spans, SPANS):
-            raise ArgumentError("spans", describe(spans), f"{', '.join(SPANS)} or None")
-        bases = [base.replace(spans=spans) for base in bases]
     found: dict[tuple[str, Problem], None] = {}
     for problem in (base.replace(memory=memory) for base in bases for memory in ("aligned", "generic")):
         found["attend", problem] = None
