@@ -26,6 +26,7 @@ CALLS: dict[str, dict[str, Any]] = {
     "tree-alibi": {"mask": True, "alibi": True},
     "causal-per-sequence": {"causal": "mixed", "scale": 0.3},
     "context-form": {"form": "context"},
+    "spans": {"spans": "images"},
     "int8-scales-per-head": {"format": "int8", "scales": "head"},
     "e4m3fn-bytes-scales-per-token": {"format": "e4m3fn", "storage": "bytes", "scales": "token"},
     "bf16-joint-int64": {"format": "bf16", "q_dtype": "bf16", "layout": "vllm_joint", "index": (torch.int64,) * 3},
