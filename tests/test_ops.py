@@ -26,6 +26,7 @@ CALLS: dict[str, dict[str, Any]] = {
     "tree-alibi": {"mask": True, "alibi": True},
     "causal-per-sequence": {"causal": "mixed", "scale": 0.3},
     "context-form": {"form": "context"},
+    "spans": {"spans": "images"},
     "int8-scales-per-head": {"format": "int8", "scales": "head"},
     "e4m3fn-bytes-scales-per-token": {"format": "e4m3fn", "storage": "bytes", "scales": "token"},
     "int8-int4-scales-per-token": {"format": "int8", "v_format": "int4", "scales": "token"},

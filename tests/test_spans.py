@@ -12,6 +12,7 @@ import torch
 import quire
 from quire import Batch, ContractError, KVCache, Options, PagePool
 from quire.conformance.recording.record import load
+from quire.contract.call import Call
 from support import kernels
 from support.scenario import Scenario, build
 
@@ -215,6 +216,20 @@ def test_a_sequence_may_have_fewer_keys_than_queries() -> None:
     new = (torch.zeros(6, 2, 16), torch.zeros(6, 2, 16))
     with pytest.raises(ContractError, match="lengths"):
         quire.attend(s.q, s.cache, s.batch, new=new)
+
+
+@pytest.mark.parametrize("form", ["full", "context"])
+def test_required_are_exactly_the_keys_in_some_span(form: str) -> None:
+    for seed in range(5):
+        s = build(seed, [3, 0, 8], [60, 9, 40], spans="any", form=form, page_size=4)
+        assert s.batch.spans is not None
+        call = Call(s.cache, s.batch, s.q, s.options, s.new)
+        wanted = []
+        for seq, (rows, kv_len) in enumerate(((range(3), 60), (range(0), 9), (range(3, 11), 40))):
+            end = kv_len - len(rows) if form == "context" else kv_len
+            seen = [s.batch.spans[row].tolist() for row in rows]
+            wanted += [(seq, key) for key in range(end) if any(a <= key < b for a, b in seen)]
+        assert list(zip(*(part.tolist() for part in call.needed))) == wanted
 
 
 # Other entrances.

@@ -122,7 +122,7 @@ def described_attend(call: Call) -> tuple[Problem, Extent]:
     index = (table.dtype, kv_lens.dtype, q_starts.dtype)
     facts = Facts(
         *(q.shape[1], q.dtype, out_dtype, new_dtype, index, types, q_scale, out_scale, call.with_lse, aligned, q.device),
-        *(call.context_from, call.only, batch.shard is not None, None if batch.spans is None else batch.spans.dtype),
+        *(call.context_from, call.only, batch.shard is not None, getattr(batch.spans, "dtype", None)),
     )
     (tokens, _, _), (seqs, columns), max_q_len = q.shape, table.shape, batch.max_q_len
     max_kv_len = batch.max_kv_len if batch.shard is None else batch.max_keys

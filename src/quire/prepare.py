@@ -29,7 +29,6 @@ from quire.problem import Problem, is_fp8
 from quire.rope import Rope
 
 FORMS, LSES, INDICES = ("full", "context"), (False, True), ("int32", "int64")
-SPANS = ("none", *INDICES)
 
 
 class Prepared(NamedTuple):
@@ -63,7 +62,6 @@ def prepare(
     forms: Sequence[str] | None = None,
     lse: Sequence[bool] | None = None,
     index: Sequence[str] | None = None,
-    spans: str | None = None,
     platform: Platform | None = None,
     directory: str | os.PathLike[str] | None = None,
     progress: bool | Callable[[int, int], None] | None = None,
@@ -78,7 +76,6 @@ def prepare(
         forms: Which of "full" and "context" form will be called.
         lse: Whether calls are with LSE (True), without (False) or both.
         index: Types of the index tensors: "int32", "int64" or both. Default: as the Problem; for a cache full, without LSE, int32.
-        spans: The type of the batches' spans: "none", "int32" or "int64". Default: as the Problem; for a cache "none".
         platform: Compile for this platform and load nothing. Default: the platform of the cache's or Problem's device.
         directory: Where to store compiled kernels, like TRITON_CACHE_DIR. Default: Triton's cache.
         progress: Whether to show a bar on standard error (default: if it is a terminal); or a function, which is called with the
@@ -98,7 +95,7 @@ def prepare(
         ()
     """
     _check_arguments(rope, platform, directory, progress)
-    problems = _problems(cache_or_problem, q_heads, q_dtype, options, forms, lse, index, spans, rope)
+    problems = _problems(cache_or_problem, q_heads, q_dtype, options, forms, lse, index, rope)
     device = _numbered(torch.device(problems[0][1].device))
     here = platform is None
     platform = Platform.detect(device) if platform is None else platform
@@ -142,7 +139,6 @@ def _problems(
     forms: Sequence[str] | None,
     lse: Sequence[bool] | None,
     index: Sequence[str] | None,
-    spans: str | None,
     rope: Rope | None = None,
 ) -> list[tuple[str, Problem]]:
     """The operations and problems of all calls that will be made."""
@@ -156,10 +152,6 @@ def _problems(
     else:
         bases = list(_of_cache(given, q_heads, q_dtype, options, variants))
     turned = None if rope is None else rope.traits(True)
-    if spans is not None:
-        if not _is_one_of(spans, SPANS):
-            raise ArgumentError("spans", describe(spans), f"{', '.join(SPANS)} or None")
-        bases = [base.replace(spans=spans) for base in bases]
     found: dict[tuple[str, Problem], None] = {}
     for problem in (base.replace(memory=memory) for base in bases for memory in ("aligned", "generic")):
         found["attend", problem] = None

@@ -92,6 +92,7 @@ def test_every_named_platform(asked, name: str) -> None:
         ("--sliding-window 1", {"window": [0, 0]}),
         ("--softcap --alibi --sinks", {"softcap": True, "alibi": True, "sinks": True}),
         ("--softcap 50 --mask --lse", {"softcap": True, "mask": True, "lse": True}),
+        ("--spans --softcap 50", {"softcap": True, "spans": "int32"}),
         ("--non-causal --form context", {"causal": "no", "form": "context"}),
         ("--batch-invariant", {"batch_invariant": True}),
     ],

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from quire import Batch, KVCache, Rope
+from quire.cache.format import FORMATS
 from support.scenario import LARGEST, TYPES
 
 Q_LENS, KV_LENS = [5, 0, 1, 11], [9, 4, 30, 11]
@@ -111,7 +112,8 @@ def cache_of(head_dim: int, format: str = "fp32", scales: str = "head", device: 
         shape = {"tensor": (), "head": (KV_HEADS,), "token": (PAGES, PAGE_SIZE, KV_HEADS)}[scales]
         g = torch.Generator().manual_seed(5)
         how = {name: (16 / LARGEST[format] * (1 + torch.rand(shape, generator=g))).to(device) for name in ("k_scale", "v_scale")}
-    pages = (torch.zeros(PAGES, PAGE_SIZE, KV_HEADS, dim, device=device).to(TYPES[format]) for dim in (head_dim, V_DIM))
+    dims = (dim // FORMATS[format].pack for dim in (head_dim, V_DIM))
+    pages = (torch.zeros(PAGES, PAGE_SIZE, KV_HEADS, dim, device=device).to(TYPES[format]) for dim in dims)
     return KVCache.wrap(*pages, layout="nhd", format=format, **how)
 
 
@@ -127,6 +129,8 @@ def check_keys(
     """Fails unless the slots hold the rotated keys of these rows, and no other slot holds anything."""
     exact, error = turn.exact(k[rows], at[..., rows], norm)
     held = cache.k.cpu().flatten(0, 1)[slots]
+    if cache.k_format.pack > 1:
+        held = cache.k_format.unpack(held)
     if cache.k_scale is None:
         got, allowed = held.double(), rounded(exact, error, held.dtype)
     else:

@@ -235,7 +235,8 @@ def _failing(text: str) -> str:
 def _vllm_call(args: Args, platform: Platform) -> VllmCall:
     """The options in vLLM's terms. Options that its rule has no argument for are refused."""
     known = {"alibi", "sinks"}
-    for name in ("v_head_dim", "v_dtype", *(feature for feature in FEATURES if feature not in known), "lse", "kernel", "capturing"):
+    features = tuple(feature for feature in FEATURES if feature not in known)
+    for name in ("v_head_dim", "v_dtype", *features, "spans", "lse", "kernel", "capturing"):
         if getattr(args, name):
             raise ArgumentError(f"--{name.replace('_', '-')}", "with --as vllm", "nothing: vLLM's rule has no such argument")
     only: dict[str, Any] = {"operation": ("attend",), "form": ("full",), "scales": ("tensor",), "layout": ("nhd", "vllm_x")}

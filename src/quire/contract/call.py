@@ -284,8 +284,8 @@ class Call:
         spans = self.spans[int(self.q_starts[seq]) : int(self.q_starts[seq + 1])].clamp(0, stop)
         begin, order = spans[:, 0][spans[:, 0] < spans[:, 1]].sort()
         reached = spans[:, 1][spans[:, 0] < spans[:, 1]][order].cummax(0).values
-        apart = begin[1:] > reached[:-1]
-        first, last = torch.cat((begin[:1], begin[1:][apart])), torch.cat((reached[:-1][apart], reached[-1:]))
+        gap = begin[1:] > reached[:-1]
+        first, last = torch.cat((begin[:1], begin[1:][gap])), torch.cat((reached[:-1][gap], reached[-1:]))
         return list(zip(first.tolist(), last.tolist()))
 
     def _tree_needed(self, seq: int) -> list[tuple[int, int]]:

@@ -72,9 +72,9 @@ def is_certainly_legal(call: Call) -> bool:
         heads = q.size(1)
         if (q.size(2), heads % cache.kv_heads, heads > 0) != (cache.head_dim, 0, True):
             return False
-        if batch.spans is not None and not _spans_are_legal(batch.spans, q, options, device):
-            return False
-        if options is not PLAIN and not _options_are_legal(q, options, seqs, device):
+        if (options is PLAIN, batch.spans is None) != (True, True) and not _options_are_legal(
+            q, options, batch.spans, seqs, device
+        ):
             return False
     if call.new is not None and not _new_is_legal(call, device):
         return False
@@ -83,7 +83,9 @@ def is_certainly_legal(call: Call) -> bool:
     return call.out is call.lse is None or _results_are_legal(call, device)
 
 
-def _options_are_legal(q: torch.Tensor, options: Options, seqs: int, device: torch.device) -> bool:
+def _options_are_legal(q: torch.Tensor, options: Options, spans: torch.Tensor | None, seqs: int, device: torch.device) -> bool:
+    if spans is not None and not _spans_are_legal(spans, q, options, device):
+        return False
     sizes, causal = {"tokens": q.size(0), "q_heads": q.size(1)}, options.causal
     for tensor, axis in options.first_axes:
         if tensor.size(0) != sizes[axis] or tensor.device != device:

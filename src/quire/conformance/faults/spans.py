@@ -103,7 +103,7 @@ SPANS = (
         "spans",
         "tokens of all sequences but the first see the keys of other tokens' spans",
         "the row of a token is counted from the start of its sequence and not from the start of q",
-        lambda: _changed(lambda spans, call, sequence: spans[: sequence.q_len]),
+        lambda: _changed(lambda spans, call, sequence: spans[: sequence.q_len].clone()),
         lambda call: call.spans is not None and call.seqs > 1,
     ),
     Fault(

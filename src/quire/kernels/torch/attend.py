@@ -79,23 +79,15 @@ def launch(
     zero, and with `zero_padding` those of the output too."""
     # Read once, so that a concurrent change cannot cause an invalid access.
     starts, kv_lens, page_table = batch.q_starts.tolist(), batch.kv_lens.tolist(), batch.page_table.clone()
-    spans = None if batch.spans is None else batch.spans.clone()
     if starts[0] != 0 or starts[-1] > q.shape[0] or any(stop < start for start, stop in pairwise(starts)):
         _make_nan(slice(0, q.shape[0]), out, lse)  # q_starts does not say which rows belong to which sequence
         return
-    causal = options.causal.tolist() if isinstance(options.causal, torch.Tensor) else [options.causal] * batch.seqs
     for padded in (out if zero_padding else None, lse):
         if padded is not None:
             padded[starts[-1] :] = 0
     longest = max((stop - start for start, stop in pairwise(starts)), default=0)
     context_from = ANY if new is None else context_from
-    sequences = [
-        SequenceRows(
-            start, stop - start, kv_len, causal[seq], batch.shard,
-            None if spans is None else spans_as_keys(spans[start:stop], kv_len, batch.shard),
-        )
-        for seq, ((start, stop), kv_len) in enumerate(zip(pairwise(starts), kv_lens))
-    ]  # fmt: skip
+    sequences = _sequences(batch, options, starts, kv_lens)
     invalid = invalid_sequences(cache, page_table, options, sequences, context_from)
     kernel = AttendSequence(q, cache, options, out, lse, longest)
     for seq, rows in enumerate(sequences):
@@ -105,6 +97,15 @@ def launch(
         new_rows = None if new is None or q_len < context_from else _keys_among(new, rows)
         if invalid[seq] or not kernel(rows, page_table[seq], new_rows):
             _make_nan(slice(start, start + q_len), out, lse)
+
+
+def _sequences(batch: Batch, options: Options, starts: list[int], kv_lens: list[int]) -> list[SequenceRows]:
+    causal = options.causal.tolist() if isinstance(options.causal, torch.Tensor) else [options.causal] * batch.seqs
+    found = []
+    for seq, ((start, stop), kv_len) in enumerate(zip(pairwise(starts), kv_lens)):
+        spans = None if batch.spans is None else spans_as_keys(batch.spans[start:stop], kv_len, batch.shard)
+        found.append(SequenceRows(start, stop - start, kv_len, causal[seq], batch.shard, spans))
+    return found
 
 
 def _keys_among(new: tuple[torch.Tensor, torch.Tensor], rows: SequenceRows) -> tuple[torch.Tensor, torch.Tensor]:

@@ -16,9 +16,9 @@ SEEDS = (1, 5, 9)
 
 
 @pytest.mark.parametrize("kernel", ["decode", "mixed"])
-@pytest.mark.parametrize("seed", SEEDS)
-def test_attend(seed: int, kernel: str, device: str) -> None:
-    call = draw(seed, small=True).on(device)
+@pytest.mark.parametrize("seed, spans", [*((seed, False) for seed in SEEDS), (2, True), (4, True), (7, True)])
+def test_attend(seed: int, spans: bool, kernel: str, device: str) -> None:
+    call = draw(seed, small=True, spans=spans).on(device)
     out = call.fresh_out()
     shape = (call.q.shape[0], call.q.shape[1], call.cache.v_head_dim)
     if out is None:
