@@ -12,7 +12,7 @@ def attention(
     """Dense attention of q [q_len, q_heads, head_dim] over k, v [kv_len, kv_heads, dim]; the queries are the last tokens. Returns
     out [q_len, q_heads, v_head_dim] and the LSE (natural log) [q_len, q_heads], both float64. Options as in `quire.Options`, but
     `window` is (left, right), None where unbounded, and `mask` is [q_len, q_len or more]. `shard` hides the keys of other ranks.
-    With `spans` [q_len, 2] a query sees the keys [begin, end), regardless of `causal`.
+    `spans` [q_len, 2] are the keys [begin, end) that each query sees, without causality.
 
     >>> attention(torch.zeros(1, 1, 2), torch.zeros(2, 1, 2), torch.tensor([[[1.0]], [[3.0]]]))[0].tolist()  # the mean of 1 and 3
     [[[2.0]]]
@@ -23,9 +23,7 @@ def attention(
 
     # Positions: the queries are the last tokens of the sequence; with a tree mask positions are given.
     q_at = torch.arange(context, kv_len, device=q.device) if positions is None else positions.long()
-    k_at = torch.arange(kv_len, device=q.device)
-    if positions is not None:
-        k_at = torch.cat((k_at[:context], q_at))
+    k_at = torch.arange(kv_len, device=q.device) if positions is None else torch.cat((torch.arange(context, device=q.device), q_at))
     distance = q_at[:, None] - k_at[None, :]
 
     # Which key is visible to which query.
@@ -45,8 +43,7 @@ def attention(
         visible &= torch.arange(kv_len, device=q.device) // shard[2] % shard[1] == shard[0]
 
     # A key that no query sees has no influence, even if it is NaN.
-    seen = visible.any(0)[:, None, None]
-    k, v = (torch.where(seen, x, 0.0).repeat_interleave(q_heads // kv_heads, dim=1) for x in (k, v))
+    k, v = (torch.where(visible.any(0)[:, None, None], x, 0.0).repeat_interleave(q_heads // kv_heads, dim=1) for x in (k, v))
 
     # Scale, softcap, mask, ALiBi; a sink is one more logit, without a value.
     logits = torch.einsum("qhd,khd->hqk", q, k) * (head_dim**-0.5 if scale is None else scale)
