@@ -17,6 +17,7 @@ CACHES = {
     "split": {"dtype": torch.bfloat16, "layout": "vllm_x"},
     "token scales": {"dtype": torch.int8, "scales": "token"},
     "head scales": {"dtype": torch.float8_e4m3fn, "k_scale": torch.tensor([0.5, 2.0]), "v_scale": torch.tensor([4.0, 0.25])},
+    "int8 and int4, scales per token": {"k_format": "int8", "v_format": "int4", "scales": "token"},
 }
 
 

@@ -401,7 +401,7 @@ class KVCache:
         memory, parts = pack([tensor.index_select(0, index) for tensor in self._swapped_data()])
         if memory.device.type == "cuda":
             memory = torch.empty_like(memory, device="cpu", pin_memory=True).copy_(memory, non_blocking=True)
-        return HostPages(memory.cpu(), tuple(parts), self.format.name, self.layout.name)
+        return HostPages(memory.cpu(), tuple(parts), self.formats, self.layout.name)
 
     def swap_in(self, host: HostPages, pages: Iterable[int]) -> None:
         """Copies pages from host memory back, into other pages of this cache or of one of the same kind. To a GPU this is one
@@ -416,7 +416,7 @@ class KVCache:
                 twice.
         """
         index, tensors = self._page_index(pages), self._swapped_data()
-        kind = self.format.name, self.layout.name, tuple((t.dtype, tuple(t.shape[1:])) for t in tensors)
+        kind = self.formats, self.layout.name, tuple((t.dtype, tuple(t.shape[1:])) for t in tensors)
         if not isinstance(host, HostPages) or host.kind != kind:
             raise ArgumentError("host", describe(host), f"pages that swap_out of a cache as this one returned: {self}")
         if len(index) != host.pages:

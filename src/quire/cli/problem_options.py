@@ -139,14 +139,9 @@ def problem_of(args: Args, platform: Platform) -> Problem:
     q_dtype = type_of("--q-dtype", args.q_dtype, Q_TYPES, platform)
     own = default_out_type(q_dtype)
     out_dtype = type_of("--out-dtype", args.out_dtype, Q_TYPES, platform, auto=own)
-    format = type_of("--kv-dtype", args.kv_dtype, tuple(FORMATS), platform, auto=q_dtype)
+    format, v_format = _formats(args, platform, q_dtype)
     if args.spans and (args.window or args.non_causal or args.mask):
         raise ArgumentError("--spans", "with --window, --non-causal or --mask", "alone: spans say what each token sees")
-    v_format = type_of("--v-dtype", args.v_dtype or format, tuple(FORMATS), platform)
-    quantised = [name for name in (format, v_format) if FORMATS[name].quantised]
-    if args.batch_invariant and args.form == "context" and quantised:
-        raise ArgumentError("--form", "context with --batch-invariant", f"full: over {quantised[0]} the forms differ by a rounding")
-    _check_dims(args, format, v_format)
     side = args.window - 1 if args.window else None
     features: dict[str, Any] = {name: getattr(args, name) not in (None, False) for name in FEATURES}
     return Problem(
@@ -160,7 +155,7 @@ def problem_of(args: Args, platform: Platform) -> Problem:
         format=format,
         v_format=v_format,
         layout=args.layout,
-        scales=args.scales if quantised else "none",
+        scales=args.scales if FORMATS[format].quantised or FORMATS[v_format].quantised else "none",
         form=args.form,
         causal="no" if args.non_causal else "yes",
         window=(side, side),
@@ -171,11 +166,17 @@ def problem_of(args: Args, platform: Platform) -> Problem:
     )
 
 
-def _check_dims(args: Args, format: str, v_format: str) -> None:
-    """Refuses heads that do not fill whole bytes."""
-    for name, dim, stored in (("--head-dim", args.head_dim, format), ("--v-head-dim", args.v_head_dim or args.head_dim, v_format)):
-        if dim % FORMATS[stored].pack:
-            raise ArgumentError(name, dim, f"a multiple of {FORMATS[stored].pack}, as {stored} requires")
+def _formats(args: Args, platform: Platform, q_dtype: str) -> tuple[str, str]:
+    """The formats of K and V."""
+    format = type_of("--kv-dtype", args.kv_dtype, tuple(FORMATS), platform, auto=q_dtype)
+    v_format = type_of("--v-dtype", args.v_dtype or format, tuple(FORMATS), platform)
+    for name in (format, v_format):
+        if args.batch_invariant and args.form == "context" and FORMATS[name].quantised:
+            raise ArgumentError("--form", "context with --batch-invariant", f"full: over {name} the forms differ by a rounding")
+    for word, dim, name in (("--head-dim", args.head_dim, format), ("--v-head-dim", args.v_head_dim or args.head_dim, v_format)):
+        if dim % FORMATS[name].pack:
+            raise ArgumentError(word, dim, f"a multiple of {FORMATS[name].pack}, as {name} requires")
+    return format, v_format
 
 
 def default_out_type(q_dtype: str) -> str:
