@@ -15,6 +15,7 @@ __all__ = [
     "Batch",
     "Options",
     "Rope",
+    "Select",
     "attend",
     "write",
     "step",
@@ -46,6 +47,7 @@ _HOMES = {
     "Batch": "batch",
     "Options": "options",
     "Rope": "rope",
+    "Select": "cache.select",
     "attend": "attend",
     "write": "write",
     "step": "step",
@@ -72,6 +74,7 @@ if TYPE_CHECKING:
     from quire.batch import Batch as Batch
     from quire.cache.kv_cache import KVCache as KVCache
     from quire.cache.pool import PagePool as PagePool
+    from quire.cache.select import Select as Select
     from quire.checked import checked as checked
     from quire.conformance.recording.record import record as record
     from quire.contract.check import check as check

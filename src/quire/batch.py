@@ -10,6 +10,7 @@ import torch
 
 from quire.cache.copies import Copies
 from quire.cache.packing import PackedTensor, pack, packed_copies
+from quire.cache.select import Select
 from quire.cache.sequence import NO_POOL, SequenceSnapshot
 from quire.cache.shard import Shard
 from quire.errors import ArgumentError, StaleBatch, describe
@@ -67,9 +68,12 @@ class Batch:
         spans: int32 or int64 `[tokens, 2]`: the new token in row i of q sees the keys at positions [begin, end) of its sequence,
             whatever its own position is; none if begin >= end. It replaces causality and window, so a call with spans has no
             `causal`, `window` or `mask` in its options. Default: causality, window and mask decide.
+        select: `quire.Select(positions=...)` or `quire.Select(columns=...)`: the only keys that queries see, of those that
+            causality and window show (sparse attention). `write` does not read it. Default: all of them.
 
     Raises:
-        ArgumentError: An index argument is not a dense tensor, a hint is not an int of 0 or more, or the shard is invalid.
+        ArgumentError: An index argument is not a dense tensor, a hint is not an int of 0 or more, or the shard or the selection is
+            invalid.
 
     Example:
         >>> import torch, quire
@@ -97,6 +101,7 @@ class Batch:
         "page_size",
         "shard",
         "spans",
+        "select",
         "step_id",
         "validated",
         "_slot_buffer",
@@ -120,6 +125,7 @@ class Batch:
         page_size: int | None = None,
         shard: tuple[int, int, int] | None = None,
         spans: torch.Tensor | None = None,
+        select: Select | None = None,
         **unknown: NoReturn,
     ):
         if unknown:
@@ -155,6 +161,8 @@ class Batch:
         """Slots of a page, or None."""
         self.shard: Shard | None = Shard.of(shard)
         """The keys that this rank holds, `(rank, ranks, interleave)`; None if it holds all of them."""
+        self.select: Select | None = Select.of(select)
+        """The only keys that queries see, or None."""
         self.step_id: tuple[str, int] | None = None
         """The pool and the step that made this batch; None for other batches."""
         self._slot_buffer: torch.Tensor | None = None
@@ -258,11 +266,37 @@ class Batch:
             >>> batch.with_spans(torch.tensor([[0, 3]] * 3)).spans.tolist()  # three new tokens that see each other
             [[0, 3], [0, 3], [0, 3]]
         """
+        batch = self._like()
+        batch.spans = spans
+        batch.check_tensors()
+        return batch
+
+    def with_select(self, select: Select | None) -> Batch:
+        """A batch that differs from this one only in its selection, as `with_spans`.
+
+        Args:
+            select: As in `Batch`; None for a batch without one.
+
+        Raises:
+            ArgumentError: It is not a `quire.Select`.
+
+        Example:
+            >>> import torch, quire
+            >>> pool = quire.PagePool(pages=8, page_size=4)
+            >>> batch = pool.step({pool.sequence(): 9})
+            >>> batch.with_select(quire.Select(positions=torch.full((9, 1, 2), -1))).select
+            Select(positions=int64[9, 1, 2] on cpu)
+        """
+        batch = self._like()
+        batch.select = Select.of(select)
+        return batch
+
+    def _like(self) -> Batch:
+        """A batch that shares everything with this one and cannot be filled."""
         batch = Batch.__new__(Batch)
         for name in Batch.__slots__:
             setattr(batch, name, getattr(self, name))
-        batch.spans, batch._slot_buffer = spans, None
-        batch.check_tensors()
+        batch._slot_buffer = None
         return batch
 
     def clone(self) -> Batch:
@@ -303,6 +337,8 @@ class Batch:
             named["slots"] = self.given_slots
         if self.spans is not None:
             named["spans"] = self.spans
+        if self.select is not None:
+            named[self.select.kind] = self.select.entries
         sources = tuple(named.values())[:3]
         for name, (of, value) in self._derived.items():
             if all(a is b for a, b in zip(of, sources)):
@@ -316,6 +352,7 @@ class Batch:
         slots = buffer if buffer is not None and self.given_slots is self._slot_buffer else named.get("slots")
         batch = Batch(*sources, slots=slots, copies=self.copies, sequences=sequences, page_size=self.page_size, shard=self.shard)
         batch.max_q_len, batch.max_kv_len, batch.spans = self.max_q_len, self.max_kv_len, named.get("spans")
+        batch.select = _selection_among(named)
         batch._slot_buffer, batch._tokens, batch.step_id = buffer, self._tokens, self.step_id
         batch._derived = {
             name.removeprefix("derived "): (sources, value) for name, value in named.items() if name.startswith("derived ")
@@ -673,8 +710,17 @@ class Batch:
             hints += f", shard={tuple(self.shard)}"
         if self.spans is not None:
             hints += f", spans={describe(self.spans)}"
+        if self.select is not None:
+            hints += f", select={self.select}"
         tensors = ", ".join(f"{name}={describe(getattr(self, name))}" for name in ("page_table", "kv_lens", "q_starts"))
         return f"Batch({tensors}{hints})"
+
+
+def _selection_among(named: dict[str, torch.Tensor]) -> Select | None:
+    """The selection of a batch with these tensors."""
+    if "positions" in named:
+        return Select(positions=named["positions"])
+    return Select(columns=named["columns"]) if "columns" in named else None
 
 
 def _restored(
@@ -690,6 +736,7 @@ def _restored(
     named = {name: span.of(bytes_) for name, span in spans.items()}
     batch = Batch(named["page_table"], named["kv_lens"], named["q_starts"], slots=named.get("slots"), sequences=sequences)
     batch.spans = named.get("spans")
+    batch.select = _selection_among(named)
     for name, value in fields.items():
         setattr(batch, name, value)
     batch._slot_buffer = named.get("buffer")

@@ -29,6 +29,7 @@ MAX_PROBLEMS = 4096
 """The size of the launcher cache."""
 AUTO = "auto"
 NO_TYPES: tuple[tuple[str, torch.dtype], ...] = ()
+NO_SELECTION: tuple[str, torch.dtype | None] = ("none", None)
 ALIGNED = 16
 """Kernels of aligned problems require that tensors start at multiples of this number of bytes."""
 
@@ -123,6 +124,7 @@ def described_attend(call: Call) -> tuple[Problem, Extent]:
     facts = Facts(
         *(q.shape[1], q.dtype, out_dtype, new_dtype, index, types, q_scale, out_scale, call.with_lse, aligned, q.device),
         *(call.context_from, call.only, batch.shard is not None, getattr(batch.spans, "dtype", None)),
+        getattr(batch.select, "traits", NO_SELECTION),
     )
     (tokens, _, _), (seqs, columns), max_q_len = q.shape, table.shape, batch.max_q_len
     max_kv_len = batch.max_kv_len if batch.shard is None else batch.max_keys
@@ -188,6 +190,7 @@ class Facts(NamedTuple):
     only: tuple[int, int] = (0, ANY)
     shard: bool = False
     spans: torch.dtype | None = None
+    select: tuple[str, torch.dtype | None] = NO_SELECTION
     rope: RopeTraits | None = None
 
 
@@ -218,6 +221,8 @@ def _problem(storage: Storage, traits: Traits, facts: Facts) -> Problem:
         shard=facts.shard,
         rope=facts.rope,
         spans="none" if facts.spans is None else dtype_name(facts.spans),
+        select=facts.select[0],
+        select_index="" if facts.select[1] is None else dtype_name(facts.select[1]),
     )
 
 

@@ -25,6 +25,7 @@ from quire.batch import Batch
 from quire.cache.format import FORMATS
 from quire.cache.kv_cache import KVCache
 from quire.cache.layout import LAYOUTS
+from quire.cache.select import Select
 from quire.contract.check import Level
 from quire.errors import ArgumentError, describe
 from quire.options import PLAIN, Options
@@ -37,7 +38,7 @@ _READ = "Tensor k_pages, Tensor v_pages, Tensor? k_scale, Tensor? v_scale, str l
 _WRITTEN = "Tensor(k!) k_pages, Tensor(v!) v_pages, Tensor(i!)? k_scale, Tensor(j!)? v_scale, str layout, str format, str v_format"
 _BATCH = (
     "Tensor page_table, Tensor kv_lens, Tensor q_starts, Tensor? slots, SymInt? max_q_len, SymInt? max_kv_len, int[]? shard, "
-    "Tensor? spans"
+    "Tensor? spans, Tensor? select_positions, Tensor? select_columns"
 )
 
 
@@ -221,7 +222,11 @@ def _of_cache(cache: KVCache) -> tuple[Any, ...]:
 
 def _of_batch(batch: Batch, slots: torch.Tensor | None) -> tuple[Any, ...]:
     shard = None if batch.shard is None else list(batch.shard)
-    return batch.page_table, batch.kv_lens, batch.q_starts, slots, batch.max_q_len, batch.max_kv_len, shard, batch.spans
+    select: tuple[Any, Any] = (None, None)
+    if batch.select is not None:
+        select = (batch.select.entries, None) if batch.select.kind == "positions" else (None, batch.select.entries)
+    tensors = batch.page_table, batch.kv_lens, batch.q_starts, slots
+    return *tensors, batch.max_q_len, batch.max_kv_len, shard, batch.spans, *select
 
 
 def _of_options(options: Options) -> tuple[Any, ...]:
@@ -270,9 +275,10 @@ def _cache(k: torch.Tensor, v: torch.Tensor, k_scale: Any, v_scale: Any, layout:
 
 
 def _batch(*arguments: Any) -> Batch:
-    page_table, kv_lens, q_starts, slots, max_q_len, max_kv_len, shard, spans = arguments
+    page_table, kv_lens, q_starts, slots, max_q_len, max_kv_len, shard, spans, positions, columns = arguments
+    select = None if positions is None and columns is None else Select(positions=positions, columns=columns)
     hints = {"max_q_len": max_q_len, "max_kv_len": max_kv_len}
-    return Batch(page_table, kv_lens, q_starts, slots=slots, **hints, shard=shard, spans=spans)
+    return Batch(page_table, kv_lens, q_starts, slots=slots, **hints, shard=shard, spans=spans, select=select)
 
 
 def _options(*arguments: Any) -> Options:

@@ -135,6 +135,10 @@ class Problem(Traits):
     """In a write: how new keys and queries are rotated; None if they are not."""
     spans: str = "none"
     """The type of the keys that each new token sees (`Batch(spans=...)`): none, int32 or int64."""
+    select: str = "none"
+    """Whether the batch selects keys (`Batch(select=...)`): none, positions or columns."""
+    select_index: str = ""
+    """The type of the selection; empty without one."""
 
     def __post_init__(self) -> None:
         fill = object.__setattr__
@@ -143,6 +147,7 @@ class Problem(Traits):
         fill(self, "out_dtype", self.out_dtype or self.q_dtype)
         new_dtype = self.new_dtype or ("bf16" if FORMATS[self.q_dtype].fp8 else self.q_dtype)
         fill(self, "new_dtype", new_dtype if self.form == "context" else "")
+        fill(self, "select_index", "" if self.select == "none" else self.select_index or "int32")
         for name in ("window", "only"):
             fill(self, name, tuple(getattr(self, name)))
         for name in ("k_pages", "v_pages"):
@@ -210,6 +215,8 @@ class Problem(Traits):
         names = [name for name in (*FEATURES, "lse", "shard") if getattr(self, name)]
         if self.spans != "none":
             names.append("spans")
+        if self.select != "none":
+            names.append("select")
         if self.window != (None, None):
             names.append("window")
         if self.causal != "yes":
@@ -255,7 +262,7 @@ class Problem(Traits):
             f"pages of {self.page_size} {self.layout} {stored}{scales}",
             f"q {self.q_dtype}" + ("" if self.out_dtype == self.q_dtype else f" -> {self.out_dtype}"),
         ]
-        said = {"window": f"window {self.window}", "rope": str(self.rope)}
+        said = {"window": f"window {self.window}", "rope": str(self.rope), "select": f"selected {self.select}"}
         parts += [said.get(name, name) for name in self.features if name != "mixed-formats"]
         if self.index != "int32":
             parts.append(f"index {self.index}")
@@ -267,7 +274,7 @@ class Problem(Traits):
 FIELDS = tuple(field.name for field in fields(Problem))
 _NOT_OF_WRITES = frozenset(
     (*(field.name for field in fields(Traits)), "form", "lse", "new_dtype", "q_scale", "out_scale", "context_from", "only", "spans")
-)
+) | {"select", "select_index"}
 
 
 def is_fp8(dtype: torch.dtype) -> bool:

@@ -9,6 +9,7 @@ import torch
 
 from quire import reference
 from quire.conformance.cases.build import build
+from quire.conformance.cases.call import KernelCall
 from quire.conformance.cases.case import Case
 from quire.conformance.cases.suite import cases_of
 from quire.conformance.oracle.exact import exact
@@ -25,6 +26,18 @@ SMALL = [
 def _one_thread() -> Iterator[None]:
     with one_thread():
         yield
+
+
+def selected_positions(call: KernelCall, seq: int, rows: slice, kv_len: int) -> torch.Tensor | None:
+    """The selection of a sequence as the reference takes it."""
+    if call.select_positions is not None:
+        return call.select_positions[rows]
+    if call.select_columns is None:
+        return None
+    columns, size = call.select_columns[seq], call.page_size
+    at = torch.where(columns < 0, -1, columns * size)[..., None] + torch.arange(size)
+    at = torch.where((columns < 0)[..., None] | (at >= kv_len), -1, at).flatten(1)
+    return at.expand(rows.stop - rows.start, -1, -1)
 
 
 @pytest.mark.parametrize("case", SMALL, ids=lambda case: case.name)
@@ -71,6 +84,7 @@ def test_exact_computation_equals_the_reference(case: Case) -> None:
             positions=None if call.positions is None else call.positions[rows],
             shard=call.shard,
             spans=None if call.spans is None else call.spans[rows],
+            select=selected_positions(call, i, rows, kv_len),
         )
         torch.testing.assert_close(got.out[rows], want, rtol=1e-10, atol=1e-12)
         torch.testing.assert_close(got.lse[rows], lse, rtol=1e-10, atol=1e-12)

@@ -29,7 +29,7 @@ PLACES = (
     *("window-both-sides", "x-packed-int8-tokens", "high-pages", "far", "very-far", "hints-low", "everything", "e5m2-tensor"),
     *("e4m3fnuz-tensor", "x-packed", "fp8-queries", "scale", "causal-mixed", "tree-window", "fp8-context", "long-random"),
     *("alibi-sinks", "extreme", "strided", "strided-context", "shard-tokens", "shard-tree", "spans-images"),
-    *("int4-tokens", "two-fp8-formats"),
+    *("int4-tokens", "two-fp8-formats", "select-positions-heads", "select-columns-heads"),
 )
 CHAOTIC = ("fp16-read-as-bf16", "lse-without-log", "accumulated-in-16-bits")
 """Outputs that overflow, or consist of rounding errors: no prediction is within the budget everywhere."""
@@ -329,4 +329,11 @@ def test_reproducible_dependence_on_an_earlier_call_is_a_state_leak() -> None:
 def test_faults_of_shards_are_identified(name: str) -> None:
     case = place_of(name)
     assert case is not None and case.shard[1] > 1
+    assert examine(case, injected(name)).findings[0].fault == name
+
+
+@pytest.mark.parametrize("name", [fault.name for fault in CATALOGUE if fault.group == "select"])
+def test_faults_of_selections_are_identified(name: str) -> None:
+    case = place_of(name)
+    assert case is not None and case.select != "none"
     assert examine(case, injected(name)).findings[0].fault == name

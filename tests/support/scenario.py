@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from quire import Batch, KVCache, Options, reference
+from quire import Batch, KVCache, Options, Select, reference
 
 TYPES = {
     "fp32": torch.float32,
@@ -109,12 +109,14 @@ def build(
     device: str = "cpu",
     shard: tuple[int, int, int] | None = None,
     spans: str | list[tuple[int, int]] | None = None,
+    select: str | None = None,
+    select_heads: int = 1,
     **features: Any,
 ) -> Scenario:
     """A batch of sequences of these lengths. `features` are fields of Options; tensors among them are made here. In context form,
     sequences with fewer new tokens than `context_from` have them in the cache all the same, and not beside it. With a shard the
     cache holds the keys of one rank; queries, keys and values are those of the same call without it. `spans` has those of the live
-    tokens, or is the name of a kind of them."""
+    tokens, or is the name of a kind of them. `select` is positions or columns, for each of `select_heads`."""
     g, shuffle = torch.Generator().manual_seed(seed), random.Random(seed).shuffle
     v_head_dim = v_head_dim or head_dim
     formats = {"k": format, "v": v_format or format}
@@ -134,8 +136,17 @@ def build(
         hidden[kept[i]] = False
         visible[i][:, hidden] = False
 
+    # What each kv head sees.
+    sees = [v.expand(kv_heads, -1, -1) for v in visible]
+    chosen: list[torch.Tensor | None] = [None] * seqs
+    selection = None
+    if select is not None:
+        entries, made_positions = _selection(g, select, select_heads, q_lens, kv_lens, page_size, tokens)
+        selection, chosen = Select(**{select: entries.to(index[0]).to(device)}), list(made_positions)
+        sees = [v & _picked(at, n) for v, at, n in zip(sees, made_positions, kv_lens)]
+
     # Which tokens must be in the cache.
-    required = [v.any(0) for v in visible]
+    required = [v.any(0).any(0) for v in sees]
     cached = [r.clone() for r in required]
     beside = [form == "context" and q_len >= context_from for q_len in q_lens]
     for i in range(seqs):
@@ -199,6 +210,7 @@ def build(
         torch.tensor(starts, dtype=index[2], device=device),
         shard=shard,
         spans=None if spans is None else _padded(spans, padding, index[1]).to(device),
+        select=selection,
     )
 
     outs, lses, honest, weighted, steepest = [], [], [], [], 0.0
@@ -216,6 +228,7 @@ def build(
             "positions": None if options.positions is None else options.positions[rows],
             "shard": shard,
             "spans": None if spans is None else torch.tensor(spans[rows]).view(-1, 2),
+            "select": chosen[i],
         }
         exact_q = q[rows].double() * q_scale
         out, lse = reference.attention(exact_q, dense["k"][i], dense["v"][i], **mine)
@@ -226,7 +239,7 @@ def build(
             terms = torch.einsum("qhd,khd->hqk", exact_q.abs(), keys) * abs(options.scale or head_dim**-0.5)
             steepest = max(steepest, float(terms.max()))
         lses.append(lse)
-        honest.append(_plain_fp32(q[rows].float() * q_scale, dense["k"][i], dense["v"][i], visible[i], options, rows, group))
+        honest.append(_plain_fp32(q[rows].float() * q_scale, dense["k"][i], dense["v"][i], sees[i], options, rows, group))
     nothing = torch.zeros(0, q_heads, v_head_dim, dtype=torch.float64)
     return Scenario(
         q.to(device),
@@ -241,6 +254,45 @@ def build(
         steepest,
         torch.cat([nothing.float(), *honest]).to(device),
     )
+
+
+def _selection(
+    g: torch.Generator, select: str, heads: int, q_lens: list[int], kv_lens: list[int], page_size: int, tokens: int
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """A random selection, and for each sequence the positions that it selects, `[q_len, heads, n]`. Entries are in no order, with
+    -1 between them; some rows have none. Rows of padding, and of sequences without new tokens, hold nonsense."""
+    rows = [[n] * q for q, n in zip(q_lens, kv_lens)] if select == "positions" else [[-(-n // page_size)] for n in kv_lens]
+    many = 24 if select == "positions" else 6
+    width = many + 3
+    parts = []
+    for limits in rows:
+        part = torch.full((len(limits), heads, width), -1)
+        for row, limit in enumerate(limits):
+            for head in range(heads):
+                count = min(limit, int(torch.randint(0, many + 1, (), generator=g)))
+                places = torch.randperm(width, generator=g)[:count]
+                part[row, head, places] = torch.randperm(limit, generator=g)[:count]
+        parts.append(part)
+    if select == "positions":
+        found = parts
+        nonsense = torch.full((tokens - sum(q_lens), heads, width), 10**6)
+        return torch.cat([nonsense[:0], *parts, nonsense]), found
+    found = []
+    for part, q_len, kv_len in zip(parts, q_lens, kv_lens):
+        at = torch.where(part[..., None] < 0, -1, part[..., None] * page_size + torch.arange(page_size)).flatten(2)
+        found.append(torch.where(at < kv_len, at, -1).expand(q_len, -1, -1))
+    entries = torch.cat(parts) if parts else torch.zeros(0, heads, width, dtype=torch.long)
+    entries[torch.tensor(q_lens) == 0] = -7
+    return entries, found
+
+
+def _picked(positions: torch.Tensor, kv_len: int) -> torch.Tensor:
+    """Which keys are among the positions of each query and head, bool `[heads, q_len, kv_len]`."""
+    picked = torch.zeros(positions.shape[1], positions.shape[0], kv_len, dtype=torch.bool)
+    for token, row in enumerate(positions):
+        for head, at in enumerate(row):
+            picked[head, token, at[at >= 0]] = True
+    return picked
 
 
 def _is_kept(position: int, shard: tuple[int, int, int] | None) -> bool:
@@ -344,7 +396,7 @@ def _plain_fp32(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visible: torch.Tensor, options: Options, rows: slice, group: int
 ) -> torch.Tensor:
     """One sequence in fp32, head by head, with a plain two-pass softmax."""
-    seen = visible.any(0)[:, None, None]
+    seen = visible.any(1).T[..., None]
     k, v = torch.where(seen, k, 0.0).float(), torch.where(seen, v, 0.0).float()
     out = torch.zeros(q.shape[0], q.shape[1], v.shape[2])
     context = k.shape[0] - q.shape[0]
@@ -358,7 +410,7 @@ def _plain_fp32(
             s = options.softcap * torch.tanh(s / options.softcap)
         if options.alibi is not None:
             s = s - options.alibi[h].float() * (q_at[:, None] - k_at).abs()
-        s = s.masked_fill(~visible, -math.inf)
+        s = s.masked_fill(~visible[h // group], -math.inf)
         sink = options.sinks[h].float() if options.sinks is not None else torch.tensor(-math.inf)
         top = torch.maximum(s.amax(-1, keepdim=True) if s.shape[1] else torch.full((s.shape[0], 1), -math.inf), sink)
         top = top.masked_fill(top == -math.inf, 0.0)

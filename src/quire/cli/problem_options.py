@@ -131,17 +131,11 @@ def problem_of(args: Args, platform: Platform) -> Problem:
         raise ArgumentError("--q-heads", args.q_heads, f"a multiple of --kv-heads {args.kv_heads}")
     if args.window < 0:
         raise ArgumentError("--window", args.window, "0 for no window, or the number of visible keys")
-    for name in NUMBERS:
-        try:
-            Options(**{name: getattr(args, name)})
-        except ArgumentError as error:
-            raise ArgumentError(f"--{name}", error.given, error.allowed) from None
+    _check_features(args)
     q_dtype = type_of("--q-dtype", args.q_dtype, Q_TYPES, platform)
     own = default_out_type(q_dtype)
     out_dtype = type_of("--out-dtype", args.out_dtype, Q_TYPES, platform, auto=own)
     format, v_format = _formats(args, platform, q_dtype)
-    if args.spans and (args.window or args.non_causal or args.mask):
-        raise ArgumentError("--spans", "with --window, --non-causal or --mask", "alone: spans say what each token sees")
     side = args.window - 1 if args.window else None
     features: dict[str, Any] = {name: getattr(args, name) not in (None, False) for name in FEATURES}
     return Problem(
@@ -164,6 +158,17 @@ def problem_of(args: Args, platform: Platform) -> Problem:
         device="cpu" if platform.vendor == "cpu" else "cuda",
         **features,
     )
+
+
+def _check_features(args: Args) -> None:
+    """Refuses values of options, and options that exclude each other."""
+    for name in NUMBERS:
+        try:
+            Options(**{name: getattr(args, name)})
+        except ArgumentError as error:
+            raise ArgumentError(f"--{name}", error.given, error.allowed) from None
+    if args.spans and (args.window or args.non_causal or args.mask):
+        raise ArgumentError("--spans", "with --window, --non-causal or --mask", "alone: spans say what each token sees")
 
 
 def _formats(args: Args, platform: Platform, q_dtype: str) -> tuple[str, str]:

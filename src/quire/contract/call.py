@@ -125,6 +125,8 @@ class Call:
             named["positions"] = self.rope_positions
         if self.q is not None and self.batch.spans is not None:
             named["spans"] = self.batch.spans
+        if self.q is not None and self.batch.select is not None:
+            named[f"select.{self.batch.select.kind}"] = self.batch.select.entries
         return named
 
     @property
@@ -237,6 +239,9 @@ class Call:
         reach = torch.where(self.first_needed < self.end_needed, self.end_needed, 0)
         for seq, ranges in self.needed_ranges.items():
             reach[seq] = ranges[-1][1] if ranges else 0
+        if self.batch.select is not None:
+            seqs, keys = self.selected
+            return torch.zeros_like(reach).scatter_reduce(0, seqs, keys + 1, "amax")
         return reach
 
     @cached_property
@@ -244,6 +249,9 @@ class Call:
         """Every token that an attend reads from the cache and that the page table has a column for: sequence and key, `[n]` each,
         in order."""
         capacity = self.page_table.shape[1] * self.cache.page_size
+        if self.batch.select is not None:
+            seq, key = self.selected
+            return seq[key < capacity], key[key < capacity]
         if self.needs_ranges:
             parts = [
                 (seq, low, min(high, capacity))
@@ -265,6 +273,54 @@ class Call:
     def needs_ranges(self) -> bool:
         """Whether an attend may need any keys of a sequence, and not one range of them: with a tree mask or spans."""
         return self.options.mask is not None or self.batch.spans is not None
+
+    # With a selection.
+
+    @cached_property
+    def selecting(self) -> torch.Tensor:
+        """The rows of the selection that are read, bool `[tokens or seqs]`: those of sequences that are computed."""
+        select = self.batch.select
+        assert select is not None
+        if select.kind == "columns":
+            return self.taken
+        seq = self.sequence_of_rows(torch.arange(self.tokens, device="cpu"))
+        return torch.cat((self.taken, torch.zeros(1, dtype=torch.bool, device="cpu")))[seq.clamp(max=len(self.taken))]
+
+    @cached_property
+    def entries(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The rows that are read: their entries `[rows, heads, n]`, their sequences, and one past their last possible entry."""
+        select = self.batch.select
+        assert select is not None
+        row = self.selecting.nonzero().flatten()
+        seq = self.sequence_of_rows(row) if select.kind == "positions" else row
+        size = select.keys_per_entry(self.cache.page_size)
+        return select.entries.cpu().long()[row], seq, (self.kv_lens[seq] + size - 1) // size
+
+    @cached_property
+    def selected(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Every key that is selected and that some query of its row sees: sequence and position, each pair once, in order."""
+        select = self.batch.select
+        assert select is not None
+        entries, seq, limit = self.entries
+        row = self.selecting.nonzero().flatten()
+        size = select.keys_per_entry(self.cache.page_size)
+        inside = (entries >= 0) & (entries < limit[:, None, None])
+        key = (entries * size)[..., None] + torch.arange(size, device="cpu")
+        # The positions of the row's first query and of its last.
+        first = row - self.q_starts[1:][seq] + self.kv_lens[seq] if select.kind == "positions" else self.context[seq]
+        last = first if select.kind == "positions" else self.kv_lens[seq] - 1
+        left, right = self.options.sides
+        low, high = torch.zeros_like(first) if left is None else first - left, self.kv_lens[seq]
+        if right is not None:
+            high = torch.minimum(high, last + right + 1)
+        causal = self.options.causal
+        causal = causal.cpu()[seq] if isinstance(causal, torch.Tensor) else torch.full_like(seq, causal, dtype=torch.bool)
+        high = torch.where(causal, torch.minimum(high, last + 1), high)
+        low, high = (bound[:, None, None, None] for bound in (low, high))
+        seen = inside[..., None] & (key >= low) & (key < high)
+        span = int(self.kv_lens.clamp(min=0).max()) + 1 if len(self.kv_lens) else 1
+        pair = (seq[:, None, None, None] * span + key)[seen].unique()
+        return pair // span, pair % span
 
     @cached_property
     def needed_ranges(self) -> dict[int, list[tuple[int, int]]]:

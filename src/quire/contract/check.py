@@ -30,7 +30,7 @@ _UNCOVERED_VALUES = tuple(find for rule in CONTRACT for find in rule.values if f
 
 _READ = (
     *("page_table", "kv_lens", "q_starts", "slots", "spans", "positions", "mask", "causal", "k", "v"),
-    *("new[0]", "new[1]", "copies"),
+    *("new[0]", "new[1]", "copies", "select.positions", "select.columns"),
 )
 """The arguments whose values the value checks read."""
 

@@ -12,6 +12,7 @@ import torch
 from quire.batch import Batch
 from quire.cache.format import FP8_TYPES
 from quire.cache.kv_cache import KVCache
+from quire.cache.select import Select
 from quire.contract import static
 from quire.contract.call import Call
 from quire.options import PLAIN, Options
@@ -31,6 +32,7 @@ COVERED = frozenset(
         static.own_memory,
         static.rotation,
         static.spans,
+        static.selection,
     )
 )
 """The static checks that this module covers. All others run in every call."""
@@ -72,9 +74,8 @@ def is_certainly_legal(call: Call) -> bool:
         heads = q.size(1)
         if (q.size(2), heads % cache.kv_heads, heads > 0) != (cache.head_dim, 0, True):
             return False
-        if (options is PLAIN, batch.spans is None) != (True, True) and not _options_are_legal(
-            q, options, batch.spans, seqs, device
-        ):
+        plain = options is PLAIN, batch.spans is None, batch.select is None
+        if plain != (True, True, True) and not _options_are_legal(call, q, seqs, device):
             return False
     if call.new is not None and not _new_is_legal(call, device):
         return False
@@ -83,8 +84,11 @@ def is_certainly_legal(call: Call) -> bool:
     return call.out is call.lse is None or _results_are_legal(call, device)
 
 
-def _options_are_legal(q: torch.Tensor, options: Options, spans: torch.Tensor | None, seqs: int, device: torch.device) -> bool:
+def _options_are_legal(call: Call, q: torch.Tensor, seqs: int, device: torch.device) -> bool:
+    options, spans, select = call.options, call.batch.spans, call.batch.select
     if spans is not None and not _spans_are_legal(spans, q, options, device):
+        return False
+    if select is not None and not _selection_is_legal(call, q, seqs, device):
         return False
     sizes, causal = {"tokens": q.size(0), "q_heads": q.size(1)}, options.causal
     for tensor, axis in options.first_axes:
@@ -97,6 +101,20 @@ def _spans_are_legal(spans: torch.Tensor, q: torch.Tensor, options: Options, dev
     if type(spans) is not _Tensor or (spans.layout, spans.device, spans.shape) != (_Strided, device, (q.size(0), 2)):
         return False
     return spans.dtype in _INDEX and options.causal is True and options.window is None and options.mask is None
+
+
+def _selection_is_legal(call: Call, q: torch.Tensor, seqs: int, device: torch.device) -> bool:
+    select = call.batch.select
+    if type(select) is not Select or type(select.entries) is not _Tensor:
+        return False
+    entries, rows = select.entries, q.size(0) if select.kind == "positions" else seqs
+    if entries.dim() != 3 or (entries.size(0), entries.device, entries.dtype in _INDEX) != (rows, device, True):
+        return False
+    if entries.size(2) * select.keys_per_entry(call.cache.page_size) >= 2**31:
+        return False
+    if not (call.new is None and call.options.mask is None and call.batch.shard is None and call.batch.spans is None):
+        return False
+    return entries.size(1) in (1, call.cache.kv_heads)
 
 
 def _new_is_legal(call: Call, device: torch.device) -> bool:
@@ -216,7 +234,8 @@ def _results_are_legal(call: Call, device: torch.device) -> bool:
 def _read(call: Call) -> list[torch.Tensor]:
     """Every tensor that an attend or a step reads."""
     options, cache, batch = call.options, call.cache, call.batch
-    indices = (batch.page_table, batch.kv_lens, batch.q_starts, batch.given_slots, batch.spans, call.slots)
+    entries = None if batch.select is None else batch.select.entries
+    indices = (batch.page_table, batch.kv_lens, batch.q_starts, batch.given_slots, batch.spans, call.slots, entries)
     features = (*(tensor for tensor, _ in options.first_axes), options.causal, options.q_scale, options.out_scale)
     if call.rope is not None:
         rope = call.rope

@@ -13,8 +13,8 @@ CONTRACT: tuple[Rule, ...] = (
         "dont-care",
         "A slot, page, table entry, scale or padding row that is not required never influences the output, even if it "
         "holds NaN, Inf, -1 or a stale id. Required are the slots that some query of the sequence can see; pages and "
-        "table entries wholly left of the window, or outside of all spans, are not. Nothing of a sequence without new tokens "
-        "is read, including its page-table entries.",
+        "table entries wholly left of the window, or outside of all spans, are not, nor those that a selection leaves out. "
+        "Nothing of a sequence without new tokens is read, including its page-table entries.",
         binds="kernel",
         proof="tests/test_dont_care.py",
     ),
@@ -163,5 +163,18 @@ CONTRACT: tuple[Rule, ...] = (
         static=(static.spans,),
         values=(values.spans,),
         proof="tests/test_spans.py",
+    ),
+    Rule(
+        "selection",
+        "With `Batch(select=...)` a query sees, of the keys that causality and window show, only those that are selected. "
+        "`positions [tokens, kv_heads or 1, n]` has positions of keys for each row of q, in [0, kv_len); `columns [seqs, "
+        "kv_heads or 1, n]` has columns of the page table for each sequence, of pages that begin before kv_len. -1 is no entry; "
+        "an entry occurs once in its row. A selection is used in full form, without a tree mask, spans or a shard. Values are "
+        "checked in host memory. On a GPU, and in host memory after a change that torch did not see, an entry out of range is "
+        "never used: the output of the queries and heads that read it is NaN; one that occurs twice counts twice.",
+        binds="caller and kernel",
+        static=(static.selection,),
+        values=(values.selection,),
+        proof="tests/test_select.py",
     ),
 )

@@ -181,6 +181,28 @@ def _shared(call: Call, name: str, written: torch.Tensor) -> Iterator[Violation]
             yield Violation("output", name, f"memory shared with {other}", "memory that no other tensor of the call uses")
 
 
+def selection(call: Call) -> Iterator[Violation]:
+    """The shape of a selection, and what it cannot be combined with."""
+    select, q, batch = call.batch.select, call.q, call.batch
+    if select is None or q is None or not isinstance(q, torch.Tensor) or q.dim() != 3:
+        return
+    heads, entries = call.cache.kv_heads, select.entries
+    rows, count = ("tokens", q.shape[0]) if select.kind == "positions" else ("seqs", batch.seqs)
+    if entries.dim() != 3 or entries.shape[0] != count or entries.shape[1] not in (1, heads):
+        allowed = f"[{rows}, kv_heads or 1, n] = [{count}, {heads} or 1, n]"
+        yield Violation("selection", f"select.{select.kind}", describe(entries), allowed)
+    elif entries.shape[2] * select.keys_per_entry(call.cache.page_size) >= 2**31:
+        yield Violation("selection", f"select.{select.kind}", describe(entries), "entries for fewer than 2^31 keys")
+    if call.new is not None:
+        yield Violation("selection", "new", "new keys and values, with a selection", "None: write them first (full form)")
+    if call.options.mask is not None:
+        yield Violation("selection", "mask", "a tree mask, with a selection", "None: leave hidden keys out of the selection")
+    if batch.spans is not None:
+        yield Violation("selection", "spans", "spans, with a selection", "None: leave hidden keys out of the selection")
+    if batch.shard is not None:
+        yield Violation("selection", "shard", f"{tuple(batch.shard)}, with a selection", "None: a cache that holds every key")
+
+
 def quantisation(call: Call) -> Iterator[Violation]:
     q, options, cache = call.q, call.options, call.cache
     if q is None or q.dim() != 3:

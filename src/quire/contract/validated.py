@@ -15,7 +15,7 @@ from quire.batch import Batch
 from quire.contract import values
 from quire.contract.call import Call
 from quire.errors import KernelError
-from quire.kernels.native.call import ABSENT, CHECK, UNBOUNDED, batch_of, index
+from quire.kernels.native.call import ABSENT, CHECK, UNBOUNDED, batch_of, index, select_of
 from quire.kernels.native.library import FILE, Library, library
 
 COVERED = frozenset(
@@ -28,6 +28,7 @@ COVERED = frozenset(
         values.slots,
         values.scales,
         values.written_once,
+        values.selection,
         values.residency,
         values.rope_positions,
     )
@@ -90,6 +91,12 @@ def _key(call: Call) -> Any:
     if q is None:
         return facts
     facts = (*facts, call.new is None, call.context_from, call.only)
+    select = call.batch.select
+    if select is not None:
+        entries = select.entries
+        if entries.is_inference():
+            return None
+        facts = (*facts, select.kind, id(entries), entries._version, entries.data_ptr())
     causal, mask, positions, spans = options.causal, options.mask, options.positions, call.batch.spans
     if spans is mask is None and (causal is True or causal is False):
         return (*facts, options.window, causal)
@@ -107,7 +114,8 @@ def _key(call: Call) -> Any:
 def _remember(batch: Batch, stamp: tuple[int, ...], key: Any, call: Call) -> None:
     """The stamp was taken before the values were read, so a concurrent change makes it outdated."""
     options = call.options
-    read = (options.causal, options.mask, options.positions, batch.spans)
+    entries = None if batch.select is None else batch.select.entries
+    read = (options.causal, options.mask, options.positions, batch.spans, entries)
     held = tuple(x for x in read if isinstance(x, torch.Tensor))
     memo = batch.validated
     calls = {} if memo is None or memo.stamp != stamp else memo.calls
@@ -154,7 +162,7 @@ def _native() -> Library | None:
 def _rules_hold(call: Call, whole: bool) -> bool:
     """The Python version of the native validation."""
     if whole:
-        checks = [values.starts, values.lengths, values.spans, values.table, values.slots, values.scales]
+        checks = [values.starts, values.lengths, values.spans, values.selection, values.table, values.slots, values.scales]
     else:
         checks = [values.scales] if call.k is None else [values.slots, values.scales]
     return not any(not violation.harmless for check in checks for violation in check(call))
@@ -184,6 +192,7 @@ def _packed(call: Call, whole: bool) -> bytes | None:
         *batch_of(batch),
         cache.pages,
         cache.page_size,
+        cache.kv_heads,
         call.tokens,
         whole,
         q is not None,
@@ -196,6 +205,7 @@ def _packed(call: Call, whole: bool) -> bytes | None:
         *(ABSENT if mask is None else (mask.data_ptr(), *mask.stride(), mask.shape[1])),
         *(ABSENT if positions is None else index(positions)),
         *(ABSENT if spans is None or q is None else index(spans)),
+        *select_of(batch, q),
         call.k is not None,
         *(ABSENT if slots is None else index(slots)),
         0 if holders is None else holders.data_ptr(),

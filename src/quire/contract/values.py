@@ -73,6 +73,30 @@ def hints(call: Call) -> Iterator[Violation]:
             yield Violation("lengths", name, str(hint), allowed, seq=i, harmless=True)
 
 
+def selection(call: Call) -> Iterator[Violation]:
+    """The entries of a selection exist, each once in its row."""
+    select = call.batch.select
+    if call.q is None or select is None or not call.lengths_hold:
+        return
+    entries, seq, limit = call.entries
+    what = "a position" if select.kind == "positions" else "a column"
+    rows = call.selecting.nonzero().flatten()
+    bad = (entries < -1) | (entries >= limit[:, None, None])
+    ordered, order = torch.sort(entries, dim=-1, stable=True)
+    again = torch.zeros_like(bad)
+    again[..., 1:] = (ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)
+    again = torch.zeros_like(again).scatter(-1, order, again) & ~bad
+    for i, head, j in (bad | again).nonzero().tolist():
+        row, given, end = int(rows[i]), str(int(entries[i, head, j])), int(limit[i])
+        name = f"select.{select.kind}[{row}, {head}"
+        where, picture = f"{name}, {j}]", row_picture(f"{name}]", entries[i, head], j)
+        allowed = f"-1, or {what} in [0, {end}): sequence {int(seq[i])} has {int(call.kv_lens[seq[i]])} tokens"
+        if not bool(bad[i, head, j]):
+            given, allowed = f"{given}, which occurs before it", f"each {what.split()[-1]} at most once in a row"
+        token = row if select.kind == "positions" else None
+        yield Violation("selection", where, given, allowed, seq=int(seq[i]), token=token, picture=picture)
+
+
 def table(call: Call) -> Iterator[Violation]:
     """The entries of the page table that the call needs: those an attend reads, and those a write uses unless slots are given."""
     if not call.lengths_hold:
@@ -108,7 +132,7 @@ def _needed_cells(call: Call) -> list[tuple[int, int]]:
     column = torch.arange(width, device="cpu")
     needed = torch.zeros(call.page_table.shape, dtype=torch.bool, device="cpu")
     if call.q is not None:
-        if not call.needs_ranges:
+        if not call.needs_ranges and call.batch.select is None:
             needed |= _columns(column, size, call.first_needed, call.end_needed)
         else:
             seq, key = call.needed

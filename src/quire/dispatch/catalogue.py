@@ -46,7 +46,7 @@ CATALOGUE: tuple[Kernel, ...] = (
         memory=("aligned",),
         head_dim=_HOPPER_HEAD,
         v_head_dim=_HOPPER_HEAD,
-        without=("mask", "batch_invariant", "shard", "spans", "mixed-formats"),
+        without=("mask", "batch_invariant", "shard", "spans", "select", "mixed-formats"),
     ),
     Kernel(
         "gluon-mixed-bytes",
@@ -62,7 +62,7 @@ CATALOGUE: tuple[Kernel, ...] = (
         memory=("aligned",),
         head_dim=_HOPPER_HEAD,
         v_head_dim=_HOPPER_HEAD,
-        without=("mask", "batch_invariant", "context-form", "shard", "spans", "mixed-formats"),
+        without=("mask", "batch_invariant", "context-form", "shard", "spans", "select", "mixed-formats"),
     ),
     Kernel(
         "triton-mixed",
@@ -95,6 +95,7 @@ CATALOGUE: tuple[Kernel, ...] = (
         vendors=("nvidia", "amd"),
         arches=_TRITON,
         needs=("triton",),
+        without=("select",),
     ),
     Kernel(
         "native",

@@ -81,6 +81,8 @@ def checked_arguments(
     if given != shard:
         shown = "no shard" if batch.shard is None else f"shard={given}"
         raise ArgumentError("batch", shown, f"shard={shard}: make it, or its PagePool, with shard=cp.shard")
+    if batch.select is not None:
+        raise ArgumentError("batch", "a selection", "a batch without one: ranks hold different keys")
     if q.dim() != 3 or not q.shape[1]:
         raise ArgumentError("q", describe(q), "[tokens, q_heads, head_dim]")
     if q.requires_grad and torch.is_grad_enabled():

@@ -60,9 +60,7 @@ def build(case: Case, device: torch.device | str = "cpu") -> KernelCall:
     live, tokens, seqs = case.live, case.live + case.padding, case.seqs
     starts = [sum(case.q_lens[:i]) for i in range(seqs + 1)]
     options = _options(case, starts, tokens)
-    visible = [visibility(options, starts[i], case.q_lens[i], case.kv_lens[i], i) for i in range(seqs)]
-    if case.shard[1] > 1:
-        _hide_other_ranks(case, visible)
+    visible, entries = _visible(case, options, starts)
     cached = _cached(case, visible)
 
     made = TYPES[case.q_dtype] if case.q_dtype not in LARGEST else torch.bfloat16
@@ -81,6 +79,7 @@ def build(case: Case, device: torch.device | str = "cpu") -> KernelCall:
     moved |= {f"{part}_scale": None if scale is None else scale.to(device) for part, scale in scales.items()}
     if case.form == "context":
         moved |= {f"new_{part}": _new_tokens(case, part, dense[part], starts, made, device) for part in dense}
+    moved |= {f"select_{case.select}": x.to(kinds[0]).to(device) for x in entries}
     call = KernelCall(
         q=_strided(case, _cast(q, case.q_dtype), 1, device),
         k_pages=k_pages,
@@ -109,6 +108,17 @@ def build(case: Case, device: torch.device | str = "cpu") -> KernelCall:
             used = indexable(tensor)[plan.touched[plan.touched >= 0].to(tensor.device)]
             call.checksums[name] = used, checksum(used)
     return call.take_checksums()
+
+
+def _visible(case: Case, options: dict[str, Any], starts: Sequence[int]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Which keys of each sequence some head sees, bool [q_len, kv_len], and the entries of a selection if there is one."""
+    visible = [visibility(options, starts[i], case.q_lens[i], case.kv_lens[i], i) for i in range(case.seqs)]
+    if case.shard[1] > 1:
+        _hide_other_ranks(case, visible)
+    if case.select == "none":
+        return visible, []
+    entries, chosen = selection(case)
+    return [mask & mine.any(0) for mask, mine in zip(visible, chosen)], [entries]
 
 
 def _hide_other_ranks(case: Case, visible: list[torch.Tensor]) -> None:
@@ -151,10 +161,13 @@ def _alone(call: KernelCall, case: Case) -> KernelCall:
     first, last = (int(call.q_starts[n]) for n in (i, i + 1))
     alone = case.replace(q_lens=case.q_lens[i : i + 1], kv_lens=case.kv_lens[i : i + 1], only=-1)
     max_q_len, max_kv_len = _hints(alone)
-    per_token = {name: getattr(call, name) for name in ("q", "new_k", "new_v", "mask", "positions", "spans")}
+    names = ("q", "new_k", "new_v", "mask", "positions", "spans", "select_positions")
+    per_token = {name: getattr(call, name) for name in names}
     of_sequence = {name: value[first:last] for name, value in per_token.items() if value is not None}
     if isinstance(call.causal, torch.Tensor):
         of_sequence["causal"] = call.causal[i : i + 1]
+    if call.select_columns is not None:
+        of_sequence["select_columns"] = call.select_columns[i : i + 1]
     sparse = {name: checked for name, checked in call.checksums.items() if name.endswith("_pages")}
     cut = replace(
         call,
@@ -219,6 +232,38 @@ def visibility(options: dict[str, Any], start: int, q_len: int, kv_len: int, seq
     if right is not None:
         visible &= distances >= -right
     return visible
+
+
+MOST_SELECTED = {"positions": 24, "columns": 5}
+"""The most entries of a row; three more places hold -1."""
+
+
+def selection(case: Case) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """The entries of a selection, in no order and with gaps, and for each sequence which keys they select, bool
+    [kv_heads, q_len, kv_len]. Rows that no query reads hold entries out of range. About one row in ten has no entries."""
+    g = generator(case, "select")
+    heads, most = case.kv_heads if case.select_heads == "own" else 1, MOST_SELECTED[case.select]
+    by_token = case.select == "positions"
+    entries = torch.full((case.live + case.padding if by_token else case.seqs, heads, most + 3), 10**6)
+    chosen: list[torch.Tensor] = []
+    start = 0
+    for seq, (q_len, kv_len) in enumerate(zip(case.q_lens, case.kv_lens)):
+        limit = kv_len if by_token else -(-kv_len // case.page_size)
+        picked = torch.zeros(heads, q_len, kv_len, dtype=torch.bool)
+        for t in range(q_len if by_token else min(q_len, 1)):
+            for head in range(heads):
+                count = 0 if float(torch.rand((), generator=g)) < 0.1 else min(limit, most)
+                mine = torch.randperm(limit, generator=g)[:count]
+                row = torch.full((most + 3,), -1)
+                row[torch.randperm(most + 3, generator=g)[:count]] = mine
+                entries[start + t if by_token else seq, head] = row
+                if by_token:
+                    picked[head, t, mine] = True
+                else:
+                    picked[head] = torch.isin(torch.arange(kv_len) // case.page_size, mine)
+        chosen.append(picked.expand(case.kv_heads, -1, -1))
+        start += q_len
+    return entries, chosen
 
 
 def alibi_slopes(heads: int) -> torch.Tensor:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from quire import Batch, KVCache, Options
+from quire import Batch, KVCache, Options, Select
 from quire.cache.format import FORMATS
 from quire.cache.layout import layout_named
 from quire.conformance.cases.case import Case
@@ -65,6 +65,10 @@ class KernelCall:
     their pages. Lengths count all keys; new tokens of other ranks are not visible."""
     spans: torch.Tensor | None = None
     """[tokens, 2]: each new token sees the keys [begin, end) of its sequence and no others; causality has no effect."""
+    select_positions: torch.Tensor | None = None
+    """[tokens, kv_heads or 1, n]: the positions of the only keys that each query sees, -1 for none; causality applies."""
+    select_columns: torch.Tensor | None = None
+    """[seqs, kv_heads or 1, n]: the same for all queries of a sequence, as columns of its page table."""
     max_q_len: int | None = None
     max_kv_len: int | None = None
     fill_byte: int = 0xCB
@@ -125,7 +129,9 @@ class KernelCall:
 
     def batch(self) -> Batch:
         index = self.page_table, self.kv_lens, self.q_starts
-        return Batch(*index, max_q_len=self.max_q_len, max_kv_len=self.max_kv_len, shard=self.shard, spans=self.spans)
+        select = selection_of(self.select_positions, self.select_columns)
+        lengths = self.max_q_len, self.max_kv_len
+        return Batch(*index, max_q_len=lengths[0], max_kv_len=lengths[1], shard=self.shard, spans=self.spans, select=select)
 
     def options(self) -> Options:
         given = {name: getattr(self, name) for name in OPTIONS}
@@ -144,8 +150,9 @@ class KernelCall:
 
     def inputs(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Every tensor that a kernel reads."""
-        names = ("q", "k_pages", "v_pages", "page_table", "kv_lens", "q_starts", "k_scale", "v_scale", "new_k", "new_v", "spans")
-        for name in (*names, "causal", *TENSORS):
+        selected = ("spans", "select_positions", "select_columns")
+        names = ("q", "k_pages", "v_pages", "page_table", "kv_lens", "q_starts", "k_scale", "v_scale", "new_k", "new_v")
+        for name in (*names, *selected, "causal", *TENSORS):
             value = getattr(self, name)
             if isinstance(value, torch.Tensor):
                 yield name, value
@@ -189,7 +196,14 @@ OPTIONAL_ARGUMENTS = (
     "new_v",
     "shard",
     "spans",
+    "select_positions",
+    "select_columns",
 )
+
+
+def selection_of(positions: torch.Tensor | None, columns: torch.Tensor | None) -> Select | None:
+    """The selection of a batch, None if there is neither tensor."""
+    return None if positions is None and columns is None else Select(positions=positions, columns=columns)
 
 
 def guarded(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str) -> torch.Tensor:

@@ -65,6 +65,10 @@ class Case:
     spans: str = "none"
     """The interval of keys that each new token sees: none; causal; prefix, of which all tokens see the first third of the keys;
     chunks of 24 keys; images, some runs of tokens that see all of their run and 8 keys before each token; or any, some empty."""
+    select: str = "none"
+    """positions: each query sees some keys of its own; columns: the queries of a sequence see some of its pages; none: all."""
+    select_heads: str = "shared"
+    """shared: all heads see the same of them; own: each kv head has its own."""
     padding: int = 0
     """Rows of q after the last sequence."""
     data: str = "random"
@@ -160,6 +164,8 @@ class Case:
             lse=self.lse,
             shard=self.shard[1] > 1,
             spans="none" if self.spans == "none" else self.index[1],
+            select=self.select,
+            select_index="" if self.select == "none" else self.index[0],
             **features,
         )
 
@@ -202,6 +208,8 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "form": ("full", "context"),
     "causal": ("yes", "no", "mixed"),
     "spans": ("none", "causal", "prefix", "chunks", "images", "any"),
+    "select": ("none", "positions", "columns"),
+    "select_heads": ("shared", "own"),
     "data": ("random", "needle", "weak", "even", "wide", "extreme"),
     "table": ("shuffled", "shared", "partly", "identity", "high", "far", "very-far"),
     "poison": ("nan", "inf", "zero", "decoy", "decoy2", "large"),

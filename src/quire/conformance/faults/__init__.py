@@ -14,6 +14,7 @@ from quire.conformance.faults.output import OUTPUT
 from quire.conformance.faults.pages import PAGES
 from quire.conformance.faults.precision import PRECISION
 from quire.conformance.faults.scale import SCALE
+from quire.conformance.faults.select import SELECT
 from quire.conformance.faults.shard import SHARD
 from quire.conformance.faults.softmax import SOFTMAX
 from quire.conformance.faults.spans import SPANS
@@ -29,6 +30,7 @@ CATALOGUE: tuple[Fault, ...] = (
     *SPANS,
     *KEYS,
     *SHARD,
+    *SELECT,
     *BIAS,
     *HEADS,
     *OUTPUT,

@@ -9,6 +9,7 @@
     kv_head     the kv head of each query head
     score       logits: q·k, scale, softcap
     visibility  visibility mask, bool [queries, keys]: causality, tree mask or spans, window, and the shard
+    selection   the selected keys, bool [kv_heads, queries, keys], or None
     bias        added to the logits: ALiBi
     softmax     weights with the sink, times the values; the LSE
     store       the results of a sequence to the rows of the output
@@ -290,6 +291,32 @@ def visible_at(
     return visible if w.call.shard is None else visible & is_kept(w.call, distances.shape[1])
 
 
+def selection(w: Work, sequence: BatchSequence, keys: int) -> torch.Tensor | None:
+    """Which keys are selected for each query, bool [kv_heads, queries, keys]; None without a selection."""
+    if w.call.select_positions is None and w.call.select_columns is None:
+        return None
+    return picked(w, sequence, keys, selected_entries(w, sequence))
+
+
+def selected_entries(w: Work, sequence: BatchSequence) -> torch.Tensor:
+    """The entries of the queries of a sequence, [queries, kv_heads, n]."""
+    if w.call.select_positions is not None:
+        entries = w.call.select_positions[sequence.first : sequence.first + sequence.q_len]
+    else:
+        assert w.call.select_columns is not None
+        entries = w.call.select_columns[sequence.seq].expand(sequence.q_len, -1, -1)
+    return entries.cpu().long().expand(-1, w.call.kv_heads, -1)
+
+
+def picked(w: Work, sequence: BatchSequence, keys: int, entries: torch.Tensor) -> torch.Tensor:
+    """Which keys some entries select, bool [kv_heads, queries, keys]."""
+    each = 1 if w.call.select_positions is not None else w.call.page_size
+    size = -(-keys // each)
+    chosen = torch.zeros(*entries.shape[:2], size + 1, dtype=torch.bool)
+    chosen.scatter_(2, torch.where((entries < 0) | (entries >= size), size, entries), True)
+    return chosen[..., :size].repeat_interleave(each, -1)[..., :keys].transpose(0, 1)
+
+
 def bias(w: Work, sequence: BatchSequence, keys: int) -> torch.Tensor | float:
     """Added to the logits: ALiBi, [q_heads, queries, keys]."""
     if w.call.alibi is None:
@@ -361,6 +388,7 @@ class Stages:
     kv_head: Callable[..., torch.Tensor] = kv_head
     score: Callable[..., torch.Tensor] = score
     visibility: Callable[..., torch.Tensor] = visibility
+    selection: Callable[..., torch.Tensor | None] = selection
     bias: Callable[..., torch.Tensor | float] = bias
     softmax: Callable[..., SequenceResult] = softmax
     store: Callable[..., None] = store
@@ -413,8 +441,12 @@ def exact(
         k, v = _values(w, s, indices, sequence)
         keys = k.shape[0]
         visible = s.visibility(w, sequence, keys)
-        if not s.keep_unseen and not bool(visible.any(0).all()):
-            seen = visible.any(0)[:, None, None]
+        chosen = s.selection(w, sequence, keys)
+        if chosen is not None:
+            visible = visible & chosen[heads]
+        seen_by_some = visible.flatten(0, -2).any(0)
+        if not s.keep_unseen and not bool(seen_by_some.all()):
+            seen = seen_by_some[:, None, None]
             k, v = torch.where(seen, k, 0.0), torch.where(seen, v, 0.0)
         logits = s.score(w, q[sequence.first : sequence.first + sequence.q_len], k, heads) + s.bias(w, sequence, keys)
         logits = logits.masked_fill(~visible, -torch.inf)

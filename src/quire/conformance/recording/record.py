@@ -24,6 +24,7 @@ from quire.batch import Batch
 from quire.cache.format import FORMATS
 from quire.cache.kv_cache import KVCache
 from quire.cache.layout import layout_named
+from quire.conformance.cases.call import selection_of
 from quire.conformance.recording import tensor_file
 from quire.contract.call import Call
 from quire.contract.check import recorded_by, violations
@@ -266,6 +267,7 @@ def _load(number: int, metadata: dict[str, Any], tensors: dict[str, torch.Tensor
             own["page_table"], own["kv_lens"], own["q_starts"],
             slots=own.get("slots"), max_q_len=metadata["max_q_len"], max_kv_len=metadata["max_kv_len"],
             shard=metadata.get("shard"), spans=own.get("spans"),
+            select=selection_of(own.get("select_positions"), own.get("select_columns")),
         ),
         q=own["q"],
         options=Options(**given) if given else PLAIN,
@@ -305,6 +307,7 @@ def _tensors(call: Call, ids: torch.Tensor, table: torch.Tensor) -> dict[str, to
         "spans": batch.spans,
         "new_k": new_k,
         "new_v": new_v,
+        **({} if batch.select is None else {f"select_{batch.select.kind}": batch.select.entries}),
         **{name: getattr(call.options, name) for name in OPTIONS},
     }
     for name, scale in (("k_scale", cache.k_scale), ("v_scale", cache.v_scale)):

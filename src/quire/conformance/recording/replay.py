@@ -121,6 +121,7 @@ def call_of(recorded: Recorded, with_lse: bool) -> KernelCall:
     options, cache, q = recorded.options, recorded.cache, recorded.q
     dtype = recorded.out.dtype if recorded.out is not None else default_out_dtype(q.dtype, options.out_scale is not None)
     new_k, new_v = recorded.new or (None, None)
+    select = recorded.batch.select
     return KernelCall(
         q=q,
         k_pages=cache.k,
@@ -142,6 +143,8 @@ def call_of(recorded: Recorded, with_lse: bool) -> KernelCall:
         max_kv_len=recorded.batch.max_kv_len,
         shard=recorded.batch.shard,
         spans=recorded.batch.spans,
+        select_positions=select.entries if select is not None and select.kind == "positions" else None,
+        select_columns=select.entries if select is not None and select.kind == "columns" else None,
     ).take_checksums()
 
 

@@ -5,10 +5,11 @@ The signature of an adapter, a function in any file (`quire conform my_kernel.py
     def attention(*, q, k_pages, v_pages, page_table, kv_lens, q_starts, out, scale, ...):
 
 takes its arguments by name, and either writes `out` or returns the output, or the pair of output and LSE. It may declare more
-arguments: `window, alibi, sinks, causal, mask, positions, k_scale, v_scale, q_scale, new_k, new_v, shard, spans, lse, layout,
-format, max_q_len, max_kv_len` and the other names in `OPTIONAL`, all as in `KernelCall`. A feature that the function has no
-argument for is one it does not support: cases with it are skipped. The module's `SUPPORTS` declares further limits. It is a dict
-from a field of `quire.Problem` or `quire.Extent` to the allowed values, or to a function that returns whether a value is allowed:
+arguments: `window, alibi, sinks, causal, mask, positions, k_scale, v_scale, q_scale, new_k, new_v, shard, spans, select_positions,
+select_columns, lse, layout, format, max_q_len, max_kv_len` and the other names in `OPTIONAL`, all as in `KernelCall`. A feature
+that the function has no argument for is one it does not support: cases with it are skipped. The module's `SUPPORTS` declares
+further limits. It is a dict from a field of `quire.Problem` or `quire.Extent` to the allowed values, or to a function that returns
+whether a value is allowed:
 
     SUPPORTS = {"q_dtype": ("fp16", "bf16"), "page_size": (16, 32), "head_dim": lambda n: n % 8 == 0, "max_q_len": range(0, 2)}
 

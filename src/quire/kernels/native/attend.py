@@ -14,7 +14,7 @@ import torch
 
 from quire.batch import Batch
 from quire.cache.kv_cache import KVCache
-from quire.kernels.native.call import ABSENT, ATTEND, UNBOUNDED, array, batch_of, cache_of, index
+from quire.kernels.native.call import ABSENT, ATTEND, UNBOUNDED, array, batch_of, cache_of, index, select_of
 from quire.kernels.native.library import library
 from quire.options import Options
 from quire.platform import Platform
@@ -65,6 +65,7 @@ def launch(
             *(ABSENT if mask is None else (mask.data_ptr(), *mask.stride(), mask.shape[1])),
             *(ABSENT if positions is None else index(positions)),
             *(ABSENT if batch.spans is None else index(batch.spans)),
+            *select_of(batch, q),
             context_from,
             *only,
             zero_padding,

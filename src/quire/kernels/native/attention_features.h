@@ -1,6 +1,6 @@
 // The attention features as hooks that the kernels call: causality, window, spans and tree mask (`visible_range`, `is_visible`), softcap
 // (`Logits`), ALiBi (`alibi_penalty`), sinks (`add_sink`). Kernels number the keys that are in the cache; with a shard, the position
-// of a key is another number (`Shard` of call.h).
+// of a key is another number (`Shard` of call.h). With a selection, keys are numbered within a tile, which has their positions.
 #pragma once
 #include "functions.h"
 
@@ -13,7 +13,7 @@ struct Sequence {
     int64_t seq, token, q_len, kv_len;
     int64_t begin, context;  // the position of the first new token, and the number of keys before it
     bool fresh;  // whether its new tokens are passed as arguments
-    bool causal, tree;
+    bool causal, tree, selected;
 
     Sequence(const Attend& call, int64_t seq)
         : seq(seq),
@@ -24,7 +24,8 @@ struct Sequence {
           context(call.batch.shard.count(begin)),
           fresh(call.takes_new(seq)),
           causal(call.is_causal(seq)),
-          tree(call.mask) {}
+          tree(call.mask),
+          selected(call.select.kind) {}
 };
 
 // The keys that a query row sees: [low, high) without a tree mask; a tree's rows see some of the keys.
@@ -92,11 +93,11 @@ struct Logits {
 
 // Whether ALiBi is a bias of each row and key, because distances do not follow from the number of a key.
 static INLINE bool alibi_is_bias(const Attend& call, const Sequence& s) {
-    return call.alibi && (s.tree || call.batch.shard.ranks > 1);
+    return call.alibi && (s.tree || s.selected || call.batch.shard.ranks > 1);
 }
-// The same bias as `alibi_penalty`, for one key.
-static INLINE float alibi_bias(const Attend& call, const Sequence& s, const VisibleRange& visible, int64_t key) {
-    int64_t distance = visible.slope ? visible.at - key_position(call, s, key) : 0;
+// The same bias as `alibi_penalty`, for the key at a position.
+static INLINE float alibi_bias(const VisibleRange& visible, int64_t position) {
+    int64_t distance = visible.slope ? visible.at - position : 0;
     return -visible.slope * (float)(distance < 0 ? -distance : distance);
 }
 

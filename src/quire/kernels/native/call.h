@@ -51,6 +51,20 @@ struct Pages {  // [pages, heads, slot/, slot%, dim/, dim%]; strides, and the le
     }
 };
 
+// Which keys queries see, if not all: for each row and head, `count` entries. A row is a token and an entry a position, or a row is a
+// sequence and an entry a column of its page table. Heads that share their entries have stride 0.
+struct Select {
+    enum Kind : int64_t { NONE, POSITIONS, COLUMNS };
+    const void* data;
+    int64_t row, head, step, wide, count, kind;
+
+    INLINE int64_t at(int64_t r, int64_t h, int64_t i) const {
+        int64_t offset = r * row + h * head + i * step;
+        return wide ? static_cast<const int64_t*>(data)[offset] : static_cast<const int32_t*>(data)[offset];
+    }
+    INLINE int64_t keys_per_entry(int64_t page_size) const { return kind == COLUMNS ? page_size : 1; }
+};
+
 struct Cache {
     Pages k, v;
     int64_t pages, page_size, heads;
@@ -103,6 +117,7 @@ struct Attend {
     int64_t mask_token, mask_column, mask_width;
     Index positions;  // data is null if they follow from the lengths
     Index spans;      // the keys [begin, end) that each new token sees; data is null without spans
+    Select select;
     int64_t context_from, only_low, only_high, zero_padding, invariant;
     int64_t threads, level;
     Cache cache;
@@ -170,7 +185,7 @@ struct Scales {  // of K or of V
 // A call whose index values are to be validated.
 struct Check {
     Batch batch;
-    int64_t pages, page_size, tokens;
+    int64_t pages, page_size, heads, tokens;
     int64_t whole;             // whether to validate the batch too, or only values that depend on other tensors
     int64_t reads, has_new;    // whether it attends; whether new tokens are passed as arguments
     int64_t context_from, only_low, only_high;
@@ -181,6 +196,7 @@ struct Check {
     int64_t mask_token, mask_column, mask_width;
     Index positions;
     Index spans;
+    Select select;
     int64_t writes;
     Index slots;             // data is null if they follow from the table
     const int32_t* holders;  // how many sequences hold each page; null if unknown
@@ -190,7 +206,7 @@ struct Check {
     INLINE bool is_causal(int64_t seq) const { return causal_of ? causal_of[seq * causal_stride] : causal; }
 };
 
-// A work unit: some query rows of one sequence, over some of its keys. A query row is a new token and a query head of the group.
+// A work unit: some query rows of one sequence, over some of its keys; with a selection, over the keys of some entries. A query row is a new token and a query head of the group.
 struct Unit {
     int64_t seq, head, heads, row, rows, low, high;
     float* part;  // where the partial result is stored; null if the unit is not split

@@ -24,16 +24,18 @@ ABSENT: Words = (0, 0, 0, 0)
 """An absent index tensor."""
 NO_SHARD: Words = (0, 1, 1)
 """One rank, which holds every key."""
+NO_SELECT: Words = (0,) * 7
+"""No selection."""
 
-_ARRAYS, _INDEX, _BATCH, _PAGES = 4 * 5, 4, 3 * 4 + 2 + 3, 15
-ATTEND = struct.Struct(f"{_ARRAYS}q 5q {_BATCH}q 3d 11q {2 * _INDEX}q 7q")
+_ARRAYS, _INDEX, _BATCH, _SELECT, _PAGES = 4 * 5, 4, 3 * 4 + 2 + 3, 7, 15
+ATTEND = struct.Struct(f"{_ARRAYS}q 5q {_BATCH}q 3d 11q {2 * _INDEX}q {_SELECT}q 7q")
 """The fields of `Attend` before its cache."""
 WRITE = struct.Struct(f"10q {_BATCH}q {_INDEX}q 3q")
 """The fields of `Write` before its cache."""
 ROPE = struct.Struct("6q 4q q 10q q 4q d 2q")
 """The fields of `Rope`, which a `RopeWrite` begins with."""
 CACHE = struct.Struct(f"{2 * _PAGES}q 3q")
-CHECK = struct.Struct(f"{_BATCH}q 11q 3q 4q {2 * _INDEX}q q {_INDEX}q q 12q 2q")
+CHECK = struct.Struct(f"{_BATCH}q 12q 3q 4q {2 * _INDEX}q {_SELECT}q q {_INDEX}q q 12q 2q")
 SIZES = {"attend": ATTEND.size + CACHE.size, "write": WRITE.size + CACHE.size, "check": CHECK.size}
 SIZES["rope_write"] = ROPE.size + SIZES["write"]
 """Bytes of each structure. The library reports its own sizes, and `Library` compares them."""
@@ -87,6 +89,18 @@ def rope_of(call: Any) -> bytes:
         rope.unit_offset,
         call.zero_padding and q is not None,
     )  # fmt: skip
+
+
+def select_of(batch: Batch, q: torch.Tensor | None) -> Words:
+    """The selection of a batch; none in a write. Heads that share their entries have stride 0."""
+    select = batch.select
+    if select is None or q is None:
+        return NO_SELECT
+    entries = select.entries
+    row, head, step = entries.stride()
+    head = 0 if entries.shape[1] == 1 else head
+    kind = 1 + (select.kind == "columns")
+    return entries.data_ptr(), row, head, step, entries.dtype is torch.int64, entries.shape[2], kind
 
 
 def cache_of(cache: KVCache) -> bytes:

@@ -61,7 +61,7 @@ struct Run {  // slots [first, end)
 
 class Checker {
   public:
-    explicit Checker(const Check& call) : call(call), runs(memory()) {}
+    explicit Checker(const Check& call) : call(call), runs(memory()), marks(marked()) {}
 
     bool legal() {
         if (!all_positive(call.k_scale) || !all_positive(call.v_scale)) return false;
@@ -82,11 +82,17 @@ class Checker {
   private:
     const Check& call;
     std::vector<Run>& runs;
+    std::vector<uint8_t>& marks;  // by entry of a selection; all 0 between rows
     bool tokens_scaled = false, stores = false;
 
     // One per thread, reused by every call.
     static std::vector<Run>& memory() {
         static thread_local std::vector<Run> owned;
+        return owned;
+    }
+
+    static std::vector<uint8_t>& marked() {
+        static thread_local std::vector<uint8_t> owned;
         return owned;
     }
 
@@ -109,9 +115,10 @@ class Checker {
         const bool by_length = !call.spans.data && call.is_causal(seq);
         if (context < 0 && (call.writes || call.has_new || call.mask || by_length)) return false;
         if (call.reads && (call.whole || tokens_scaled)) {
-            bool good = call.spans.data ? spans_are_legal(seq, begin, q_len, kv_len)
-                        : call.mask     ? tree_is_legal(seq, begin, q_len, context)
-                                        : range_is_legal(seq, begin, context, kv_len);
+            bool good = call.select.kind  ? selection_is_legal(seq, begin, q_len, kv_len)
+                        : call.spans.data ? spans_are_legal(seq, begin, q_len, kv_len)
+                        : call.mask       ? tree_is_legal(seq, begin, q_len, context)
+                                          : range_is_legal(seq, begin, context, kv_len);
             if (!good) return false;
         }
         if (!stores) return true;
@@ -137,6 +144,45 @@ class Checker {
             if (!needed(seq, begin, context, range.low, range.high)) return false;
         }
         return true;
+    }
+
+    // Whether all entries of the sequence exist, each once in its row, and the pages of those that are visible.
+    bool selection_is_legal(int64_t seq, int64_t begin, int64_t q_len, int64_t kv_len) {
+        const Select& select = call.select;
+        const bool columns = select.kind == Select::COLUMNS;
+        const int64_t each = select.keys_per_entry(call.page_size), limit = (kv_len + each - 1) / each, context = kv_len - q_len;
+        const int64_t heads = select.head == 0 ? 1 : call.heads, right = call.is_causal(seq) ? 0 : call.right;
+        if (static_cast<int64_t>(marks.size()) < limit) marks.resize(static_cast<size_t>(limit));
+        for (int64_t i = 0; i < (columns ? 1 : q_len); i++) {
+            // The positions of the row's first query and of its last, and what they see.
+            const int64_t first = context + i, last = columns ? kv_len - 1 : first;
+            const int64_t low = call.left == UNBOUNDED ? 0 : std::max<int64_t>(0, first - call.left);
+            const int64_t high = right == UNBOUNDED || last >= kv_len - right ? kv_len : last + right + 1;
+            for (int64_t h = 0; h < heads; h++) {
+                if (!row_is_legal(seq, begin, context, columns ? seq : begin + i, h, limit, each, low, high)) return false;
+            }
+        }
+        return true;
+    }
+
+    bool row_is_legal(int64_t seq, int64_t begin, int64_t context, int64_t row, int64_t head, int64_t limit, int64_t each, int64_t low,
+                      int64_t high) {
+        bool good = true;
+        int64_t seen = 0;
+        for (; good && seen < call.select.count; seen++) {
+            int64_t entry = call.select.at(row, head, seen);
+            if (entry == -1) continue;
+            good = entry >= 0 && entry < limit && !marks[entry];
+            if (!good) break;
+            marks[entry] = 1;
+            int64_t from = std::max(low, entry * each), to = std::min(high, (entry + 1) * each);
+            good = needed(seq, begin, context, from, to);
+        }
+        for (int64_t i = 0; i < call.select.count && i <= seen; i++) {
+            int64_t entry = call.select.at(row, head, i);
+            if (entry >= 0 && entry < limit) marks[entry] = 0;
+        }
+        return good;
     }
 
     bool tree_is_legal(int64_t seq, int64_t begin, int64_t q_len, int64_t context) {

@@ -179,7 +179,7 @@ struct DecodeKernel {
         scores = workspace.take<float>(count * DECODE_KEYS);
         weights = F::PER_UNIT == 1 ? (int32_t*)scores : workspace.take<int32_t>(count * UNITS);
         keep = workspace.take<float>(count + W);
-        bias = workspace.take<float>(call.alibi && call.batch.shard.ranks > 1 ? DECODE_ROWS * DECODE_KEYS : 0);
+        bias = workspace.take<float>(call.select.kind || (call.alibi && call.batch.shard.ranks > 1) ? DECODE_ROWS * DECODE_KEYS : 0);
         k_scale = workspace.take<float>(KEYS);
         v_scale = workspace.take<float>(KEYS);
         have = workspace.take<SoftmaxState>(count);
@@ -209,24 +209,30 @@ struct DecodeKernel {
                 }
                 as_units<F>(from, call.q.type, k_dim, to, k_units);
                 visibles[at] = visible_range(call, s, token, q_head);
+                if (s.selected) visibles[at].low = 0, visibles[at].high = KEYS;
                 have[at] = SoftmaxState{-__builtin_inff(), 0.0f};
             }
         }
         memset(values, 0, heads * padded_rows * v_lanes * 4);
         const Logits logits(call);
+        const SeenPositions positions(call, s, unit);
         bool bad = false;
         // A tile does not contain both cached and new tokens: all of its rows have one type.
         int64_t turn = s.fresh ? most(unit.low, least(unit.high, s.context)) : unit.high;
         auto end_of = [&](int64_t low) { return least(low + DECODE_KEYS, low < turn ? turn : unit.high); };
-        int64_t low = unit.low, which = 0;
-        if (low < unit.high) locate_tile(s, low, end_of(low), tiles[0]);
+        auto locate = [&](int64_t from, Tile& tile) {  // returns where the next tile starts
+            if (s.selected) return locate_selected(call, s, unit, positions.some, from, DECODE_KEYS, tile);
+            locate_tile(s, from, end_of(from), tile);
+            return end_of(from);
+        };
+        int64_t low = unit.low, next = low, which = 0;
+        if (low < unit.high) next = locate(low, tiles[0]);
         while (low < unit.high) {
             Tile &tile = tiles[which], &after = tiles[1 - which];
-            int64_t next = end_of(low);
-            if (next < unit.high) locate_tile(s, next, end_of(next), after);
+            int64_t then = next < unit.high ? locate(next, after) : next;
             if (tile.bad) bad = true;
-            else visit(s, unit, tile, next < unit.high && !after.bad ? &after : nullptr, logits);
-            low = next, which = 1 - which;
+            else if (tile.count) visit(s, unit, tile, next < unit.high && !after.bad && after.count ? &after : nullptr, positions, logits);
+            low = next, next = then, which = 1 - which;
         }
         for (int64_t h = 0; h < heads; h++) {
             for (int64_t i = 0; i < unit.rows; i++) {
@@ -242,7 +248,9 @@ struct DecodeKernel {
 
     // Attends to a tile, for as many heads at a time as are read together. Values are prefetched while keys are scored, and the
     // next keys while values are accumulated.
-    void visit(const Sequence& s, const Unit& unit, const Tile& tile, const Tile* after, const Logits& logits) {
+    void visit(const Sequence& s, const Unit& unit, const Tile& tile, const Tile* after, const SeenPositions& positions,
+               const Logits& logits) {
+        const bool hidden = s.selected && positions.hide_some(tile);
         int64_t some = heads_at_once(keys(tile, 0), values_in(tile, 0));
         for (int64_t h = 0; h < unit.heads; h += some) {
             int64_t heads = least(some, unit.heads - h), head = unit.head + h;
@@ -250,7 +258,7 @@ struct DecodeKernel {
             if (h + some < unit.heads) next = keys(tile, head + some);
             else if (after) next = keys(*after, unit.head);
             score(ready(k, call.cache.k.dim), v, h, heads);
-            for (int64_t i = h; i < h + heads; i++) softmax_head(s, unit, tile, i, logits);
+            for (int64_t i = h; i < h + heads; i++) softmax_head(s, unit, tile, i, hidden, logits);
             accumulate(ready(v, call.cache.v.dim), next, h, heads);
         }
     }
@@ -334,14 +342,14 @@ struct DecodeKernel {
         });
     }
 
-    void softmax_head(const Sequence& s, const Unit& unit, const Tile& tile, int64_t h, Logits logits) {
+    void softmax_head(const Sequence& s, const Unit& unit, const Tile& tile, int64_t h, bool hidden, Logits logits) {
         const Pages &k = call.cache.k, &v = call.cache.v;
         bool one = k.scale && k.scale_page == 0 && k.scale_slot == 0 && tile.cut == tile.count;  // one scale for all keys
         if (one) logits.factor *= k.scale_of(0, 0, unit.head + h);
         bool k_scaled = !one && scales_of(k, tile.k, tile.k_scale, tile, unit.head + h, k_scale, DECODE_KEYS);
         bool v_scaled = scales_of(v, tile.v, tile.v_scale, tile, unit.head + h, v_scale, DECODE_KEYS);
         int64_t base = h * padded_rows;
-        const bool biased = alibi_is_bias(call, s);
+        const bool biased = hidden || alibi_is_bias(call, s);
         Scores seen{scores + base * DECODE_KEYS, DECODE_KEYS, round_up(tile.count, 2 * W), k_scaled ? k_scale : nullptr,
                     v_scaled ? v_scale : nullptr, biased ? bias : nullptr, call.alibi && !biased, {}, {}, {}, {}};
         for (int64_t i = 0; i < unit.rows; i++) {
@@ -350,7 +358,11 @@ struct DecodeKernel {
             seen.last[i] = most<int64_t>(0, least(tile.count, visible.high - tile.first));
             seen.slope[i] = visible.slope, seen.distance[i] = (float)(visible.at - tile.first);
             for (int64_t j = 0; biased && j < seen.padded; j++) {
-                bias[i * DECODE_KEYS + j] = j < tile.count ? alibi_bias(call, s, visible, tile.first + j) : 0.0f;
+                bias[i * DECODE_KEYS + j] = j < tile.count ? alibi_bias(visible, position_in(call, s, tile, j)) : 0.0f;
+            }
+            const Range sees = hidden ? seen_by(call, s, visible.token) : Range{};
+            for (int64_t j = 0; hidden && j < tile.count; j++) {
+                if (tile.position[j] < sees.low || tile.position[j] >= sees.high) bias[i * DECODE_KEYS + j] = -__builtin_inff();
             }
         }
         softmax<F>(seen, unit.rows, weights + base * UNITS, UNITS, logits, have + base, keep + base);

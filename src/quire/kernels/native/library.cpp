@@ -223,11 +223,30 @@ bool is_invalid(const Attend& call, Lengths& sequence, int64_t seq) {
     int64_t context = sequence.kv_len - sequence.q_len, end = call.takes_new(seq) ? std::max<int64_t>(0, context) : sequence.kv_len;
     int64_t columns = call.batch.width, size = call.cache.page_size;
     const Shard& shard = call.batch.shard;
+    if (call.select.kind) return false;  // its entries are checked when they are read
     if (call.spans.data) return misses_span(call, sequence, seq, end);
     if (call.mask) return shard.count(context) > columns * size && sees_from(call, sequence, context, columns * size);
     int64_t low = shard.count(call.left == UNBOUNDED ? 0 : std::max<int64_t>(0, context - call.left));
     end = shard.count(end);
     return low < end && !pages_exist(call.batch, seq, low, end, size, call.cache.pages);
+}
+
+// The units of a sequence with a selection. Rows that share entries are in one unit: all rows of a sequence, or those of a token, and
+// all heads or one.
+void add_selected_units(const Attend& call, const Level& level, int64_t seq, int64_t height, std::vector<Unit>& units) {
+    const int64_t heads = call.cache.heads, rows = call.lengths[seq].q_len * call.group;
+    const int64_t keys = call.select.count * call.select.keys_per_entry(call.cache.page_size);
+    // A batch-invariant call takes one token at a time: otherwise keys that other tokens see would move those of this one.
+    const bool by_token = call.select.kind == Select::POSITIONS || call.invariant;
+    const int64_t most = by_token ? std::min(call.group, level.most_rows(call)) : level.uses_decode(call, rows) ? rows : height;
+    const int64_t together = call.select.head == 0 && level.uses_decode(call, std::min(most, rows)) ? heads : 1;
+    for (int64_t head = 0; head < heads; head += together) {
+        for (int64_t row = 0, count; row < rows; row += count) {
+            count = std::min(most, by_token ? call.group - row % call.group : rows - row);
+            double cost = double(keys + 16) * together * (count + (level.uses_decode(call, count) ? 8 : 16));
+            units.push_back({seq, head, together, row, count, 0, keys, nullptr, cost});
+        }
+    }
 }
 
 void fill_nan(const Attend& call, int64_t first, int64_t count) {
@@ -284,6 +303,10 @@ void run(Attend& call) {
     for (int64_t seq = 0; seq < call.batch.seqs; seq++) {
         int64_t q_len = lengths[seq].q_len, rows = q_len * call.group;
         if (q_len <= 0 || q_len < call.only_low || q_len > call.only_high) continue;
+        if (call.select.kind) {
+            add_selected_units(call, level, seq, height, units);
+            continue;
+        }
         if (decodes(seq)) {
             Range keys = sees(call, seq, 0, q_len);
             double cost = double(keys.high - keys.low + 16) * heads * (rows + 8);
@@ -303,6 +326,8 @@ void run(Attend& call) {
             }
         }
     }
+
+    for (const Unit& unit : units) total += call.select.kind ? unit.cost : 0;
 
     // A unit that is larger than a thread's share of the work is split over its keys, and its partial results are combined.
     std::vector<Unit> cut;
@@ -347,7 +372,7 @@ void run(Attend& call) {
     int64_t threads = total * (call.cache.k.dim + call.cache.v.dim) < 1e6 ? 1 : call.threads;
     parallel_for(threads, static_cast<int64_t>(cut.size()), level.workspace_size(call), [&](int64_t i, char* mine) {
         const Unit& unit = cut[order[i]];
-        level.attend(call, unit, decodes(unit.seq), mine);
+        level.attend(call, unit, call.select.kind ? level.uses_decode(call, unit.rows) : decodes(unit.seq), mine);
     });
     parallel_for(threads, static_cast<int64_t>(split_units.size()), 0, [&](int64_t i, char*) { level.combine(call, split_units[i]); });
 }

@@ -41,7 +41,7 @@ struct PrefillKernel {
         v_panels = workspace.take<int32_t>(KEYS * v_lanes);
         line = workspace.take<int32_t>(W * most(k_units, v_lanes));
         keep = workspace.take<float>(MOST_ROWS);
-        bias = workspace.take<float>(call.mask || (call.alibi && call.batch.shard.ranks > 1) ? STRIP * KEYS : 0);
+        bias = workspace.take<float>(call.mask || call.select.kind || (call.alibi && call.batch.shard.ranks > 1) ? STRIP * KEYS : 0);
         k_scale = workspace.take<float>(KEYS);
         v_scale = workspace.take<float>(KEYS);
         have = workspace.take<SoftmaxState>(count);
@@ -104,14 +104,21 @@ struct PrefillKernel {
             }
             as_units<F>(from, call.q.type, k_dim, q + i * k_units, k_units);
             visibles[i] = visible_range(call, s, token, q_head);
+            if (s.selected) visibles[i].low = 0, visibles[i].high = KEYS;
             have[i] = SoftmaxState{-__builtin_inff(), 0.0f};
         }
         for (int64_t i = unit.rows; i < padded_rows; i++) memset(q + i * k_units, 0, k_units * 4);
         memset(values, 0, padded_rows * v_lanes * 4);
         const Logits logits(call);
         bool bad = false;
+        const SeenPositions positions(call, s, unit);
+        for (int64_t low = unit.low; s.selected && low < unit.high;) {
+            low = locate_selected(call, s, unit, positions.some, low, KEYS, *tile);
+            bad |= tile->bad;
+            if (tile->count) attend_tile(s, unit, head, logits, !alibi_is_bias(call, s) && !positions.hide_some(*tile));
+        }
         const int64_t last = last_seen(s, unit);
-        for (int64_t first = unit.low / KEYS * KEYS; first < unit.high; first += KEYS) {
+        for (int64_t first = unit.low / KEYS * KEYS; !s.selected && first < unit.high; first += KEYS) {
             // Skip keys that no window of a tree contains: there may be many of them before the new tokens.
             if (first >= last && first + KEYS <= s.context) first = s.context / KEYS * KEYS;
             if (first >= unit.high) break;
@@ -225,10 +232,12 @@ struct PrefillKernel {
     }
 
     void fill_bias(const Sequence& s, const VisibleRange& visible, int64_t begin, int64_t padded, float* bias) {
+        const Range seen = s.selected ? seen_by(call, s, visible.token) : Range{};
         for (int64_t i = 0; i < padded; i++) {
-            int64_t j = begin + i, key = tile->first + j;
-            bool sees = j < tile->count && tile->k[j] && (!s.tree || is_visible(call, s, visible, key));
-            bias[i] = sees ? alibi_bias(call, s, visible, key) : -__builtin_inff();
+            int64_t j = begin + i;
+            bool sees = j < tile->count && tile->k[j] && (!s.tree || is_visible(call, s, visible, tile->first + j));
+            if (s.selected && sees) sees = tile->position[j] >= seen.low && tile->position[j] < seen.high;
+            bias[i] = sees ? alibi_bias(visible, position_in(call, s, *tile, j)) : -__builtin_inff();
         }
     }
 };

@@ -16,7 +16,89 @@ struct Tile {
     const uint8_t* k[KEYS];
     const uint8_t* v[KEYS];
     int64_t k_scale[KEYS], v_scale[KEYS];  // where the scales of head 0 are, if there is one per token
+    int64_t position[KEYS];                // with a selection
     bool bad;  // whether a required page does not exist
+};
+
+// The position of a key of a tile.
+static INLINE int64_t position_in(const Attend& call, const Sequence& s, const Tile& tile, int64_t j) {
+    return s.selected ? tile.position[j] : key_position(call, s, tile.first + j);
+}
+
+// Fills a tile with the next selected keys that some row of a unit sees, at most `most_keys`. Numbers [low, high) count the keys of
+// the entries of the unit's row of the selection. Returns the number after the last one that was looked at. A tile of a selection
+// starts at key 0: its rows see all of its keys that their `bias` does not hide.
+static int64_t locate_selected(const Attend& call, const Sequence& s, const Unit& unit, const Range& wanted, int64_t low,
+                               int64_t most_keys, Tile& tile) {
+    const Cache& cache = call.cache;
+    const Select& select = call.select;
+    const bool columns = select.kind == Select::COLUMNS;
+    const int64_t size = cache.page_size, each = select.keys_per_entry(size), limit = (s.kv_len + each - 1) / each;
+    const int64_t row = columns ? s.seq : s.token + unit.row / call.group;
+    const int64_t k_size = size_of(cache.k.type), v_size = size_of(cache.v.type);
+    tile.first = 0, tile.count = 0, tile.bad = false;
+    while (low < unit.high && tile.count < most_keys) {
+        int64_t entry = select.at(row, unit.head, columns ? low / size : low), offset = columns ? low % size : 0;
+        int64_t stop = least(unit.high, low - offset + each);
+        if (entry < 0 || entry >= limit) {
+            tile.bad |= entry != -1;
+            low = stop;
+            continue;
+        }
+        int64_t position = entry * each + offset, column = position / size, slot = position - column * size;
+        int64_t skipped = most<int64_t>(0, wanted.low - position), end = least(position + stop - low, wanted.high);
+        if (position + skipped >= end) {
+            low = stop;
+            continue;
+        }
+        position += skipped, slot += skipped, low += skipped;
+        int64_t page = column < call.batch.width ? call.batch.table.at(s.seq, column) : -1;
+        if (page < 0 || page >= cache.pages) {
+            tile.bad = true;
+            low = stop;
+            continue;
+        }
+        const uint8_t* k = cache.k.data + page * cache.k.page * k_size;
+        const uint8_t* v = cache.v.data + page * cache.v.page * v_size;
+        for (; position < end && tile.count < most_keys; position++, slot++, low++) {
+            int64_t j = tile.count++;
+            tile.position[j] = position;
+            tile.k_scale[j] = page * cache.k.scale_page + slot * cache.k.scale_slot;
+            tile.v_scale[j] = page * cache.v.scale_page + slot * cache.v.scale_slot;
+            tile.k[j] = k + cache.k.slot(slot) * k_size;
+            tile.v[j] = v + cache.v.slot(slot) * v_size;
+        }
+        if (position == end) low = stop;
+    }
+    tile.cut = tile.count;
+    return low;
+}
+
+// The positions that a new token sees, of those that are selected.
+static INLINE Range seen_by(const Attend& call, const Sequence& s, int64_t token) {
+    const VisibleRange visible = visible_range(call, s, token, 0);
+    return {visible.low, visible.high};
+}
+
+// The positions that some rows of a unit see, and those that all of them see.
+struct SeenPositions {
+    Range some{INT64_MAX, 0}, all{0, INT64_MAX};
+
+    SeenPositions(const Attend& call, const Sequence& s, const Unit& unit) {
+        if (!s.selected) return;
+        for (int64_t token = unit.row / call.group; token <= (unit.row + unit.rows - 1) / call.group; token++) {
+            Range one = seen_by(call, s, token);
+            if (one.low < one.high) some = {least(some.low, one.low), most(some.high, one.high)};
+            all = {most(all.low, one.low), least(all.high, one.high)};
+        }
+    }
+
+    // Whether some row does not see some key of a tile of a selection.
+    INLINE bool hide_some(const Tile& tile) const {
+        bool hidden = false;
+        for (int64_t j = 0; j < tile.count; j++) hidden |= (tile.position[j] < all.low) | (tile.position[j] >= all.high);
+        return hidden;
+    }
 };
 
 // Locates keys [low, high) of the tile that starts at `first`. `seen`, if not null, says which keys some query of a tree sees.

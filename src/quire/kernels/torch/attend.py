@@ -24,6 +24,7 @@ from quire.kernels.torch.exact_products import exact_products
 from quire.kernels.torch.features import SequenceRows, VisibleKeys, spans_as_keys
 from quire.kernels.torch.invalid import invalid_sequences
 from quire.kernels.torch.read import Reader
+from quire.kernels.torch.selected import AttendSelected
 from quire.kernels.torch.strip import Strip
 from quire.options import Options
 from quire.platform import Platform
@@ -88,6 +89,12 @@ def launch(
     longest = max((stop - start for start, stop in pairwise(starts)), default=0)
     context_from = ANY if new is None else context_from
     sequences = _sequences(batch, options, starts, kv_lens)
+    if batch.select is not None:
+        selected = AttendSelected(q, cache, options, batch.select, out, lse)
+        for seq, rows in enumerate(sequences):
+            if not selected(rows, page_table[seq], seq):
+                _make_nan(slice(rows.start, rows.start + rows.q_len), out, lse)
+        return
     invalid = invalid_sequences(cache, page_table, options, sequences, context_from)
     kernel = AttendSequence(q, cache, options, out, lse, longest)
     for seq, rows in enumerate(sequences):

@@ -60,6 +60,13 @@ class BatchTensors(NamedTuple):
     """The keys [begin, end) that each new token sees, `[tokens, 2]`, or None."""
     spans_token: Stride
     spans_side: Stride
+    select: Pointer
+    """This and the next four are the selection, None without one: `[tokens or seqs, kv_heads, count]` with its strides, of heads 0
+    where they share their entries."""
+    select_row: Stride
+    select_head: Stride
+    select_step: Stride
+    select_count: Number
 
 
 class Query(NamedTuple):
@@ -215,6 +222,8 @@ class AttendConstants(NamedTuple):
     TREE: bool
     SPANS: bool
     """Whether `BatchTensors.spans` says what each new token sees."""
+    SELECT: str | None
+    """What the batch selects: 'positions' per query, 'columns' per sequence, or None."""
     LEFT: int | None
     RIGHT: int | None
     CONTEXT_FROM: int

@@ -234,9 +234,12 @@ def attend_unit(state, q, scale, unit, batch, cache, new, features, begin, end, 
 @triton.jit
 def table_too_short(batch, cache, unit, C: tl.constexpr):
     """Whether the sequence needs a page, and the table is too short for it or the cache has no page."""
-    too_short = (end_in_pages(unit, C) - 1) // C.PAGE_SIZE >= batch.table_width
-    needed = needs_pages(batch, unit, C)
-    return (too_short | (cache.pages < 1)) & needed
+    if C.SELECT is not None:
+        return unit.high < 0  # pages are looked up entry by entry
+    else:
+        too_short = (end_in_pages(unit, C) - 1) // C.PAGE_SIZE >= batch.table_width
+        needed = needs_pages(batch, unit, C)
+        return (too_short | (cache.pages < 1)) & needed
 
 
 @triton.jit

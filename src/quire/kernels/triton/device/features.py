@@ -12,10 +12,12 @@ and the shard. The kernels of Triton and Gluon call only the hooks, which compos
     add_sink           sinks                           one more term of the denominator
     keys_before        shard                           how many keys of the cache lie before a position
     position_of        shard                           the position of a key
+    selected_keys      selection                       the positions of the keys of a tile of selected keys
 
 and constants by which they choose their loops: `has_left_edge`, `decides_by_key` and `leaves_gaps`.
 
-A *key* is a number in the order of the pages, and a *position* a number in the sequence. They differ only with a shard.
+A *key* is a number in the order of the pages, and a *position* a number in the sequence. They differ only with a shard and with a
+selection, where a key is a number in the order of the selected entries.
 
 A feature that a call does not use costs nothing: its argument is None or a constant says so, and the compiler removes the code.
 """
@@ -62,16 +64,16 @@ def has_left_edge(C):
 
 @triton.constexpr_function
 def decides_by_key(C):
-    """Whether visibility is decided key by key, as with a tree mask: then no tile is known to be visible to every query, and pages
-    are checked when they are read, since only some of them may be needed."""
-    return C.TREE
+    """Whether visibility is decided key by key, as with a tree mask or a selection: then no tile is known to be visible to every
+    query, and pages are checked when they are read, since only some of them may be needed."""
+    return C.TREE or C.SELECT is not None
 
 
 @triton.constexpr_function
 def leaves_gaps(C):
     """Whether any key between two others may be hidden from every query: then its page may be missing, pages are checked when they
     are read, and what the key holds must have no effect."""
-    return C.TREE or C.SPANS
+    return C.TREE or C.SPANS or C.SELECT is not None
 
 
 @triton.jit
@@ -103,7 +105,12 @@ def range_by_lengths(batch, seq, context, first, last, position, q_len, kv_len, 
     all_to = low
     visible_from = low
     visible_to = high
-    if not decides_by_key(C):
+    if C.SELECT is not None:
+        high = selected_count(batch, C)
+        if C.LEFT is not None:
+            visible_from = window_begin(position, C)
+        visible_to = tl.minimum(position + right + 1, kv_len)
+    elif not decides_by_key(C):
         if C.LEFT is not None:
             low = window_begin(context + first, C)
             all_from = window_begin(context + last, C)
@@ -126,7 +133,13 @@ def range_by_lengths(batch, seq, context, first, last, position, q_len, kv_len, 
 def is_visible(unit, features, key, k_position, inside, C: tl.constexpr):
     """Which query row sees which key, `[ROWS, KEYS]`; `k_position` has the positions of the keys. The result is undefined for
     rows that hold no query."""
-    if decides_by_key(C):
+    if C.SELECT is not None:
+        visible = inside[None, :] & unit.live[:, None] & (k_position >= 0)[None, :]
+        visible &= k_position[None, :] < unit.visible_to[:, None]
+        if has_left_edge(C):
+            visible &= k_position[None, :] >= unit.visible_from[:, None]
+        return visible
+    elif decides_by_key(C):
         visible = is_in_tree(unit, features, k_position, inside)
         if has_window(C):
             visible = limit_to_window(visible, distance_of(unit, features, key, k_position), C)
@@ -160,7 +173,7 @@ def end_in_pages(unit, C: tl.constexpr):
 def needs_pages(batch, unit, C: tl.constexpr):
     """Whether some query of a unit may see a key that is in the pages."""
     needed = end_in_pages(unit, C) > first_needed_key(batch, unit.context, C)
-    if C.LEFT is not None and decides_by_key(C):
+    if C.LEFT is not None and C.TREE:
         needed &= tl.max((unit.live & (keys_before(batch, unit.position - C.LEFT) < unit.cached)).to(tl.int32)) > 0
     return needed
 
@@ -339,6 +352,43 @@ def position_of(shard, key):
 def is_in_shard(shard, position):
     """Whether the key at a position of 0 or more is in the cache, with a shard."""
     return position // shard.interleave % shard.ranks == shard.rank
+
+
+# Selection. Its tensor is a field of a batch.
+
+
+@triton.constexpr_function
+def keys_per_entry(C):
+    """How many keys an entry of a selection selects."""
+    return C.PAGE_SIZE if C.SELECT == "columns" else 1
+
+
+@triton.jit
+def selected_count(batch, C: tl.constexpr):
+    """How many keys the entries of a row select, those included that do not exist."""
+    return batch.select_count * keys_per_entry(C)
+
+
+@triton.jit
+def selected_row(batch, seq, first_token, kv_head, C: tl.constexpr):
+    """Where the entries of a unit begin. With selected positions, a unit has one token. None without a selection."""
+    row = None
+    if C.SELECT is not None:
+        of = first_token if C.SELECT == "positions" else seq
+        row = of.to(tl.int64) * batch.select_row + kv_head.to(tl.int64) * batch.select_head
+    return row
+
+
+@triton.jit
+def selected_keys(batch, unit, key, C: tl.constexpr):
+    """The positions of keys, -1 for those that do not exist, and which of these have an entry out of range."""
+    inside = key < unit.high
+    at = unit.selected + (key // keys_per_entry(C)).to(tl.int64) * batch.select_step
+    entry = tl.load(batch.select + at, mask=inside, other=-1)
+    exists = (entry >= 0) & (entry < (unit.cached + keys_per_entry(C) - 1) // keys_per_entry(C))
+    wrong = ~exists & (entry != -1)
+    position = tl.where(exists, entry, 0).to(tl.int32) * keys_per_entry(C) + key % keys_per_entry(C)
+    return tl.where(exists, position, -1), wrong
 
 
 # ALiBi

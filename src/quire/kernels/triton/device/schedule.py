@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from quire.kernels.triton.device.features import first_needed_key, has_left_edge, keys_before, load_span
+from quire.kernels.triton.device.features import first_needed_key, has_left_edge, keys_before, load_span, selected_count
 
 
 @triton.jit
@@ -32,7 +32,10 @@ def key_tiles(batch, start, q_len, kv_len, T: tl.constexpr, C: tl.constexpr):
     """The first key tile that a sequence needs, and how many. A sequence without keys counts one tile, since its output is written.
     A sequence with more keys than its table has columns for is invalid; it counts no more tiles than the table, so that it does
     not delay others."""
-    if C.SPANS:
+    if C.SELECT is not None:
+        # Every sequence counts as many tiles as a row has entries.
+        return kv_len * 0, tl.maximum((selected_count(batch, C) + T.STEP - 1) // T.STEP, 1) + kv_len * 0
+    elif C.SPANS:
         return tiles_of_spans(batch, start, q_len, kv_len, T, C)
     else:
         return tiles_of_sequence(batch, q_len, kv_len, T, C)

@@ -5,16 +5,23 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from quire.kernels.triton.device.features import decides_by_key, is_visible, per_row, position_of, transform_scores
+from quire.kernels.triton.device.features import decides_by_key, is_visible, per_row, position_of, selected_keys, transform_scores
 from quire.kernels.triton.device.formats import decode
 
 
 @triton.jit
 def load_page_ids(batch, unit, key, end, C: tl.constexpr):
     """The page id of each key below `end`, unchecked; -1 where the table has no such column."""
-    column = unit.seq.to(tl.int64) * batch.table_row + key // C.PAGE_SIZE * batch.table_step
-    end = within_table(batch, tl.minimum(end, unit.cached), C)
-    return tl.load(batch.page_table + column, mask=key < end, other=-1)
+    if C.SELECT is not None:
+        position, _ = selected_keys(batch, unit, key, C)
+        column = position // C.PAGE_SIZE
+        here = (key < end) & (position >= 0) & (column < batch.table_width)
+        row = unit.seq.to(tl.int64) * batch.table_row
+        return tl.load(batch.page_table + row + column * batch.table_step, mask=here, other=-1)
+    else:
+        column = unit.seq.to(tl.int64) * batch.table_row + key // C.PAGE_SIZE * batch.table_step
+        end = within_table(batch, tl.minimum(end, unit.cached), C)
+        return tl.load(batch.page_table + column, mask=key < end, other=-1)
 
 
 @triton.jit
@@ -113,7 +120,14 @@ def attend_tiles(
     for first in tl.range(begin, end, STEP, num_stages=STAGES if only_head is None else 1):
         first = tl.multiple_of(first, STEP)
         key = first + key_in_tile(T)
-        k_position = position_of(batch, key)
+        # The number from which the slot in a page follows.
+        place = key
+        if C.SELECT is not None:
+            k_position, wrong = selected_keys(batch, unit, key, C)
+            missing |= wrong
+            place = k_position
+        else:
+            k_position = position_of(batch, key)
         inside = (key >= unit.low) & (key < unit.high) if MASKED else key >= 0
         visible = is_visible(unit, features, key, k_position, inside, C) if MASKED else inside[None, :]
         if T.HEADS_PER_TILE > 1:
@@ -137,9 +151,13 @@ def attend_tiles(
                 page = load_page_ids(batch, unit, key, end, C)
             if CHECK_PAGES:
                 page, exists = clamp_page_ids(page, cache.pages)
+                if C.SELECT is not None:
+                    exists &= cache.pages > 0
                 missing |= from_pages & ~exists
+                if C.SELECT is not None:
+                    from_pages &= exists
             page = page.to(tl.int64) if C.FAR else page.to(tl.int32)
-            at = key_at(page[:, None], head, key[:, None], k_unit[None, :], C)
+            at = key_at(page[:, None], head, place[:, None], k_unit[None, :], C)
             if MASKED:
                 k = tl.load(cache.k + at, mask=from_pages[:, None] & (k_unit < K_UNITS)[None, :], other=0)
             elif C.K_WIDTH != C.HEAD_DIM:
@@ -164,12 +182,12 @@ def attend_tiles(
         score = dot(q, tl.trans(k), None, C)
         k_scale, v_scale = None, None
         if C.PER_KEY and SOURCE != "new":
-            k_scale, v_scale = _scales(cache, page, unit.kv_head + head_in_tile(T), key, from_pages, C)
+            k_scale, v_scale = _scales(cache, page, unit.kv_head + head_in_tile(T), place, from_pages, C)
             if k_scale is not None:
                 score *= k_scale[None, :]
         if EAGER:
             # Converting 8-bit values takes time: it overlaps with the product of the scores.
-            v = _values(cache, new, unit, head, page, token, key, from_pages, is_new, v_scale, MASKED, SOURCE, C)
+            v = _values(cache, new, unit, head, page, token, key, place, from_pages, is_new, v_scale, MASKED, SOURCE, C)
         score, factor = transform_scores(score, scale, unit, features, key, k_position, C)
         if MASKED:
             score = tl.where(visible, score, float("-inf"))
@@ -184,7 +202,7 @@ def attend_tiles(
 
         # load values
         if not EAGER:
-            v = _values(cache, new, unit, head, page, token, key, from_pages, is_new, v_scale, MASKED, SOURCE, C)
+            v = _values(cache, new, unit, head, page, token, key, place, from_pages, is_new, v_scale, MASKED, SOURCE, C)
 
         # accumulate
         if scales_weights(C) and v_scale is not None:
@@ -202,6 +220,7 @@ def _values(
     page,
     token,
     key,
+    place,
     from_pages,
     is_new,
     v_scale,
@@ -214,7 +233,7 @@ def _values(
     if SOURCE != "new":
         unit_of_dim = tl.arange(0, C.V_WIDTH // C.V_PACK)
         UNITS: tl.constexpr = C.V_DIM // C.V_PACK
-        at = value_at(page[:, None], head, key[:, None], unit_of_dim[None, :], C)
+        at = value_at(page[:, None], head, place[:, None], unit_of_dim[None, :], C)
         if MASKED:
             v = tl.load(cache.v + at, mask=from_pages[:, None] & (unit_of_dim < UNITS)[None, :], other=0)
         elif C.V_WIDTH != C.V_DIM:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from quire.kernels.triton.device.features import add_sink, keys_before, load_slopes, query_position, visible_range
+from quire.kernels.triton.device.features import add_sink, keys_before, load_slopes, query_position, selected_row, visible_range
 from quire.kernels.triton.device.formats import decode, encode
 from quire.kernels.triton.device.schedule import lengths, uniform
 from quire.kernels.triton.device.tiles import to_dot_type
@@ -44,6 +44,8 @@ class WorkUnit(NamedTuple):
     position: Any
     """In the sequence."""
     slope: Any
+    selected: Any
+    """Where the unit's entries of a selection begin, or None."""
 
 
 @triton.jit
@@ -95,7 +97,7 @@ def make_unit(batch, features, seq, start, q_len, kv_len, q_tile, head, index, T
     slope = load_slopes(features, context, q_head, live)
     return WorkUnit(
         seq, start, context, cached, low, high, all_from, all_to, visible_from, visible_to,
-        kv_head, member, token, q_head, live, position, slope,
+        kv_head, member, token, q_head, live, position, slope, selected_row(batch, seq, start + first, kv_head, C),
     )  # fmt: skip
 
 

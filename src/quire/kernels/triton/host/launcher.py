@@ -47,6 +47,7 @@ LOG2E = math.log2(math.e)
 NO_NEW = (None,) * 8
 NO_SHARD = (None,) * 3
 NO_SPANS = (None,) * 3
+NO_SELECT = (None,) * 5
 
 ATTEND = (Out, Workspace, Query, Cache, BatchTensors, New, Features)
 COMBINE = (Out, Workspace, Cache, Features, TileNumbers)
@@ -205,7 +206,7 @@ class AttendLauncher(Launcher):
         tiles, problem, long = self.tiles, self.problem, self.long
         seqs, tokens, max_q_len, _ = extent
         few, heads, programs = 1, 1, tiles.programs
-        if tiles.all_decode and max_q_len > 1:
+        if tiles.all_decode and max_q_len > 1 and not tiles.by_query:
             few = min(power_of_two(max_q_len), MAX_DECODE_TOKENS)
         # Several key heads in a tile only if there are more units than programs: otherwise more units would be split and have to be
         # combined.
@@ -217,6 +218,8 @@ class AttendLauncher(Launcher):
             tail_programs = programs
         long_tiles = 0 if long is None else tokens // long.TOKENS + min(seqs, tokens // (tile.TOKENS + 1))
         keys = call.batch.page_table.shape[1] * problem.page_size + tokens
+        if call.batch.select is not None:
+            keys = call.batch.select.n * call.batch.select.keys_per_entry(problem.page_size)
         most = (units if long is None else seqs * tile.HEADS) * (keys // tile.STEP + 3 + self.row.unit_overhead)
         return Schedule(
             tile,
@@ -306,10 +309,18 @@ def arguments_of(call: Any, at: At, extent: Extent, short: int) -> tuple[tuple[A
             *((None, None) if causal is True or causal is False else (at(causal), causal.stride(0))),
             *(extent.seqs, extent.tokens, short, *(batch.shard or NO_SHARD)),
             *(NO_SPANS if batch.spans is None else (at(batch.spans), *batch.spans.stride())),
+            *(NO_SELECT if batch.select is None else _selection(batch.select, at)),
         ),
         NO_NEW if new is None else (at(new[0]), *new[0].stride(), at(new[1]), *new[1].stride()),
         (*features, q_scale, out_scale),
     )
+
+
+def _selection(select: Any, at: At) -> tuple[Any, ...]:
+    """The arguments of a selection."""
+    entries = select.entries
+    row, head, step = entries.stride()
+    return at(entries), row, 0 if entries.shape[1] == 1 else head, step, entries.shape[2]
 
 
 def finish_empty(call: Any) -> None:

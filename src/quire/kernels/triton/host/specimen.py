@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from quire.cache.format import FORMATS
+from quire.cache.select import Select
 from quire.cache.shard import Shard
 from quire.options import NUMBERS, TENSORS, TYPE_TRAITS
 from quire.problem import Extent, Problem
@@ -89,7 +90,15 @@ def _batch(problem: Problem, extent: Extent) -> Any:
         max_keys=extent.max_kv_len,
         shard=Shard(0, 2, 1) if problem.shard else None,
         spans=None if problem.spans == "none" else _meta_tensor(extent.tokens, 2, dtype=getattr(torch, problem.spans)),
+        select=_select(problem, extent),
     )
+
+
+def _select(problem: Problem, extent: Extent) -> Select | None:
+    if problem.select == "none":
+        return None
+    rows = extent.tokens if problem.select == "positions" else extent.seqs
+    return Select(**{problem.select: _meta_tensor(rows, problem.kv_heads, 64, dtype=_dtype(problem.select_index))})  # type: ignore[arg-type]
 
 
 def _options(problem: Problem, seqs: int) -> Any:

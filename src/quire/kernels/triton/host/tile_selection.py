@@ -33,17 +33,21 @@ class Tiles:
         self.most = max(16, min(64, (IN_REGISTERS if dot == "fp32" else QUERIES) // (width * element)))
         self.programs = max(1, int((platform.multiprocessors or PROCESSORS) * row.per_multiprocessor))
         # Several key heads per tile were measured for plain decodes only.
-        alone = problem.batch_invariant or problem.mask or problem.spans != "none"
+        alone = problem.batch_invariant or problem.mask or problem.spans != "none" or problem.select != "none"
         alone = alone or problem.form == "context" or problem.memory == "generic"
         self.heads_per_tile = 1 if alone else row.heads_per_tile
+        self.by_query = problem.select == "positions"
+        """Whether each query sees keys of its own: then a tile has one token, and every sequence is short."""
         self.long = None
-        if not self.all_decode:
+        if not self.all_decode and not self.by_query:
             self.long = TritonTile.of(row.long_rows, row.long_keys, row.long_stages, False, problem.group, problem.kv_heads)
         self.short: dict[tuple[int, int], TritonTile] = {}
         """All tiles of short sequences, by the most new tokens, a power of two, and by key heads per tile."""
-        for few in (1, 2, 4, 8, MAX_DECODE_TOKENS) if self.all_decode else (1,):
+        for few in (1, 2, 4, 8, MAX_DECODE_TOKENS) if self.all_decode and not self.by_query else (1,):
             rows = self.most if problem.batch_invariant else max(row.rows, min(self.most, power_of_two(few * problem.group)))
             heads = 1
             while heads <= max(1, min(self.heads_per_tile, rows // (few * problem.group))) and problem.kv_heads % heads == 0:
                 self.short[few, heads] = TritonTile.of(rows, row.keys, row.stages, True, problem.group, problem.kv_heads, heads)
+                if self.by_query:
+                    self.short[few, heads] = self.short[few, heads]._replace(TOKENS=1)
                 heads *= 2
