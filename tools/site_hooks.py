@@ -99,6 +99,7 @@ OTHERS = {
     "Sequence": "quire.cache.sequence",
     "Usage": "quire.cache.pool",
     "PrefixUsage": "quire.cache.prefix_cache",
+    "HostPages": "quire.cache.swap",
     "Ledger": "quire.cache.ledger",
     "Kernel": "quire.dispatch.kernel",
     "Candidate": "quire.dispatch.decision",

@@ -283,3 +283,13 @@ def test_other_arguments_that_are_refused():
         pool.register(b, [0, 1])
     with pytest.raises(ArgumentError, match=r"shard: given \(0, 2, 2\); allowed: a pool without a shard"):
         PagePool(pages=8, page_size=2, shard=(0, 2, 2)).match([1, 2])
+
+
+def test_the_runs_of_found_pages_name_their_writers():
+    pool = PagePool(pages=8, page_size=4)
+    a = pool.sequence()
+    pool.step({a: 6})
+    b = pool.fork(a)
+    pool.step({b: 11})
+    pool.register(b, ids((0, 17)))
+    assert pool.match(ids((0, 17))).runs == [(0, a.id), (4, -1), (8, b.id)], "both wrote the second page"

@@ -159,3 +159,27 @@ def test_arguments_of_a_cache_that_are_refused():
         target = quire.KVCache.allocate(pool, **({"kv_heads": 1, "head_dim": 8, "dtype": torch.float32} | other))
         with pytest.raises(ArgumentError, match="host: given HostPages"):
             target.swap_in(host, [0, 1])
+
+
+def test_the_first_pages_of_a_swapped_sequence_are_evicted_last():
+    pool = PagePool(pages=3, page_size=4)
+    a = pool.match([])
+    pool.step({a: 12})
+    pool.register(a, list(range(12)))
+    pool.swap_out(a)
+    pool.step({pool.sequence(): 1})
+    assert pool.match(list(range(13))).length == 8
+
+
+def test_a_sequence_that_came_back_is_registered_again():
+    pool = PagePool(pages=4, page_size=4)
+    a = pool.match([])
+    pool.step({a: 8})
+    pool.register(a, list(range(8)))
+    pool.swap_out(a)
+    b = pool.sequence()
+    pool.step({b: 16})
+    pool.free(b)
+    pool.swap_in(a)
+    pool.register(a, list(range(8)))
+    assert pool.match(list(range(9))).pages == a.pages
