@@ -293,3 +293,17 @@ def test_the_runs_of_found_pages_name_their_writers():
     pool.step({b: 11})
     pool.register(b, ids((0, 17)))
     assert pool.match(ids((0, 17))).runs == [(0, a.id), (4, -1), (8, b.id)], "both wrote the second page"
+
+
+def test_evicted_pages_have_no_numbers_after_a_rollback():
+    pool = PagePool(pages=4, page_size=4)
+    assert pool.issue.max() == -1
+    pool.free(serve(pool, ids((0, 8))))
+    a = pool.sequence()
+    pool.step({a: 7})
+    b = pool.fork(a)
+    batch = pool.step({a: 1, b: 5})
+    assert len(batch.copies) == 1 and pool.prefix_usage().evictions == 2
+    pool.rollback(batch)
+    held = pool.issue.view(4, 4)[a.pages].flatten().tolist()
+    assert held == [2] * 7 + [-1] and pool.issue.tolist().count(-1) == 9
