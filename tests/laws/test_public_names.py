@@ -17,6 +17,7 @@ NAMES = [
     "Batch",
     "Options",
     "Rope",
+    "Select",
     "attend",
     "write",
     "step",
