@@ -76,7 +76,8 @@ def test_eight_bit_queries_have_sixteen_bit_outputs() -> None:
 @pytest.mark.parametrize("workload", [w for w in CUDA_WORKLOADS if w.operation == "attend"], ids=lambda w: w.label)
 def test_counts_are_those_of_the_bench(workload: object) -> None:
     w = workload
-    layer = LayerShape(w.q_heads, w.kv_heads, w.head_dim, w.page_size, w.dtype, w.cache_format, w.window)  # type: ignore[attr-defined]
+    shape = w.q_heads, w.kv_heads, w.head_dim, w.page_size, w.dtype, w.cache_format, w.window  # type: ignore[attr-defined]
+    layer = LayerShape(*shape, scales=w.scales)  # type: ignore[attr-defined]
     found = count(layer, w.sequences)  # type: ignore[attr-defined]
     assert (found.bytes, found.flops) == (w.bytes, w.flops)  # type: ignore[attr-defined]
 

@@ -28,6 +28,7 @@ CANNOT = {
     "formats.encode_e4m3fn: if HARDWARE -> yes": "an instruction of cards: test_fp8_is_encoded_by_hardware_if_possible",
     "formats.encode_e5m2: if HARDWARE -> yes": "an instruction of cards: test_fp8_is_encoded_by_hardware_if_possible",
     "attend.attend_kernel: if LONG is not None -> no": "without long rows there are no further programs",
+    "write.rope_kernel: if rope.q is not None -> no": "without queries there are no further programs",
 }
 """Outcomes that no run in the interpreter can have, and why. Behind 'compiled:' stands the instruction of a card that is found in
 what is compiled there instead."""

@@ -32,6 +32,8 @@ class LayerShape:
     """Keys that a query sees, its own included; None for all."""
     features: tuple[str, ...] = ()
     """Features of the attention, as `quire.Options` names them."""
+    scales: str = "tensor"
+    """The granularity of the scales of a quantised cache; "token" adds 4 bytes for each token, head, and K or V."""
 
     @property
     def group(self) -> int:
@@ -40,7 +42,7 @@ class LayerShape:
     @property
     def key_bytes(self) -> int:
         """Bytes of one token in the cache of this layer: K and V of every head."""
-        return 2 * self.kv_heads * self.head_dim * FORMATS[self.kv_format].itemsize
+        return 2 * self.kv_heads * (FORMATS[self.kv_format].bytes_of(self.head_dim) + 4 * (self.scales == "token"))
 
     @property
     def token_bytes(self) -> int:

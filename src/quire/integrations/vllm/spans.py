@@ -33,7 +33,7 @@ def image_ranges(common: CommonAttentionMetadata) -> torch.Tensor | None:
     if most == 0:
         return None
     padded = [ranges + [(0, 0)] * (most - len(ranges)) for ranges in found]
-    return torch.tensor(padded, dtype=torch.int32).to(common.seq_lens.device, non_blocking=True)
+    return torch.tensor(padded, dtype=torch.int32, device="cpu").to(common.seq_lens.device, non_blocking=True)
 
 
 def spans_of(batch: Batch, tokens: int, images: torch.Tensor | None, view: LayerView) -> torch.Tensor:

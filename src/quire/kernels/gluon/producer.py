@@ -106,7 +106,8 @@ def fill(ring, at, step, inside, dim, LENGTH: gl.constexpr, tile, T: gl.constexp
     else:
         x = gl.load(at, mask=mask, other=0)
         acquire_free(ring, tile, T.STAGES)
-        ring.slots.index(tile % T.STAGES).store(to_dot_type(decode(x, gl.constexpr(C.K_FORMAT), C.HARDWARE), C))
+        x = decode(x, gl.constexpr(C.K_FORMAT), C.HARDWARE, gl.constexpr(C.DOT))
+        ring.slots.index(tile % T.STAGES).store(to_dot_type(x, C))
         fence_async_shared()
         publish(ring, tile, T.STAGES)
 

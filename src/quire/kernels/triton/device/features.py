@@ -371,8 +371,9 @@ def selected_count(batch, C: tl.constexpr):
 
 @triton.jit
 def selected_row(batch, seq, first_token, kv_head, C: tl.constexpr):
-    """Where the entries of a unit begin. With selected positions, a unit has one token. None without a selection."""
-    row = None
+    """Where the entries of a unit begin. With selected positions, a unit has one token."""
+    # Not None without a selection: Gluon cannot return it in a tuple with Triton 3.6.
+    row = seq * 0
     if C.SELECT is not None:
         of = first_token if C.SELECT == "positions" else seq
         row = of.to(tl.int64) * batch.select_row + kv_head.to(tl.int64) * batch.select_head

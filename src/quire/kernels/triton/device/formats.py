@@ -13,7 +13,7 @@ import triton.language as tl
 
 
 @triton.jit
-def decode(x, FORMAT: tl.constexpr, HARDWARE: tl.constexpr, DOT: tl.constexpr = "fp16"):
+def decode(x, FORMAT: tl.constexpr, HARDWARE: tl.constexpr, DOT: tl.constexpr):
     """Converts stored elements to a type that products take: bytes become fp16, other types stay. A byte with two elements becomes
     two columns. `DOT` is the type of the product, to which they may be converted at once."""
     if FORMAT == "e4m3fn":

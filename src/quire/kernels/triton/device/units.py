@@ -45,7 +45,7 @@ class WorkUnit(NamedTuple):
     """In the sequence."""
     slope: Any
     selected: Any
-    """Where the unit's entries of a selection begin, or None."""
+    """Where the unit's entries of a selection begin; 0 without one."""
 
 
 @triton.jit
@@ -107,7 +107,7 @@ def load_queries(query, cache, features, unit, T: tl.constexpr, C: tl.constexpr)
     dim = tl.arange(0, C.K_WIDTH)
     at = unit.token.to(tl.int64)[:, None] * query.token + unit.head[:, None] * query.head + dim[None, :] * query.dim
     q = tl.load(query.at + at, mask=unit.live[:, None] & (dim < C.HEAD_DIM)[None, :], other=0)
-    q = decode(q, tl.constexpr(C.Q_FORMAT), C.HARDWARE)
+    q = decode(q, tl.constexpr(C.Q_FORMAT), C.HARDWARE, tl.constexpr(C.DOT))
     if C.NEGATE:
         q = -q
     scale = features.scale

@@ -144,7 +144,7 @@ def write_rows(pages, tokens, rope, S: tl.constexpr):
         k = rotated(k, start, tokens.k_dim, rows, rope.k_norm, rope, S.HEAD_DIM, S.K_WIDTH, S.ROPE)
     if S.K_LARGEST is not None:
         scale = pages.k_scale + page * S.K_SCALE_STEPS[0] + slot * S.K_SCALE_STEPS[1] + head * S.K_SCALE_STEPS[2]
-        k = quantised(k, scale, live, S.K_LARGEST, S.K_FORMAT, S)
+        k = quantised(k, scale, live, S.K_LARGEST, tl.constexpr(S.K_FORMAT), S)
     place = page * S.K_STEPS[0] + head * S.K_STEPS[1] + (slot // S.K_SLOTS) * S.K_STEPS[2] + (slot % S.K_SLOTS) * S.K_STEPS[3]
     unit = tl.arange(0, S.K_WIDTH // S.K_PACK)
     mask = live[:, None] & (unit < S.HEAD_DIM // S.K_PACK)[None, :]
@@ -157,7 +157,7 @@ def write_rows(pages, tokens, rope, S: tl.constexpr):
     v = tl.load(tokens.v + at, mask=mask, other=0.0)
     if S.V_LARGEST is not None:
         scale = pages.v_scale + page * S.V_SCALE_STEPS[0] + slot * S.V_SCALE_STEPS[1] + head * S.V_SCALE_STEPS[2]
-        v = quantised(v, scale, live, S.V_LARGEST, S.V_FORMAT, S)
+        v = quantised(v, scale, live, S.V_LARGEST, tl.constexpr(S.V_FORMAT), S)
     place = page * S.V_STEPS[0] + head * S.V_STEPS[1] + (slot // S.V_SLOTS) * S.V_STEPS[2] + (slot % S.V_SLOTS) * S.V_STEPS[3]
     unit = tl.arange(0, S.V_WIDTH // S.V_PACK)
     mask = live[:, None] & (unit < S.V_DIM // S.V_PACK)[None, :]
