@@ -17,7 +17,7 @@ EIGHT_BITS = ["e4m3fn", "e4m3fnuz", "e5m2", "int8"]
 @triton.jit
 def decode_kernel(out, codes, FORMAT: tl.constexpr, HARDWARE: tl.constexpr):
     at = tl.arange(0, 256)
-    tl.store(out + at, decode(tl.load(codes + at), FORMAT, HARDWARE))
+    tl.store(out + at, decode(tl.load(codes + at), FORMAT, HARDWARE, "fp16"))
 
 
 @triton.jit
