@@ -33,7 +33,9 @@ def choose(
     if operation not in OPERATIONS:
         raise ArgumentError("operation", repr(operation), str(OneOf(OPERATIONS)))
     query = LimitQuery(problem, extent, platform, capturing)
-    candidates = tuple(Candidate(k, check_limits(k.limits, query)) for k in catalogue if k.operation == operation)
+    # Kernels for shared prefixes are candidates only where there are some, or by name.
+    relevant = [k for k in catalogue if k.operation == operation and (problem.prefixes or not k.shares or k.name == kernel)]
+    candidates = tuple(Candidate(k, check_limits(k.limits, query)) for k in relevant)
     names = [candidate.kernel.name for candidate in candidates]
     if kernel is not None and kernel not in names:
         raise KernelError(f"kernel: given {kernel!r}; allowed for {operation}: {', '.join(names) or 'none'}")
@@ -58,7 +60,7 @@ def kernel_for(
     if kernel is not None and not isinstance(kernel, str):
         raise ArgumentError("kernel", describe(kernel), "the name of a kernel, or None")
     for able in able_kernels(problem, platform, operation, kernel, capturing, catalogue):
-        if extent.max_q_len <= able.longest_q and extent.max_kv_len <= able.longest_kv:
+        if extent.max_q_len <= able.longest_q and extent.max_kv_len <= able.longest_kv and extent.saved_keys >= able.shares:
             return able
     return chosen_by(
         choose(problem, extent, platform, operation=operation, kernel=kernel, capturing=capturing, catalogue=catalogue)
