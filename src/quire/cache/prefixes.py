@@ -42,7 +42,7 @@ class Prefixes:
     sequences that share it shared all prefixes before it. They hold only whole pages of tokens before the new ones.
 
     Args:
-        prefixes: For each prefix `(sequences, begin, end)`, a `quire.Prefix`: two or more rows of the page table, and the columns
+        prefixes: For each prefix `(sequences, begin, end)`: two or more rows of the page table, and the columns
             that are equal in them.
         seqs: The number of sequences of the batch.
         device: The device of the batch.
@@ -60,7 +60,7 @@ class Prefixes:
         Prefixes(4 sequences x 20 pages)
     """
 
-    __slots__ = ("groups", "members", "chains", "seqs", "saved_pages", "most_pages", "most_members")
+    __slots__ = ("groups", "members", "chains", "seqs", "sizes", "saved_pages", "most_pages")
 
     def __init__(
         self, prefixes: Iterable[tuple[Iterable[int], int, int]], seqs: int, device: torch.device | str = "cpu", **unknown: NoReturn
@@ -81,15 +81,16 @@ class Prefixes:
         self.seqs: int = seqs
         """Sequences of the batch."""
         self.groups, self.members, self.chains = (torch.from_numpy(x).to(device) for x in (groups, members, chains))
-        self._measure(found)
+        self._measure(tuple((len(one.sequences), one.end - one.begin) for one in found), max((one.end for one in found), default=0))
 
-    def _measure(self, prefixes: list[Prefix]) -> None:
-        self.saved_pages: int = sum((len(sequences) - 1) * (end - begin) for sequences, begin, end in prefixes)
+    def _measure(self, sizes: tuple[tuple[int, int], ...], most_pages: int) -> None:
+        self.sizes: tuple[tuple[int, int], ...] = sizes
+        """The number of sequences and of columns of each prefix, as far as they are known on the host. They choose a kernel and divide
+        its work; no result depends on them."""
+        self.saved_pages: int = sum((sequences - 1) * pages for sequences, pages in sizes)
         """How many reads of pages are saved."""
-        self.most_pages: int = max((prefix.end for prefix in prefixes), default=0)
+        self.most_pages: int = most_pages
         """An upper bound of the pages that a sequence shares."""
-        self.most_members: int = max((len(prefix.sequences) for prefix in prefixes), default=0)
-        """An upper bound of the sequences of a prefix."""
 
     @property
     def levels(self) -> int:
@@ -169,7 +170,8 @@ class Prefixes:
             if not isinstance(size, int) or isinstance(size, bool) or size < 0:
                 raise ArgumentError(name, describe(size), "an int of 0 or more")
         made = cls([], 0)
-        made.seqs, made.saved_pages, made.most_pages, made.most_members = seqs, 0, pages, min(seqs, members)
+        made.seqs = seqs
+        made._measure((), pages)
         made.groups = torch.zeros(prefixes, FIELDS, dtype=torch.int32, device=device)
         made.members = torch.zeros(members, dtype=torch.int32, device=device)
         made.chains = torch.full((seqs, 1 + levels), -1, dtype=torch.int32, device=device)
@@ -199,16 +201,8 @@ class Prefixes:
         self.members.zero_()[: len(other.members)].copy_(other.members)
         self.chains.fill_(-1)[:, 0] = 0
         self.chains[: other.seqs, : 1 + other.levels].copy_(other.chains)
-        self.saved_pages = other.saved_pages
+        self._measure(other.sizes, self.most_pages)
         return self
-
-    def with_tensors(self, groups: torch.Tensor, members: torch.Tensor, chains: torch.Tensor) -> Prefixes:
-        """The same prefixes in other tensors, for example on another device."""
-        made = Prefixes.__new__(Prefixes)
-        for name in Prefixes.__slots__:
-            setattr(made, name, getattr(self, name))
-        made.groups, made.members, made.chains = groups, members, chains
-        return made
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -218,15 +212,16 @@ class Prefixes:
         return {"prefixes.groups": self.groups, "prefixes.members": self.members, "prefixes.chains": self.chains}
 
     @property
-    def numbers(self) -> tuple[int, ...]:
-        """What is known on the host, in the order of `restored`."""
-        return self.seqs, self.saved_pages, self.most_pages, self.most_members
+    def numbers(self) -> tuple[Any, ...]:
+        """What is known on the host, as `restored` takes it."""
+        return self.seqs, self.sizes, self.most_pages
 
     @classmethod
-    def restored(cls, numbers: tuple[int, ...], named: dict[str, torch.Tensor]) -> Prefixes:
+    def restored(cls, numbers: tuple[Any, ...], named: dict[str, torch.Tensor]) -> Prefixes:
         """Prefixes from their `numbers` and their `tensors`."""
         made = cls.__new__(cls)
-        made.seqs, made.saved_pages, made.most_pages, made.most_members = numbers
+        made.seqs, sizes, most_pages = numbers
+        made._measure(sizes, most_pages)
         made.groups, made.members, made.chains = (named[f"prefixes.{name}"] for name in ("groups", "members", "chains"))
         return made
 

@@ -67,6 +67,22 @@ class BatchTensors(NamedTuple):
     select_head: Stride
     select_step: Stride
     select_count: Number
+    prefixes: Pointer
+    """This and the next eight are the shared prefixes, None without them: `Prefixes.groups`, int32 `[prefixes, 5]`."""
+    prefix_count: Number
+    members: Pointer
+    """`Prefixes.members`."""
+    chains: Pointer
+    """`Prefixes.chains`, `[seqs, 1 + levels]`."""
+    levels: Number
+    shared_tokens: Number
+    """Sequences with more new tokens are read by themselves."""
+    part_keys: Number
+    """The keys of a partial result of a prefix: parts begin at multiples of this number."""
+    parts: Number
+    """The partial results of a row, `parts_at` has memory for."""
+    parts_at: OwnedPointer
+    """Accumulators `[parts, tokens, q_heads, v width]`, then row maxima and row sums `[parts, tokens, q_heads]`, in fp32."""
 
 
 class Query(NamedTuple):
@@ -224,6 +240,8 @@ class AttendConstants(NamedTuple):
     """Whether `BatchTensors.spans` says what each new token sees."""
     SELECT: str | None
     """What the batch selects: 'positions' per query, 'columns' per sequence, or None."""
+    SHARED: bool
+    """Whether keys of shared prefixes are read by `shared_kernel`, and the others by `attend_kernel`."""
     LEFT: int | None
     RIGHT: int | None
     CONTEXT_FROM: int

@@ -34,6 +34,7 @@ from quire.kernels.triton.device.schedule import (
     total_work,
     uniform,
 )
+from quire.kernels.triton.device.shared_parts import add_shared
 from quire.kernels.triton.device.tiles import attend_tiles, clamp_page_ids, key_in_tile, load_page_ids
 from quire.kernels.triton.device.units import finish, initial_state, load_queries, locate_unit, store, workspace_views
 
@@ -72,9 +73,9 @@ def short_sequences(out, workspace, query, cache, batch, new, features, program,
     store_header(workspace, split, 0, 0, 0, 0, 0, T, C)
     while at < end:
         start, q_len, kv_len = lengths(batch, seq, True)
-        work = short_work(batch, start, q_len, kv_len, T, C)
+        work = short_work(batch, seq, start, q_len, kv_len, T, C)
         if work > 0:
-            first, tiles = key_tiles(batch, start, q_len, kv_len, T, C)
+            first, tiles = key_tiles(batch, seq, start, q_len, kv_len, T, C)
             pieces = tl.where(C.INVARIANT, 1, tiles + C.UNIT_OVERHEAD)
             q_tile = ((at - seq_begin) // pieces).to(tl.int32)
             piece = (at - seq_begin - q_tile * pieces).to(tl.int32)
@@ -91,6 +92,9 @@ def short_sequences(out, workspace, query, cache, batch, new, features, program,
                 highest = tile_of_piece(batch, q_len, kv_len, first + tl.maximum(piece + count - C.UNIT_OVERHEAD, 0), T, C)
                 highest = tl.minimum(highest * T.STEP, unit.high)
             invalid = table_too_short(batch, cache, unit, C)
+            if C.SHARED:
+                # It would share new tokens, or tokens that it does not have.
+                invalid |= (unit.low > 0) & (unit.low > unit.context)
             if q_tiles > 1:
                 invalid |= has_missing_page(batch, cache, unit, C)
             if invalid:
@@ -109,6 +113,8 @@ def short_sequences(out, workspace, query, cache, batch, new, features, program,
             invalid |= tl.max(missing.to(tl.int32)) > 0
             if count == pieces:
                 kv_head = unit.kv_head if T.HEADS_PER_TILE == 1 else unit.kv_head + unit.member
+                if C.SHARED:
+                    acc, row_max, row_sum = add_shared(acc, row_max, row_sum, batch, seq, q_len, unit.token, unit.head, unit.live, C)
                 result, lse = finish(acc, row_max, row_sum, unit.head, unit.live, features, cache, kv_head, C)
                 store(out, unit.token, unit.head, unit.live, result, lse, invalid, tl.arange(0, C.V_WIDTH), C)
             else:
@@ -119,6 +125,8 @@ def short_sequences(out, workspace, query, cache, batch, new, features, program,
                     store_header(
                         workspace, split, last - split + 1, (at != begin).to(tl.int32), start + nth, q_len - nth, head, T, C
                     )
+                    if C.SHARED:
+                        store_sequence(workspace, split, seq, q_len, T, C)
             at += count
         if at == seq_begin + work:
             seq_begin = at
@@ -165,6 +173,14 @@ def store_header(workspace, split, parts, second, token, tokens, head, T: tl.con
     tl.store(headers + split * 5 + 2, token)
     tl.store(headers + split * 5 + 3, tokens)
     tl.store(headers + split * 5 + 4, head)
+
+
+@triton.jit
+def store_sequence(workspace, split, seq, q_len, T: tl.constexpr, C: tl.constexpr):
+    """Adds to the header of a split the sequence of its unit, after all headers."""
+    _, _, headers = workspace_views(workspace, T.ROWS, C)
+    tl.store(headers + workspace.programs * 5 + split * 2, seq)
+    tl.store(headers + workspace.programs * 5 + split * 2 + 1, q_len)
 
 
 @triton.jit

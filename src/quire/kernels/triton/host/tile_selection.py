@@ -28,7 +28,9 @@ class Tiles:
         dot, _ = dot_type(problem)
         width, element = max(widths_of(problem, platform)), BYTES[dot]
         stored = max(FORMATS[name].itemsize for name in problem.formats)
-        self.row = row = tuning or tuning_for(kernel, platform.arch, width, element, stored)
+        self.sizes = width, element, stored
+        """By which the tuning table is read, besides the kernel and the GPU."""
+        self.row = row = tuning or tuning_for(kernel, platform.arch, *self.sizes)
         self.problem = problem
         self.most = max(16, min(64, (IN_REGISTERS if dot == "fp32" else QUERIES) // (width * element)))
         self.programs = max(1, int((platform.multiprocessors or PROCESSORS) * row.per_multiprocessor))
