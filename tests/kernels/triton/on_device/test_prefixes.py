@@ -88,15 +88,16 @@ def test_new_tokens_that_are_shared_give_nan(device: str) -> None:
     assert out[: s.live][~rows].isnan().all() and torch.equal(out[: s.live][rows], good[: s.live][rows])
 
 
-def test_buffers(device: str) -> None:
-    """Buffers that are larger than the prefixes, and prefixes that are longer than the host knows."""
+def test_buffers(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Buffers that are larger than the prefixes, and prefixes for whose parts there is no memory."""
     s = build(2, **LENS, device=device)
     assert s.batch.prefixes is not None
     buffers = Prefixes.allocate(seqs=7, prefixes=9, members=30, pages=20, levels=4, device=device)
     s.batch.prefixes = buffers.fill(s.batch.prefixes)
     out, lse = run("shared", s)
     check("shared", s, out, lse)
-    s.batch.prefixes.most_pages = 0
-    out, lse = run("shared", s)
-    sharing = torch.cat([torch.full((n,), i in (0, 1, 3, 5, 6)) for i, n in enumerate(LENS["q_lens"])])
-    assert out[: s.live][sharing].isnan().all() and not out[: s.live][~sharing].isnan().any()
+    # Memory for four parts, of 32 keys: the prefix of level 2 that begins with key 64 has part 2 + 2.
+    monkeypatch.setattr(shared.SharedLauncher, "divide", lambda *_: shared.Division(32, 4))
+    out, _ = run("shared", s)
+    rows = without(s, 1) & without(s, 3)
+    assert out[: s.live][~rows].isnan().all() and not out[: s.live][rows].isnan().any()

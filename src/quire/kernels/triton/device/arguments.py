@@ -68,7 +68,7 @@ class BatchTensors(NamedTuple):
     select_step: Stride
     select_count: Number
     prefixes: Pointer
-    """This and the next eight are the shared prefixes, None without them: `Prefixes.groups`, int32 `[prefixes, 5]`."""
+    """This and the next nine are the shared prefixes, None without them: `Prefixes.groups`, int32 `[prefixes, 5]`."""
     prefix_count: Number
     members: Pointer
     """`Prefixes.members`."""
@@ -80,9 +80,11 @@ class BatchTensors(NamedTuple):
     part_keys: Number
     """The keys of a partial result of a prefix: parts begin at multiples of this number."""
     parts: Number
-    """The partial results of a row, `parts_at` has memory for."""
+    """How many partial results of a row `parts_at` has memory for."""
     parts_at: OwnedPointer
     """Accumulators `[parts, tokens, q_heads, v width]`, then row maxima and row sums `[parts, tokens, q_heads]`, in fp32."""
+    reads_prefixes: Number
+    """1 if this launch reads the keys of prefixes, 0 if it reads all other keys."""
 
 
 class Query(NamedTuple):
@@ -241,7 +243,7 @@ class AttendConstants(NamedTuple):
     SELECT: str | None
     """What the batch selects: 'positions' per query, 'columns' per sequence, or None."""
     SHARED: bool
-    """Whether keys of shared prefixes are read by `shared_kernel`, and the others by `attend_kernel`."""
+    """Whether keys of shared prefixes are read once for all of their sequences."""
     LEFT: int | None
     RIGHT: int | None
     CONTEXT_FROM: int

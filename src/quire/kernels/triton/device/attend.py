@@ -5,6 +5,9 @@
     the others                       compute one unit of a long sequence each, over all of its keys, the longest first
 
 Without LONG every sequence is short, and there are no other programs.
+
+With shared prefixes the kernel is launched twice: first all programs read the keys of prefixes, in tiles of LONG, and then the other
+keys of all sequences.
 """
 
 from __future__ import annotations
@@ -12,14 +15,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from quire.kernels.triton.device.features import (
-    decides_by_key,
-    end_in_pages,
-    first_needed_key,
-    has_left_edge,
-    leaves_gaps,
-    needs_pages,
-)
+from quire.kernels.triton.device.features import end_in_pages, first_needed_key, leaves_gaps, needs_pages
 from quire.kernels.triton.device.schedule import (
     find_sequence,
     key_tiles,
@@ -34,13 +30,25 @@ from quire.kernels.triton.device.schedule import (
     total_work,
     uniform,
 )
-from quire.kernels.triton.device.shared_parts import add_shared
-from quire.kernels.triton.device.tiles import attend_tiles, clamp_page_ids, key_in_tile, load_page_ids
+from quire.kernels.triton.device.prefixes import add_shared, read_prefixes
+from quire.kernels.triton.device.tiles import attend_tiles, attend_unit, clamp_page_ids, key_in_tile, load_page_ids
 from quire.kernels.triton.device.units import finish, initial_state, load_queries, locate_unit, store, workspace_views
 
 
 @triton.jit
 def attend_kernel(out, workspace, query, cache, batch, new, features, SHORT: tl.constexpr, LONG: tl.constexpr, C: tl.constexpr):
+    if C.SHARED:
+        if batch.reads_prefixes != 0:
+            read_prefixes(query, cache, batch, new, features, LONG, C)
+        else:
+            attend_sequences(out, workspace, query, cache, batch, new, features, SHORT, None, C)
+    else:
+        attend_sequences(out, workspace, query, cache, batch, new, features, SHORT, LONG, C)
+
+
+@triton.jit
+def attend_sequences(out, workspace, query, cache, batch, new, features, SHORT: tl.constexpr, LONG: tl.constexpr, C: tl.constexpr):
+    """The keys of each sequence; without those of its shared prefixes."""
     program = tl.program_id(0)
     if C.PDL:
         if workspace.overlapped != 0:
@@ -111,10 +119,12 @@ def short_sequences(out, workspace, query, cache, batch, new, features, program,
                 state = recompute_per_head(state, q, scale, page, unit, batch, cache, new, features, lowest, highest, SOURCE, T, C)
             acc, row_max, row_sum, missing = state
             invalid |= tl.max(missing.to(tl.int32)) > 0
+            if C.SHARED:
+                # Exactly one program has the first piece of a unit.
+                if piece == 0:
+                    acc, row_max, row_sum = add_shared(acc, row_max, row_sum, batch, seq, q_len, unit.token, unit.head, unit.live, C)
             if count == pieces:
                 kv_head = unit.kv_head if T.HEADS_PER_TILE == 1 else unit.kv_head + unit.member
-                if C.SHARED:
-                    acc, row_max, row_sum = add_shared(acc, row_max, row_sum, batch, seq, q_len, unit.token, unit.head, unit.live, C)
                 result, lse = finish(acc, row_max, row_sum, unit.head, unit.live, features, cache, kv_head, C)
                 store(out, unit.token, unit.head, unit.live, result, lse, invalid, tl.arange(0, C.V_WIDTH), C)
             else:
@@ -125,8 +135,6 @@ def short_sequences(out, workspace, query, cache, batch, new, features, program,
                     store_header(
                         workspace, split, last - split + 1, (at != begin).to(tl.int32), start + nth, q_len - nth, head, T, C
                     )
-                    if C.SHARED:
-                        store_sequence(workspace, split, seq, q_len, T, C)
             at += count
         if at == seq_begin + work:
             seq_begin = at
@@ -176,14 +184,6 @@ def store_header(workspace, split, parts, second, token, tokens, head, T: tl.con
 
 
 @triton.jit
-def store_sequence(workspace, split, seq, q_len, T: tl.constexpr, C: tl.constexpr):
-    """Adds to the header of a split the sequence of its unit, after all headers."""
-    _, _, headers = workspace_views(workspace, T.ROWS, C)
-    tl.store(headers + workspace.programs * 5 + split * 2, seq)
-    tl.store(headers + workspace.programs * 5 + split * 2 + 1, q_len)
-
-
-@triton.jit
 def long_sequence(out, query, cache, batch, new, features, program, T: tl.constexpr, C: tl.constexpr):
     """One unit of a long sequence."""
     total = total_work(batch, True, T, C)
@@ -206,45 +206,6 @@ def long_sequence(out, query, cache, batch, new, features, program, T: tl.conste
             invalid |= tl.max(missing.to(tl.int32)) > 0
         result, lse = finish(acc, row_max, row_sum, unit.head, unit.live, features, cache, unit.kv_head, C)
         store(out, unit.token, unit.head, unit.live, result, lse, invalid, tl.arange(0, C.V_WIDTH), C)
-
-
-@triton.jit
-def attend_unit(state, q, scale, unit, batch, cache, new, features, begin, end, T: tl.constexpr, C: tl.constexpr):
-    """Attends to keys [begin, end) of a unit; begin is a multiple of a tile. Tiles that every query sees are computed without a
-    mask. Their pages were checked before, unless queries leave gaps."""
-    CHECK: tl.constexpr = leaves_gaps(C)
-    SOURCE: tl.constexpr = "both" if C.NEW else "pages"
-    if decides_by_key(C):
-        state = attend_tiles(state, q, scale, None, None, unit, batch, cache, new, features, begin, end, True, SOURCE, True, T, C)
-    else:
-        if has_left_edge(C):
-            middle = tl.minimum((unit.all_from + T.KEYS - 1) // T.KEYS * T.KEYS, (end + T.KEYS - 1) // T.KEYS * T.KEYS)
-            middle = tl.maximum(middle, begin)
-            stop = tl.minimum(middle, end)
-            state = attend_tiles(
-                state, q, scale, None, None, unit, batch, cache, new, features, begin, stop, True, SOURCE, CHECK, T, C
-            )
-            begin = middle
-        middle = tl.minimum(tl.minimum(unit.all_to, unit.cached), end) // T.KEYS * T.KEYS
-        middle = tl.maximum(middle, begin)
-        state = attend_tiles(
-            state, q, scale, None, None, unit, batch, cache, new, features, begin, middle, False, "pages", CHECK, T, C
-        )
-        if C.NEW:
-            # The tile in which the context ends, then tiles that have only new tokens.
-            begin = tl.maximum((unit.cached + T.KEYS - 1) // T.KEYS * T.KEYS, middle)
-            stop = tl.minimum(begin, end)
-            state = attend_tiles(
-                state, q, scale, None, None, unit, batch, cache, new, features, middle, stop, True, "both", CHECK, T, C
-            )
-            middle = tl.maximum(tl.minimum(unit.all_to, end) // T.KEYS * T.KEYS, begin)
-            state = attend_tiles(
-                state, q, scale, None, None, unit, batch, cache, new, features, begin, middle, False, "new", False, T, C
-            )
-        # After the context all keys are new if every long sequence takes its new keys from `New`.
-        LAST: tl.constexpr = "new" if C.NEW and C.CONTEXT_FROM <= C.SHORT + 1 else SOURCE
-        state = attend_tiles(state, q, scale, None, None, unit, batch, cache, new, features, middle, end, True, LAST, CHECK, T, C)
-    return state
 
 
 @triton.jit

@@ -26,37 +26,23 @@ def combine_kernel(out, workspace, cache, features, tile, C: tl.constexpr):
     head = tl.load(headers + split * 5 + 4)
     if parts > 0:
         for index in range(tl.program_id(1), tile.rows, tl.num_programs(1)):
-            live, nth, kv_head, of_group = query_of_row(index, tokens, head, tile, C)
+            # The query of a row, as in `make_unit`. A group that is larger than a tile is divided.
+            in_member = tile.tokens * C.GROUP
+            parts_of_group = tl.maximum(tile.heads // C.KV_HEADS, 1)
+            whole = C.GROUP < tile.rows
+            nth = tl.where(whole, index % in_member // C.GROUP, 0)
+            of_group = tl.where(whole, index % C.GROUP, head % parts_of_group * tile.rows + index)
+            kv_head = tl.where(whole, head * tile.heads_per_tile + index // in_member, head // parts_of_group)
+            live = tl.where(whole, (index < in_member * tile.heads_per_tile) & (nth < tokens), of_group < C.GROUP)
             if live:
                 q_head = kv_head * C.GROUP + of_group
                 combine_row(out, workspace, cache, features, split, index, parts, second, token + nth, q_head, tile.rows, C)
 
 
 @triton.jit
-def query_of_row(index, tokens, head, tile, C: tl.constexpr):
-    """The query of a row, as in `make_unit`: whether there is one, its token and its heads. A group that is larger than a tile
-    is divided."""
-    in_member = tile.tokens * C.GROUP
-    parts_of_group = tl.maximum(tile.heads // C.KV_HEADS, 1)
-    whole = C.GROUP < tile.rows
-    nth = tl.where(whole, index % in_member // C.GROUP, 0)
-    of_group = tl.where(whole, index % C.GROUP, head % parts_of_group * tile.rows + index)
-    kv_head = tl.where(whole, head * tile.heads_per_tile + index // in_member, head // parts_of_group)
-    live = tl.where(whole, (index < in_member * tile.heads_per_tile) & (nth < tokens), of_group < C.GROUP)
-    return live, nth, kv_head, of_group
-
-
-@triton.jit
 def combine_row(out, workspace, cache, features, split, index, parts, second, token, q_head, rows, C: tl.constexpr):
-    """One row of a unit, from its partial results."""
-    acc, row_max, row_sum = combined_row(workspace, split, index, parts, second, rows, C)
-    finish_row(out, acc, row_max, row_sum, cache, features, token, q_head, C)
-
-
-@triton.jit
-def combined_row(workspace, split, index, parts, second, rows, C: tl.constexpr):
-    """The softmax state of one row of a unit, from its partial results in the order of their splits. All splits but the first begin
-    within this unit: their part is in their first place."""
+    """One row of a unit, from its partial results in the order of their splits. All splits but the first begin within this unit:
+    their part is in their first place."""
     WIDTH: tl.constexpr = C.V_WIDTH
     dim = tl.arange(0, WIDTH)
     row_maxima, row_sums, _ = workspace_views(workspace, rows, C)
@@ -77,12 +63,6 @@ def combined_row(workspace, split, index, parts, second, rows, C: tl.constexpr):
         row_sum = row_sum * rescale + tl.sum(part_sum * fraction, 0)
         acc = acc * rescale[:, None] + tl.sum(part_acc * fraction[:, None], 0)[None, :]
         row_max = new_max
-    return acc, row_max, row_sum
-
-
-@triton.jit
-def finish_row(out, acc, row_max, row_sum, cache, features, token, q_head, C: tl.constexpr):
-    """Stores one row of the output."""
     kv_head = q_head // C.GROUP
     q_head += tl.zeros([1], tl.int32)
     here = q_head >= 0

@@ -45,7 +45,7 @@ def key_tiles(batch, seq, start, q_len, kv_len, T: tl.constexpr, C: tl.constexpr
     elif C.SPANS:
         return tiles_of_spans(batch, start, q_len, kv_len, T, C)
     elif C.SHARED:
-        # The keys before are those of `shared_kernel`. One tile of work if there are no others: the output is written.
+        # The keys before are those of prefixes. One tile of work if there are no others: the output is written.
         first = shared_keys(batch, seq, q_len, C) // T.STEP
         capacity = (tl.full([], 0, tl.int64) + batch.table_width) * C.PAGE_SIZE
         end = tl.minimum(kv_len, capacity + q_len + 1).to(tl.int32)

@@ -49,7 +49,7 @@ NO_NEW = (None,) * 8
 NO_SHARD = (None,) * 3
 NO_SPANS = (None,) * 3
 NO_SELECT = (None,) * 5
-NO_PREFIXES: tuple[Any, ...] = (None,) * 9
+NO_PREFIXES: tuple[Any, ...] = (None,) * 10
 
 ATTEND = (Out, Workspace, Query, Cache, BatchTensors, New, Features)
 COMBINE = (Out, Workspace, Cache, Features, TileNumbers)
@@ -214,6 +214,7 @@ class AttendLauncher(Launcher):
         few, heads, programs = 1, 1, tiles.programs
         if tiles.all_decode and max_q_len > 1 and not tiles.by_query:
             few = min(power_of_two(max_q_len), MAX_DECODE_TOKENS)
+            few = few if (few, 1) in tiles.short else MAX_DECODE_TOKENS
         # Several key heads in a tile only if there are more units than programs: otherwise more units would be split and have to be
         # combined.
         while (few, 2 * heads) in tiles.short and min(tokens, seqs) * problem.kv_heads > programs * heads:

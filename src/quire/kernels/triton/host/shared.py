@@ -1,5 +1,5 @@
-"""The launcher of attention with shared prefixes: one kernel reads the pages of prefixes once for all of their sequences, one the other
-pages of each sequence, and one combines what is split."""
+"""The launcher of attention with shared prefixes. One launch reads the pages of prefixes, once for all of their sequences; a second one,
+of the same kernel, all other pages."""
 
 from __future__ import annotations
 
@@ -8,28 +8,14 @@ from typing import Any, NamedTuple
 
 import torch
 
-from quire.kernels.triton.device.arguments import (
-    AttendConstants,
-    BatchTensors,
-    Cache,
-    New,
-    Out,
-    Query,
-    TileNumbers,
-    TritonTile,
-    Workspace,
-)
-from quire.kernels.triton.device.features import Features
-from quire.kernels.triton.device.shared import combine_shared_kernel, shared_kernel
-from quire.kernels.triton.host.launcher import ANY_BATCH, NO_NEW, At, AttendLauncher, Launch, arguments_of, finish_empty, platform_of
+from quire.kernels.triton.device.arguments import AttendConstants, TritonTile
+from quire.kernels.triton.device.attend import attend_kernel
+from quire.kernels.triton.host.constants import constants_of
+from quire.kernels.triton.host.launcher import ANY_BATCH, ATTEND, At, AttendLauncher, Launch, arguments_of, finish_empty, platform_of
 from quire.kernels.triton.host.program import Program
-from quire.kernels.triton.host.tuning import tuning_for
 from quire.platform import Platform
 from quire.problem import ANY, Extent, Problem
 
-SHARED = (Query, Cache, BatchTensors, New, Features)
-COMBINE = (Out, Workspace, Cache, Features, BatchTensors, TileNumbers)
-"""The records of the kernels' arguments."""
 LEAST_PART, MOST_PARTS = 256, 64
 """The fewest keys of a part of a prefix, and the most parts of a sequence: parts cost memory and are added to every row."""
 
@@ -47,28 +33,21 @@ class SharedLauncher(AttendLauncher):
     themselves."""
 
     def __init__(self, problem: Problem, platform: Platform):
-        super().__init__("decode", problem, platform)
-        tile = self.tiles.short[1, 1]
-        # One tile for the keys that are not shared: they are the smaller part of the work.
-        self.tiles.short, self.tiles.all_decode = {(1, 1): tile}, False
-        self.programs = {tile: self._attend(tile)}
-        wide = tuning_for("mixed", platform.arch, *self.tiles.sizes)
-        self.shared_tile = TritonTile.of(wide.long_rows, wide.long_keys, wide.long_stages, False, problem.group, problem.kv_heads)
-        constants = self.constants_for(tile)._replace(NEW=False)
-        self.shared = Program(
-            shared_kernel, SHARED, (self.shared_tile, constants), self.units, wide.warps, wide.long_stages, wide.registers
-        )
-        registers = self.combine.registers
-        self.combine = Program(combine_shared_kernel, COMBINE, (self.constants,), self.units, 1, registers=registers)
+        super().__init__("mixed", problem, platform)
+        # The tiles of long queries are those of prefixes; no sequence is long.
+        self.long = None
+        (self.tile,) = self.programs
 
     def constants_for(self, tile: TritonTile) -> AttendConstants:
-        return super().constants_for(tile)._replace(SHARED=True)
+        return constants_of(self.problem, self.platform, self.row, tile, None)._replace(SHARED=True)
 
-    def _workspace(self, tile: TritonTile, programs: int) -> int:
-        return super()._workspace(tile, programs) + 2 * programs
+    def _attend(self, tile: TritonTile) -> Program:
+        row, constants = self.row, self.constants_for(tile)
+        stages = max(row.stages, row.long_stages)
+        return Program(attend_kernel, ATTEND, (tile, self.tiles.long, constants), self.units, row.warps, stages, row.registers)
 
     def launches(self, call: Any, extent: Extent, at: At) -> Iterator[Launch]:
-        q, tile = call.q, self.tiles.short[1, 1]
+        q, tile, shared = call.q, self.tile, call.batch.prefixes
         if not extent.tokens or not extent.seqs:
             finish_empty(call)
             return
@@ -76,23 +55,27 @@ class SharedLauncher(AttendLauncher):
         if not schedule.fits:
             yield from self.generic.launches(call, extent, at)
             return
-        programs, division = schedule.programs, self.divide(call.batch.prefixes, extent)
-        partials = torch.empty(schedule.workspace + 2 * programs, dtype=torch.float32, device=q.device)
+        division = self.divide(shared, extent)
         rows = extent.tokens * self.problem.q_heads
         parts = torch.empty(division.parts * rows * (self.constants.V_WIDTH + 2), dtype=torch.float32, device=q.device)
-        workspace = (at(partials), programs, schedule.tail_programs, schedule.main_programs, self.row.many or 0, 0)
-        prefixes = _prefixes(call.batch.prefixes, extent, division, parts, at)
-        out, cache, sequences, new, features = arguments_of(call, at, extent, ANY, prefixes)
-        query = (at(q), *q.stride(), None)
-        yield self.shared, (self.tiles.programs, 1, 1), (query, cache, sequences, NO_NEW, features), False
-        yield self.programs[tile], (programs, 1, 1), (out, workspace, query, cache, sequences, new, features), False
+        partials = torch.empty(schedule.workspace, dtype=torch.float32, device=q.device)
+        workspace = (at(partials), schedule.programs, 0, schedule.main_programs, 0, 0)
+        groups, members, chains, query = shared.groups, shared.members, shared.chains, (at(q), *q.stride(), None)
+        prefixes = (
+            *(at(groups), groups.shape[0], at(members), at(chains), chains.shape[1] - 1),
+            *(max(1, extent.max_q_len), *division, at(parts)),
+        )
+        for reads_prefixes, programs in ((1, self.tiles.programs), (0, schedule.programs)):
+            out, cache, sequences, new, features = arguments_of(call, at, extent, ANY, (*prefixes, reads_prefixes))
+            yield self.programs[tile], (programs, 1, 1), (out, workspace, query, cache, sequences, new, features), False
         numbers = (tile.ROWS, tile.HEADS_PER_TILE, tile.TOKENS, tile.HEADS)
-        grid = (programs, schedule.combined_rows, 1)
-        yield self.combine, grid, (out, workspace, cache, features, sequences, numbers), self.constants.PDL
+        grid = (schedule.programs, schedule.combined_rows, 1)
+        yield self.combine, grid, (out, workspace, cache, features, numbers), self.constants.PDL
 
     def divide(self, prefixes: Any, extent: Extent) -> Division:
-        """Parts such that each program has one part of one tile of rows."""
-        tile, page_size = self.shared_tile, self.problem.page_size
+        """Parts such that each program has about one part of one tile of rows."""
+        tile, page_size = self.tiles.long, self.problem.page_size
+        assert tile is not None
         work = sum(-(-members * extent.max_q_len // tile.TOKENS) * pages for members, pages in prefixes.sizes)
         longest = prefixes.most_pages * page_size
         keys = max(LEAST_PART, -(-work * page_size * tile.HEADS // self.tiles.programs), -(-longest // MOST_PARTS))
@@ -101,15 +84,6 @@ class SharedLauncher(AttendLauncher):
 
     def all_launches(self, call: Any, at: At) -> Iterator[Launch]:
         return self.launches(call, ANY_BATCH, at)
-
-
-def _prefixes(prefixes: Any, extent: Extent, division: Division, parts: torch.Tensor, at: At) -> tuple[Any, ...]:
-    """The members of `BatchTensors` about prefixes."""
-    groups, members, chains = prefixes.groups, prefixes.members, prefixes.chains
-    return (
-        *(at(groups), groups.shape[0], at(members), at(chains), chains.shape[1] - 1),
-        *(max(1, extent.max_q_len), division.part_keys, division.parts, at(parts)),
-    )
 
 
 def launcher(problem: Problem, platform: Platform) -> SharedLauncher:

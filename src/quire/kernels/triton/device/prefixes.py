@@ -1,19 +1,19 @@
-"""Attention over shared prefixes: a program takes some keys of a prefix and some rows of the queries of all of its sequences, so that
-the keys are read once for all of these rows. It stores partial results, which `attend_kernel` and `combine_shared_kernel` add to those of
-the other keys of each sequence."""
+"""Shared prefixes. A program takes some keys of a prefix and some rows of the queries of all of its sequences, so that the keys are read
+once for all of these rows, and stores partial results. Whoever computes the first of the other keys of a row adds them to its own.
+
+The keys of a prefix are divided into parts at multiples of `batch.part_keys`. A sequence has the parts of its prefixes, of which each
+continues the one before it. The part of a prefix of level l that begins in interval i has number i + l, so that a sequence's parts have
+different numbers."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from quire.kernels.triton.device.attend import attend_unit
-from quire.kernels.triton.device.combine import combined_row, finish_row, query_of_row
 from quire.kernels.triton.device.features import load_slopes
 from quire.kernels.triton.device.schedule import is_selected, lengths, uniform
-from quire.kernels.triton.device.shared_parts import add_shared, prefix_keys, store_part
-from quire.kernels.triton.device.tiles import clamp_page_ids
-from quire.kernels.triton.device.units import WorkUnit, initial_state, load_queries, workspace_views
+from quire.kernels.triton.device.tiles import attend_unit, clamp_page_ids
+from quire.kernels.triton.device.units import WorkUnit, initial_state, load_queries
 
 COLUMNS = tl.constexpr(8)
 """Columns of the page table that are compared at a time: 32 or 64 bytes."""
@@ -21,7 +21,8 @@ LARGEST = tl.constexpr(2**31 - 1)
 
 
 @triton.jit
-def shared_kernel(query, cache, batch, new, features, T: tl.constexpr, C: tl.constexpr):
+def read_prefixes(query, cache, batch, new, features, T: tl.constexpr, C: tl.constexpr):
+    """The keys of all prefixes, divided among all programs."""
     total = batch.prefix_count * 0
     for base in range(0, batch.prefix_count, C.SCAN):
         total += tl.sum(prefix_work(batch, base + tl.arange(0, C.SCAN), T, C))
@@ -138,27 +139,63 @@ def compare_pages(batch, cache, own, seq, live, low, high, T: tl.constexpr, C: t
 
 
 @triton.jit
-def combine_shared_kernel(out, workspace, cache, features, batch, tile, C: tl.constexpr):
-    """As `combine_kernel`, for sequences of which some share prefixes."""
-    split = tl.program_id(0)
-    if C.PDL:
-        tl.extra.cuda.gdc_wait()
-    _, _, headers = workspace_views(workspace, tile.rows, C)
-    parts = tl.load(headers + split * 5)
-    second = tl.load(headers + split * 5 + 1)
-    token = tl.load(headers + split * 5 + 2)
-    tokens = tl.load(headers + split * 5 + 3)
-    head = tl.load(headers + split * 5 + 4)
-    if parts > 0:
-        seq = tl.load(headers + workspace.programs * 5 + split * 2)
-        q_len = tl.load(headers + workspace.programs * 5 + split * 2 + 1)
-        for index in range(tl.program_id(1), tile.rows, tl.num_programs(1)):
-            live, nth, kv_head, of_group = query_of_row(index, tokens, head, tile, C)
-            if live:
-                q_head = kv_head * C.GROUP + of_group
-                acc, row_max, row_sum = combined_row(workspace, split, index, parts, second, tile.rows, C)
-                here = tl.zeros([1], tl.int32)
-                acc, row_max, row_sum = add_shared(
-                    acc, row_max, row_sum, batch, seq, q_len, here + token + nth, here + q_head, here == 0, C
-                )
-                finish_row(out, acc, row_max, row_sum, cache, features, token + nth, q_head, C)
+def prefix_keys(batch, prefix, inside, C: tl.constexpr):
+    """The keys [begin, end) of prefixes; none outside."""
+    begin = tl.load(batch.prefixes + prefix * 5 + 2, mask=inside, other=0)
+    end = tl.load(batch.prefixes + prefix * 5 + 3, mask=inside, other=0)
+    return begin * C.PAGE_SIZE, end * C.PAGE_SIZE
+
+
+@triton.jit
+def place_of(batch, number, token, head, C: tl.constexpr):
+    """Where partial result `number` of query rows is, in rows."""
+    HEADS: tl.constexpr = C.KV_HEADS * C.GROUP
+    return (tl.full([], 0, tl.int64) + number) * batch.tokens * HEADS + token * HEADS + head
+
+
+@triton.jit
+def part_views(batch, C: tl.constexpr):
+    """Pointers to the row maxima and row sums."""
+    rows = (tl.full([], 0, tl.int64) + batch.parts) * batch.tokens * (C.KV_HEADS * C.GROUP)
+    row_maxima = batch.parts_at + rows * C.V_WIDTH
+    return row_maxima, row_maxima + rows
+
+
+@triton.jit
+def store_part(batch, number, token, head, live, acc, row_max, row_sum, C: tl.constexpr):
+    """Stores a partial result of some rows."""
+    row_maxima, row_sums = part_views(batch, C)
+    place = place_of(batch, number, token, head, C)
+    dim = tl.arange(0, C.V_WIDTH)
+    live &= token * 0 + number < batch.parts
+    tl.store(batch.parts_at + place[:, None] * C.V_WIDTH + dim[None, :], acc, mask=live[:, None])
+    tl.store(row_maxima + place, row_max, mask=live)
+    tl.store(row_sums + place, row_sum, mask=live)
+
+
+@triton.jit
+def add_shared(acc, row_max, row_sum, batch, seq, q_len, token, head, live, C: tl.constexpr):
+    """Adds the keys of a sequence's prefixes to the softmax state of rows."""
+    row_maxima, row_sums = part_views(batch, C)
+    dim = tl.arange(0, C.V_WIDTH)
+    levels = tl.where(q_len <= batch.shared_tokens, batch.levels, 0)
+    for level in range(0, levels):
+        prefix = tl.load(batch.chains + seq * (batch.levels + 1) + 1 + level)
+        begin, end = prefix_keys(batch, prefix, prefix >= 0, C)
+        first = begin // batch.part_keys + level
+        stop = tl.where(begin < end, (end - 1) // batch.part_keys + level + 1, first)
+        # There is no memory for these parts: the prefix is longer than it is said to be.
+        row_sum = tl.where(stop > batch.parts, float("nan"), row_sum)
+        for number in range(first, tl.minimum(stop, batch.parts)):
+            place = place_of(batch, number, token, head, C)
+            part_max = tl.load(row_maxima + place, mask=live, other=float("-inf"))
+            part_sum = tl.load(row_sums + place, mask=live, other=0.0)
+            part_acc = tl.load(batch.parts_at + place[:, None] * C.V_WIDTH + dim[None, :], mask=live[:, None], other=0.0)
+            new_max = tl.maximum(row_max, part_max)
+            base = tl.where(new_max == float("-inf"), 0.0, new_max)
+            rescale = tl.exp2(row_max - base)
+            fraction = tl.exp2(part_max - base)
+            row_sum = row_sum * rescale + part_sum * fraction
+            acc = acc * rescale[:, None] + part_acc * fraction[:, None]
+            row_max = new_max
+    return acc, row_max, row_sum
