@@ -127,6 +127,8 @@ class Call:
             named["spans"] = self.batch.spans
         if self.q is not None and self.batch.select is not None:
             named[f"select.{self.batch.select.kind}"] = self.batch.select.entries
+        if self.q is not None and self.batch.prefixes is not None:
+            named |= self.batch.prefixes.tensors
         return named
 
     @property

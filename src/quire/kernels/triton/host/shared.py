@@ -13,6 +13,7 @@ from quire.kernels.triton.device.attend import attend_kernel
 from quire.kernels.triton.host.constants import constants_of
 from quire.kernels.triton.host.launcher import ANY_BATCH, ATTEND, At, AttendLauncher, Launch, arguments_of, finish_empty, platform_of
 from quire.kernels.triton.host.program import Program
+from quire.kernels.triton.host.tuning import Tuning
 from quire.platform import Platform
 from quire.problem import ANY, Extent, Problem
 
@@ -32,8 +33,8 @@ class SharedLauncher(AttendLauncher):
     """Launches attention whose shared prefixes are read once. Sequences with more new tokens than `max_q_len` says are read by
     themselves."""
 
-    def __init__(self, problem: Problem, platform: Platform):
-        super().__init__("mixed", problem, platform)
+    def __init__(self, problem: Problem, platform: Platform, tuning: Tuning | None = None):
+        super().__init__("mixed", problem, platform, tuning)
         # The tiles of long queries are those of prefixes; no sequence is long.
         self.long = None
         (self.tile,) = self.programs
