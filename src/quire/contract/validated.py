@@ -29,6 +29,7 @@ COVERED = frozenset(
         values.scales,
         values.written_once,
         values.selection,
+        values.prefixes,
         values.residency,
         values.rope_positions,
     )
@@ -144,7 +145,7 @@ def _is_legal(call: Call, whole: bool) -> bool:
     # Positions of the batch are validated with it; others are values outside of it.
     if call.rope is not None and (whole or call.rope_positions is not None) and any(values.rope_positions(call)):
         return False
-    if whole and call.q is not None and call.batch.prefixes is not None and any(values.prefixes(call)):
+    if whole and call.may_share and any(values.prefixes(call)):
         return False
     native = _native()
     if native is None:

@@ -100,7 +100,7 @@ def selection(call: Call) -> Iterator[Violation]:
 def prefixes(call: Call) -> Iterator[Violation]:
     """Sequences have the pages that they are said to share, and tokens in them before their new ones."""
     shared, size = call.batch.prefixes, call.cache.page_size
-    if call.q is None or shared is None or not call.lengths_hold:
+    if shared is None or not call.may_share or not call.lengths_hold:
         return
     groups, members, chains = (tensor.cpu().long() for tensor in shared.tensors.values())
     keys, made = call.keys_before(call.context), torch.full_like(chains, -1)
