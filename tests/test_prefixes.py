@@ -161,7 +161,7 @@ def test_explain_says_why() -> None:
     # Without prefixes it is no candidate, but can be asked for.
     plain = s.batch.with_prefixes(None)
     assert "native-shared" not in str(quire.explain(s.q, s.cache, plain))
-    with pytest.raises(quire.KernelError, match="prefixes: given no, allowed yes"):
+    with pytest.raises(quire.KernelError, match="saved_keys: given 0, allowed at least 64"):
         quire.attend(s.q, s.cache, plain, kernel="native-shared")
 
 

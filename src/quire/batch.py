@@ -146,11 +146,7 @@ class Batch:
         self.spans: torch.Tensor | None = spans
         """The keys [begin, end) that each new token sees, `[tokens, 2]`, or None."""
         self.check_tensors()
-        for name, hint in (("max_q_len", max_q_len), ("max_kv_len", max_kv_len)):
-            if hint is not None and (not isinstance(hint, int) or isinstance(hint, bool) or hint < 0):
-                raise ArgumentError(name, describe(hint), "an int of 0 or more, known on the host, or None")
-        if page_size is not None and (not isinstance(page_size, int) or isinstance(page_size, bool) or page_size < 1):
-            raise ArgumentError("page_size", describe(page_size), "an int of 1 or more, or None")
+        _check_numbers(max_q_len, max_kv_len, page_size)
         self.max_q_len: int | None = max_q_len
         """An upper bound of the new tokens of a sequence, or None: a hint."""
         self.max_kv_len: int | None = max_kv_len
@@ -168,7 +164,7 @@ class Batch:
         """The keys that this rank holds, `(rank, ranks, interleave)`; None if it holds all of them."""
         self.select: Select | None = Select.of(select)
         """The only keys that queries see, or None."""
-        self.prefixes: Prefixes | None = None if prefixes is None else Prefixes.of(prefixes, self.seqs)
+        self.prefixes: Prefixes | None = Prefixes.of(prefixes, self)
         """Which sequences begin with the same pages, or None."""
         self.step_id: tuple[str, int] | None = None
         """The pool and the step that made this batch; None for other batches."""
@@ -315,7 +311,7 @@ class Batch:
             Prefixes()
         """
         batch = self._like()
-        batch.prefixes = Prefixes.of(prefixes, self.seqs)
+        batch.prefixes = Prefixes.of(prefixes, self)
         return batch
 
     def _like(self) -> Batch:
@@ -747,6 +743,15 @@ class Batch:
             hints += f", prefixes={self.prefixes}"
         tensors = ", ".join(f"{name}={describe(getattr(self, name))}" for name in ("page_table", "kv_lens", "q_starts"))
         return f"Batch({tensors}{hints})"
+
+
+def _check_numbers(max_q_len: object, max_kv_len: object, page_size: object) -> None:
+    """Raises unless the numbers of a batch are ints in range, or None."""
+    for name, hint in (("max_q_len", max_q_len), ("max_kv_len", max_kv_len)):
+        if hint is not None and (not isinstance(hint, int) or isinstance(hint, bool) or hint < 0):
+            raise ArgumentError(name, describe(hint), "an int of 0 or more, known on the host, or None")
+    if page_size is not None and (not isinstance(page_size, int) or isinstance(page_size, bool) or page_size < 1):
+        raise ArgumentError("page_size", describe(page_size), "an int of 1 or more, or None")
 
 
 def _selection_among(named: dict[str, torch.Tensor]) -> Select | None:

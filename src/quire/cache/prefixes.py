@@ -233,14 +233,14 @@ class Prefixes:
         return f"Prefixes({', '.join(each[:4])}{more})"
 
     @staticmethod
-    def of(given: object, seqs: int) -> Prefixes | None:
+    def of(given: object, batch: Batch) -> Prefixes | None:
         """The argument of a batch. Raises ArgumentError if it is none."""
         if given is None:
             return None
         if not isinstance(given, Prefixes):
             raise ArgumentError("prefixes", describe(given), "a quire.Prefixes, or None")
-        if given.seqs != seqs:
-            raise ArgumentError("prefixes", f"prefixes of {given.seqs} sequences", f"those of {seqs}, as the batch has")
+        if given.seqs != batch.seqs:
+            raise ArgumentError("prefixes", f"prefixes of {given.seqs} sequences", f"those of {batch.seqs}, as the batch has")
         return given
 
 
@@ -302,13 +302,13 @@ def _found(table: numpy.ndarray, limits: numpy.ndarray, page_size: int) -> list[
         order = numpy.argsort(pages, kind="stable")
         ends = numpy.append(numpy.flatnonzero(numpy.diff(pages[order])) + 1, len(rows))
         for first, end in zip((0, *ends[:-1].tolist()), ends.tolist()):
-            alike = rows[order[first:end]]
-            if len(alike) < 2 or pages[order[first]] < 0:
+            members = rows[order[first:end]]
+            if len(members) < 2 or pages[order[first]] < 0:
                 continue
-            stop = _end_of_run(table, alike, column, int(limits[alike].min()))
-            found.append((alike, column, stop))
+            stop = _end_of_run(table, members, column, int(limits[members].min()))
+            found.append((members, column, stop))
             if level + 1 < MOST_LEVELS:
-                open_.append((alike[limits[alike] > stop], stop, level + 1))
+                open_.append((members[limits[members] > stop], stop, level + 1))
     kept: list[Prefix] = []
     needed: set[tuple[int, int]] = set()
     # From the leaves of the trees to their roots: a prefix is kept if it is long enough, or another one continues it.

@@ -33,8 +33,7 @@ def choose(
     if operation not in OPERATIONS:
         raise ArgumentError("operation", repr(operation), str(OneOf(OPERATIONS)))
     query = LimitQuery(problem, extent, platform, capturing)
-    # Kernels for shared prefixes are candidates only where there are some, or by name.
-    relevant = [k for k in catalogue if k.operation == operation and (problem.prefixes or not k.shares or k.name == kernel)]
+    relevant = [k for k in catalogue if k.operation == operation and (_is_candidate(k, problem) or k.name == kernel)]
     candidates = tuple(Candidate(k, check_limits(k.limits, query)) for k in relevant)
     names = [candidate.kernel.name for candidate in candidates]
     if kernel is not None and kernel not in names:
@@ -80,10 +79,15 @@ def able_kernels(
     query = LimitQuery(problem, Extent(), platform, capturing)
     found = []
     for one in catalogue:
-        if one.operation == operation and kernel in (None, one.name):
+        if one.operation == operation and kernel in (None, one.name) and _is_candidate(one, problem):
             if all(f.holds for f in check_limits([limit for limit in one.limits if not limit.of_batch], query)):
                 found.append(one)
     return tuple(found)
+
+
+def _is_candidate(kernel: Kernel, problem: Problem) -> bool:
+    """Kernels for shared prefixes are candidates only where a batch says which there are."""
+    return problem.prefixes or not kernel.shares
 
 
 def kernels_for(problem: Problem, platform: Platform, operation: str) -> tuple[Kernel, ...]:

@@ -354,12 +354,11 @@ def _limits(kernel: Kernel) -> Iterator[Limit]:
         ("group", attrgetter("problem.group"), kernel.group, "use a group (q_heads / kv_heads) of {}"),
         ("max_q_len", attrgetter("extent.max_q_len"), at_most(kernel.max_q_len), "pass {} new tokens of a sequence in one call"),
         ("max_kv_len", attrgetter("extent.max_kv_len"), at_most(kernel.max_kv_len), "keep {} tokens in a sequence"),
-        ("prefixes", attrgetter("problem.prefixes"), OneOf((True,)) if kernel.shares else None, "pass a batch with prefixes"),
         (
             "saved_keys",
             attrgetter("extent.saved_keys"),
             IntRange(kernel.shares, None) if kernel.shares else None,
-            "share prefixes that save {} reads of keys",
+            "pass a batch with prefixes that save {} reads of keys",
         ),
     )
     for rule, given, allowed, change in rows:

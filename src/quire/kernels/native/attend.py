@@ -14,7 +14,7 @@ import torch
 
 from quire.batch import Batch
 from quire.cache.kv_cache import KVCache
-from quire.kernels.native.call import ABSENT, ATTEND, NO_PREFIXES, UNBOUNDED, array, batch_of, cache_of, index, prefixes_of, select_of
+from quire.kernels.native.call import ABSENT, ATTEND, UNBOUNDED, array, batch_of, cache_of, index, prefixes_of, select_of
 from quire.kernels.native.library import library
 from quire.options import Options
 from quire.platform import Platform
@@ -35,12 +35,11 @@ def launch(
     context_from: int = 1,
     only: tuple[int, int] = (0, ANY),
     zero_padding: bool = False,
-    share: bool = False,
 ) -> None:
     """Writes `out` and, if given, `lse` for every live row. Sequences with at least `context_from` new tokens take those from
     `new`; the others have all of theirs in the cache. With `only=(low, high)`, sequences with fewer than `low` or more than `high`
     new tokens are skipped: they are not read, and their output is unchanged. Rows of the LSE that belong to no sequence become
-    zero, and with `zero_padding` those of the output too. With `share`, the pages of shared prefixes are read once."""
+    zero, and with `zero_padding` those of the output too. The pages of shared prefixes are read once."""
     native = library()
     # Kept alive until the call returns: the library gets only pointers.
     alibi, sinks = _floats(options.alibi), _floats(options.sinks)
@@ -67,7 +66,7 @@ def launch(
             *(ABSENT if positions is None else index(positions)),
             *(ABSENT if batch.spans is None else index(batch.spans)),
             *select_of(batch, q),
-            *(prefixes_of(batch) if share else NO_PREFIXES),
+            *prefixes_of(batch),
             context_from,
             *only,
             zero_padding,
@@ -80,24 +79,24 @@ def launch(
 
 
 def launcher(problem: Problem, platform: Platform) -> Callable[[Any], None]:
-    """The function that launches calls of a problem."""
+    """The function that launches calls of a problem, each sequence by itself."""
+    launch_shared = shared_launcher(problem, platform)
 
     def launch_call(call: Any) -> None:
-        launch(
-            call.q, call.cache, call.batch, call.options, call.new, call.out, call.lse,
-            context_from=call.context_from, only=call.only, zero_padding=call.zero_padding,
-        )  # fmt: skip
+        if call.batch.prefixes is not None:
+            call.batch = call.batch.with_prefixes(None)
+        launch_shared(call)
 
     return launch_call
 
 
 def shared_launcher(problem: Problem, platform: Platform) -> Callable[[Any], None]:
-    """The same for calls whose shared prefixes are read once."""
+    """The same with shared prefixes."""
 
     def launch_call(call: Any) -> None:
         launch(
             call.q, call.cache, call.batch, call.options, call.new, call.out, call.lse,
-            context_from=call.context_from, only=call.only, zero_padding=call.zero_padding, share=True,
+            context_from=call.context_from, only=call.only, zero_padding=call.zero_padding,
         )  # fmt: skip
 
     return launch_call

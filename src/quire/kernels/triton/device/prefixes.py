@@ -1,5 +1,5 @@
 """Shared prefixes. A program takes some keys of a prefix and some rows of the queries of all of its sequences, so that the keys are read
-once for all of these rows, and stores partial results. Whoever computes the first of the other keys of a row adds them to its own.
+once for all of these rows, and stores partial results. The program that computes the first of the other keys of a row adds them.
 
 The keys of a prefix are divided into parts at multiples of `batch.part_keys`. A sequence has the parts of its prefixes, of which each
 continues the one before it. The part of a prefix of level l that begins in interval i has number i + l, so that a sequence's parts have
@@ -122,7 +122,8 @@ def shared_rows(batch, features, first, count, row_tile, head, low, high, T: tl.
 @triton.jit
 def compare_pages(batch, cache, own, seq, live, low, high, T: tl.constexpr, C: tl.constexpr):
     """Whether a page of keys [low, high) of sequence `own` does not exist, and which rows are of sequences with other pages."""
-    differs = tl.zeros([T.ROWS], tl.int32)
+    ROWS: tl.constexpr = T.ROWS
+    differs = tl.zeros([ROWS], tl.int32)
     end = (high + C.PAGE_SIZE - 1) // C.PAGE_SIZE
     absent = ((end > batch.table_width) | (cache.pages < 1)).to(tl.int32)
     for base in range(low // C.PAGE_SIZE, tl.minimum(end, batch.table_width), COLUMNS):
