@@ -68,7 +68,8 @@ def launcher_for(
     if (operation, capturing) not in known.able:
         known.able[operation, capturing] = able_kernels(problem, known.platform, operation, None, capturing)
     for chosen in known.able[operation, capturing] if kernel is None else ():
-        if extent.max_q_len <= chosen.longest_q and extent.max_kv_len <= chosen.longest_kv and extent.saved_keys >= chosen.shares:
+        fits = (extent.max_q_len <= chosen.longest_q) & (extent.max_kv_len <= chosen.longest_kv)
+        if fits & (extent.saved_keys >= chosen.shares):
             break
     else:
         chosen = kernel_for(problem, extent, known.platform, operation, kernel, capturing)
@@ -129,7 +130,7 @@ def described_attend(call: Call) -> tuple[Problem, Extent]:
     (tokens, _, _), (seqs, columns), max_q_len = q.shape, table.shape, batch.max_q_len
     max_kv_len = batch.max_kv_len if batch.shard is None else batch.max_keys
     longest_q, capacity = tokens if max_q_len is None else min(tokens, max_q_len), columns * cache.page_size
-    saved = 0 if batch.prefixes is None else batch.prefixes.saved_pages * cache.page_size
+    saved = getattr(batch.prefixes, "saved_pages", 0) * cache.page_size
     extent = Extent(seqs, tokens, longest_q, capacity if max_kv_len is None else min(capacity, max_kv_len), saved)
     return _problem(storage, options.traits, facts), extent
 

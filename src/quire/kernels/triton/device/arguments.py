@@ -242,8 +242,6 @@ class AttendConstants(NamedTuple):
     """Whether `BatchTensors.spans` says what each new token sees."""
     SELECT: str | None
     """What the batch selects: 'positions' per query, 'columns' per sequence, or None."""
-    SHARED: bool
-    """Whether keys of shared prefixes are read once for all of their sequences."""
     LEFT: int | None
     RIGHT: int | None
     CONTEXT_FROM: int
@@ -275,6 +273,8 @@ class AttendConstants(NamedTuple):
     """Whether the compiler must be told which numbers are equal in all threads."""
     PDL: bool
     """Programmatic dependent launch: the next kernel may be launched before this one has ended, and waits for it on the GPU."""
+    SHARED: bool = False
+    """Whether keys of shared prefixes are read once for all of their sequences."""
 
 
 class CombineConstants(NamedTuple):

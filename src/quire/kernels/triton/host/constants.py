@@ -84,7 +84,6 @@ def constants_of(problem: Problem, platform: Platform, row: Tuning, short: Trito
         TREE=problem.mask,
         SPANS=problem.spans != "none",
         SELECT=None if problem.select == "none" else problem.select,
-        SHARED=False,
         LEFT=None if left is None else min(left, FAR),
         RIGHT=None if right is None else min(right, FAR),
         CONTEXT_FROM=problem.context_from,

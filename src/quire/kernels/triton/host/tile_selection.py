@@ -45,9 +45,7 @@ class Tiles:
             self.long = TritonTile.of(row.long_rows, row.long_keys, row.long_stages, False, problem.group, problem.kv_heads)
         self.short: dict[tuple[int, int], TritonTile] = {}
         """All tiles of short sequences, by the most new tokens, a power of two, and by key heads per tile."""
-        # The kernel for shared prefixes takes the place of one of the others: a layer has twelve kernels.
-        fews = (1, 2, MAX_DECODE_TOKENS) if problem.prefixes else (1, 2, 4, 8, MAX_DECODE_TOKENS)
-        for few in fews if self.all_decode and not self.by_query else (1,):
+        for few in _token_counts(problem) if self.all_decode and not self.by_query else (1,):
             rows = self.most if problem.batch_invariant else max(row.rows, min(self.most, power_of_two(few * problem.group)))
             heads = 1
             while heads <= max(1, min(self.heads_per_tile, rows // (few * problem.group))) and problem.kv_heads % heads == 0:
@@ -55,3 +53,9 @@ class Tiles:
                 if self.by_query:
                     self.short[few, heads] = self.short[few, heads]._replace(TOKENS=1)
                 heads *= 2
+
+
+def _token_counts(problem: Problem) -> tuple[int, ...]:
+    """The numbers of new tokens of a sequence that decodes have a tile for. The kernel for shared prefixes takes the place of one of
+    the others: a layer has twelve kernels."""
+    return (1, 2, MAX_DECODE_TOKENS) if problem.prefixes else (1, 2, 4, 8, MAX_DECODE_TOKENS)
