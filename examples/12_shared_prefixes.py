@@ -20,7 +20,7 @@ prompts = [pool.sequence() for _ in range(PROMPTS)]
 quire.step(*tokens(PROMPTS * PROMPT), cache, pool.step(dict.fromkeys(prompts, PROMPT)))
 answers = [pool.fork(prompt) for prompt in prompts for _ in range(ANSWERS)]
 
-for step in range(STEPS):
+for _ in range(STEPS):
     batch = pool.step(dict.fromkeys(answers, 1), share=True)
     q, k, v = tokens(len(answers))
     out = quire.step(q, k, v, cache, batch)

@@ -1,5 +1,5 @@
-"""Shared prefixes. Each kernel that reads them once is compared with the reference, over random trees of prefixes; every slot and table
-cell that no query sees is poison. Then who is chosen and why, what the contract checks, and where prefixes come from."""
+"""Shared prefixes. Each kernel that reads them once is compared with the reference, over random trees; every slot and table cell
+that no query sees is poison. Then who is chosen and why, what the contract checks, and where prefixes come from."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from quire import ArgumentError, Batch, ContractError, KVCache, Options, PagePoo
 from quire.cache import prefixes as prefixes_module
 from quire.conformance.recording.record import load
 from quire.contract import validated
+from quire.contract.call import Call
 from quire.kernels.native import library
 from quire.launch import described
-from quire.contract.call import Call
 from support import kernels
 from support.scenario import Scenario, build
 
@@ -69,7 +69,8 @@ def drawn(seed: int) -> dict[str, Any]:
         "q_lens": q_lens, "kv_lens": [c + q for c, q in zip(contexts, q_lens)], "page_size": page_size,
         "prefixes": tree(r, [c // page_size for c in contexts]), "kv_heads": r.choice([1, 2, 3]), "group": r.choice([1, 2, 8, 20]),
         "scales": r.choice(["tensor", "head", "token"]), "format": r.choice(["fp32", "fp32", "bf16", "e4m3fn", "e5m2", "int8"]),
-        "index": r.choice(INDICES), "padding": r.choice([0, 2]), "layout": r.choice(["nhd", "hnd", "vllm_x", "aiter", "vllm_joint"]),
+        "index": r.choice(INDICES), "padding": r.choice([0, 2]),
+        "layout": r.choice(["nhd", "hnd", "vllm_x", "aiter", "vllm_joint"]),
         "q_dtype": r.choice(["fp32", "fp32", "bf16", "fp16"]), **features,
     }  # fmt: skip
 
@@ -86,7 +87,11 @@ def saving(s: Scenario) -> int:
 def test_random_trees(seed: int) -> None:
     s = build(seed, **drawn(seed))
     assert [v for v in quire.check(s.q, s.cache, s.batch, s.options, new=s.new) if not v.harmless] == []
-    names = ["torch", *(["native"] if kernels.levels() else []), *(["native-shared"] if kernels.levels() and saving(s) >= 64 else [])]
+    names = [
+        "torch",
+        *(["native"] if kernels.levels() else []),
+        *(["native-shared"] if kernels.levels() and saving(s) >= 64 else []),
+    ]
     for name in names:
         s.check(*attend(s, name), factors=s.q.dtype)
 
@@ -234,7 +239,9 @@ def test_tensors_that_do_not_fit_are_refused() -> None:
         batch = s.batch.with_prefixes(Prefixes.restored(good.numbers, {f"prefixes.{k}": t for k, t in wrong.items()}))
         assert refused(s, batch)
     other = Prefixes.restored(good.numbers, {k: t.long() for k, t in good.tensors.items()})
-    assert {v.argument for v in refused(s, s.batch.with_prefixes(other))} == {f"prefixes.{n}" for n in ("groups", "members", "chains")}
+    assert {v.argument for v in refused(s, s.batch.with_prefixes(other))} == {
+        f"prefixes.{n}" for n in ("groups", "members", "chains")
+    }
     # In place, torch counts the change.
     good.chains[0, 0] = 3
     assert refused(s)

@@ -75,8 +75,8 @@ class Batch:
             of them; the result is the same. Default: none are known.
 
     Raises:
-        ArgumentError: An index argument is not a dense tensor, a hint is not an int of 0 or more, or the shard, the selection or the
-            prefixes are invalid.
+        ArgumentError: An index argument is not a dense tensor, a hint is not an int of 0 or more, or the shard, the selection or
+            the prefixes are invalid.
 
     Example:
         >>> import torch, quire

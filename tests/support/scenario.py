@@ -117,7 +117,7 @@ def build(
     """A batch of sequences of these lengths. `features` are fields of Options; tensors among them are made here. In context form,
     sequences with fewer new tokens than `context_from` have them in the cache all the same, and not beside it. With a shard the
     cache holds the keys of one rank; queries, keys and values are those of the same call without it. `spans` has those of the live
-    tokens, or is the name of a kind of them. `select` is positions or columns, for each of `select_heads`. Sequences of `prefixes` have
+    tokens, or is the name of a kind of them. `select` is positions or columns, for each of `select_heads`. Those of `prefixes` have
     the same pages in the columns [begin, end)."""
     g, shuffle = torch.Generator().manual_seed(seed), random.Random(seed).shuffle
     v_head_dim = v_head_dim or head_dim

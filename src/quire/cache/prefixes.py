@@ -85,8 +85,8 @@ class Prefixes:
 
     def _measure(self, sizes: tuple[tuple[int, int], ...], most_pages: int) -> None:
         self.sizes: tuple[tuple[int, int], ...] = sizes
-        """The number of sequences and of columns of each prefix, as far as they are known on the host. They choose a kernel and divide
-        its work; no result depends on them."""
+        """The number of sequences and of columns of each prefix, as far as they are known on the host. They choose a kernel and
+        divide its work; no result depends on them."""
         self.saved_pages: int = sum((sequences - 1) * pages for sequences, pages in sizes)
         """How many reads of pages are saved."""
         self.most_pages: int = most_pages
@@ -135,9 +135,7 @@ class Prefixes:
         return cls.of_table(batch.page_table.cpu().numpy(), keys, page_size, batch.device)
 
     @classmethod
-    def of_table(
-        cls, table: numpy.ndarray, context: numpy.ndarray, page_size: int, device: torch.device | str = "cpu"
-    ) -> Prefixes:
+    def of_table(cls, table: numpy.ndarray, context: numpy.ndarray, page_size: int, device: torch.device | str = "cpu") -> Prefixes:
         """The prefixes of a page table `[seqs, columns]` in host memory.
 
         Args:
@@ -275,7 +273,9 @@ def _chains(found: list[Prefix], seqs: int) -> numpy.ndarray:
                 raise ArgumentError(f"the prefix of columns [{begin}, {end}) of sequence {seq}", f"begin = {begin}", allowed)
             if chain[seq] != chain[first]:
                 raise ArgumentError(
-                    f"the prefix of columns [{begin}, {end})", f"sequences {first} and {seq}", "sequences that share all columns before"
+                    f"the prefix of columns [{begin}, {end})",
+                    f"sequences {first} and {seq}",
+                    "sequences that share all columns before",
                 )
         for seq in sequences:
             covered[seq] = end

@@ -246,9 +246,8 @@ def _read(call: Call) -> list[torch.Tensor]:
     """Every tensor that an attend or a step reads."""
     options, cache, batch = call.options, call.cache, call.batch
     entries = None if batch.select is None else batch.select.entries
-    indices = (batch.page_table, batch.kv_lens, batch.q_starts, batch.given_slots, batch.spans, call.slots, entries)
-    if batch.prefixes is not None:
-        indices = (*indices, batch.prefixes.groups, batch.prefixes.members, batch.prefixes.chains)
+    shared = () if batch.prefixes is None else batch.prefixes.tensors.values()
+    indices = (batch.page_table, batch.kv_lens, batch.q_starts, batch.given_slots, batch.spans, call.slots, entries, *shared)
     features = (*(tensor for tensor, _ in options.first_axes), options.causal, options.q_scale, options.out_scale)
     if call.rope is not None:
         rope = call.rope

@@ -205,9 +205,10 @@ def selection(call: Call) -> Iterator[Violation]:
 
 def prefixes(call: Call) -> Iterator[Violation]:
     """The tensors of prefixes are those of the batch."""
-    shared, seqs = call.batch.prefixes, call.batch.kv_lens.shape[0]
-    if shared is None or call.q is None:
+    shared = call.batch.prefixes
+    if shared is None or call.q is None or call.batch.kv_lens.dim() != 1:
         return
+    seqs = call.batch.seqs
     shapes = {"groups": (len(shared.groups), 5), "members": (len(shared.members),), "chains": (seqs, 1 + shared.levels)}
     for name, shape in shapes.items():
         tensor = getattr(shared, name)

@@ -110,7 +110,9 @@ def prefixes(call: Call) -> Iterator[Violation]:
         exist = len(seqs) == count and bool(((seqs >= 0) & (seqs < len(chains))).all()) and 0 <= level < shared.levels
         if count and not (exist and 0 <= begin < end):
             given = str(groups[i].tolist())
-            yield Violation("prefixes", f"prefixes.groups[{i}]", given, "a prefix of sequences of the batch, as quire.Prefixes makes it")
+            yield Violation(
+                "prefixes", f"prefixes.groups[{i}]", given, "a prefix of sequences of the batch, as quire.Prefixes makes it"
+            )
             return
         made[seqs, 0], made[seqs, 1 + level] = end, i
         yield from _shared(call, seqs[call.taken[seqs]], begin, end, keys // size)
@@ -120,7 +122,7 @@ def prefixes(call: Call) -> Iterator[Violation]:
 
 
 def _shared(call: Call, seqs: torch.Tensor, begin: int, end: int, most: torch.Tensor) -> Iterator[Violation]:
-    """Of sequences with new tokens that share columns [begin, end) those that cannot: they have `most` full columns before these."""
+    """Of sequences with new tokens that share columns [begin, end) those that cannot: they have `most` columns before these."""
     columns = f"columns [{begin}, {end})"
     for i in seqs[most[seqs] < end].tolist():
         given = f"sequence {i} shares {columns}"

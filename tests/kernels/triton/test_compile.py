@@ -59,7 +59,11 @@ PLAIN |= {
         "write", problem={"rope": [64, True, [16, 8, 8], True, "none", "fp32", True, False, False]}
     ),
     "audit": KernelSample("audit"),
-    **{f"shared-{width}-{format}": KernelSample("shared", width, format) for width in (64, 128, 256) for format in ("bf16", "e4m3fn")},
+    **{
+        f"shared-{width}-{format}": KernelSample("shared", width, format)
+        for width in (64, 128, 256)
+        for format in ("bf16", "e4m3fn")
+    },
     "shared-128-bf16-new": KernelSample("shared", new=True),
 }
 TREE = {"window": [100, 0], "mask": True, "positions": "int64"}

@@ -23,8 +23,8 @@ from quire.attend import attend
 from quire.batch import Batch
 from quire.cache.format import FORMATS
 from quire.cache.kv_cache import KVCache
-from quire.cache.prefixes import Prefixes
 from quire.cache.layout import layout_named
+from quire.cache.prefixes import Prefixes
 from quire.conformance.cases.call import selection_of
 from quire.conformance.recording import tensor_file
 from quire.contract.call import Call

@@ -1,4 +1,4 @@
-"""Shared prefixes: trees of prefixes with the features, against the reference; descriptions that are wrong; and parts of a prefix."""
+"""Shared prefixes: trees of prefixes with the features, against the reference; wrong descriptions; and parts of a prefix."""
 
 from __future__ import annotations
 

@@ -6,8 +6,8 @@
 
 Without LONG every sequence is short, and there are no other programs.
 
-With shared prefixes the kernel is launched twice: first all programs read the keys of prefixes, in tiles of LONG, and then the other
-keys of all sequences.
+With shared prefixes the kernel is launched twice: first all programs read the keys of prefixes, in tiles of LONG, and then the
+other keys of all sequences.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 
 from quire.kernels.triton.device.features import end_in_pages, first_needed_key, leaves_gaps, needs_pages
+from quire.kernels.triton.device.prefixes import add_shared, read_prefixes
 from quire.kernels.triton.device.schedule import (
     find_sequence,
     key_tiles,
@@ -30,7 +31,6 @@ from quire.kernels.triton.device.schedule import (
     total_work,
     uniform,
 )
-from quire.kernels.triton.device.prefixes import add_shared, read_prefixes
 from quire.kernels.triton.device.tiles import attend_tiles, attend_unit, clamp_page_ids, key_in_tile, load_page_ids
 from quire.kernels.triton.device.units import finish, initial_state, load_queries, locate_unit, store, workspace_views
 
@@ -122,7 +122,9 @@ def short_sequences(out, workspace, query, cache, batch, new, features, program,
             if C.SHARED:
                 # Exactly one program has the first piece of a unit.
                 if piece == 0:
-                    acc, row_max, row_sum = add_shared(acc, row_max, row_sum, batch, seq, q_len, unit.token, unit.head, unit.live, C)
+                    acc, row_max, row_sum = add_shared(
+                        acc, row_max, row_sum, batch, seq, q_len, unit.token, unit.head, unit.live, C
+                    )
             if count == pieces:
                 kv_head = unit.kv_head if T.HEADS_PER_TILE == 1 else unit.kv_head + unit.member
                 result, lse = finish(acc, row_max, row_sum, unit.head, unit.live, features, cache, kv_head, C)

@@ -1,9 +1,9 @@
-"""Shared prefixes. A program takes some keys of a prefix and some rows of the queries of all of its sequences, so that the keys are read
-once for all of these rows, and stores partial results. The program that computes the first of the other keys of a row adds them.
+"""Shared prefixes. A program takes some keys of a prefix and some rows of the queries of all of its sequences, so that the keys are
+read once for all of these rows, and stores partial results. The program that computes the first of a row's other keys adds them.
 
-The keys of a prefix are divided into parts at multiples of `batch.part_keys`. A sequence has the parts of its prefixes, of which each
-continues the one before it. The part of a prefix of level l that begins in interval i has number i + l, so that a sequence's parts have
-different numbers."""
+The keys of a prefix are divided into parts at multiples of `batch.part_keys`. A sequence has the parts of its prefixes, of which
+each continues the one before it. The part of a prefix of level l that begins in interval i has number i + l, so that a sequence's
+parts have different numbers."""
 
 from __future__ import annotations
 
@@ -89,8 +89,8 @@ def shared_unit(query, cache, batch, new, features, prefix, nth, head, T: tl.con
 
 @triton.jit
 def shared_rows(batch, features, first, count, row_tile, head, low, high, T: tl.constexpr, C: tl.constexpr):
-    """The unit of one tile of rows over keys [low, high), the sequence of each row, and which rows do not have these keys before their
-    new tokens. The pages are those of the unit's first sequence."""
+    """The unit of one tile of rows over keys [low, high), the sequence of each row, and which rows do not have these keys before
+    their new tokens. The pages are those of the unit's first sequence."""
     index = tl.arange(0, T.ROWS)
     if C.GROUP < T.ROWS:
         kv_head = head
@@ -180,7 +180,7 @@ def add_shared(acc, row_max, row_sum, batch, seq, q_len, token, head, live, C: t
     row_maxima, row_sums = part_views(batch, C)
     dim = tl.arange(0, C.V_WIDTH)
     levels = tl.where(q_len <= batch.shared_tokens, batch.levels, 0)
-    for level in range(0, levels):
+    for level in range(levels):
         prefix = tl.load(batch.chains + seq * (batch.levels + 1) + 1 + level)
         begin, end = prefix_keys(batch, prefix, prefix >= 0, C)
         first = begin // batch.part_keys + level

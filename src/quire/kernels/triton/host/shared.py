@@ -1,5 +1,5 @@
-"""The launcher of attention with shared prefixes. One launch reads the pages of prefixes, once for all of their sequences; a second one,
-of the same kernel, all other pages."""
+"""The launcher of attention with shared prefixes. One launch reads the pages of prefixes, once for all of their sequences; a second
+one, of the same kernel, all other pages."""
 
 from __future__ import annotations
 
@@ -11,7 +11,16 @@ import torch
 from quire.kernels.triton.device.arguments import AttendConstants, TritonTile
 from quire.kernels.triton.device.attend import attend_kernel
 from quire.kernels.triton.host.constants import constants_of
-from quire.kernels.triton.host.launcher import ANY_BATCH, ATTEND, At, AttendLauncher, Launch, arguments_of, finish_empty, platform_of
+from quire.kernels.triton.host.launcher import (
+    ANY_BATCH,
+    ATTEND,
+    At,
+    AttendLauncher,
+    Launch,
+    arguments_of,
+    finish_empty,
+    platform_of,
+)
 from quire.kernels.triton.host.program import Program
 from quire.kernels.triton.host.tuning import Tuning
 from quire.platform import Platform

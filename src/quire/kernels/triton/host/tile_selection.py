@@ -56,6 +56,6 @@ class Tiles:
 
 
 def _token_counts(problem: Problem) -> tuple[int, ...]:
-    """The numbers of new tokens of a sequence that decodes have a tile for. The kernel for shared prefixes takes the place of one of
-    the others: a layer has twelve kernels."""
+    """The numbers of new tokens of a sequence that decodes have a tile for. The kernel for shared prefixes takes the place of
+    others: a layer has twelve kernels."""
     return (1, 2, MAX_DECODE_TOKENS) if problem.prefixes else (1, 2, 4, 8, MAX_DECODE_TOKENS)
