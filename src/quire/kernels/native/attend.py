@@ -80,26 +80,25 @@ def launch(
 
 def launcher(problem: Problem, platform: Platform) -> Callable[[Any], None]:
     """The function that launches calls of a problem, each sequence by itself."""
-    launch_shared = shared_launcher(problem, platform)
-
-    def launch_call(call: Any) -> None:
-        if call.batch.prefixes is not None:
-            call.batch = call.batch.with_prefixes(None)
-        launch_shared(call)
-
-    return launch_call
+    return _launch_apart
 
 
 def shared_launcher(problem: Problem, platform: Platform) -> Callable[[Any], None]:
-    """The same with shared prefixes."""
+    """The same for calls whose shared prefixes are read once."""
+    return _launch_call
 
-    def launch_call(call: Any) -> None:
-        launch(
-            call.q, call.cache, call.batch, call.options, call.new, call.out, call.lse,
-            context_from=call.context_from, only=call.only, zero_padding=call.zero_padding,
-        )  # fmt: skip
 
-    return launch_call
+def _launch_apart(call: Any) -> None:
+    if call.batch.prefixes is not None:
+        call.batch = call.batch.with_prefixes(None)
+    _launch_call(call)
+
+
+def _launch_call(call: Any) -> None:
+    launch(
+        call.q, call.cache, call.batch, call.options, call.new, call.out, call.lse,
+        context_from=call.context_from, only=call.only, zero_padding=call.zero_padding,
+    )  # fmt: skip
 
 
 def _floats(tensor: torch.Tensor | None) -> torch.Tensor | None:
