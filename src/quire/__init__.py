@@ -47,6 +47,7 @@ _HOMES = {
     "Batch": "batch",
     "Options": "options",
     "Rope": "rope",
+    "Prefixes": "cache.prefixes",
     "Select": "cache.select",
     "attend": "attend",
     "write": "write",
@@ -74,6 +75,7 @@ if TYPE_CHECKING:
     from quire.batch import Batch as Batch
     from quire.cache.kv_cache import KVCache as KVCache
     from quire.cache.pool import PagePool as PagePool
+    from quire.cache.prefixes import Prefixes as Prefixes
     from quire.cache.select import Select as Select
     from quire.checked import checked as checked
     from quire.conformance.recording.record import record as record

@@ -10,6 +10,7 @@ import torch
 
 from quire.cache.copies import Copies
 from quire.cache.packing import PackedTensor, pack, packed_copies
+from quire.cache.prefixes import Prefixes
 from quire.cache.select import Select
 from quire.cache.sequence import NO_POOL, SequenceSnapshot
 from quire.cache.shard import Shard
@@ -70,10 +71,12 @@ class Batch:
             `causal`, `window` or `mask` in its options. Default: causality, window and mask decide.
         select: `quire.Select(positions=...)` or `quire.Select(columns=...)`: the only keys that queries see, of those that
             causality and window show (sparse attention). `write` does not read it. Default: all of them.
+        prefixes: `quire.Prefixes(...)`: which sequences begin with the same pages. Kernels that can read these pages once for all
+            of them; the result is the same. Default: none are known.
 
     Raises:
-        ArgumentError: An index argument is not a dense tensor, a hint is not an int of 0 or more, or the shard or the selection is
-            invalid.
+        ArgumentError: An index argument is not a dense tensor, a hint is not an int of 0 or more, or the shard, the selection or
+            the prefixes are invalid.
 
     Example:
         >>> import torch, quire
@@ -102,6 +105,7 @@ class Batch:
         "shard",
         "spans",
         "select",
+        "prefixes",
         "step_id",
         "validated",
         "_slot_buffer",
@@ -126,6 +130,7 @@ class Batch:
         shard: tuple[int, int, int] | None = None,
         spans: torch.Tensor | None = None,
         select: Select | None = None,
+        prefixes: Prefixes | None = None,
         **unknown: NoReturn,
     ):
         if unknown:
@@ -141,11 +146,7 @@ class Batch:
         self.spans: torch.Tensor | None = spans
         """The keys [begin, end) that each new token sees, `[tokens, 2]`, or None."""
         self.check_tensors()
-        for name, hint in (("max_q_len", max_q_len), ("max_kv_len", max_kv_len)):
-            if hint is not None and (not isinstance(hint, int) or isinstance(hint, bool) or hint < 0):
-                raise ArgumentError(name, describe(hint), "an int of 0 or more, known on the host, or None")
-        if page_size is not None and (not isinstance(page_size, int) or isinstance(page_size, bool) or page_size < 1):
-            raise ArgumentError("page_size", describe(page_size), "an int of 1 or more, or None")
+        _check_numbers(max_q_len, max_kv_len, page_size)
         self.max_q_len: int | None = max_q_len
         """An upper bound of the new tokens of a sequence, or None: a hint."""
         self.max_kv_len: int | None = max_kv_len
@@ -163,6 +164,8 @@ class Batch:
         """The keys that this rank holds, `(rank, ranks, interleave)`; None if it holds all of them."""
         self.select: Select | None = Select.of(select)
         """The only keys that queries see, or None."""
+        self.prefixes: Prefixes | None = Prefixes.of(prefixes, self)
+        """Which sequences begin with the same pages, or None."""
         self.step_id: tuple[str, int] | None = None
         """The pool and the step that made this batch; None for other batches."""
         self._slot_buffer: torch.Tensor | None = None
@@ -291,6 +294,26 @@ class Batch:
         batch.select = Select.of(select)
         return batch
 
+    def with_prefixes(self, prefixes: Prefixes | None) -> Batch:
+        """A batch that differs from this one only in its prefixes, as `with_spans`.
+
+        Args:
+            prefixes: As in `Batch`, for example `quire.Prefixes.find(batch)`; None for a batch without them.
+
+        Raises:
+            ArgumentError: They are no `quire.Prefixes` of as many sequences.
+
+        Example:
+            >>> import quire
+            >>> pool = quire.PagePool(pages=64, page_size=16)
+            >>> batch = pool.step({pool.sequence(): 9})
+            >>> batch.with_prefixes(quire.Prefixes.find(batch)).prefixes
+            Prefixes()
+        """
+        batch = self._like()
+        batch.prefixes = Prefixes.of(prefixes, self)
+        return batch
+
     def _like(self) -> Batch:
         """A batch that shares everything with this one and cannot be filled."""
         batch = Batch.__new__(Batch)
@@ -339,6 +362,8 @@ class Batch:
             named["spans"] = self.spans
         if self.select is not None:
             named[self.select.kind] = self.select.entries
+        if self.prefixes is not None:
+            named |= self.prefixes.tensors
         sources = tuple(named.values())[:3]
         for name, (of, value) in self._derived.items():
             if all(a is b for a, b in zip(of, sources)):
@@ -353,6 +378,7 @@ class Batch:
         batch = Batch(*sources, slots=slots, copies=self.copies, sequences=sequences, page_size=self.page_size, shard=self.shard)
         batch.max_q_len, batch.max_kv_len, batch.spans = self.max_q_len, self.max_kv_len, named.get("spans")
         batch.select = _selection_among(named)
+        batch.prefixes = None if self.prefixes is None else Prefixes.restored(self.prefixes.numbers, named)
         batch._slot_buffer, batch._tokens, batch.step_id = buffer, self._tokens, self.step_id
         batch._derived = {
             name.removeprefix("derived "): (sources, value) for name, value in named.items() if name.startswith("derived ")
@@ -370,7 +396,8 @@ class Batch:
             name: getattr(self, name) for name in ("max_q_len", "max_kv_len", "copies", "page_size", "shard", "step_id", "_tokens")
         }
         buffered = self._slot_buffer is not None and self.given_slots is self._slot_buffer
-        return _restored, (memory.cpu().numpy(), dict(zip(named, spans)), self.device, fields, sequences, buffered)
+        numbers = None if self.prefixes is None else self.prefixes.numbers
+        return _restored, (memory.cpu().numpy(), dict(zip(named, spans)), self.device, fields, sequences, buffered, numbers)
 
     def sequences_of_tokens(self, tokens: int) -> torch.Tensor:
         """The index of the sequence of each row of q, `[tokens]`; `seqs` for padding rows. Nothing is read on the host.
@@ -712,8 +739,19 @@ class Batch:
             hints += f", spans={describe(self.spans)}"
         if self.select is not None:
             hints += f", select={self.select}"
+        if self.prefixes is not None:
+            hints += f", prefixes={self.prefixes}"
         tensors = ", ".join(f"{name}={describe(getattr(self, name))}" for name in ("page_table", "kv_lens", "q_starts"))
         return f"Batch({tensors}{hints})"
+
+
+def _check_numbers(max_q_len: object, max_kv_len: object, page_size: object) -> None:
+    """Raises unless the numbers of a batch are ints in range, or None."""
+    for name, hint in (("max_q_len", max_q_len), ("max_kv_len", max_kv_len)):
+        if hint is not None and (not isinstance(hint, int) or isinstance(hint, bool) or hint < 0):
+            raise ArgumentError(name, describe(hint), "an int of 0 or more, known on the host, or None")
+    if page_size is not None and (not isinstance(page_size, int) or isinstance(page_size, bool) or page_size < 1):
+        raise ArgumentError("page_size", describe(page_size), "an int of 1 or more, or None")
 
 
 def _selection_among(named: dict[str, torch.Tensor]) -> Select | None:
@@ -730,6 +768,7 @@ def _restored(
     fields: dict[str, Any],
     sequences: tuple[SequenceSnapshot, ...] | None,
     buffered: bool,
+    prefixes: tuple[int, ...] | None = None,
 ) -> Batch:
     """Unpickles a batch."""
     bytes_ = torch.from_numpy(memory).to(device)
@@ -737,6 +776,7 @@ def _restored(
     batch = Batch(named["page_table"], named["kv_lens"], named["q_starts"], slots=named.get("slots"), sequences=sequences)
     batch.spans = named.get("spans")
     batch.select = _selection_among(named)
+    batch.prefixes = None if prefixes is None else Prefixes.restored(prefixes, named)
     for name, value in fields.items():
         setattr(batch, name, value)
     batch._slot_buffer = named.get("buffer")

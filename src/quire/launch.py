@@ -68,7 +68,8 @@ def launcher_for(
     if (operation, capturing) not in known.able:
         known.able[operation, capturing] = able_kernels(problem, known.platform, operation, None, capturing)
     for chosen in known.able[operation, capturing] if kernel is None else ():
-        if extent.max_q_len <= chosen.longest_q and extent.max_kv_len <= chosen.longest_kv:
+        fits = (extent.max_q_len <= chosen.longest_q) & (extent.max_kv_len <= chosen.longest_kv)
+        if fits & (extent.saved_keys >= chosen.shares):
             break
     else:
         chosen = kernel_for(problem, extent, known.platform, operation, kernel, capturing)
@@ -124,12 +125,13 @@ def described_attend(call: Call) -> tuple[Problem, Extent]:
     facts = Facts(
         *(q.shape[1], q.dtype, out_dtype, new_dtype, index, types, q_scale, out_scale, call.with_lse, aligned, q.device),
         *(call.context_from, call.only, batch.shard is not None, getattr(batch.spans, "dtype", None)),
-        getattr(batch.select, "traits", NO_SELECTION),
+        *(getattr(batch.select, "traits", NO_SELECTION), batch.prefixes is not None),
     )
     (tokens, _, _), (seqs, columns), max_q_len = q.shape, table.shape, batch.max_q_len
     max_kv_len = batch.max_kv_len if batch.shard is None else batch.max_keys
     longest_q, capacity = tokens if max_q_len is None else min(tokens, max_q_len), columns * cache.page_size
-    extent = Extent(seqs, tokens, longest_q, capacity if max_kv_len is None else min(capacity, max_kv_len))
+    saved = getattr(batch.prefixes, "saved_pages", 0) * cache.page_size
+    extent = Extent(seqs, tokens, longest_q, capacity if max_kv_len is None else min(capacity, max_kv_len), saved)
     return _problem(storage, options.traits, facts), extent
 
 
@@ -191,6 +193,7 @@ class Facts(NamedTuple):
     shard: bool = False
     spans: torch.dtype | None = None
     select: tuple[str, torch.dtype | None] = NO_SELECTION
+    prefixes: bool = False
     rope: RopeTraits | None = None
 
 
@@ -223,6 +226,7 @@ def _problem(storage: Storage, traits: Traits, facts: Facts) -> Problem:
         spans="none" if facts.spans is None else dtype_name(facts.spans),
         select=facts.select[0],
         select_index="" if facts.select[1] is None else dtype_name(facts.select[1]),
+        prefixes=facts.prefixes,
     )
 
 

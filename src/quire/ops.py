@@ -213,6 +213,8 @@ def _refused(cache: KVCache, batch: Batch, q: torch.Tensor | None = None) -> str
         return "ledger"
     if batch.copies:
         return "copies"
+    if batch.prefixes is not None:
+        return "prefixes"
     return "grad" if q is not None and q.requires_grad and torch.is_grad_enabled() else None
 
 
@@ -257,6 +259,11 @@ _REFUSALS = {
         "copies",
         "a batch with copies, in a compiled function",
         "a batch without copies: call cache.copy_pages(batch.copies) before the compiled function",
+    ),
+    "prefixes": (
+        "prefixes",
+        "a batch with prefixes, in a compiled function",
+        "batch.with_prefixes(None), or a call that is not compiled",
     ),
     "grad": ("q", "a tensor that requires grad", "inference only: call under torch.no_grad() or detach it"),
 }

@@ -42,6 +42,8 @@ class Extent(NamedTuple):
     """Upper bound of the new tokens of one sequence."""
     max_kv_len: int = 1
     """Upper bound of the tokens of one sequence that are on this rank."""
+    saved_keys: int = 0
+    """How many reads of keys are saved if shared prefixes are read once."""
 
     @classmethod
     def of(cls, rows: torch.Tensor, cache: KVCache, batch: Batch) -> Extent:
@@ -54,6 +56,7 @@ class Extent(NamedTuple):
             tokens,
             tokens if max_q_len is None or max_q_len > tokens else max_q_len,
             capacity if max_kv_len is None or max_kv_len > capacity else max_kv_len,
+            0 if batch.prefixes is None else batch.prefixes.saved_pages * cache.page_size,
         )
 
     @property
@@ -62,7 +65,8 @@ class Extent(NamedTuple):
         return "decode" if self.max_q_len <= 1 else "mixed" if self.seqs > 1 else "prefill"
 
     def __str__(self) -> str:
-        return f"{self.mix}, q <= {self.max_q_len}, kv <= {self.max_kv_len}"
+        saved = f", {self.saved_keys} reads of keys shared" if self.saved_keys else ""
+        return f"{self.mix}, q <= {self.max_q_len}, kv <= {self.max_kv_len}{saved}"
 
 
 @dataclass(frozen=True)
@@ -139,6 +143,8 @@ class Problem(Traits):
     """Whether the batch selects keys (`Batch(select=...)`): none, positions or columns."""
     select_index: str = ""
     """The type of the selection; empty without one."""
+    prefixes: bool = False
+    """Whether the batch says which sequences begin with the same pages (`Batch(prefixes=...)`)."""
 
     def __post_init__(self) -> None:
         fill = object.__setattr__
@@ -212,7 +218,7 @@ class Problem(Traits):
     @property
     def features(self) -> tuple[str, ...]:
         """The optional features this call uses, by name."""
-        names = [name for name in (*FEATURES, "lse", "shard") if getattr(self, name)]
+        names = [name for name in (*FEATURES, "lse", "shard", "prefixes") if getattr(self, name)]
         if self.spans != "none":
             names.append("spans")
         if self.select != "none":
@@ -274,7 +280,7 @@ class Problem(Traits):
 FIELDS = tuple(field.name for field in fields(Problem))
 _NOT_OF_WRITES = frozenset(
     (*(field.name for field in fields(Traits)), "form", "lse", "new_dtype", "q_scale", "out_scale", "context_from", "only", "spans")
-) | {"select", "select_index"}
+) | {"select", "select_index", "prefixes"}
 
 
 def is_fp8(dtype: torch.dtype) -> bool:

@@ -28,7 +28,7 @@ from quire.platform import Platform
 from quire.problem import Extent, Problem
 
 PROBLEM = Problem(q_heads=32, kv_heads=8, head_dim=128, page_size=16)
-EXTENT = Extent(seqs=2, tokens=8, max_q_len=4, max_kv_len=4096)
+EXTENT = Extent(seqs=2, tokens=8, max_q_len=4, max_kv_len=4096, saved_keys=100)
 CPU = replace(Platform.named("cpu"), cpu_features=("avx2",))
 
 
@@ -100,6 +100,13 @@ REFUSALS: dict[str, tuple[dict[str, Any], dict[str, Any], Any, str, str | None]]
     "group": ({"group": IntRange(1, 4)}, {"group": IntRange(5, 16)}, 4, "5 to 16", "use a group (q_heads / kv_heads) of 5 to 16"),
     "max_q_len": ({"max_q_len": 4}, {"max_q_len": 1}, 4, "at most 1", "pass at most 1 new tokens of a sequence in one call"),
     "max_kv_len": ({"max_kv_len": 4096}, {"max_kv_len": 2048}, 4096, "at most 2048", "keep at most 2048 tokens in a sequence"),
+    "saved_keys": (
+        {"shares": 100},
+        {"shares": 200},
+        100,
+        "at least 200",
+        "pass a batch with prefixes that save at least 200 reads of keys",
+    ),
     "lse": ({"without": ("lse",)}, {"without": ("lse",)}, True, "no", "do not use lse"),
     "capturing": ({"capturable": False}, {"capturable": False}, True, "no", "launch it outside of a CUDA graph"),
 }

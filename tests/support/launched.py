@@ -12,6 +12,7 @@ from quire.contract.call import Call
 from quire.kernels.triton.host.audit import AuditLauncher
 from quire.kernels.triton.host.constants import dot_type
 from quire.kernels.triton.host.launcher import AttendLauncher
+from quire.kernels.triton.host.shared import SharedLauncher
 from quire.kernels.triton.host.tuning import AUDIT, WRITE, Tuning, WorkPerProgram
 from quire.kernels.triton.host.write import WriteLauncher
 from quire.launch import described
@@ -61,6 +62,8 @@ def prepared(
         s.cache, s.batch, s.q, s.options, s.new, out, lse=lse, context_from=context_from, only=only, zero_padding=zero_padding
     )
     problem = problem_of(s, out, lse is not None, context_from=context_from, only=only)
+    if kernel == "shared":
+        return call, SharedLauncher(problem, platform or platform_at(s.q.device))
     return call, AttendLauncher(kernel, problem, platform or platform_at(s.q.device), tuning)
 
 

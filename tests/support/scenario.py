@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from quire import Batch, KVCache, Options, Select, reference
+from quire import Batch, KVCache, Options, Prefixes, Select, reference
 
 TYPES = {
     "fp32": torch.float32,
@@ -111,12 +111,14 @@ def build(
     spans: str | list[tuple[int, int]] | None = None,
     select: str | None = None,
     select_heads: int = 1,
+    prefixes: list[tuple[tuple[int, ...], int, int]] | None = None,
     **features: Any,
 ) -> Scenario:
     """A batch of sequences of these lengths. `features` are fields of Options; tensors among them are made here. In context form,
     sequences with fewer new tokens than `context_from` have them in the cache all the same, and not beside it. With a shard the
     cache holds the keys of one rank; queries, keys and values are those of the same call without it. `spans` has those of the live
-    tokens, or is the name of a kind of them. `select` is positions or columns, for each of `select_heads`."""
+    tokens, or is the name of a kind of them. `select` is positions or columns, for each of `select_heads`. Those of `prefixes` have
+    the same pages in the columns [begin, end)."""
     g, shuffle = torch.Generator().manual_seed(seed), random.Random(seed).shuffle
     v_head_dim = v_head_dim or head_dim
     formats = {"k": format, "v": v_format or format}
@@ -159,6 +161,9 @@ def build(
     ids = list(range(pages))
     shuffle(ids)
     owned = [[ids.pop() for _ in range(n)] for n in columns]
+    for members, begin, end in prefixes or ():
+        for i in members[1:]:
+            owned[i][begin:end] = owned[members[0]][begin:end]
     table = torch.full((seqs, max(columns, default=0) + 2), bad_id)
     for i, row in enumerate(owned):
         for c, page in enumerate(row):
@@ -168,6 +173,10 @@ def build(
     dense, stored, scale = {}, {}, {}
     for part, dim in (("k", head_dim), ("v", v_head_dim)):
         dense[part] = [torch.randn(n, kv_heads, dim, generator=g).to(made).double() for n in kv_lens]
+        for members, begin, end in prefixes or ():
+            for i in members[1:]:
+                same = slice(begin * page_size, end * page_size)
+                dense[part][i][same] = dense[part][members[0]][same]
         content = torch.full((pages, page_size, kv_heads, dim), poison, dtype=torch.float64)
         scale[part] = _scales(g, part, formats[part], scales, pages, page_size, kv_heads, poison)
         for i, row in enumerate(owned):
@@ -211,6 +220,7 @@ def build(
         shard=shard,
         spans=None if spans is None else _padded(spans, padding, index[1]).to(device),
         select=selection,
+        prefixes=None if prefixes is None else Prefixes(prefixes, seqs, device),
     )
 
     outs, lses, honest, weighted, steepest = [], [], [], [], 0.0

@@ -143,7 +143,7 @@ class PagePool:
             self._abort(transaction)
             raise
 
-    def step(self, new_tokens: Mapping[Sequence, int]) -> Batch:
+    def step(self, new_tokens: Mapping[Sequence, int], *, share: bool = False) -> Batch:
         """Allocates slots for the new tokens of every sequence and returns the batch of the step. Either all sequences get their
         pages or none does.
 
@@ -154,6 +154,8 @@ class PagePool:
 
         Args:
             new_tokens: The number of new tokens of each sequence, 0 or more. The batch has the sequences in this order.
+            share: Whether the batch says which sequences begin with the same pages (`Batch.prefixes`), so that kernels can read
+                these pages once. No device is read.
 
         Returns:
             A `Batch`. `quire.write` applies its `copies` (copy-on-write) before it writes.
@@ -181,7 +183,7 @@ class PagePool:
             transaction.set_attribute(self, "_last", laid)
             self._pending = transaction
             transaction.apply()
-            batch = laid.batch(self, given, copies, number)
+            batch = laid.batch(self, given, copies, number, share)
             self._update_mirrors()
             self._latest = number, transaction, latest and latest[:2]
             self._pending = None

@@ -10,6 +10,7 @@ import torch
 from quire.batch import Batch
 from quire.cache.allocation import Allocation
 from quire.cache.page_rows import gather
+from quire.cache.prefixes import Prefixes
 from quire.cache.sequence import Sequence
 from quire.cache.sequence_record import LENGTH, LONGEST, PAGES, ROW, WIDTH
 from quire.cache.shard import keys_of
@@ -69,8 +70,10 @@ class StepTable:
             transaction.set_cells(self, "table", given.runs.cells_in(given.grown), given.pages.reshape(given.runs.shape), old=-1)
         return StepTable(request, table, self._view)
 
-    def batch(self, pool: PagePool, given: Allocation, copies: tuple[tuple[int, int], ...], number: int) -> Batch:
-        """The batch of the step, after its transaction was applied."""
+    def batch(
+        self, pool: PagePool, given: Allocation, copies: tuple[tuple[int, int], ...], number: int, share: bool = False
+    ) -> Batch:
+        """The batch of the step, after its transaction was applied; with `share` it has the prefixes of its sequences."""
         after, request = given.after, self.request
         width = max(-(-keys_of(pool.shard, given.longest) // pool.page_size), 1)
         if self.table is None:
@@ -88,6 +91,9 @@ class StepTable:
             page_size=pool.page_size,
             shard=pool.shard,
         )
+        if share:
+            context = keys_of(pool.shard, after[:, LENGTH] - request.counts)
+            batch.prefixes = Prefixes.of_table(self.table[:, :width], context, pool.page_size)
         batch.step_id, batch._tokens = (pool._name, number), request.tokens
         if pool.device.type != "cpu":
             return batch.to(pool.device)

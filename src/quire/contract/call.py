@@ -99,6 +99,13 @@ class Call:
         return self.q if self.q_in is None else self.q_in
 
     @property
+    def may_share(self) -> bool:
+        """Whether a kernel may read prefixes once: every query sees all keys before the new tokens."""
+        batch, options = self.batch, self.options
+        narrow = (batch.spans, batch.select, batch.shard, options.mask, options.window)
+        return self.q is not None and batch.prefixes is not None and all(x is None for x in narrow)
+
+    @property
     def writes(self) -> bool:
         return self.k is not None or self.v is not None
 
@@ -127,6 +134,8 @@ class Call:
             named["spans"] = self.batch.spans
         if self.q is not None and self.batch.select is not None:
             named[f"select.{self.batch.select.kind}"] = self.batch.select.entries
+        if self.q is not None and self.batch.prefixes is not None:
+            named |= self.batch.prefixes.tensors
         return named
 
     @property

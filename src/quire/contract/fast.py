@@ -12,6 +12,7 @@ import torch
 from quire.batch import Batch
 from quire.cache.format import FP8_TYPES
 from quire.cache.kv_cache import KVCache
+from quire.cache.prefixes import Prefixes
 from quire.cache.select import Select
 from quire.contract import static
 from quire.contract.call import Call
@@ -33,6 +34,7 @@ COVERED = frozenset(
         static.rotation,
         static.spans,
         static.selection,
+        static.prefixes,
     )
 )
 """The static checks that this module covers. All others run in every call."""
@@ -74,8 +76,8 @@ def is_certainly_legal(call: Call) -> bool:
         heads = q.size(1)
         if (q.size(2), heads % cache.kv_heads, heads > 0) != (cache.head_dim, 0, True):
             return False
-        plain = options is PLAIN, batch.spans is None, batch.select is None
-        if plain != (True, True, True) and not _options_are_legal(call, q, seqs, device):
+        plain = options is PLAIN, batch.spans is None, batch.select is None, batch.prefixes is None
+        if plain != (True, True, True, True) and not _options_are_legal(call, q, seqs, device):
             return False
     if call.new is not None and not _new_is_legal(call, device):
         return False
@@ -85,7 +87,9 @@ def is_certainly_legal(call: Call) -> bool:
 
 
 def _options_are_legal(call: Call, q: torch.Tensor, seqs: int, device: torch.device) -> bool:
-    options, spans, select = call.options, call.batch.spans, call.batch.select
+    options, spans, select, prefixes = call.options, call.batch.spans, call.batch.select, call.batch.prefixes
+    if prefixes is not None and not _prefixes_are_legal(prefixes, seqs, device):
+        return False
     if spans is not None and not _spans_are_legal(spans, q, options, device):
         return False
     if select is not None and not _selection_is_legal(call, q, seqs, device):
@@ -115,6 +119,13 @@ def _selection_is_legal(call: Call, q: torch.Tensor, seqs: int, device: torch.de
     if not (call.new is None and call.options.mask is None and call.batch.shard is None and call.batch.spans is None):
         return False
     return entries.size(1) in (1, call.cache.kv_heads)
+
+
+def _prefixes_are_legal(prefixes: Prefixes, seqs: int, device: torch.device) -> bool:
+    if type(prefixes) is not Prefixes or prefixes.chains.size(0) != seqs:
+        return False
+    parts = (prefixes.groups, prefixes.members, prefixes.chains)
+    return all((type(x), x.dtype, x.device, x.is_contiguous()) == (_Tensor, torch.int32, device, True) for x in parts)
 
 
 def _new_is_legal(call: Call, device: torch.device) -> bool:
@@ -235,7 +246,8 @@ def _read(call: Call) -> list[torch.Tensor]:
     """Every tensor that an attend or a step reads."""
     options, cache, batch = call.options, call.cache, call.batch
     entries = None if batch.select is None else batch.select.entries
-    indices = (batch.page_table, batch.kv_lens, batch.q_starts, batch.given_slots, batch.spans, call.slots, entries)
+    shared = () if batch.prefixes is None else batch.prefixes.tensors.values()
+    indices = (batch.page_table, batch.kv_lens, batch.q_starts, batch.given_slots, batch.spans, call.slots, entries, *shared)
     features = (*(tensor for tensor, _ in options.first_axes), options.causal, options.q_scale, options.out_scale)
     if call.rope is not None:
         rope = call.rope

@@ -177,4 +177,17 @@ CONTRACT: tuple[Rule, ...] = (
         values=(values.selection,),
         proof="tests/test_select.py",
     ),
+    Rule(
+        "prefixes",
+        "With `Batch(prefixes=...)` the sequences of a prefix have the same pages in its columns of the page table, and these are "
+        "full pages before their new tokens. Sequences without new tokens may have anything, and so may all in a call with a "
+        "window, a tree mask, spans, a selection or a shard, which does not use prefixes. The result is that of the batch without "
+        "prefixes, up to rounding: whether pages are read once is a choice of the dispatcher. Values are checked in host memory. "
+        "On a GPU, and in host memory after a change that torch did not see, the output of a sequence that shares other pages or "
+        "new tokens is NaN, or what its own pages give.",
+        binds="caller and kernel",
+        static=(static.prefixes,),
+        values=(values.prefixes,),
+        proof="tests/test_prefixes.py",
+    ),
 )

@@ -203,6 +203,21 @@ def selection(call: Call) -> Iterator[Violation]:
         yield Violation("selection", "shard", f"{tuple(batch.shard)}, with a selection", "None: a cache that holds every key")
 
 
+def prefixes(call: Call) -> Iterator[Violation]:
+    """The tensors of prefixes are those of the batch."""
+    shared = call.batch.prefixes
+    if shared is None or call.q is None or call.batch.kv_lens.dim() != 1:
+        return
+    seqs = call.batch.seqs
+    shapes = {"groups": (len(shared.groups), 5), "members": (len(shared.members),), "chains": (seqs, 1 + shared.levels)}
+    for name, shape in shapes.items():
+        tensor = getattr(shared, name)
+        if tensor.dtype is not torch.int32 or tensor.shape != shape or not tensor.is_contiguous():
+            given = describe(tensor) if tensor.is_contiguous() else "a tensor that is not contiguous"
+            allowed = f"int32 {list(shape)}, contiguous: quire.Prefixes of the batch's {seqs} sequences"
+            yield Violation("prefixes", f"prefixes.{name}", given, allowed)
+
+
 def quantisation(call: Call) -> Iterator[Violation]:
     q, options, cache = call.q, call.options, call.cache
     if q is None or q.dim() != 3:

@@ -29,6 +29,7 @@ COVERED = frozenset(
         values.scales,
         values.written_once,
         values.selection,
+        values.prefixes,
         values.residency,
         values.rope_positions,
     )
@@ -97,6 +98,10 @@ def _key(call: Call) -> Any:
         if entries.is_inference():
             return None
         facts = (*facts, select.kind, id(entries), entries._version, entries.data_ptr())
+    for tensor in () if call.batch.prefixes is None else call.batch.prefixes.tensors.values():
+        if tensor.is_inference():
+            return None
+        facts = (*facts, id(tensor), tensor._version, tensor.data_ptr())
     causal, mask, positions, spans = options.causal, options.mask, options.positions, call.batch.spans
     if spans is mask is None and (causal is True or causal is False):
         return (*facts, options.window, causal)
@@ -115,7 +120,8 @@ def _remember(batch: Batch, stamp: tuple[int, ...], key: Any, call: Call) -> Non
     """The stamp was taken before the values were read, so a concurrent change makes it outdated."""
     options = call.options
     entries = None if batch.select is None else batch.select.entries
-    read = (options.causal, options.mask, options.positions, batch.spans, entries)
+    shared = () if batch.prefixes is None else batch.prefixes.tensors.values()
+    read = (options.causal, options.mask, options.positions, batch.spans, entries, *shared)
     held = tuple(x for x in read if isinstance(x, torch.Tensor))
     memo = batch.validated
     calls = {} if memo is None or memo.stamp != stamp else memo.calls
@@ -138,6 +144,8 @@ def _depends_on_other_values(call: Call) -> bool:
 def _is_legal(call: Call, whole: bool) -> bool:
     # Positions of the batch are validated with it; others are values outside of it.
     if call.rope is not None and (whole or call.rope_positions is not None) and any(values.rope_positions(call)):
+        return False
+    if whole and call.may_share and any(values.prefixes(call)):
         return False
     native = _native()
     if native is None:

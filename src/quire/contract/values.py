@@ -97,6 +97,48 @@ def selection(call: Call) -> Iterator[Violation]:
         yield Violation("selection", where, given, allowed, seq=int(seq[i]), token=token, picture=picture)
 
 
+def prefixes(call: Call) -> Iterator[Violation]:
+    """Sequences have the pages that they are said to share, and tokens in them before their new ones."""
+    shared, size = call.batch.prefixes, call.cache.page_size
+    if shared is None or not call.may_share or not call.lengths_hold:
+        return
+    groups, members, chains = (tensor.cpu().long() for tensor in shared.tensors.values())
+    keys, made = call.keys_before(call.context), torch.full_like(chains, -1)
+    made[:, 0] = 0
+    for i, (first, count, begin, end, level) in enumerate(groups.tolist()):
+        seqs = members[first : first + count] if first >= 0 and count >= 0 else members
+        exist = len(seqs) == count and bool(((seqs >= 0) & (seqs < len(chains))).all()) and 0 <= level < shared.levels
+        if count and not (exist and 0 <= begin < end):
+            given = str(groups[i].tolist())
+            yield Violation(
+                "prefixes", f"prefixes.groups[{i}]", given, "a prefix of sequences of the batch, as quire.Prefixes makes it"
+            )
+            return
+        made[seqs, 0], made[seqs, 1 + level] = end, i
+        yield from _shared(call, seqs[call.taken[seqs]], begin, end, keys // size)
+    for i, level in ((chains != made) & call.taken[:, None]).nonzero().tolist():
+        given, allowed = str(int(chains[i, level])), f"{int(made[i, level])}, as groups and members say"
+        yield Violation("prefixes", f"prefixes.chains[{i}, {level}]", given, allowed, seq=i)
+
+
+def _shared(call: Call, seqs: torch.Tensor, begin: int, end: int, most: torch.Tensor) -> Iterator[Violation]:
+    """Of sequences with new tokens that share columns [begin, end) those that cannot: they have `most` columns before these."""
+    columns = f"columns [{begin}, {end})"
+    for i in seqs[most[seqs] < end].tolist():
+        given = f"sequence {i} shares {columns}"
+        allowed = f"at most {int(most[i])} columns, the full pages before its new tokens"
+        yield Violation("prefixes", "prefixes", given, allowed, seq=i)
+    if end > call.page_table.shape[1] or not len(seqs):
+        return
+    mine, first = call.page_table[seqs, begin:end], int(seqs[0])
+    differs = mine != mine[0]
+    for row in differs.any(1).nonzero().flatten().tolist():
+        i, column = int(seqs[row]), begin + int(differs[row].int().argmax())
+        page, id = int(call.page_table[first, column]), int(call.page_table[i, column])
+        allowed = f"{page}, as sequence {first} has: they share {columns}"
+        yield Violation("prefixes", f"page_table[{i}, {column}]", str(id), allowed, seq=i, page=id, picture=_row(call, i, column))
+
+
 def table(call: Call) -> Iterator[Violation]:
     """The entries of the page table that the call needs: those an attend reads, and those a write uses unless slots are given."""
     if not call.lengths_hold:

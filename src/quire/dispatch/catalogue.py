@@ -19,7 +19,26 @@ _HOPPER_HEAD = IntRange(33, 128)
 
 _NATIVE = "kernels/native/libquire.so"
 
+_PLAIN_ALONE = ("mask", "batch_invariant", "shard", "spans", "select", "window")
+"""What kernels that read shared prefixes once do not support: a batch with prefixes is then read sequence by sequence."""
+
 CATALOGUE: tuple[Kernel, ...] = (
+    Kernel(
+        "triton-shared",
+        "attend",
+        "decode that reads the pages of shared prefixes once for all of their sequences; the rest of each is as in triton-decode",
+        "quire.kernels.triton.host.shared:launcher",
+        vendors=("nvidia", "amd"),
+        arches=_TRITON,
+        needs=("triton",),
+        q_dtypes=QUERY_NAMES,
+        memory=("aligned",),
+        head_dim=_ANY_HEAD,
+        v_head_dim=_ANY_HEAD,
+        max_q_len=16,
+        shares=8192,
+        without=_PLAIN_ALONE,
+    ),
     Kernel(
         "triton-decode",
         "attend",
@@ -96,6 +115,20 @@ CATALOGUE: tuple[Kernel, ...] = (
         arches=_TRITON,
         needs=("triton",),
         without=("select",),
+    ),
+    Kernel(
+        "native-shared",
+        "attend",
+        "as native; reads the pages of shared prefixes once for all of their sequences",
+        "quire.kernels.native.attend:shared_launcher",
+        vendors=("cpu",),
+        library=_NATIVE,
+        q_dtypes=QUERY_NAMES,
+        head_dim=_ANY_HEAD,
+        v_head_dim=_ANY_HEAD,
+        shares=64,
+        without=_PLAIN_ALONE,
+        capturable=False,
     ),
     Kernel(
         "native",

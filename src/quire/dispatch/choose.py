@@ -33,7 +33,8 @@ def choose(
     if operation not in OPERATIONS:
         raise ArgumentError("operation", repr(operation), str(OneOf(OPERATIONS)))
     query = LimitQuery(problem, extent, platform, capturing)
-    candidates = tuple(Candidate(k, check_limits(k.limits, query)) for k in catalogue if k.operation == operation)
+    relevant = [k for k in catalogue if k.operation == operation and (_is_candidate(k, problem) or k.name == kernel)]
+    candidates = tuple(Candidate(k, check_limits(k.limits, query)) for k in relevant)
     names = [candidate.kernel.name for candidate in candidates]
     if kernel is not None and kernel not in names:
         raise KernelError(f"kernel: given {kernel!r}; allowed for {operation}: {', '.join(names) or 'none'}")
@@ -58,7 +59,7 @@ def kernel_for(
     if kernel is not None and not isinstance(kernel, str):
         raise ArgumentError("kernel", describe(kernel), "the name of a kernel, or None")
     for able in able_kernels(problem, platform, operation, kernel, capturing, catalogue):
-        if extent.max_q_len <= able.longest_q and extent.max_kv_len <= able.longest_kv:
+        if extent.max_q_len <= able.longest_q and extent.max_kv_len <= able.longest_kv and extent.saved_keys >= able.shares:
             return able
     return chosen_by(
         choose(problem, extent, platform, operation=operation, kernel=kernel, capturing=capturing, catalogue=catalogue)
@@ -78,10 +79,15 @@ def able_kernels(
     query = LimitQuery(problem, Extent(), platform, capturing)
     found = []
     for one in catalogue:
-        if one.operation == operation and kernel in (None, one.name):
+        if one.operation == operation and kernel in (None, one.name) and _is_candidate(one, problem):
             if all(f.holds for f in check_limits([limit for limit in one.limits if not limit.of_batch], query)):
                 found.append(one)
     return tuple(found)
+
+
+def _is_candidate(kernel: Kernel, problem: Problem) -> bool:
+    """Kernels for shared prefixes are candidates only where a batch says which there are."""
+    return problem.prefixes or not kernel.shares
 
 
 def kernels_for(problem: Problem, platform: Platform, operation: str) -> tuple[Kernel, ...]:

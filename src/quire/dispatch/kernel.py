@@ -149,6 +149,10 @@ def as_text(value: Any) -> str:
     return {True: "yes", False: "no"}[value] if isinstance(value, bool) else str(value)
 
 
+_OF_BATCH = ("max_q_len", "max_kv_len", "saved_keys")
+"""The limits of `Extent`."""
+
+
 class LimitQuery(NamedTuple):
     """What the limits of a kernel depend on."""
 
@@ -232,6 +236,9 @@ class Kernel:
     """The most new tokens of a sequence."""
     max_kv_len: int | None = None
     """The most tokens of a sequence."""
+    shares: int = 0
+    """The fewest reads of keys that must be saved by reading shared prefixes once: it runs batches with prefixes alone. 0 for
+    kernels that read the pages of each sequence."""
     without: tuple[str, ...] = ()
     """Unsupported features, by their names in `Problem.features`."""
     capturable: bool = True
@@ -347,10 +354,16 @@ def _limits(kernel: Kernel) -> Iterator[Limit]:
         ("group", attrgetter("problem.group"), kernel.group, "use a group (q_heads / kv_heads) of {}"),
         ("max_q_len", attrgetter("extent.max_q_len"), at_most(kernel.max_q_len), "pass {} new tokens of a sequence in one call"),
         ("max_kv_len", attrgetter("extent.max_kv_len"), at_most(kernel.max_kv_len), "keep {} tokens in a sequence"),
+        (
+            "saved_keys",
+            attrgetter("extent.saved_keys"),
+            IntRange(kernel.shares, None) if kernel.shares else None,
+            "pass a batch with prefixes that save {} reads of keys",
+        ),
     )
     for rule, given, allowed, change in rows:
         if allowed is not None:
-            yield Limit(rule, given, allowed, change and change.format(allowed), of_batch=rule in ("max_q_len", "max_kv_len"))
+            yield Limit(rule, given, allowed, change and change.format(allowed), of_batch=rule in _OF_BATCH)
     for feature in kernel.without:
         yield Limit(feature, partial(_uses, feature), OneOf((False,)), f"do not use {feature}")
     if not kernel.capturable:

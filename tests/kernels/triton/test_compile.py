@@ -59,6 +59,12 @@ PLAIN |= {
         "write", problem={"rope": [64, True, [16, 8, 8], True, "none", "fp32", True, False, False]}
     ),
     "audit": KernelSample("audit"),
+    **{
+        f"shared-{width}-{format}": KernelSample("shared", width, format)
+        for width in (64, 128, 256)
+        for format in ("bf16", "e4m3fn")
+    },
+    "shared-128-bf16-new": KernelSample("shared", new=True),
 }
 TREE = {"window": [100, 0], "mask": True, "positions": "int64"}
 PLAIN |= {"audit-window": KernelSample("audit", new=True, index="int64", problem=TREE)}
@@ -81,7 +87,7 @@ HOPPER |= {
     MANY: KernelSample("decode", seqs=1000),
 }
 """For Hopper alone: no other GPU has these instructions or schedules units dynamically."""
-SMALL = {f"{kernel}-small": KernelSample(kernel, small=True) for kernel in (*KERNELS, "write", "audit")}
+SMALL = {f"{kernel}-small": KernelSample(kernel, small=True) for kernel in (*KERNELS, "shared", "write", "audit")}
 HOPPER |= {"gluon-small": KernelSample("gluon", format="e4m3fn", small=True)}
 
 # What only the compiler sees in each feature: types that differ between branches, what it cannot lower. Small tiles will do.
@@ -115,7 +121,7 @@ FEATURED = {
 }
 SAMPLES = PLAIN | SMALL | FEATURED | HOPPER
 
-EVERYWHERE = [f"{kernel}-128-{format}" for kernel in KERNELS for format in ("bf16", "e4m3fn")] + [
+EVERYWHERE = [f"{kernel}-128-{format}" for kernel in (*KERNELS, "shared") for format in ("bf16", "e4m3fn")] + [
     "write-bf16",
     "write-e4m3fn",
     "audit",
@@ -127,6 +133,8 @@ CHOICE = {
     "sm90": [
         "write-e5m2",
         "write-rope",
+        "shared-64-bf16",
+        "shared-128-bf16-new",
         "decode-128-bf16-wide",
         "decode-128-e4m3fn-wide",
         "mixed-64-bf16",

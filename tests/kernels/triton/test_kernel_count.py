@@ -21,6 +21,7 @@ import quire
 from quire.batch import Batch
 from quire.cache.format import FORMATS
 from quire.cache.kv_cache import KVCache
+from quire.cache.prefixes import Prefixes
 from quire.contract.call import Call
 from quire.dispatch.choose import kernel_for
 from quire.kernels.triton.host.launcher import Launcher
@@ -54,6 +55,7 @@ class Layer:
     mask: bool = False
     rope: bool = False
     spans: bool = False
+    prefixes: bool = False
     options: dict[str, Any] = field(default_factory=dict)
 
 
@@ -69,6 +71,8 @@ LAYERS = {
     "context form": Layer(context=True),
     "tree mask": Layer(mask=True),
     "spans": Layer(spans=True),
+    "prefixes": Layer(prefixes=True),
+    "prefixes, e4m3fn": Layer(prefixes=True, format="e4m3fn", group=8, lse=True),
     "batch-invariant": Layer(options={"batch_invariant": True}),
     "rope": Layer(rope=True),
 }
@@ -129,7 +133,12 @@ class Draws:
         spans = None
         if self.layer.spans:
             spans = nothing(tokens, 2, dtype=self.index) if not self.one_in(4) else nothing(2, tokens, dtype=self.index).T
-        return tokens, Batch(table, lens, starts, max_q_len=hint, max_kv_len=kv_hint, spans=spans)
+        prefixes = None
+        if self.layer.prefixes:
+            # Not always enough shared pages to read them once.
+            prefixes = Prefixes.allocate(seqs, chance.randint(1, 40), seqs, width, chance.randint(1, 8), device="meta")
+            prefixes._measure(chance.choice(((), ((seqs, chance.randint(1, width)),))), width)
+        return tokens, Batch(table, lens, starts, max_q_len=hint, max_kv_len=kv_hint, spans=spans, prefixes=prefixes)
 
     def rows(self, tokens: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Queries, keys and values: views of a fused projection, tensors of their own, or what no vector load can read."""

@@ -24,6 +24,7 @@ from quire.batch import Batch
 from quire.cache.format import FORMATS
 from quire.cache.kv_cache import KVCache
 from quire.cache.layout import layout_named
+from quire.cache.prefixes import Prefixes
 from quire.conformance.cases.call import selection_of
 from quire.conformance.recording import tensor_file
 from quire.contract.call import Call
@@ -268,6 +269,7 @@ def _load(number: int, metadata: dict[str, Any], tensors: dict[str, torch.Tensor
             slots=own.get("slots"), max_q_len=metadata["max_q_len"], max_kv_len=metadata["max_kv_len"],
             shard=metadata.get("shard"), spans=own.get("spans"),
             select=selection_of(own.get("select_positions"), own.get("select_columns")),
+            prefixes=_prefixes(own, metadata),
         ),
         q=own["q"],
         options=Options(**given) if given else PLAIN,
@@ -278,6 +280,14 @@ def _load(number: int, metadata: dict[str, Any], tensors: dict[str, torch.Tensor
         page_ids=own["page_ids"],
         metadata=metadata,
     )  # fmt: skip
+
+
+def _prefixes(own: dict[str, torch.Tensor], metadata: dict[str, Any]) -> Prefixes | None:
+    numbers = metadata.get("prefixes")
+    if numbers is None:
+        return None
+    seqs, sizes, most_pages = numbers
+    return Prefixes.restored((seqs, tuple(tuple(size) for size in sizes), most_pages), own)
 
 
 def refuse_capture(tensor: torch.Tensor) -> None:
@@ -308,6 +318,7 @@ def _tensors(call: Call, ids: torch.Tensor, table: torch.Tensor) -> dict[str, to
         "new_k": new_k,
         "new_v": new_v,
         **({} if batch.select is None else {f"select_{batch.select.kind}": batch.select.entries}),
+        **({} if batch.prefixes is None else batch.prefixes.tensors),
         **{name: getattr(call.options, name) for name in OPTIONS},
     }
     for name, scale in (("k_scale", cache.k_scale), ("v_scale", cache.v_scale)):
@@ -328,6 +339,7 @@ def _facts(call: Call) -> dict[str, Any]:
         "max_q_len": batch.max_q_len,
         "max_kv_len": batch.max_kv_len,
         "shard": None if batch.shard is None else list(batch.shard),
+        "prefixes": None if batch.prefixes is None else batch.prefixes.numbers,
         "options": {name: value for name, value in options.items() if not isinstance(value, torch.Tensor)},
         "strides": {"q": list(call.q.stride()), "k_pages": list(cache.k.stride()), "v_pages": list(cache.v.stride())},
         "device": str(call.q.device),

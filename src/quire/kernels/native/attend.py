@@ -14,7 +14,7 @@ import torch
 
 from quire.batch import Batch
 from quire.cache.kv_cache import KVCache
-from quire.kernels.native.call import ABSENT, ATTEND, UNBOUNDED, array, batch_of, cache_of, index, select_of
+from quire.kernels.native.call import ABSENT, ATTEND, UNBOUNDED, array, batch_of, cache_of, index, prefixes_of, select_of
 from quire.kernels.native.library import library
 from quire.options import Options
 from quire.platform import Platform
@@ -39,7 +39,7 @@ def launch(
     """Writes `out` and, if given, `lse` for every live row. Sequences with at least `context_from` new tokens take those from
     `new`; the others have all of theirs in the cache. With `only=(low, high)`, sequences with fewer than `low` or more than `high`
     new tokens are skipped: they are not read, and their output is unchanged. Rows of the LSE that belong to no sequence become
-    zero, and with `zero_padding` those of the output too."""
+    zero, and with `zero_padding` those of the output too. The pages of shared prefixes are read once."""
     native = library()
     # Kept alive until the call returns: the library gets only pointers.
     alibi, sinks = _floats(options.alibi), _floats(options.sinks)
@@ -66,6 +66,7 @@ def launch(
             *(ABSENT if positions is None else index(positions)),
             *(ABSENT if batch.spans is None else index(batch.spans)),
             *select_of(batch, q),
+            *prefixes_of(batch),
             context_from,
             *only,
             zero_padding,
@@ -78,15 +79,26 @@ def launch(
 
 
 def launcher(problem: Problem, platform: Platform) -> Callable[[Any], None]:
-    """The function that launches calls of a problem."""
+    """The function that launches calls of a problem, each sequence by itself."""
+    return _launch_apart
 
-    def launch_call(call: Any) -> None:
-        launch(
-            call.q, call.cache, call.batch, call.options, call.new, call.out, call.lse,
-            context_from=call.context_from, only=call.only, zero_padding=call.zero_padding,
-        )  # fmt: skip
 
-    return launch_call
+def shared_launcher(problem: Problem, platform: Platform) -> Callable[[Any], None]:
+    """The same for calls whose shared prefixes are read once."""
+    return _launch_call
+
+
+def _launch_apart(call: Any) -> None:
+    if call.batch.prefixes is not None:
+        call.batch = call.batch.with_prefixes(None)
+    _launch_call(call)
+
+
+def _launch_call(call: Any) -> None:
+    launch(
+        call.q, call.cache, call.batch, call.options, call.new, call.out, call.lse,
+        context_from=call.context_from, only=call.only, zero_padding=call.zero_padding,
+    )  # fmt: skip
 
 
 def _floats(tensor: torch.Tensor | None) -> torch.Tensor | None:

@@ -65,6 +65,12 @@ struct Select {
     INLINE int64_t keys_per_entry(int64_t page_size) const { return kind == COLUMNS ? page_size : 1; }
 };
 
+// Which sequences begin with the same pages: rows of int32, as in `Prefixes.groups` and `.members` of quire/cache/prefixes.py.
+struct Prefixes {
+    const int32_t *groups, *members;
+    int64_t count, members_count;  // count is 0 if every sequence is read by itself
+};
+
 struct Cache {
     Pages k, v;
     int64_t pages, page_size, heads;
@@ -118,6 +124,7 @@ struct Attend {
     Index positions;  // data is null if they follow from the lengths
     Index spans;      // the keys [begin, end) that each new token sees; data is null without spans
     Select select;
+    Prefixes prefixes;
     int64_t context_from, only_low, only_high, zero_padding, invariant;
     int64_t threads, level;
     Cache cache;
@@ -206,17 +213,34 @@ struct Check {
     INLINE bool is_causal(int64_t seq) const { return causal_of ? causal_of[seq * causal_stride] : causal; }
 };
 
-// A work unit: some query rows of one sequence, over some of its keys; with a selection, over the keys of some entries. A query row is a new token and a query head of the group.
+// A new token of a sequence that shares a prefix: its row of q, and its position.
+struct SharedToken {
+    int64_t row, at;
+};
+
+// A work unit: some query rows of one sequence, over some of its keys; with a selection, over the keys of some entries. A query row
+// is a new token and a query head of the group. The rows of a unit over a shared prefix are those of several sequences, and `seq` is
+// one of them.
 struct Unit {
     int64_t seq, head, heads, row, rows, low, high;
     float* part;  // where the partial result is stored; null if the unit is not split
     double cost;
+    int64_t part_rows;            // the rows of a head in `part`
+    const SharedToken* shared;    // the tokens of a unit over a shared prefix; null for others
+    int64_t prefix;
 };
 
-// A unit whose keys are split. `part` has for each row the maximum, the sum and the accumulated values.
+// A partial result of the rows of a unit: for each row the maximum, the sum and the accumulated values.
+struct Part {
+    const float* at;
+    int64_t head;  // the distance of heads
+};
+
+// A unit whose keys are split, or shared in part.
 struct SplitUnit {
-    int64_t seq, head, heads, row, rows, parts, stride;
-    const float* part;
+    int64_t seq, head, heads, row, rows;
+    const Part* parts;
+    int64_t count;
 };
 
 // The functions of one instruction set.

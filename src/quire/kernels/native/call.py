@@ -26,9 +26,11 @@ NO_SHARD: Words = (0, 1, 1)
 """One rank, which holds every key."""
 NO_SELECT: Words = (0,) * 7
 """No selection."""
+NO_PREFIXES: Words = (0,) * 4
+"""Every sequence is read by itself."""
 
 _ARRAYS, _INDEX, _BATCH, _SELECT, _PAGES = 4 * 5, 4, 3 * 4 + 2 + 3, 7, 15
-ATTEND = struct.Struct(f"{_ARRAYS}q 5q {_BATCH}q 3d 11q {2 * _INDEX}q {_SELECT}q 7q")
+ATTEND = struct.Struct(f"{_ARRAYS}q 5q {_BATCH}q 3d 11q {2 * _INDEX}q {_SELECT}q 4q 7q")
 """The fields of `Attend` before its cache."""
 WRITE = struct.Struct(f"10q {_BATCH}q {_INDEX}q 3q")
 """The fields of `Write` before its cache."""
@@ -101,6 +103,14 @@ def select_of(batch: Batch, q: torch.Tensor | None) -> Words:
     head = 0 if entries.shape[1] == 1 else head
     kind = 1 + (select.kind == "columns")
     return entries.data_ptr(), row, head, step, entries.dtype is torch.int64, entries.shape[2], kind
+
+
+def prefixes_of(batch: Batch) -> Words:
+    """The shared prefixes of a batch. Their tensors are contiguous."""
+    shared = batch.prefixes
+    if shared is None:
+        return NO_PREFIXES
+    return shared.groups.data_ptr(), shared.members.data_ptr(), len(shared.groups), len(shared.members)
 
 
 def cache_of(cache: KVCache) -> bytes:

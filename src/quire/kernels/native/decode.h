@@ -203,12 +203,12 @@ struct DecodeKernel {
                     continue;
                 }
                 int64_t q_head = (unit.head + h) * group + (unit.row + i) % group;
-                const uint8_t* from = call.q.data + ((s.token + token) * call.q.token + q_head * call.q.head) * size;
+                const uint8_t* from = call.q.data + (query_row(s, unit, token) * call.q.token + q_head * call.q.head) * size;
                 if (call.q.dim != 1) {
                     from = gathered(from, size, k_dim, (uint8_t*)copies, [&](int64_t d) { return d * call.q.dim; });
                 }
                 as_units<F>(from, call.q.type, k_dim, to, k_units);
-                visibles[at] = visible_range(call, s, token, q_head);
+                visibles[at] = visible_in(call, s, unit, token, q_head);
                 if (s.selected) visibles[at].low = 0, visibles[at].high = KEYS;
                 have[at] = SoftmaxState{-__builtin_inff(), 0.0f};
             }

@@ -16,6 +16,7 @@
 
 #include "check.h"
 #include "probe.h"
+#include "shared.h"
 
 namespace quire {
 
@@ -244,7 +245,7 @@ void add_selected_units(const Attend& call, const Level& level, int64_t seq, int
         for (int64_t row = 0, count; row < rows; row += count) {
             count = std::min(most, by_token ? call.group - row % call.group : rows - row);
             double cost = double(keys + 16) * together * (count + (level.uses_decode(call, count) ? 8 : 16));
-            units.push_back({seq, head, together, row, count, 0, keys, nullptr, cost});
+            units.push_back({seq, head, together, row, count, 0, keys, nullptr, cost, count, nullptr, 0});
         }
     }
 }
@@ -276,6 +277,110 @@ void fill_zero(const Attend& call, int64_t first) {
     }
 }
 
+// Cuts units that are larger than a thread's share of the work over their keys. Their partial results are combined, and those of a
+// sequence that shares a prefix.
+class Cutter {
+  public:
+    std::vector<Unit> units;
+    std::vector<SplitUnit> split_units;
+
+    Cutter(const Attend& call, const Level& level, SharedPlan& plan, double part_cost)
+        : call(call), level(level), plan(plan), part_cost(part_cost) {}
+
+    void cut(const std::vector<Unit>& given) {
+        for (const Unit& unit : given) {
+            if (unit.shared) plan.prefixes[unit.prefix].chunks = std::max(plan.prefixes[unit.prefix].chunks, parts_of(unit));
+        }
+        for (SharedPrefix& prefix : plan.prefixes) {
+            prefix.place = take(prefix.chunks * call.cache.heads * static_cast<int64_t>(prefix.tokens.size()) * call.group);
+        }
+        for (const Unit& unit : given) {
+            if (unit.shared) add_shared(unit);
+            else add_own(unit);
+        }
+        memory.reset(bytes ? new float[bytes / sizeof(float)] : nullptr);
+        for (Unit& unit : units) {
+            if (unit.part) unit.part = memory.get() + (reinterpret_cast<uintptr_t>(unit.part) - 64) / sizeof(float);
+        }
+        for (Part& part : parts) part.at = memory.get() + reinterpret_cast<uintptr_t>(part.at) / sizeof(float);
+        for (size_t i = 0; i < split_units.size(); i++) split_units[i].parts = parts.data() + first_parts[i];
+    }
+
+  private:
+    const Attend& call;
+    const Level& level;
+    SharedPlan& plan;
+    double part_cost;
+    std::vector<Part> parts;
+    std::vector<size_t> first_parts;  // of each split unit
+    std::unique_ptr<float[]> memory;
+    size_t bytes = 0;
+
+    int64_t tiles_of(const Unit& unit) const { return (unit.high + level.keys - 1) / level.keys - unit.low / level.keys; }
+
+    int64_t parts_of(const Unit& unit) const {
+        if (call.threads < 2 || call.invariant || unit.cost <= part_cost) return 1;
+        return std::max<int64_t>(1, std::min<int64_t>(static_cast<int64_t>(unit.cost / part_cost + 0.999), tiles_of(unit) / 4));
+    }
+
+    // Memory for partial results of some rows, as an offset in bytes until it is allocated.
+    size_t take(int64_t rows) {
+        size_t place = bytes;
+        bytes += static_cast<size_t>(rows * part_stride(call)) * sizeof(float);
+        return place;
+    }
+
+    // A part of a unit that is cut over its keys; its partial result goes to `place`.
+    void add_part(const Unit& unit, int64_t nth, int64_t count, size_t place) {
+        Unit part = unit;
+        const int64_t base = unit.low / level.keys, tiles = tiles_of(unit);
+        part.low = nth == 0 ? unit.low : (base + tiles * nth / count) * level.keys;
+        part.high = nth == count - 1 ? unit.high : (base + tiles * (nth + 1) / count) * level.keys;
+        part.cost = unit.cost / double(count);
+        part.part = reinterpret_cast<float*>(place + 64);  // never null
+        units.push_back(part);
+    }
+
+    void add_shared(const Unit& unit) {
+        const SharedPrefix& prefix = plan.prefixes[unit.prefix];
+        for (int64_t c = 0; c < prefix.chunks; c++) {
+            add_part(unit, c, prefix.chunks, place_of(prefix, c, unit.head, unit.row));
+        }
+    }
+
+    void add_own(const Unit& unit) {
+        const int64_t count = parts_of(unit);
+        const bool shares = !call.select.kind && plan.shares(unit.seq);
+        if (count < 2 && !shares) {
+            units.push_back(unit);
+            return;
+        }
+        const size_t first = parts.size();
+        for (size_t i = 0; shares && i < plan.places[unit.seq].size(); i++) {
+            const SharedPlan::Place& at = plan.places[unit.seq][i];
+            const SharedPrefix& prefix = plan.prefixes[at.prefix];
+            const int64_t rows = static_cast<int64_t>(prefix.tokens.size()) * call.group;
+            for (int64_t c = 0; c < prefix.chunks; c++) {
+                const size_t place = place_of(prefix, c, unit.head, at.token * call.group + unit.row);
+                parts.push_back({reinterpret_cast<const float*>(place), rows * part_stride(call)});
+            }
+        }
+        for (int64_t p = 0; p < count; p++) {
+            const size_t place = take(unit.heads * unit.rows);
+            parts.push_back({reinterpret_cast<const float*>(place), unit.rows * part_stride(call)});
+            add_part(unit, p, count, place);
+        }
+        first_parts.push_back(first);
+        split_units.push_back(
+            {unit.seq, unit.head, unit.heads, unit.row, unit.rows, nullptr, static_cast<int64_t>(parts.size() - first)});
+    }
+
+    size_t place_of(const SharedPrefix& prefix, int64_t chunk, int64_t head, int64_t row) const {
+        const int64_t rows = static_cast<int64_t>(prefix.tokens.size()) * call.group;
+        return prefix.place + static_cast<size_t>(((chunk * call.cache.heads + head) * rows + row) * part_stride(call)) * sizeof(float);
+    }
+};
+
 void run(Attend& call) {
     const Level& level = level_of(call.level);
     bool sound;
@@ -290,6 +395,10 @@ void run(Attend& call) {
         fill_nan(call, sequence.begin, q_len);
         sequence.q_len = 0;
     }
+    SharedPlan plan(call, lengths, [&](int64_t seq) {
+        fill_nan(call, lengths[seq].begin, lengths[seq].q_len);
+        lengths[seq].q_len = 0;
+    });
     auto decodes = [&](int64_t seq) { return !lengths[seq].has_gaps && level.uses_decode(call, lengths[seq].q_len * call.group); };
     std::vector<Unit> units;
     double total = 0;
@@ -309,8 +418,9 @@ void run(Attend& call) {
         }
         if (decodes(seq)) {
             Range keys = sees(call, seq, 0, q_len);
+            keys.low = std::max(keys.low, plan.begin_of(seq));
             double cost = double(keys.high - keys.low + 16) * heads * (rows + 8);
-            units.push_back({seq, 0, heads, 0, rows, keys.low, keys.high, nullptr, cost});
+            units.push_back({seq, 0, heads, 0, rows, keys.low, keys.high, nullptr, cost, rows, nullptr, 0});
             total += cost;
             continue;
         }
@@ -320,50 +430,23 @@ void run(Attend& call) {
             for (int64_t row = 0; row < rows; row += step) {
                 int64_t count = std::min(step, rows - row), first = row / call.group, last = (row + count - 1) / call.group;
                 Range keys = sees(call, seq, first, last - first + 1);
+                keys.low = std::max(keys.low, plan.begin_of(seq));
                 double cost = double(keys.high - keys.low + 16) * (count + 16);
-                units.push_back({seq, head, 1, row, count, keys.low, keys.high, nullptr, cost});
+                units.push_back({seq, head, 1, row, count, keys.low, keys.high, nullptr, cost, count, nullptr, 0});
                 total += cost;
             }
         }
     }
 
     for (const Unit& unit : units) total += call.select.kind ? unit.cost : 0;
+    const size_t own_units = units.size();
+    add_shared_units(call, level, plan, units);
+    for (size_t i = own_units; i < units.size(); i++) total += units[i].cost;
 
-    // A unit that is larger than a thread's share of the work is split over its keys, and its partial results are combined.
-    std::vector<Unit> cut;
-    std::vector<SplitUnit> split_units;
-    std::vector<size_t> places;  // the index of each split unit's first part
-    size_t workspace_bytes = 0;
-    double part_cost = total / (4.0 * call.threads);
-    for (const Unit& unit : units) {
-        int64_t tiles = (unit.high + level.keys - 1) / level.keys - unit.low / level.keys;
-        int64_t parts = 1;
-        if (call.threads > 1 && !call.invariant && unit.cost > part_cost) {
-            parts = std::min<int64_t>(static_cast<int64_t>(unit.cost / part_cost + 0.999), tiles / 4);
-        }
-        if (parts < 2) {
-            cut.push_back(unit);
-            continue;
-        }
-        int64_t stride = unit.heads * unit.rows * part_stride(call);
-        split_units.push_back({unit.seq, unit.head, unit.heads, unit.row, unit.rows, parts, stride, nullptr});
-        places.push_back(cut.size());
-        for (int64_t p = 0; p < parts; p++) {
-            Unit part = unit;
-            int64_t base = unit.low / level.keys;
-            part.low = p == 0 ? unit.low : (base + tiles * p / parts) * level.keys;
-            part.high = p == parts - 1 ? unit.high : (base + tiles * (p + 1) / parts) * level.keys;
-            part.cost = unit.cost / parts;
-            part.part = reinterpret_cast<float*>(workspace_bytes + 64);  // an offset until memory is allocated; never null
-            workspace_bytes += stride * sizeof(float);
-            cut.push_back(part);
-        }
-    }
-    std::unique_ptr<float[]> memory(workspace_bytes ? new float[workspace_bytes / sizeof(float)] : nullptr);
-    for (Unit& unit : cut) {
-        if (unit.part) unit.part = memory.get() + (reinterpret_cast<uintptr_t>(unit.part) - 64) / sizeof(float);
-    }
-    for (size_t i = 0; i < split_units.size(); i++) split_units[i].part = cut[places[i]].part;
+    Cutter cutter(call, level, plan, total / (4.0 * call.threads));
+    cutter.cut(units);
+    const std::vector<Unit>& cut = cutter.units;
+    const std::vector<SplitUnit>& split_units = cutter.split_units;
 
     std::vector<int64_t> order(cut.size());
     for (size_t i = 0; i < order.size(); i++) order[i] = static_cast<int64_t>(i);
@@ -372,7 +455,8 @@ void run(Attend& call) {
     int64_t threads = total * (call.cache.k.dim + call.cache.v.dim) < 1e6 ? 1 : call.threads;
     parallel_for(threads, static_cast<int64_t>(cut.size()), level.workspace_size(call), [&](int64_t i, char* mine) {
         const Unit& unit = cut[order[i]];
-        level.attend(call, unit, call.select.kind ? level.uses_decode(call, unit.rows) : decodes(unit.seq), mine);
+        const bool few = call.select.kind || unit.shared ? level.uses_decode(call, unit.rows) : decodes(unit.seq);
+        level.attend(call, unit, few, mine);
     });
     parallel_for(threads, static_cast<int64_t>(split_units.size()), 0, [&](int64_t i, char*) { level.combine(call, split_units[i]); });
 }

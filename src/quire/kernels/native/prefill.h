@@ -98,12 +98,12 @@ struct PrefillKernel {
         int64_t head = unit.head, group = call.group, k_dim = call.cache.k.dim, padded_rows = round_up(unit.rows, ROUND_ROWS);
         for (int64_t i = 0; i < unit.rows; i++) {
             int64_t token = (unit.row + i) / group, q_head = head * group + (unit.row + i) % group, size = size_of(call.q.type);
-            const uint8_t* from = call.q.data + ((s.token + token) * call.q.token + q_head * call.q.head) * size;
+            const uint8_t* from = call.q.data + (query_row(s, unit, token) * call.q.token + q_head * call.q.head) * size;
             if (call.q.dim != 1) {
                 from = quire::QUIRE_LEVEL::gathered(from, size, k_dim, gathered, [&](int64_t d) { return d * call.q.dim; });
             }
             as_units<F>(from, call.q.type, k_dim, q + i * k_units, k_units);
-            visibles[i] = visible_range(call, s, token, q_head);
+            visibles[i] = visible_in(call, s, unit, token, q_head);
             if (s.selected) visibles[i].low = 0, visibles[i].high = KEYS;
             have[i] = SoftmaxState{-__builtin_inff(), 0.0f};
         }

@@ -80,6 +80,19 @@ static INLINE Range seen_by(const Attend& call, const Sequence& s, int64_t token
     return {visible.low, visible.high};
 }
 
+// The row of q of a token of a unit.
+static INLINE int64_t query_row(const Sequence& s, const Unit& unit, int64_t token) {
+    return unit.shared ? unit.shared[token].row : s.token + token;
+}
+
+// The keys of a unit that a query row sees: all of a shared prefix.
+static INLINE VisibleRange visible_in(const Attend& call, const Sequence& s, const Unit& unit, int64_t token, int64_t q_head) {
+    if (unit.shared) return {token, unit.shared[token].at, unit.low, unit.high, call.alibi ? call.alibi[q_head] * LOG2E : 0.0f};
+    VisibleRange visible = visible_range(call, s, token, q_head);
+    if (call.prefixes.count) visible.low = most(visible.low, unit.low);
+    return visible;
+}
+
 // The positions that some rows of a unit see, and those that all of them see.
 struct SeenPositions {
     Range some{INT64_MAX, 0}, all{0, INT64_MAX};
@@ -319,7 +332,7 @@ static void finish(const Attend& call, const Sequence& s, int64_t head, int64_t 
 static INLINE void store_partial(const Attend& call, const Sequence& s, const Unit& unit, int64_t head, int64_t row, SoftmaxState have,
                          const float* values) {
     if (!unit.part) return finish(call, s, head, row, have, values);
-    float* part = unit.part + ((head - unit.head) * unit.rows + row - unit.row) * part_stride(call);
+    float* part = unit.part + ((head - unit.head) * unit.part_rows + row - unit.row) * part_stride(call);
     part[0] = have.top, part[1] = have.total;
     memcpy(part + 2, values, call.cache.v.dim * 4);
 }
@@ -330,12 +343,12 @@ static void combine(const Attend& call, const SplitUnit& work) {
     const int64_t v_dim = call.cache.v.dim;
     float values[512];
     for (int64_t i = 0; i < work.heads * work.rows; i++) {
-        const float* first = work.part + i * part_stride(call);
+        auto row_of = [&](int64_t p) { return work.parts[p].at + i / work.rows * work.parts[p].head + i % work.rows * part_stride(call); };
         SoftmaxState have{none, 0.0f};
-        for (int64_t p = 0; p < work.parts; p++) have.top = most(have.top, first[p * work.stride]);
+        for (int64_t p = 0; p < work.count; p++) have.top = most(have.top, row_of(p)[0]);
         memset(values, 0, sizeof values);
-        for (int64_t p = 0; p < work.parts; p++) {
-            const float* part = first + p * work.stride;
+        for (int64_t p = 0; p < work.count; p++) {
+            const float* part = row_of(p);
             if (part[1] == 0) continue;
             float share = part[0] == have.top ? 1.0f : exp2(splat(part[0] - have.top))[0];
             have.total += part[1] * share;

@@ -10,6 +10,7 @@ from quire.kernels.triton.host.audit import AuditLauncher
 from quire.kernels.triton.host.launcher import AttendLauncher, Launcher
 from quire.kernels.triton.host.program import as_bytes
 from quire.kernels.triton.host.recipe import Recipe
+from quire.kernels.triton.host.shared import SharedLauncher
 from quire.kernels.triton.host.specimen import specimen
 from quire.kernels.triton.host.tuning import AUDIT, SMALL, SMALL_GLUON, SMALLEST, WRITE
 from quire.kernels.triton.host.write import WriteLauncher
@@ -26,7 +27,7 @@ class KernelSample:
     """
 
     kernel: str
-    """decode, mixed, gluon, write, or audit."""
+    """decode, mixed, shared, gluon, write, or audit."""
     head_dim: int = 128
     format: str = "bf16"
     """The cache's."""
@@ -59,6 +60,8 @@ class KernelSample:
             from quire.kernels.gluon.launcher import HopperLauncher
 
             return HopperLauncher(problem, platform, *((SMALL_GLUON, SMALL) if self.small else ()))
+        if self.kernel == "shared":
+            return SharedLauncher(problem, platform, SMALL if self.small else None)
         return AttendLauncher(self.kernel, problem, platform, SMALL if self.small else None)
 
     def as_problem(self) -> Problem:
@@ -75,12 +78,13 @@ class KernelSample:
             "index": self.index,
             "lse": self.lse,
             "device": "cuda:0",
+            "prefixes": self.kernel == "shared",
         }
         return Problem(**fields | self.problem)
 
     @property
     def extent(self) -> Extent:
-        tokens = self.seqs if self.kernel == "decode" else 8192
+        tokens = self.seqs if self.kernel in ("decode", "shared") else 8192
         return Extent(self.seqs, tokens, tokens // self.seqs, self.max_kv_len)
 
     def recipes(self, arch: str) -> list[Recipe]:

@@ -67,6 +67,24 @@ class BatchTensors(NamedTuple):
     select_head: Stride
     select_step: Stride
     select_count: Number
+    prefixes: Pointer
+    """This and the next nine are the shared prefixes, None without them: `Prefixes.groups`, int32 `[prefixes, 5]`."""
+    prefix_count: Number
+    members: Pointer
+    """`Prefixes.members`."""
+    chains: Pointer
+    """`Prefixes.chains`, `[seqs, 1 + levels]`."""
+    levels: Number
+    shared_tokens: Number
+    """Sequences with more new tokens are read by themselves."""
+    part_keys: Number
+    """The keys of a partial result of a prefix: parts begin at multiples of this number."""
+    parts: Number
+    """How many partial results of a row `parts_at` has memory for."""
+    parts_at: OwnedPointer
+    """Accumulators `[parts, tokens, q_heads, v width]`, then row maxima and row sums `[parts, tokens, q_heads]`, in fp32."""
+    reads_prefixes: Number
+    """1 if this launch reads the keys of prefixes, 0 if it reads all other keys."""
 
 
 class Query(NamedTuple):
@@ -255,6 +273,8 @@ class AttendConstants(NamedTuple):
     """Whether the compiler must be told which numbers are equal in all threads."""
     PDL: bool
     """Programmatic dependent launch: the next kernel may be launched before this one has ended, and waits for it on the GPU."""
+    SHARED: bool = False
+    """Whether keys of shared prefixes are read once for all of their sequences."""
 
 
 class CombineConstants(NamedTuple):

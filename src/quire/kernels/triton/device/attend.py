@@ -5,6 +5,9 @@
     the others                       compute one unit of a long sequence each, over all of its keys, the longest first
 
 Without LONG every sequence is short, and there are no other programs.
+
+With shared prefixes the kernel is launched twice: first all programs read the keys of prefixes, in tiles of LONG, and then the
+other keys of all sequences.
 """
 
 from __future__ import annotations
@@ -12,14 +15,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from quire.kernels.triton.device.features import (
-    decides_by_key,
-    end_in_pages,
-    first_needed_key,
-    has_left_edge,
-    leaves_gaps,
-    needs_pages,
-)
+from quire.kernels.triton.device.features import end_in_pages, first_needed_key, leaves_gaps, needs_pages
+from quire.kernels.triton.device.prefixes import add_shared, read_prefixes
 from quire.kernels.triton.device.schedule import (
     find_sequence,
     key_tiles,
@@ -34,12 +31,24 @@ from quire.kernels.triton.device.schedule import (
     total_work,
     uniform,
 )
-from quire.kernels.triton.device.tiles import attend_tiles, clamp_page_ids, key_in_tile, load_page_ids
+from quire.kernels.triton.device.tiles import attend_tiles, attend_unit, clamp_page_ids, key_in_tile, load_page_ids
 from quire.kernels.triton.device.units import finish, initial_state, load_queries, locate_unit, store, workspace_views
 
 
 @triton.jit
 def attend_kernel(out, workspace, query, cache, batch, new, features, SHORT: tl.constexpr, LONG: tl.constexpr, C: tl.constexpr):
+    if C.SHARED:
+        if batch.reads_prefixes != 0:
+            read_prefixes(query, cache, batch, new, features, LONG, C)
+        else:
+            attend_sequences(out, workspace, query, cache, batch, new, features, SHORT, None, C)
+    else:
+        attend_sequences(out, workspace, query, cache, batch, new, features, SHORT, LONG, C)
+
+
+@triton.jit
+def attend_sequences(out, workspace, query, cache, batch, new, features, SHORT: tl.constexpr, LONG: tl.constexpr, C: tl.constexpr):
+    """The keys of each sequence; without those of its shared prefixes."""
     program = tl.program_id(0)
     if C.PDL:
         if workspace.overlapped != 0:
@@ -72,9 +81,9 @@ def short_sequences(out, workspace, query, cache, batch, new, features, program,
     store_header(workspace, split, 0, 0, 0, 0, 0, T, C)
     while at < end:
         start, q_len, kv_len = lengths(batch, seq, True)
-        work = short_work(batch, start, q_len, kv_len, T, C)
+        work = short_work(batch, seq, start, q_len, kv_len, T, C)
         if work > 0:
-            first, tiles = key_tiles(batch, start, q_len, kv_len, T, C)
+            first, tiles = key_tiles(batch, seq, start, q_len, kv_len, T, C)
             pieces = tl.where(C.INVARIANT, 1, tiles + C.UNIT_OVERHEAD)
             q_tile = ((at - seq_begin) // pieces).to(tl.int32)
             piece = (at - seq_begin - q_tile * pieces).to(tl.int32)
@@ -91,6 +100,9 @@ def short_sequences(out, workspace, query, cache, batch, new, features, program,
                 highest = tile_of_piece(batch, q_len, kv_len, first + tl.maximum(piece + count - C.UNIT_OVERHEAD, 0), T, C)
                 highest = tl.minimum(highest * T.STEP, unit.high)
             invalid = table_too_short(batch, cache, unit, C)
+            if C.SHARED:
+                # It would share new tokens, or tokens that it does not have.
+                invalid |= (unit.low > 0) & (unit.low > unit.context)
             if q_tiles > 1:
                 invalid |= has_missing_page(batch, cache, unit, C)
             if invalid:
@@ -107,6 +119,12 @@ def short_sequences(out, workspace, query, cache, batch, new, features, program,
                 state = recompute_per_head(state, q, scale, page, unit, batch, cache, new, features, lowest, highest, SOURCE, T, C)
             acc, row_max, row_sum, missing = state
             invalid |= tl.max(missing.to(tl.int32)) > 0
+            if C.SHARED:
+                # Exactly one program has the first piece of a unit.
+                if piece == 0:
+                    acc, row_max, row_sum = add_shared(
+                        acc, row_max, row_sum, batch, seq, q_len, unit.token, unit.head, unit.live, C
+                    )
             if count == pieces:
                 kv_head = unit.kv_head if T.HEADS_PER_TILE == 1 else unit.kv_head + unit.member
                 result, lse = finish(acc, row_max, row_sum, unit.head, unit.live, features, cache, kv_head, C)
@@ -190,45 +208,6 @@ def long_sequence(out, query, cache, batch, new, features, program, T: tl.conste
             invalid |= tl.max(missing.to(tl.int32)) > 0
         result, lse = finish(acc, row_max, row_sum, unit.head, unit.live, features, cache, unit.kv_head, C)
         store(out, unit.token, unit.head, unit.live, result, lse, invalid, tl.arange(0, C.V_WIDTH), C)
-
-
-@triton.jit
-def attend_unit(state, q, scale, unit, batch, cache, new, features, begin, end, T: tl.constexpr, C: tl.constexpr):
-    """Attends to keys [begin, end) of a unit; begin is a multiple of a tile. Tiles that every query sees are computed without a
-    mask. Their pages were checked before, unless queries leave gaps."""
-    CHECK: tl.constexpr = leaves_gaps(C)
-    SOURCE: tl.constexpr = "both" if C.NEW else "pages"
-    if decides_by_key(C):
-        state = attend_tiles(state, q, scale, None, None, unit, batch, cache, new, features, begin, end, True, SOURCE, True, T, C)
-    else:
-        if has_left_edge(C):
-            middle = tl.minimum((unit.all_from + T.KEYS - 1) // T.KEYS * T.KEYS, (end + T.KEYS - 1) // T.KEYS * T.KEYS)
-            middle = tl.maximum(middle, begin)
-            stop = tl.minimum(middle, end)
-            state = attend_tiles(
-                state, q, scale, None, None, unit, batch, cache, new, features, begin, stop, True, SOURCE, CHECK, T, C
-            )
-            begin = middle
-        middle = tl.minimum(tl.minimum(unit.all_to, unit.cached), end) // T.KEYS * T.KEYS
-        middle = tl.maximum(middle, begin)
-        state = attend_tiles(
-            state, q, scale, None, None, unit, batch, cache, new, features, begin, middle, False, "pages", CHECK, T, C
-        )
-        if C.NEW:
-            # The tile in which the context ends, then tiles that have only new tokens.
-            begin = tl.maximum((unit.cached + T.KEYS - 1) // T.KEYS * T.KEYS, middle)
-            stop = tl.minimum(begin, end)
-            state = attend_tiles(
-                state, q, scale, None, None, unit, batch, cache, new, features, middle, stop, True, "both", CHECK, T, C
-            )
-            middle = tl.maximum(tl.minimum(unit.all_to, end) // T.KEYS * T.KEYS, begin)
-            state = attend_tiles(
-                state, q, scale, None, None, unit, batch, cache, new, features, begin, middle, False, "new", False, T, C
-            )
-        # After the context all keys are new if every long sequence takes its new keys from `New`.
-        LAST: tl.constexpr = "new" if C.NEW and C.CONTEXT_FROM <= C.SHORT + 1 else SOURCE
-        state = attend_tiles(state, q, scale, None, None, unit, batch, cache, new, features, middle, end, True, LAST, CHECK, T, C)
-    return state
 
 
 @triton.jit

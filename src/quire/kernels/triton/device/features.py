@@ -13,6 +13,7 @@ and the shard. The kernels of Triton and Gluon call only the hooks, which compos
     keys_before        shard                           how many keys of the cache lie before a position
     position_of        shard                           the position of a key
     selected_keys      selection                       the positions of the keys of a tile of selected keys
+    shared_keys        shared prefixes                 how many keys of a sequence are read for several sequences at once
 
 and constants by which they choose their loops: `has_left_edge`, `decides_by_key` and `leaves_gaps`.
 
@@ -58,8 +59,8 @@ class Features(NamedTuple):
 
 @triton.constexpr_function
 def has_left_edge(C):
-    """Whether a window or spans hide the keys before them: then the first tiles of a unit are masked too."""
-    return C.LEFT is not None or C.SPANS
+    """Whether a window or spans hide the keys before them, or a unit leaves them to others: then its first tiles are masked too."""
+    return C.LEFT is not None or C.SPANS or C.SHARED
 
 
 @triton.constexpr_function
@@ -119,6 +120,10 @@ def range_by_lengths(batch, seq, context, first, last, position, q_len, kv_len, 
         if C.LEFT is not None:
             visible_from = window_begin(position, C)
         visible_to = tl.minimum(position + right + 1, kv_len)
+    if C.SHARED:
+        low = shared_keys(batch, seq, q_len, C)
+        all_from = low
+        visible_from = position * 0 + low
     if batch.ranks is not None:
         low = keys_before(batch, low)
         high = keys_before(batch, high)
@@ -390,6 +395,16 @@ def selected_keys(batch, unit, key, C: tl.constexpr):
     wrong = ~exists & (entry != -1)
     position = tl.where(exists, entry, 0).to(tl.int32) * keys_per_entry(C) + key % keys_per_entry(C)
     return tl.where(exists, position, -1), wrong
+
+
+# Shared prefixes. Their tensors are fields of a batch. They are used without a shard: a key is its position.
+
+
+@triton.jit
+def shared_keys(batch, seq, q_len, C: tl.constexpr):
+    """How many keys of a sequence belong to shared prefixes."""
+    shares = (q_len > 0) & (q_len <= batch.shared_tokens)
+    return tl.load(batch.chains + seq * (batch.levels + 1), mask=shares, other=0) * C.PAGE_SIZE
 
 
 # ALiBi

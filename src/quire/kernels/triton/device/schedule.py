@@ -15,7 +15,14 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from quire.kernels.triton.device.features import first_needed_key, has_left_edge, keys_before, load_span, selected_count
+from quire.kernels.triton.device.features import (
+    first_needed_key,
+    has_left_edge,
+    keys_before,
+    load_span,
+    selected_count,
+    shared_keys,
+)
 
 
 @triton.jit
@@ -28,7 +35,7 @@ def lengths(batch, seq, inside):
 
 
 @triton.jit
-def key_tiles(batch, start, q_len, kv_len, T: tl.constexpr, C: tl.constexpr):
+def key_tiles(batch, seq, start, q_len, kv_len, T: tl.constexpr, C: tl.constexpr):
     """The first key tile that a sequence needs, and how many. A sequence without keys counts one tile, since its output is written.
     A sequence with more keys than its table has columns for is invalid; it counts no more tiles than the table, so that it does
     not delay others."""
@@ -37,6 +44,12 @@ def key_tiles(batch, start, q_len, kv_len, T: tl.constexpr, C: tl.constexpr):
         return kv_len * 0, tl.maximum((selected_count(batch, C) + T.STEP - 1) // T.STEP, 1) + kv_len * 0
     elif C.SPANS:
         return tiles_of_spans(batch, start, q_len, kv_len, T, C)
+    elif C.SHARED:
+        # The keys before are those of prefixes. One tile of work if there are no others: the output is written.
+        first = shared_keys(batch, seq, q_len, C) // T.STEP
+        capacity = (tl.full([], 0, tl.int64) + batch.table_width) * C.PAGE_SIZE
+        end = tl.minimum(kv_len, capacity + q_len + 1).to(tl.int32)
+        return first, tl.maximum((end + T.STEP - 1) // T.STEP - first, 1)
     else:
         return tiles_of_sequence(batch, q_len, kv_len, T, C)
 
@@ -133,9 +146,9 @@ def uniform(x, C: tl.constexpr):
 
 
 @triton.jit
-def short_work(batch, start, q_len, kv_len, T: tl.constexpr, C: tl.constexpr):
+def short_work(batch, seq, start, q_len, kv_len, T: tl.constexpr, C: tl.constexpr):
     """The work of a short sequence and one head, 0 for others: the key tiles of its units, plus the overhead of each unit."""
-    _, tiles = key_tiles(batch, start, q_len, kv_len, T, C)
+    _, tiles = key_tiles(batch, seq, start, q_len, kv_len, T, C)
     units = (q_len + T.TOKENS - 1) // T.TOKENS
     tiles = tiles * 0 + 1 if C.INVARIANT else tiles + C.UNIT_OVERHEAD
     wanted = is_selected(q_len, C) & (q_len > 0) & (q_len <= batch.short)
@@ -153,7 +166,7 @@ def long_work(batch, q_len, T: tl.constexpr, C: tl.constexpr):
 def work_of(batch, seq, LONG: tl.constexpr, T: tl.constexpr, C: tl.constexpr):
     """The work of some sequences and one head; 0 beyond the last."""
     start, q_len, kv_len = lengths(batch, seq, seq < batch.seqs)
-    return long_work(batch, q_len, T, C) if LONG else short_work(batch, start, q_len, kv_len, T, C)
+    return long_work(batch, q_len, T, C) if LONG else short_work(batch, seq, start, q_len, kv_len, T, C)
 
 
 @triton.jit
@@ -173,7 +186,7 @@ def short_totals(batch, T: tl.constexpr, C: tl.constexpr):
     for base in range(0, batch.seqs, C.SCAN):
         seq = base + tl.arange(0, C.SCAN)
         start, q_len, kv_len = lengths(batch, seq, seq < batch.seqs)
-        total += tl.sum(short_work(batch, start, q_len, kv_len, T, C))
+        total += tl.sum(short_work(batch, seq, start, q_len, kv_len, T, C))
         units += tl.sum(short_units(batch, q_len, T, C))
     return uniform(total, C), uniform(units, C)
 
@@ -213,7 +226,7 @@ def plan_splits(batch, total, units, workspace, T: tl.constexpr, C: tl.constexpr
     """There are as many equal splits as programs; slightly fewer if all units have the same length and then are not split, or are
     split evenly; and fewer if a split would have less work than C.MIN_WORK."""
     start, q_len, kv_len = lengths(batch, 0, True)
-    same_length = short_work(batch, start, q_len, kv_len, T, C) * batch.seqs * T.HEADS == total
+    same_length = short_work(batch, batch.seqs * 0, start, q_len, kv_len, T, C) * batch.seqs * T.HEADS == total
     at_once = workspace.programs - workspace.tail_programs
     in_parts = units * (at_once // tl.maximum(units, 1))
     each = (units + at_once - 1) // at_once

@@ -5,7 +5,16 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from quire.kernels.triton.device.features import decides_by_key, is_visible, per_row, position_of, selected_keys, transform_scores
+from quire.kernels.triton.device.features import (
+    decides_by_key,
+    has_left_edge,
+    is_visible,
+    leaves_gaps,
+    per_row,
+    position_of,
+    selected_keys,
+    transform_scores,
+)
 from quire.kernels.triton.device.formats import decode
 
 
@@ -209,6 +218,45 @@ def attend_tiles(
             weight *= v_scale[None, :]
         acc = dot(to_dot_type(weight, C), v, acc * rescale[:, None], C)
     return acc, row_max, row_sum, missing
+
+
+@triton.jit
+def attend_unit(state, q, scale, unit, batch, cache, new, features, begin, end, T: tl.constexpr, C: tl.constexpr):
+    """Attends to keys [begin, end) of a unit; begin is a multiple of a tile. Tiles that every query sees are computed without a
+    mask. Their pages were checked before, unless queries leave gaps."""
+    CHECK: tl.constexpr = leaves_gaps(C)
+    SOURCE: tl.constexpr = "both" if C.NEW else "pages"
+    if decides_by_key(C):
+        state = attend_tiles(state, q, scale, None, None, unit, batch, cache, new, features, begin, end, True, SOURCE, True, T, C)
+    else:
+        if has_left_edge(C):
+            middle = tl.minimum((unit.all_from + T.KEYS - 1) // T.KEYS * T.KEYS, (end + T.KEYS - 1) // T.KEYS * T.KEYS)
+            middle = tl.maximum(middle, begin)
+            stop = tl.minimum(middle, end)
+            state = attend_tiles(
+                state, q, scale, None, None, unit, batch, cache, new, features, begin, stop, True, SOURCE, CHECK, T, C
+            )
+            begin = middle
+        middle = tl.minimum(tl.minimum(unit.all_to, unit.cached), end) // T.KEYS * T.KEYS
+        middle = tl.maximum(middle, begin)
+        state = attend_tiles(
+            state, q, scale, None, None, unit, batch, cache, new, features, begin, middle, False, "pages", CHECK, T, C
+        )
+        if C.NEW:
+            # The tile in which the context ends, then tiles that have only new tokens.
+            begin = tl.maximum((unit.cached + T.KEYS - 1) // T.KEYS * T.KEYS, middle)
+            stop = tl.minimum(begin, end)
+            state = attend_tiles(
+                state, q, scale, None, None, unit, batch, cache, new, features, middle, stop, True, "both", CHECK, T, C
+            )
+            middle = tl.maximum(tl.minimum(unit.all_to, end) // T.KEYS * T.KEYS, begin)
+            state = attend_tiles(
+                state, q, scale, None, None, unit, batch, cache, new, features, begin, middle, False, "new", False, T, C
+            )
+        # After the context all keys are new if every long sequence takes its new keys from `New`.
+        LAST: tl.constexpr = "new" if C.NEW and C.CONTEXT_FROM <= C.SHORT + 1 else SOURCE
+        state = attend_tiles(state, q, scale, None, None, unit, batch, cache, new, features, middle, end, True, LAST, CHECK, T, C)
+    return state
 
 
 @triton.jit

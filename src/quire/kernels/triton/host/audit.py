@@ -7,7 +7,7 @@ from typing import Any
 
 from quire.kernels.triton.device.arguments import BatchTensors, Number, Pointer
 from quire.kernels.triton.device.audit import AuditConstants, LedgerTensors, TreePositions, audit_kernel
-from quire.kernels.triton.host.launcher import NO_SELECT, NO_SHARD, NO_SPANS, At, Launch, Launcher, platform_of
+from quire.kernels.triton.host.launcher import NO_PREFIXES, NO_SELECT, NO_SHARD, NO_SPANS, At, Launch, Launcher, platform_of
 from quire.kernels.triton.host.program import Program
 from quire.kernels.triton.host.tuning import AUDIT, WorkPerProgram
 from quire.platform import Platform
@@ -47,7 +47,7 @@ class AuditLauncher(Launcher):
         rows = (
             at(table), *table.stride(), table.shape[1], at(kv_lens), *kv_lens.stride(), at(q_starts), *q_starts.stride(),
             None, None, extent.seqs, extent.tokens, ANY, *(batch.shard or NO_SHARD),
-            *(NO_SPANS if batch.spans is None else (at(batch.spans), *batch.spans.stride())), *NO_SELECT,
+            *(NO_SPANS if batch.spans is None else (at(batch.spans), *batch.spans.stride())), *NO_SELECT, *NO_PREFIXES,
         )  # fmt: skip
         tree = (None, None) if positions is None else (at(positions), positions.stride(0))
         found = at(ledger.violations)

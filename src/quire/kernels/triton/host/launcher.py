@@ -13,6 +13,7 @@ from triton import knobs
 from triton.runtime import driver
 
 from quire.kernels.triton.device.arguments import (
+    AttendConstants,
     BalanceConstants,
     BatchTensors,
     Cache,
@@ -48,6 +49,7 @@ NO_NEW = (None,) * 8
 NO_SHARD = (None,) * 3
 NO_SPANS = (None,) * 3
 NO_SELECT = (None,) * 5
+NO_PREFIXES: tuple[Any, ...] = (None,) * 10
 
 ATTEND = (Out, Workspace, Query, Cache, BatchTensors, New, Features)
 COMBINE = (Out, Workspace, Cache, Features, TileNumbers)
@@ -175,7 +177,7 @@ class AttendLauncher(Launcher):
         self.warps = 1 if self.row in (SMALL, SMALL_GLUON) else 4
         """Of the kernels that prepare queries and units."""
         self.programs: dict[TritonTile, Program] = {tile: self._attend(tile) for tile in self.tiles.short.values()}
-        constants = constants_of(problem, platform, self.row, self.tiles.short[1, 1], self.long)
+        constants = self.constants_for(self.tiles.short[1, 1])
         self.balance = None
         if constants.BALANCE == "before":
             self.balance = Program(balance_kernel, BALANCE, (BALANCE_ROWS, BalanceConstants.of(constants)), self.units, self.warps)
@@ -185,8 +187,12 @@ class AttendLauncher(Launcher):
         self.workspace_bytes = 4 * max(self._workspace(tile, 2 * self.tiles.programs) for tile in self.programs)
         self._generic: AttendLauncher | None = None
 
+    def constants_for(self, tile: TritonTile) -> AttendConstants:
+        """What the kernel with this tile of short sequences is compiled for."""
+        return constants_of(self.problem, self.platform, self.row, tile, self.long)
+
     def _attend(self, tile: TritonTile) -> Program:
-        row, constants = self.row, constants_of(self.problem, self.platform, self.row, tile, self.long)
+        row, constants = self.row, self.constants_for(tile)
         stages = max(row.stages, row.long_stages)
         return Program(attend_kernel, ATTEND, (tile, self.long, constants), self.units, row.warps, stages, row.registers)
 
@@ -204,10 +210,11 @@ class AttendLauncher(Launcher):
     def schedule(self, call: Any, extent: Extent) -> Schedule:
         """The tile of a batch's short sequences, the programs they are split over, and the workspace."""
         tiles, problem, long = self.tiles, self.problem, self.long
-        seqs, tokens, max_q_len, _ = extent
+        seqs, tokens, max_q_len, _, _ = extent
         few, heads, programs = 1, 1, tiles.programs
         if tiles.all_decode and max_q_len > 1 and not tiles.by_query:
             few = min(power_of_two(max_q_len), MAX_DECODE_TOKENS)
+            few = few if (few, 1) in tiles.short else MAX_DECODE_TOKENS
         # Several key heads in a tile only if there are more units than programs: otherwise more units would be split and have to be
         # combined.
         while (few, 2 * heads) in tiles.short and min(tokens, seqs) * problem.kv_heads > programs * heads:
@@ -276,9 +283,11 @@ def balanced(q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return ready, torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
 
 
-def arguments_of(call: Any, at: At, extent: Extent, short: int) -> tuple[tuple[Any, ...], ...]:
+def arguments_of(
+    call: Any, at: At, extent: Extent, short: int, prefixes: tuple[Any, ...] = NO_PREFIXES
+) -> tuple[tuple[Any, ...], ...]:
     """The arguments of the attention kernels except queries and workspace: `Out`, `Cache`, `BatchTensors`, `New` and `Features`, as
-    plain tuples. Sequences with up to `short` new tokens are short."""
+    plain tuples. Sequences with up to `short` new tokens are short. `prefixes` are the members of `BatchTensors` about them."""
     cache, batch, options, out, lse, new = call.cache, call.batch, call.options, call.out, call.lse, call.new
     table, kv_lens, q_starts = batch.page_table, batch.kv_lens, batch.q_starts
     causal, k_scale, v_scale, q_scale, out_scale = options.causal, cache.k_scale, cache.v_scale, options.q_scale, options.out_scale
@@ -310,6 +319,7 @@ def arguments_of(call: Any, at: At, extent: Extent, short: int) -> tuple[tuple[A
             *(extent.seqs, extent.tokens, short, *(batch.shard or NO_SHARD)),
             *(NO_SPANS if batch.spans is None else (at(batch.spans), *batch.spans.stride())),
             *(NO_SELECT if batch.select is None else _selection(batch.select, at)),
+            *prefixes,
         ),
         NO_NEW if new is None else (at(new[0]), *new[0].stride(), at(new[1]), *new[1].stride()),
         (*features, q_scale, out_scale),

@@ -91,7 +91,14 @@ def _batch(problem: Problem, extent: Extent) -> Any:
         shard=Shard(0, 2, 1) if problem.shard else None,
         spans=None if problem.spans == "none" else _meta_tensor(extent.tokens, 2, dtype=getattr(torch, problem.spans)),
         select=_select(problem, extent),
+        prefixes=_prefixes(extent) if problem.prefixes else None,
     )
+
+
+def _prefixes(extent: Extent) -> Any:
+    tensors = {name: _meta_tensor(*shape, dtype=torch.int32) for name, shape in (("groups", (1, 5)), ("members", (2,)))}
+    chains = _meta_tensor(extent.seqs, 2, dtype=torch.int32)
+    return SimpleNamespace(**tensors, chains=chains, sizes=((2, 1),), most_pages=1, levels=1)
 
 
 def _select(problem: Problem, extent: Extent) -> Select | None:

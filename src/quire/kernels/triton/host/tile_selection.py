@@ -28,7 +28,9 @@ class Tiles:
         dot, _ = dot_type(problem)
         width, element = max(widths_of(problem, platform)), BYTES[dot]
         stored = max(FORMATS[name].itemsize for name in problem.formats)
-        self.row = row = tuning or tuning_for(kernel, platform.arch, width, element, stored)
+        self.sizes = width, element, stored
+        """By which the tuning table is read, besides the kernel and the GPU."""
+        self.row = row = tuning or tuning_for(kernel, platform.arch, *self.sizes)
         self.problem = problem
         self.most = max(16, min(64, (IN_REGISTERS if dot == "fp32" else QUERIES) // (width * element)))
         self.programs = max(1, int((platform.multiprocessors or PROCESSORS) * row.per_multiprocessor))
@@ -43,7 +45,7 @@ class Tiles:
             self.long = TritonTile.of(row.long_rows, row.long_keys, row.long_stages, False, problem.group, problem.kv_heads)
         self.short: dict[tuple[int, int], TritonTile] = {}
         """All tiles of short sequences, by the most new tokens, a power of two, and by key heads per tile."""
-        for few in (1, 2, 4, 8, MAX_DECODE_TOKENS) if self.all_decode and not self.by_query else (1,):
+        for few in _token_counts(problem) if self.all_decode and not self.by_query else (1,):
             rows = self.most if problem.batch_invariant else max(row.rows, min(self.most, power_of_two(few * problem.group)))
             heads = 1
             while heads <= max(1, min(self.heads_per_tile, rows // (few * problem.group))) and problem.kv_heads % heads == 0:
@@ -51,3 +53,9 @@ class Tiles:
                 if self.by_query:
                     self.short[few, heads] = self.short[few, heads]._replace(TOKENS=1)
                 heads *= 2
+
+
+def _token_counts(problem: Problem) -> tuple[int, ...]:
+    """The numbers of new tokens of a sequence that decodes have a tile for. The kernel for shared prefixes takes the place of
+    others: a layer has twelve kernels."""
+    return (1, 2, MAX_DECODE_TOKENS) if problem.prefixes else (1, 2, 4, 8, MAX_DECODE_TOKENS)
