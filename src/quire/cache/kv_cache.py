@@ -14,6 +14,7 @@ import torch
 
 from quire.cache.copies import AppliedCopies, Copies
 from quire.cache.format import FORMATS, Format, formats_given, formats_of_storage
+from quire.cache.groups import check_groups, split
 from quire.cache.layout import Layout, layout_named
 from quire.cache.ledger import Ledger
 from quire.cache.memory import overlaps_itself, share_memory
@@ -101,16 +102,20 @@ class KVCache:
         self.layout: Layout = layout
         """The order of the axes of a page; `layout.name` is nhd, hnd, vllm_x, vllm_joint or aiter."""
         self.k_format, self.v_format = format if isinstance(format, tuple) else (format, format)
-        """How an element of K and of V is stored; `name` is fp32, fp16, bf16, e4m3fn, e4m3fnuz, e5m2, int8 or int4."""
+        """How an element of K and of V is stored; `name` is one of `quire.cache.format.FORMATS`: fp32, fp16, bf16, e4m3fn, e4m3fnuz, e5m2,
+        int8, int4, nvfp4 or nvfp4_swizzled."""
         self.pool: PagePool | None = pool
         """The pool that allocates the pages, or None."""
         self.number: int = 0
         """Which cache of its pool it is, in the order in which they were made, from 1 on; 0 without a pool."""
         if pool is not None:
             self.number = _made[pool] = _made.get(pool, 0) + 1
-        self.k_view, self.v_view = layout.k.view(k), layout.v.view(v)
+        (self.k_view, self.k_groups), (self.v_view, self.v_groups) = (
+            split(order.view(storage), found, order)
+            for order, storage, found in ((layout.k, k, self.k_format), (layout.v, v, self.v_format))
+        )
         """Views of K and V, `[pages, kv_heads, slot/, slot%, dim/, dim%]` (see `quire.cache.layout`). A format that packs elements
-        has fewer elements of storage than dims."""
+        has fewer elements of storage than dims. Scales of groups have views of their own, `[.., group/, group%]`, else None."""
         pages, kv_heads, slot_hi, slot_lo, _, _ = self.k_view.shape
         self.pages: int = pages
         """Number of pages."""
@@ -170,7 +175,7 @@ class KVCache:
         return self._describe_storage()
 
     def _describe_storage(self) -> Storage:
-        views = (self.k_view, self.v_view)
+        views = (self.layout.k.view(self._k), self.layout.v.view(self._v))
         reach = max(sum((size - 1) * stride for size, stride in zip(view.shape, view.stride())) for view in views)
         begins = (t.data_ptr() or t.storage_offset() * t.element_size() for t in (self._k, self._v))
         return Storage(
@@ -267,7 +272,7 @@ class KVCache:
         if scales is not None:
             k_scale, v_scale = _token_scales(scales, formats, k_scale, v_scale, size, place)
         types = [dtype if dtype is torch.uint8 and found.itemsize == 1 else found.dtype for found in formats]
-        pages = _zeros(order, size, [dim // found.pack for dim, found in zip((head_dim, v_head_dim), formats)], x_of, types, place)
+        pages = _zeros(order, size, [found.units_of(dim) for dim, found in zip((head_dim, v_head_dim), formats)], x_of, types, place)
         names: dict[str, Any] = {"k_format": formats[0].name, "v_format": formats[1].name, "pool": pool, "ledger": ledger}
         return cls.wrap(*pages, layout=layout, head_dim=head_dim, k_scale=k_scale, v_scale=v_scale, **names)
 
@@ -321,7 +326,7 @@ class KVCache:
         formats = formats_of_storage(k_pages, k_pages if v_pages is None else v_pages, format, k_format, v_format)
         if order.joint:
             _check_joint(order, formats)
-        cut = None if head_dim is None else head_dim // formats[0].pack
+        cut = None if head_dim is None else formats[0].units_of(head_dim)
         k, v = order.parts(*((k_pages,) if v_pages is None else (k_pages, v_pages)), head_dim=cut)
         if k.device != v.device:
             raise ArgumentError("v_pages", describe(v), f"the device of k_pages, {describe(k)}")
@@ -337,7 +342,7 @@ class KVCache:
     def check_memory(self) -> None:
         """Raises `ArgumentError` if elements overlap in memory. While a graph is traced addresses are unknown; the check runs with
         the graph."""
-        for name, view in (("k_pages", self.k_view), ("v_pages", self.v_view)):
+        for name, view in (("k_pages", self.layout.k.view(self.k)), ("v_pages", self.layout.v.view(self.v))):
             if overlaps_itself(view):
                 raise ArgumentError(
                     name, f"strides {view.stride()} over {list(view.shape)}", "memory in which no two elements overlap"
@@ -556,7 +561,7 @@ def _zeros(
 def _restored(described: dict[str, Any], scales: tuple[Any, ...]) -> KVCache:
     """Unpickles a cache: zeros, with the scales it had."""
     d, (k_format, v_format) = described, described["formats"]
-    order, units = layout_named(d["layout"]), [dim // FORMATS[name].pack for dim, name in zip(d["dims"], d["formats"])]
+    order, units = layout_named(d["layout"]), [FORMATS[name].units_of(dim) for dim, name in zip(d["dims"], d["formats"])]
     storage = _zeros(order, d["size"], units, d["x"], d["dtypes"], d["device"])
     k_scale, v_scale = (_restored_scale(scale, d["size"], d["device"]) for scale in scales)
     return KVCache.wrap(
@@ -598,8 +603,8 @@ def _check_sizes(kv_heads: int, head_dim: int, v_head_dim: int, formats: tuple[F
         if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
             raise ArgumentError(name, describe(value), f"1 to {most}")
     for name, value, format in (("head_dim", head_dim, formats[0]), ("v_head_dim", v_head_dim, formats[1])):
-        if value % format.pack:
-            raise ArgumentError(name, value, f"a multiple of {format.pack}: {format} stores {format.pack} elements in a byte")
+        if value % format.unit:
+            raise ArgumentError(name, value, f"a multiple of {format.unit} with {format}")
 
 
 def _device(given: torch.device | str | None, default: torch.device) -> torch.device:
@@ -641,11 +646,17 @@ def _common_size(
         text = "pages {}, page_size {}, kv_heads {}"
         allowed = f"those of k_pages: {text.format(*sizes[0])} in layout {order.name!r}"
         raise ArgumentError("v_pages", text.format(*sizes[1]), allowed)
-    views = {"head_dim": (k_view, formats[0].pack), "v_head_dim": (v_view, formats[1].pack)}
-    dims = {name: view.shape[4] * view.shape[5] * pack for name, (view, pack) in views.items()}
-    for name, dim in dims.items():
+    dims = {}
+    parts = (("k_pages", "head_dim", k_view, order.k, formats[0]), ("v_pages", "v_head_dim", v_view, order.v, formats[1]))
+    for pages, name, view, axes, format in parts:
+        units = view.shape[4] * view.shape[5]
+        dims[name] = dim = format.elements_of(units)
         if not 1 <= dim <= 512:
             raise ArgumentError(name, dim, "1 to 512")
+        if dim % format.unit or format.units_of(dim) != units:
+            allowed = f"{format.units_of(format.unit)} for each {format.unit} dims, with their scales"
+            raise ArgumentError(pages, f"{units} bytes of a head in {format}", allowed)
+        check_groups(pages, view, format, order, axes)
     if head_dim is not None and dims["head_dim"] != head_dim:
         allowed = f"{dims['head_dim']}, the head_dim of k_pages {list(k.shape)} in layout {order.name!r}"
         raise ArgumentError("head_dim", head_dim, allowed)

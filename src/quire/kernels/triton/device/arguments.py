@@ -193,6 +193,9 @@ class AttendConstants(NamedTuple):
     V_STEPS: tuple[int, ...]
     V_SLOTS: int
     V_DIMS: int
+    K_GROUPS: tuple[int, ...] | None
+    """Where the scales of groups of K are, `quire.cache.groups.GroupPlaces`; None if the format has none."""
+    V_GROUPS: tuple[int, ...] | None
     FAR: bool
     """Whether offsets into K or V need 64 bits."""
     BYTES: bool

@@ -13,9 +13,10 @@ import triton.language as tl
 
 
 @triton.jit
-def decode(x, FORMAT: tl.constexpr, HARDWARE: tl.constexpr, DOT: tl.constexpr = "fp16"):
+def decode(x, FORMAT: tl.constexpr, HARDWARE: tl.constexpr, DOT: tl.constexpr = "fp16", groups=None):
     """Converts stored elements to a type that products take: bytes become fp16, other types stay. A byte with two elements becomes
-    two columns. `DOT` is the type of the product, to which they may be converted at once."""
+    two columns. `DOT` is the type of the product, to which they may be converted at once. `groups` are the scales of groups, of a
+    format that has them."""
     if FORMAT == "e4m3fn":
         return decode_e4m3fn(x, HARDWARE)
     elif FORMAT == "e4m3fnuz":
@@ -26,13 +27,16 @@ def decode(x, FORMAT: tl.constexpr, HARDWARE: tl.constexpr, DOT: tl.constexpr = 
         return decode_int8(x)
     elif FORMAT == "int4":
         return decode_int4(x, DOT)
+    elif FORMAT == "nvfp4":
+        return decode_nvfp4(x, groups, HARDWARE)
     else:
         return x
 
 
 @triton.jit
 def encode(x, FORMAT: tl.constexpr, HARDWARE: tl.constexpr):
-    """Converts fp32 values, already divided by their scale: saturating, rounded to nearest even; a NaN stays NaN (0 in int8)."""
+    """Converts fp32 values, already divided by their scale: saturating, rounded to nearest even; a NaN stays NaN (0 in int8). Formats
+    with scales of groups stay fp32: `encode_nvfp4` makes both."""
     if FORMAT == "e4m3fn":
         return encode_e4m3fn(x, HARDWARE)
     elif FORMAT == "e4m3fnuz":
@@ -129,6 +133,41 @@ def encode_int4(x):
     codes = rounded(x, 7.0).to(tl.uint8, bitcast=True) & 0xF
     low, high = tl.split(tl.reshape(codes, [codes.shape[0], codes.shape[1] // 2, 2]))
     return low | (high << 4)
+
+
+@triton.jit
+def decode_nvfp4(x, groups, HARDWARE: tl.constexpr):
+    # The bits of e2m1 where fp16 keeps them are the value / 2^14, and a product with a scale is exact.
+    wide = x.to(tl.uint16)
+    low = (((wide & 0x7) << 9) | ((wide & 0x8) << 12)).to(tl.float16, bitcast=True)
+    high = (((wide & 0x70) << 5) | ((wide & 0x80) << 8)).to(tl.float16, bitcast=True)
+    # The scale takes as much of that power as it can: 448 * 2^7 is less than the largest number of fp16.
+    scale = (decode_e4m3fn(groups, HARDWARE) * 128.0)[:, :, None]
+    KEYS: tl.constexpr = x.shape[0]
+    GROUPS: tl.constexpr = groups.shape[1]
+    EACH: tl.constexpr = x.shape[1] // groups.shape[1]
+    low = tl.reshape(tl.reshape(low, [KEYS, GROUPS, EACH]) * scale * 128.0, [KEYS, GROUPS * EACH])
+    high = tl.reshape(tl.reshape(high, [KEYS, GROUPS, EACH]) * scale * 128.0, [KEYS, GROUPS * EACH])
+    return tl.interleave(low, high)
+
+
+@triton.jit
+def encode_nvfp4(x, GROUP: tl.constexpr, HARDWARE: tl.constexpr):
+    """fp32 `[rows, dim]` as codes, two in a byte, and e4m3 scales of groups `[rows, groups]`."""
+    ROWS: tl.constexpr = x.shape[0]
+    GROUPS: tl.constexpr = x.shape[1] // GROUP
+    parts = tl.reshape(x, [ROWS, GROUPS, GROUP])
+    largest = tl.max(tl.abs(parts), 2)
+    # Not less than the smallest number of e4m3, so that nothing is divided by 0.
+    largest = tl.maximum(tl.div_rn(largest, tl.full(largest.shape, 6.0, tl.float32)), 0.001953125)
+    # A maximum ignores NaN; the scale of a group with a NaN must be NaN.
+    largest = tl.where(tl.max((parts != parts).to(tl.int32), 2) > 0, float("nan"), largest)
+    groups = encode_e4m3fn(largest, HARDWARE)
+    scale = tl.broadcast_to(decode_e4m3fn(groups, False).to(tl.float32)[:, :, None], parts.shape)
+    byte = float_to_byte(tl.div_rn(parts, scale), 1, 1, 6.0, 0)
+    codes = tl.reshape((byte & 7) | ((byte >> 4) & 8), [ROWS, GROUPS * GROUP // 2, 2])
+    low, high = tl.split(codes)
+    return low | (high << 4), groups
 
 
 @triton.jit

@@ -7,6 +7,7 @@ import triton.language as tl
 
 from quire.kernels.triton.device.features import decides_by_key, is_visible, per_row, position_of, selected_keys, transform_scores
 from quire.kernels.triton.device.formats import decode
+from quire.kernels.triton.device.groups import load_groups
 
 
 @triton.jit
@@ -164,7 +165,13 @@ def attend_tiles(
                 k = tl.load(cache.k + at, mask=(k_unit < K_UNITS)[None, :], other=0)
             else:
                 k = tl.load(cache.k + at)
-            k = to_dot_type(decode(k, tl.constexpr(C.K_FORMAT), C.HARDWARE, tl.constexpr(C.DOT)), C)
+            groups = None
+            if C.K_GROUPS is not None:
+                at, inner = place[:, None] % C.PAGE_SIZE, from_pages[:, None]
+                groups = load_groups(
+                    cache.k, page[:, None], head, at, inner, C.K_WIDTH, C.HEAD_DIM, MASKED, C.K_GROUPS
+                )
+            k = to_dot_type(decode(k, tl.constexpr(C.K_FORMAT), C.HARDWARE, tl.constexpr(C.DOT), groups), C)
         if SOURCE != "pages":
             token = (unit.start + k_position - unit.context).to(tl.int64)[:, None]
             is_new = (inside & (key >= unit.cached))[:, None]
@@ -240,7 +247,11 @@ def _values(
             v = tl.load(cache.v + at, mask=(unit_of_dim < UNITS)[None, :], other=0)
         else:
             v = tl.load(cache.v + at)
-        v = decode(v, tl.constexpr(C.V_FORMAT), C.HARDWARE, tl.constexpr(C.DOT))
+        groups = None
+        if C.V_GROUPS is not None:
+            at, inner = place[:, None] % C.PAGE_SIZE, from_pages[:, None]
+            groups = load_groups(cache.v, page[:, None], head, at, inner, C.V_WIDTH, C.V_DIM, MASKED, C.V_GROUPS)
+        v = decode(v, tl.constexpr(C.V_FORMAT), C.HARDWARE, tl.constexpr(C.DOT), groups)
         if v_scale is not None and not scales_weights(C):
             v = v.to(tl.float32) * v_scale[:, None]
         v = to_dot_type(v, C)
