@@ -149,12 +149,28 @@ INLINE void row_as_units(const uint8_t* row, int64_t dim, int32_t* to, int64_t p
     for (; d < padded * F::PER_UNIT; d += STEP) store(to + d / F::PER_UNIT, vi{});
 }
 
-// Whether every element of a type is exact as a factor of this kind.
+// The same for a row of NVFP4, with the scales of its groups. A product of an element and a scale is exact in bf16. Zeros without.
+template <class F>
+INLINE void grouped_row_as_units(const uint8_t* row, GroupRow groups, int64_t dim, int32_t* to, int64_t padded) {
+    constexpr int STEP = W * F::PER_UNIT;
+    int64_t d = 0;
+    auto some = [&](int64_t at) __attribute__((always_inline)) {
+        return at < dim ? Number<NVFP4>::decode(row + at / 2) * E4M3_VALUES.of[groups.at[groups.element(at / GROUP)]] : vf{};
+    };
+    for (; groups.at && d < dim; d += STEP) {
+        if constexpr (F::PER_UNIT == 1) store(to + d, as_int(some(d)));
+        else F::put(to, d, some(d), some(d + W));
+    }
+    for (; d < padded * F::PER_UNIT; d += STEP) store(to + d / F::PER_UNIT, vi{});
+}
+
+// Whether every element of a type is exact as a factor of this kind, and can be converted alone.
 template <class F, int T>
-constexpr bool FITS = F::PER_UNIT == 1 || (T != FP32 && T != FP16);
+constexpr bool FITS = T != NVFP4 && (F::PER_UNIT == 1 || (T != FP32 && T != FP16));
 
 template <class F>
-INLINE void as_units(const uint8_t* row, int64_t type, int64_t dim, int32_t* to, int64_t padded) {
+INLINE void as_units(const uint8_t* row, int64_t type, int64_t dim, int32_t* to, int64_t padded, GroupRow groups = {}) {
+    if (type == NVFP4) return grouped_row_as_units<F>(row, groups, dim, to, padded);
     with_type(type, [&](auto t) {
         if constexpr (FITS<F, t.value>) row_as_units<F, t.value>(row, dim, to, padded);
     });
