@@ -35,10 +35,15 @@ def test_allocate_every_layout_in_every_format(pool, layout, format):
     found = FORMATS[format]
     x = 4 if LAYOUTS[layout].splits else None
     scale = 0.5 if found.quantised else None
-    cache = KVCache.allocate(
-        pool, kv_heads=HEADS, head_dim=24, v_head_dim=16, format=format, layout=layout, x=x, k_scale=scale, v_scale=scale
-    )
-    assert shape(cache) == (PAGES, PAGE_SIZE, HEADS, 24, 16)
+    dims = (24, 16) if not found.group else (192, 64) if found.swizzled else (48, 16)
+    sizes = {"kv_heads": HEADS, "head_dim": dims[0], "v_head_dim": dims[1]}
+    named = {"format": format, "layout": layout, "x": x, "k_scale": scale, "v_scale": scale}
+    if found.group and layout not in ("nhd", "hnd"):
+        with pytest.raises(ArgumentError, match=f"layout: given '{layout}'; allowed: nhd or hnd with {format}"):
+            KVCache.allocate(pool, **sizes, **named)
+        return
+    cache = KVCache.allocate(pool, **sizes, **named)
+    assert shape(cache) == (PAGES, PAGE_SIZE, HEADS, *dims)
     assert (cache.format.name, cache.layout.name, cache.device.type, cache.pool) == (format, layout, "cpu", pool)
     assert cache.scale_kind == ("tensor" if found.quantised else "none")
     assert all((t == 0).all() for t in pages_of(cache)), "fresh pages are zeros"
@@ -139,6 +144,8 @@ def test_scales_by_default_and_per_token(pool):
         ({"v_format": "e4m3fn"}, "bf16/e4m3fn", (torch.bfloat16, torch.float8_e4m3fn)),
         ({"dtype": torch.uint8, "format": "int8", "v_format": "int4", "scales": "token"}, "int8/int4", (torch.uint8, torch.uint8)),
         ({"dtype": torch.float16, "k_format": "int4", "k_scale": 0.5}, "int4/fp16", (torch.uint8, torch.float16)),
+        ({"format": "nvfp4"}, "nvfp4", (torch.uint8, torch.uint8)),
+        ({"k_format": "e4m3fn", "v_format": "nvfp4", "v_scale": 0.5}, "e4m3fn/nvfp4", (torch.float8_e4m3fn, torch.uint8)),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -148,7 +155,7 @@ def test_formats_of_keys_and_values(pool, given, formats, types):
     assert (cache.formats, (cache.k.dtype, cache.v.dtype)) == (formats, types)
     names = cache.k_format.name, cache.v_format.name
     for part, dim, name in ((cache.k, 32, names[0]), (cache.v, 16, names[1])):
-        assert part.shape[-1] == dim // (2 if name == "int4" else 1)
+        assert part.shape[-1] == (dim * 9 // 16 if name == "nvfp4" else dim // 2 if name == "int4" else dim)
     assert [s is not None for s in (cache.k_scale, cache.v_scale)] == [FORMATS[name].quantised for name in names]
     for same in (pickle.loads(pickle.dumps(cache)), copy.deepcopy(cache)):
         assert same.storage == cache.storage and same.formats == formats and (same.k.dtype, same.v.dtype) == types
@@ -223,7 +230,7 @@ REFUSED = {
     "x-zero": (allocate(layout="vllm_x", x=0), "x: given 0; allowed: a divisor of dim = 16"),
     "bytes": (
         allocate(dtype=torch.uint8),
-        "format: given uint8 storage without a format; allowed: format= one of e4m3fn, e4m3fnuz, e5m2, int8, int4",
+        "format: given uint8 storage without a format; allowed: format= one of e4m3fn, e4m3fnuz, e5m2, int8, int4, nvfp4, nvfp4_swizzled",
     ),
     "scales-name": (allocate(scales="head"), "scales: given 'head'; allowed: 'token', or None for the scales given"),
     "scales-plain": (
@@ -246,12 +253,12 @@ REFUSED = {
     ),
     "int4-of-odd-dim": (
         allocate(head_dim=16, v_head_dim=15, v_format="int4", scales="token"),
-        "v_head_dim: given 15; allowed: a multiple of 2: int4 stores 2 elements in a byte",
+        "v_head_dim: given 15; allowed: a multiple of 2 with int4",
     ),
     "int4-x": (allocate(layout="vllm_x", format="int4", scales="token"), "x: given 16; allowed: a divisor of dim = 8"),
     "k-format": (
         allocate(k_format="int3"),
-        "k_format: given 'int3'; allowed: fp32, fp16, bf16, e4m3fn, e4m3fnuz, e5m2, int8, int4",
+        "k_format: given 'int3'; allowed: fp32, fp16, bf16, e4m3fn, e4m3fnuz, e5m2, int8, int4, nvfp4, nvfp4_swizzled",
     ),
     "formats-and-dtype": (
         allocate(k_format="int8", v_format="int4", dtype=torch.int8),

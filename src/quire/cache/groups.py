@@ -4,6 +4,7 @@ together, but a row of that axis is not one head: only `split` says where a head
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
@@ -11,6 +12,17 @@ import torch
 from quire.cache.format import Format
 from quire.cache.layout import Layout, Order
 from quire.errors import ArgumentError
+
+def joined(rows: torch.Tensor, format: Format, order: Order) -> torch.Tensor:
+    """Storage from rows that have the scales of a head behind its codes, `[pages, page_size, kv_heads, units]`."""
+    storage = torch.empty(order.shape(*rows.shape), dtype=rows.dtype, device=rows.device)
+    codes, groups = split(order.view(storage), format, order)
+    assert groups is not None
+    by_head = rows.transpose(1, 2)
+    codes.copy_(by_head[..., : codes.shape[5]].reshape(codes.shape))
+    groups.copy_(by_head[..., codes.shape[5] :].reshape(groups.shape))
+    return storage
+
 
 class GroupPlaces(NamedTuple):
     """Where a page has the scales of groups, in elements of storage; strides are 0 for axes of length 1."""
@@ -70,12 +82,17 @@ def group_places(format: Format, order: Order, page_size: int, heads: int, dim: 
     return GroupPlaces(groups.storage_offset(), page, *strides, groups.shape[3], groups.shape[5], format.group)
 
 
-def check_groups(name: str, view: torch.Tensor, format: Format, layout: Layout, order: Order) -> None:
-    """Raises ArgumentError unless pages can be split: an unsplit layout of K and V apart, pages without gaps."""
+def check_layout(layout: Layout, formats: Iterable[Format]) -> None:
+    """Raises ArgumentError for a layout that has no order of the scales of groups."""
+    for format in formats:
+        if format.group and layout.name not in LAYOUTS_OF_GROUPS:
+            raise ArgumentError("layout", repr(layout.name), f"{' or '.join(LAYOUTS_OF_GROUPS)} with {format}")
+
+
+def check_pages(name: str, view: torch.Tensor, format: Format, layout: Layout, order: Order) -> None:
+    """Raises ArgumentError unless pages of a format with scales of groups have no gaps."""
     if not format.group:
         return
-    if layout.name not in LAYOUTS_OF_GROUPS:
-        raise ArgumentError("layout", repr(layout.name), f"{' or '.join(LAYOUTS_OF_GROUPS)} with {format}")
     _, heads, _, slots, _, units = view.shape
     if format.swizzled and slots % SWIZZLE:
         raise ArgumentError(name, f"pages of {slots} slots", f"a multiple of {SWIZZLE} slots with {format}")

@@ -14,7 +14,7 @@ import torch
 
 from quire.cache.copies import AppliedCopies, Copies
 from quire.cache.format import FORMATS, Format, formats_given, formats_of_storage
-from quire.cache.groups import check_groups, split
+from quire.cache.groups import check_layout, check_pages, split
 from quire.cache.layout import Layout, layout_named
 from quire.cache.ledger import Ledger
 from quire.cache.memory import overlaps_itself, share_memory
@@ -263,6 +263,7 @@ class KVCache:
         order, formats = layout_named(layout), formats_given(dtype, format, k_format, v_format)
         v_head_dim = head_dim if v_head_dim is None else v_head_dim
         _check_sizes(kv_heads, head_dim, v_head_dim, formats)
+        check_layout(order, formats)
         if order.joint:
             _check_joint(order, formats)
         if x is not None and not order.splits:
@@ -324,6 +325,7 @@ class KVCache:
         if head_dim is not None and (not isinstance(head_dim, int) or isinstance(head_dim, bool)):
             raise ArgumentError("head_dim", describe(head_dim), "an int of 1 to 512, or None")
         formats = formats_of_storage(k_pages, k_pages if v_pages is None else v_pages, format, k_format, v_format)
+        check_layout(order, formats)
         if order.joint:
             _check_joint(order, formats)
         cut = None if head_dim is None else formats[0].units_of(head_dim)
@@ -656,7 +658,7 @@ def _common_size(
         if dim % format.unit or format.units_of(dim) != units:
             allowed = f"{format.units_of(format.unit)} for each {format.unit} dims, with their scales"
             raise ArgumentError(pages, f"{units} bytes of a head in {format}", allowed)
-        check_groups(pages, view, format, order, axes)
+        check_pages(pages, view, format, order, axes)
     if head_dim is not None and dims["head_dim"] != head_dim:
         allowed = f"{dims['head_dim']}, the head_dim of k_pages {list(k.shape)} in layout {order.name!r}"
         raise ArgumentError("head_dim", head_dim, allowed)
