@@ -11,6 +11,7 @@ from quire.cache.format import FORMATS, format_of
 from quire.errors import ArgumentError
 from support import nvfp4
 
+BYTES = "e4m3fn, e4m3fnuz, e5m2, int8, int4, nvfp4, nvfp4_swizzled"
 QUANTISED = [f for f in FORMATS.values() if f.quantised and not f.group]
 GROUPED = [f for f in FORMATS.values() if f.group]
 names = pytest.mark.parametrize("format", QUANTISED, ids=str)
@@ -112,7 +113,7 @@ def test_bytes_of_a_group():
 @pytest.mark.parametrize("format", GROUPED, ids=str)
 @given(data=st.data())
 def test_groups_are_within_half_a_step(format, data):
-    """An element is off by half the distance of its neighbours, or what lies above 6 scales: a scale may be rounded down by 1/16."""
+    """An element is off by half the distance of its neighbours, or by what lies above 6 scales: a scale may be 1/16 too small."""
     x = data.draw(st.lists(st.floats(-2688, 2688, width=32), min_size=16, max_size=16))
     x = torch.tensor(x, dtype=torch.float32)
     got, top = format.unpack(format.encode(x)), max(float(x.abs().max()) / 6, 2.0**-9)
@@ -153,14 +154,18 @@ def test_bytes_take_a_named_format(format):
         (
             torch.uint8,
             None,
-            "format: given uint8 storage without a format; allowed: format= one of e4m3fn, e4m3fnuz, e5m2, int8, int4, nvfp4, nvfp4_swizzled",
+            f"format: given uint8 storage without a format; allowed: format= one of {BYTES}",
         ),
         (
             torch.float64,
             None,
-            "dtype: given torch.float64; allowed: a storage type of fp32, fp16, bf16, e4m3fn, e4m3fnuz, e5m2, int8, int4, nvfp4, nvfp4_swizzled",
+            f"dtype: given torch.float64; allowed: a storage type of fp32, fp16, bf16, {BYTES}",
         ),
-        (torch.uint8, "fp8", "format: given 'fp8'; allowed: fp32, fp16, bf16, e4m3fn, e4m3fnuz, e5m2, int8, int4, nvfp4, nvfp4_swizzled"),
+        (
+            torch.uint8,
+            "fp8",
+            f"format: given 'fp8'; allowed: fp32, fp16, bf16, {BYTES}",
+        ),
         (torch.uint8, "bf16", "format: given 'bf16' over torch.uint8 storage; allowed: torch.bfloat16 storage"),
         (
             torch.float8_e5m2,

@@ -215,6 +215,7 @@ def fp8(**scales):
     return wrap(pages, pages.clone(), **scales)
 
 
+BYTES = "e4m3fn, e4m3fnuz, e5m2, int8, int4, nvfp4, nvfp4_swizzled"
 SHAPES = "float32 of shape [] = [], [kv_heads] = [3], [pages, page_size, kv_heads] = [5, 8, 3]"
 
 REFUSED = {
@@ -230,7 +231,7 @@ REFUSED = {
     "x-zero": (allocate(layout="vllm_x", x=0), "x: given 0; allowed: a divisor of dim = 16"),
     "bytes": (
         allocate(dtype=torch.uint8),
-        "format: given uint8 storage without a format; allowed: format= one of e4m3fn, e4m3fnuz, e5m2, int8, int4, nvfp4, nvfp4_swizzled",
+        f"format: given uint8 storage without a format; allowed: format= one of {BYTES}",
     ),
     "scales-name": (allocate(scales="head"), "scales: given 'head'; allowed: 'token', or None for the scales given"),
     "scales-plain": (
@@ -258,7 +259,7 @@ REFUSED = {
     "int4-x": (allocate(layout="vllm_x", format="int4", scales="token"), "x: given 16; allowed: a divisor of dim = 8"),
     "k-format": (
         allocate(k_format="int3"),
-        "k_format: given 'int3'; allowed: fp32, fp16, bf16, e4m3fn, e4m3fnuz, e5m2, int8, int4, nvfp4, nvfp4_swizzled",
+        f"k_format: given 'int3'; allowed: fp32, fp16, bf16, {BYTES}",
     ),
     "formats-and-dtype": (
         allocate(k_format="int8", v_format="int4", dtype=torch.int8),

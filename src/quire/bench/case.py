@@ -61,7 +61,10 @@ def _numbers(cache: KVCache, chosen: Callable[[torch.Tensor], torch.Tensor]) -> 
     if cache.k_scale is None or cache.v_scale is None:
         return k, v
     if cache.k_groups is not None and cache.v_groups is not None:
-        k, v = (_grouped(cache, view, groups, chosen) for view, groups in ((cache.k_view, cache.k_groups), (cache.v_view, cache.v_groups)))
+        k, v = (
+            _grouped(cache, view, groups, chosen)
+            for view, groups in ((cache.k_view, cache.k_groups), (cache.v_view, cache.v_groups))
+        )
     elif cache.format.pack > 1:
         k, v = cache.format.unpack(k), cache.format.unpack(v)
     k_scale, v_scale = (chosen(x).unsqueeze(-1) if x.dim() == 3 else x for x in (cache.k_scale, cache.v_scale))

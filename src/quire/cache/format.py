@@ -24,8 +24,8 @@ class Format:
     pack: int = 1
     """Elements in one element of storage. Of two in a byte, the even one has the low four bits."""
     group: int = 0
-    """Elements of a head that share a scale in the page, besides the scale of the cache; 0 without such scales. The scales of a page
-    follow all of its codes (`quire.cache.groups`)."""
+    """Elements of a head that share a scale in the page, besides the scale of the cache; 0 without such scales. The scales of a
+    page follow all of its codes (`quire.cache.groups`)."""
     group_dtype: torch.dtype = torch.float8_e4m3fn
     """The type of these scales."""
     swizzled: bool = False
@@ -113,8 +113,8 @@ SWIZZLED = "_swizzled"
 
 
 def encode_groups(x: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """fp32 values as e2m1 codes, two in a byte, and e4m3 scales of groups, both uint8. The scale of a group is its largest magnitude
-    / 6, at least the smallest number of e4m3, so that nothing is divided by 0; NaN if the group contains NaN."""
+    """fp32 values as e2m1 codes, two in a byte, and e4m3 scales of groups, both uint8. The scale of a group is its largest
+    magnitude / 6, at least the smallest number of e4m3, so that nothing is divided by 0; NaN if the group contains NaN."""
     groups = x.unflatten(-1, (-1, group))
     scale = (groups.abs().amax(-1) / E2M1[-1]).clamp(E4M3_SMALLEST, E4M3_LARGEST).to(torch.float8_e4m3fn)
     scaled = groups / scale.float().unsqueeze(-1)

@@ -1,6 +1,6 @@
-"""Where the scales of groups are: a page of such a format holds the codes of all its tokens and heads, then their scales, both in the
-order of the layout. vLLM stores NVFP4 so. The storage has the shape of the layout, its last axis as long as a head's codes and scales
-together, but a row of that axis is not one head: only `split` says where a head's bytes are."""
+"""Where the scales of groups are: a page of such a format holds the codes of all its tokens and heads, then their scales, both in
+the order of the layout. vLLM stores NVFP4 so. The storage has the shape of the layout, its last axis as long as a head's codes and
+scales together, but a row of that axis is not one head: only `split` says where a head's bytes are."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import torch
 from quire.cache.format import Format
 from quire.cache.layout import Layout, Order
 from quire.errors import ArgumentError
+
 
 def joined(rows: torch.Tensor, format: Format, order: Order) -> torch.Tensor:
     """Storage from rows that have the scales of a head behind its codes, `[pages, page_size, kv_heads, units]`."""
@@ -79,7 +80,9 @@ def group_places(format: Format, order: Order, page_size: int, heads: int, dim: 
     if groups is None:
         return None
     strides = [stride if size > 1 else 0 for size, stride in zip(groups.shape[1:], groups.stride()[1:])]
-    return GroupPlaces(groups.storage_offset(), page, *strides, groups.shape[3], groups.shape[5], format.group)
+    head, slot_high, slot_low, high, low = strides
+    first, slot_part, part = int(groups.storage_offset()), groups.shape[3], groups.shape[5]
+    return GroupPlaces(first, page, head, slot_high, slot_low, high, low, slot_part, part, format.group)
 
 
 def check_layout(layout: Layout, formats: Iterable[Format]) -> None:

@@ -102,8 +102,7 @@ class KVCache:
         self.layout: Layout = layout
         """The order of the axes of a page; `layout.name` is nhd, hnd, vllm_x, vllm_joint or aiter."""
         self.k_format, self.v_format = format if isinstance(format, tuple) else (format, format)
-        """How an element of K and of V is stored; `name` is one of `quire.cache.format.FORMATS`: fp32, fp16, bf16, e4m3fn, e4m3fnuz, e5m2,
-        int8, int4, nvfp4 or nvfp4_swizzled."""
+        """How an element of K and of V is stored; `name` is a key of `quire.cache.format.FORMATS`, such as bf16 or nvfp4."""
         self.pool: PagePool | None = pool
         """The pool that allocates the pages, or None."""
         self.number: int = 0
@@ -263,9 +262,7 @@ class KVCache:
         order, formats = layout_named(layout), formats_given(dtype, format, k_format, v_format)
         v_head_dim = head_dim if v_head_dim is None else v_head_dim
         _check_sizes(kv_heads, head_dim, v_head_dim, formats)
-        check_layout(order, formats)
-        if order.joint:
-            _check_joint(order, formats)
+        _check_layout(order, formats)
         if x is not None and not order.splits:
             raise ArgumentError("x", describe(x), f"None: layout {layout!r} splits no axis")
         x_of = [(16 // found.itemsize if x is None else x) if order.splits else 1 for found in formats]
@@ -273,7 +270,9 @@ class KVCache:
         if scales is not None:
             k_scale, v_scale = _token_scales(scales, formats, k_scale, v_scale, size, place)
         types = [dtype if dtype is torch.uint8 and found.itemsize == 1 else found.dtype for found in formats]
-        pages = _zeros(order, size, [found.units_of(dim) for dim, found in zip((head_dim, v_head_dim), formats)], x_of, types, place)
+        pages = _zeros(
+            order, size, [found.units_of(dim) for dim, found in zip((head_dim, v_head_dim), formats)], x_of, types, place
+        )
         names: dict[str, Any] = {"k_format": formats[0].name, "v_format": formats[1].name, "pool": pool, "ledger": ledger}
         return cls.wrap(*pages, layout=layout, head_dim=head_dim, k_scale=k_scale, v_scale=v_scale, **names)
 
@@ -325,9 +324,7 @@ class KVCache:
         if head_dim is not None and (not isinstance(head_dim, int) or isinstance(head_dim, bool)):
             raise ArgumentError("head_dim", describe(head_dim), "an int of 1 to 512, or None")
         formats = formats_of_storage(k_pages, k_pages if v_pages is None else v_pages, format, k_format, v_format)
-        check_layout(order, formats)
-        if order.joint:
-            _check_joint(order, formats)
+        _check_layout(order, formats)
         cut = None if head_dim is None else formats[0].units_of(head_dim)
         k, v = order.parts(*((k_pages,) if v_pages is None else (k_pages, v_pages)), head_dim=cut)
         if k.device != v.device:
@@ -594,8 +591,9 @@ def _movable(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
 
 
-def _check_joint(order: Layout, formats: tuple[Format, Format]) -> None:
-    if formats[0] is not formats[1]:
+def _check_layout(order: Layout, formats: tuple[Format, Format]) -> None:
+    check_layout(order, formats)
+    if order.joint and formats[0] is not formats[1]:
         given = f"{formats[1].name!r}, with {formats[0].name!r} for K"
         raise ArgumentError("v_format", given, f"the format of K: layout {order.name!r} has K and V in one tensor")
 

@@ -6,9 +6,8 @@ from typing import Any
 
 import torch
 
-from quire.conformance.cases.build import PACK, TYPES
 from quire.conformance.cases.call import KernelCall
-from quire.conformance.cases.groups import GROUP, e2m1, e4m3
+from quire.conformance.cases.formats import GROUP, PACK, TYPES, numbers_of_codes, numbers_of_scales
 from quire.conformance.faults.fault import Fault
 from quire.conformance.oracle import exact as oracle
 from quire.conformance.oracle.exact import PLAIN, BatchSequence, Indices, Stages, Values, Work
@@ -126,13 +125,13 @@ def _group_scales_at(change: Any, parts: str) -> Stages:
     def numbers(w: Work, part: str, raw: torch.Tensor, page: torch.Tensor, offset: torch.Tensor) -> torch.Tensor:
         count = w.dims[part] // GROUP[w.call.formats[part]]
         scales = oracle.group_scales(w, part, page, offset, lambda group: change(group, count))
-        return e2m1(oracle.nibbles(raw)) * e4m3(scales)
+        return numbers_of_codes(oracle.nibbles(raw)) * numbers_of_scales(scales)
 
     return _of_groups(numbers, parts)
 
 
 def _unswizzled(w: Work, part: str, raw: torch.Tensor, page: torch.Tensor, offset: torch.Tensor) -> torch.Tensor:
-    return e2m1(oracle.nibbles(raw)) * e4m3(oracle.group_scales(w, part, page, offset, format="nvfp4"))
+    return numbers_of_codes(oracle.nibbles(raw)) * numbers_of_scales(oracle.group_scales(w, part, page, offset, format="nvfp4"))
 
 
 def _group_numbers(number: Any, scale: Any) -> Any:
@@ -408,7 +407,7 @@ STORED = (
         "formats",
         "stored numbers of 4 bits are the integers of their codes",
         "a kernel knows one format of 4 bits",
-        lambda parts: _of_groups(_group_numbers(oracle.signed, e4m3), parts),
+        lambda parts: _of_groups(_group_numbers(oracle.signed, numbers_of_scales), parts),
         _has_groups(1),
         ({"parts": "kv"}, {"parts": "k"}, {"parts": "v"}),
     ),
@@ -417,7 +416,7 @@ STORED = (
         "scales",
         "keys and values lack the scales of their groups",
         "a kernel for formats with one scale reads the codes alone",
-        lambda parts: _of_groups(_group_numbers(e2m1, torch.ones_like), parts),
+        lambda parts: _of_groups(_group_numbers(numbers_of_codes, torch.ones_like), parts),
         _has_groups(1),
         ({"parts": "kv"}, {"parts": "k"}, {"parts": "v"}),
     ),
@@ -444,7 +443,7 @@ STORED = (
         "scales",
         "groups are wrong by factors of many magnitudes",
         "MXFP4 has scales that are powers of two, NVFP4 has e4m3",
-        lambda parts: _of_groups(_group_numbers(e2m1, lambda scales: 2.0 ** (scales.double() - 127)), parts),
+        lambda parts: _of_groups(_group_numbers(numbers_of_codes, lambda scales: 2.0 ** (scales.double() - 127)), parts),
         _has_groups(1),
         ({"parts": "kv"}, {"parts": "k"}, {"parts": "v"}),
     ),

@@ -28,9 +28,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from quire.conformance.cases.build import LAYOUT_INDEX, PACK, TYPES, flat_of
+from quire.conformance.cases.build import LAYOUT_INDEX, flat_of
 from quire.conformance.cases.call import KernelCall
-from quire.conformance.cases.groups import GROUP, e2m1, e4m3, grouped_at
+from quire.conformance.cases.formats import GROUP, PACK, TYPES, grouped_at, numbers_of_codes, numbers_of_scales
 from quire.conformance.oracle.rounding import ReducedPrecision
 
 LOG2E = 1.4426950408889634
@@ -161,7 +161,9 @@ def address(w: Work, part: str, page: torch.Tensor, offset: torch.Tensor) -> tor
     return total.expand(page.numel(), w.call.kv_heads, w.dims[part])
 
 
-def grouped_address(w: Work, part: str, page: torch.Tensor, offset: torch.Tensor, unit: torch.Tensor, format: str = "") -> torch.Tensor:
+def grouped_address(
+    w: Work, part: str, page: torch.Tensor, offset: torch.Tensor, unit: torch.Tensor, format: str = ""
+) -> torch.Tensor:
     """The same for bytes `unit` of a format with scales of groups: codes, and after them the scales."""
     call, h = w.call, torch.arange(w.call.kv_heads).view(1, -1, 1)
     size, heads, dim = call.page_size, call.kv_heads, w.dims[part]
@@ -185,11 +187,15 @@ def numbers_at(w: Work, part: str, raw: torch.Tensor, page: torch.Tensor, offset
     """Stored elements as numbers, before the scale of the cache, with the scales of their groups."""
     if w.call.formats[part] not in GROUP:
         return as_numbers(raw, w.call.formats[part], w.number)
-    return (e2m1(nibbles(raw)) * e4m3(group_scales(w, part, page, offset))).to(w.number)
+    return (numbers_of_codes(nibbles(raw)) * numbers_of_scales(group_scales(w, part, page, offset))).to(w.number)
 
 
 def group_scales(
-    w: Work, part: str, page: torch.Tensor, offset: torch.Tensor, change: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    w: Work,
+    part: str,
+    page: torch.Tensor,
+    offset: torch.Tensor,
+    change: Callable[[torch.Tensor], torch.Tensor] | None = None,
     format: str = "",
 ) -> torch.Tensor:
     """The scale of the group of each element, as bytes [keys, kv_heads, dim]. Only faults use another group, `change(group)`, or

@@ -250,7 +250,9 @@ def _last_place(stored: torch.Tensor, format: Format) -> torch.Tensor:
         # Codes of a group are up to 2 scales apart, of the largest code, 6. The scale may be another one, 1/8 larger or smaller.
         largest = stored.unflatten(-1, (-1, format.group)).abs().amax(-1).repeat_interleave(format.group, -1)
         return largest * (1 / 3 + 1 / 8)
-    return stored.float().abs() * torch.finfo(stored.dtype).eps if stored.dtype.is_floating_point else torch.ones_like(stored).float()
+    return (
+        stored.float().abs() * torch.finfo(stored.dtype).eps if stored.dtype.is_floating_point else torch.ones_like(stored).float()
+    )
 
 
 def load(path: str | os.PathLike[str], device: torch.device | str = "cpu") -> list[Recorded]:

@@ -178,15 +178,16 @@ INLINE int64_t bytes_of(int64_t elements) {
 template <int TYPE>
 constexpr float LARGEST_STORED = Number<TYPE>::LARGEST * (TYPE == NVFP4 ? Number<E4M3FN>::LARGEST : 1);
 
-// The values of e4m3fn, for single scales of groups. A constant, as CODES below.
-struct E4m3Values {
+// The scales of groups: what each of their codes stands for. A constant, as CODES below.
+typedef Number<E4M3FN> GroupScale;
+struct GroupScales {
     float of[256] = {};
 
-    constexpr E4m3Values() {
-        for (int code = 0; code < 256; code++) of[code] = Number<E4M3FN>::value(code);
+    constexpr GroupScales() {
+        for (int code = 0; code < 256; code++) of[code] = GroupScale::value(code);
     }
 };
-static constexpr E4m3Values E4M3_VALUES;
+static constexpr GroupScales GROUP_SCALES;
 
 #if defined(__AVX512BF16__)
 // The magnitudes of all codes of an 8-bit format as bf16, where each is exact: a table of low bytes and one of high bytes, for

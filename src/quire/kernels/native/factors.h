@@ -155,7 +155,7 @@ INLINE void grouped_row_as_units(const uint8_t* row, GroupRow groups, int64_t di
     constexpr int STEP = W * F::PER_UNIT;
     int64_t d = 0;
     auto some = [&](int64_t at) __attribute__((always_inline)) {
-        return at < dim ? Number<NVFP4>::decode(row + at / 2) * E4M3_VALUES.of[groups.at[groups.element(at / GROUP)]] : vf{};
+        return at < dim ? Number<NVFP4>::decode(row + at / 2) * GROUP_SCALES.of[groups.at[groups.element(at / GROUP)]] : vf{};
     };
     for (; groups.at && d < dim; d += STEP) {
         if constexpr (F::PER_UNIT == 1) store(to + d, as_int(some(d)));

@@ -6,9 +6,9 @@ namespace quire {
 namespace QUIRE_LEVEL {
 
 // Divides each group of a row by its scale, which is stored: its largest magnitude over the largest code, NaN if it has a NaN. At
-// least the smallest number of e4m3, so that nothing is divided by 0.
+// least the smallest scale above 0, so that nothing is divided by 0.
 static void divide_by_groups(const Pages& pages, uint8_t* to, float* number) {
-    constexpr float SMALLEST = 1.0f / 512, LARGEST = Number<E4M3FN>::LARGEST;
+    constexpr float SMALLEST = 1.0f / 512, LARGEST = GroupScale::LARGEST;
     for (int64_t g = 0; g < pages.dim / GROUP; g++) {
         float *group = number + g * GROUP, top = 0;
         for (int64_t d = 0; d < GROUP && top == top; d++) {
@@ -17,9 +17,9 @@ static void divide_by_groups(const Pages& pages, uint8_t* to, float* number) {
         }
         top /= Number<NVFP4>::LARGEST;
         top = top < SMALLEST ? SMALLEST : top > LARGEST ? LARGEST : top;
-        uint8_t code = (uint8_t)Number<E4M3FN>::encode(splat(top))[0];
+        uint8_t code = (uint8_t)GroupScale::encode(splat(top))[0];
         to[pages.group_row(to).element(g)] = code;
-        for (int64_t d = 0; d < GROUP; d += W) store(group + d, load(group + d) / E4M3_VALUES.of[code]);
+        for (int64_t d = 0; d < GROUP; d += W) store(group + d, load(group + d) / GROUP_SCALES.of[code]);
     }
 }
 

@@ -35,8 +35,8 @@ def decode(x, FORMAT: tl.constexpr, HARDWARE: tl.constexpr, DOT: tl.constexpr = 
 
 @triton.jit
 def encode(x, FORMAT: tl.constexpr, HARDWARE: tl.constexpr):
-    """Converts fp32 values, already divided by their scale: saturating, rounded to nearest even; a NaN stays NaN (0 in int8). Formats
-    with scales of groups stay fp32: `encode_nvfp4` makes both."""
+    """Converts fp32 values, already divided by their scale: saturating, rounded to nearest even; a NaN stays NaN (0 in int8).
+    Values of formats with scales of groups stay as they are: `encode_nvfp4` makes codes and scales."""
     if FORMAT == "e4m3fn":
         return encode_e4m3fn(x, HARDWARE)
     elif FORMAT == "e4m3fnuz":

@@ -16,8 +16,8 @@ def group_at(page, head, slot, group, G: tl.constexpr):
 
 @triton.jit
 def load_groups(start, page, head, slot, inside, WIDTH: tl.constexpr, DIM: tl.constexpr, MASKED: tl.constexpr, G: tl.constexpr):
-    """The scales of the groups of a tile, bytes `[keys, groups]`; zeros where no query sees the key. `head` and the others broadcast
-    against groups."""
+    """The scales of the groups of a tile, bytes `[keys, groups]`; zeros where no query sees the key. The places broadcast against
+    groups."""
     group = tl.arange(0, WIDTH // G.group)[None, :]
     at = group_at(page, head, slot, group, G)
     if MASKED:

@@ -168,9 +168,7 @@ def attend_tiles(
             groups = None
             if C.K_GROUPS is not None:
                 at, inner = place[:, None] % C.PAGE_SIZE, from_pages[:, None]
-                groups = load_groups(
-                    cache.k, page[:, None], head, at, inner, C.K_WIDTH, C.HEAD_DIM, MASKED, C.K_GROUPS
-                )
+                groups = load_groups(cache.k, page[:, None], head, at, inner, C.K_WIDTH, C.HEAD_DIM, MASKED, C.K_GROUPS)
             k = to_dot_type(decode(k, tl.constexpr(C.K_FORMAT), C.HARDWARE, tl.constexpr(C.DOT), groups), C)
         if SOURCE != "pages":
             token = (unit.start + k_position - unit.context).to(tl.int64)[:, None]

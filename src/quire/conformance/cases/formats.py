@@ -1,15 +1,38 @@
-"""Formats whose groups of elements have a scale of their own in the page, by the kit's own tables and index formulas."""
+"""Formats by the kit's own tables and formulas, so that an error in the library's table is detected."""
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 
+TYPES = {
+    "fp32": torch.float32,
+    "fp16": torch.float16,
+    "bf16": torch.bfloat16,
+    "e4m3fn": torch.float8_e4m3fn,
+    "e4m3fnuz": torch.float8_e4m3fnuz,
+    "e5m2": torch.float8_e5m2,
+    "int8": torch.int8,
+    "int4": torch.uint8,
+    "nvfp4": torch.uint8,
+    "nvfp4_swizzled": torch.uint8,
+}
+LARGEST = {"e4m3fn": 448.0, "e4m3fnuz": 240.0, "e5m2": 57344.0, "int8": 127.0, "int4": 7.0}
+LARGEST |= {"nvfp4": 448.0 * 6, "nvfp4_swizzled": 448.0 * 6}
+PACK = {"int4": 2, "nvfp4": 2, "nvfp4_swizzled": 2}
+"""Elements in a byte, the first in the lowest bits; 1 in other formats."""
 GROUP = {"nvfp4": 16, "nvfp4_swizzled": 16}
-"""Elements that share a scale."""
+"""Elements that share a scale in the page."""
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """The magnitudes of codes 0 to 7; 8 more is the negative number."""
 SMALLEST, LARGEST_SCALE = 2.0**-9, 448.0
 NAN = 0x7F
+
+
+def units_of(format: str, dim: int) -> int:
+    """The elements of storage of a head: codes, and scales of groups."""
+    return dim // PACK.get(format, 1) + (dim // GROUP[format] if format in GROUP else 0)
 
 
 def encode_groups(x: torch.Tensor, largest: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -18,7 +41,7 @@ def encode_groups(x: torch.Tensor, largest: float) -> tuple[torch.Tensor, torch.
     scale = (groups.abs().amax(-1) / 6).clamp(SMALLEST, LARGEST_SCALE).to(torch.float8_e4m3fn)
     value = (groups / scale.float().unsqueeze(-1)).nan_to_num(0.0)
     # Halfway between two numbers the one with the even code is taken: the boundary belongs to it.
-    middles = [(a + b) / 2 for a, b in zip(E2M1, E2M1[1:])]
+    middles = [(a + b) / 2 for a, b in pairwise(E2M1)]
     codes = sum((value.abs() > m if i % 2 == 0 else value.abs() >= m).to(torch.uint8) for i, m in enumerate(middles))
     assert isinstance(codes, torch.Tensor)
     return (codes + 8 * (value < 0)).flatten(-2).to(torch.uint8), scale.view(torch.uint8)
@@ -26,15 +49,15 @@ def encode_groups(x: torch.Tensor, largest: float) -> tuple[torch.Tensor, torch.
 
 def numbers_of_groups(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """The numbers that codes stand for, fp64."""
-    return e2m1(codes) * e4m3(scales).repeat_interleave(16, -1)
+    return numbers_of_codes(codes) * numbers_of_scales(scales).repeat_interleave(16, -1)
 
 
-def e2m1(codes: torch.Tensor) -> torch.Tensor:
+def numbers_of_codes(codes: torch.Tensor) -> torch.Tensor:
     return torch.tensor((*E2M1, *(-x for x in E2M1)), dtype=torch.float64)[codes.long()]
 
 
-def e4m3(codes: torch.Tensor) -> torch.Tensor:
-    return codes.contiguous().view(torch.float8_e4m3fn).double()
+def numbers_of_scales(scales: torch.Tensor) -> torch.Tensor:
+    return scales.contiguous().view(torch.float8_e4m3fn).double()
 
 
 def pairs(codes: torch.Tensor) -> torch.Tensor:
