@@ -241,9 +241,9 @@ class KVCache:
             dtype: The storage type, which determines the format. Default: that of the format, bf16 without one.
             format: The name of the format; required for torch.uint8 and optional otherwise.
             k_format, v_format: The format of K and of V, where it is not `format` or that of `dtype`.
-            layout: nhd, hnd, vllm_x, vllm_joint or aiter. vllm_joint has one format for both.
+            layout: nhd, hnd, vllm_x, vllm_joint or aiter. vllm_joint has one format for both; nvfp4 is nhd or hnd.
             x: The length of the split axis, for layouts that split one, in elements of storage. Default: 16 bytes.
-            k_scale, v_scale: For quantised formats: a number, or fp32 `[]` or `[kv_heads]`. Default: 1 for fp8.
+            k_scale, v_scale: For quantised formats: a number, or fp32 `[]` or `[kv_heads]`. Default: 1 for fp8 and nvfp4.
             scales: "token": `write` computes one scale for each token and head of what is quantised.
             ledger: Whether to record every write, so that a read of a slot that was never written, or is stale, is detected.
             device: Default: the pool's device.
@@ -261,8 +261,7 @@ class KVCache:
             raise ArgumentError("pool", describe(pool), "a quire.PagePool; for memory without a pool use KVCache.wrap")
         order, formats = layout_named(layout), formats_given(dtype, format, k_format, v_format)
         v_head_dim = head_dim if v_head_dim is None else v_head_dim
-        _check_sizes(kv_heads, head_dim, v_head_dim, formats)
-        _check_layout(order, formats)
+        _check_sizes(order, kv_heads, head_dim, v_head_dim, formats)
         if x is not None and not order.splits:
             raise ArgumentError("x", describe(x), f"None: layout {layout!r} splits no axis")
         x_of = [(16 // found.itemsize if x is None else x) if order.splits else 1 for found in formats]
@@ -270,9 +269,8 @@ class KVCache:
         if scales is not None:
             k_scale, v_scale = _token_scales(scales, formats, k_scale, v_scale, size, place)
         types = [dtype if dtype is torch.uint8 and found.itemsize == 1 else found.dtype for found in formats]
-        pages = _zeros(
-            order, size, [found.units_of(dim) for dim, found in zip((head_dim, v_head_dim), formats)], x_of, types, place
-        )
+        units = [found.units_of(dim) for dim, found in zip((head_dim, v_head_dim), formats)]
+        pages = _zeros(order, size, units, x_of, types, place)
         names: dict[str, Any] = {"k_format": formats[0].name, "v_format": formats[1].name, "pool": pool, "ledger": ledger}
         return cls.wrap(*pages, layout=layout, head_dim=head_dim, k_scale=k_scale, v_scale=v_scale, **names)
 
@@ -598,7 +596,8 @@ def _check_layout(order: Layout, formats: tuple[Format, Format]) -> None:
         raise ArgumentError("v_format", given, f"the format of K: layout {order.name!r} has K and V in one tensor")
 
 
-def _check_sizes(kv_heads: int, head_dim: int, v_head_dim: int, formats: tuple[Format, Format]) -> None:
+def _check_sizes(order: Layout, kv_heads: int, head_dim: int, v_head_dim: int, formats: tuple[Format, Format]) -> None:
+    _check_layout(order, formats)
     for name, value, most in (("kv_heads", kv_heads, 2**31 - 1), ("head_dim", head_dim, 512), ("v_head_dim", v_head_dim, 512)):
         if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
             raise ArgumentError(name, describe(value), f"1 to {most}")

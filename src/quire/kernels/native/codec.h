@@ -179,7 +179,8 @@ template <int TYPE>
 constexpr float LARGEST_STORED = Number<TYPE>::LARGEST * (TYPE == NVFP4 ? Number<E4M3FN>::LARGEST : 1);
 
 // The scales of groups: what each of their codes stands for. A constant, as CODES below.
-typedef Number<E4M3FN> GroupScale;
+constexpr int GROUP_SCALE_TYPE = E4M3FN;
+typedef Number<GROUP_SCALE_TYPE> GroupScale;
 struct GroupScales {
     float of[256] = {};
 

@@ -190,7 +190,7 @@ struct DecodeKernel {
         have = workspace.take<SoftmaxState>(count);
         visibles = workspace.take<VisibleRange>(count);
         tiles = workspace.take<Tile>(2);
-        copies = workspace.take<int32_t>(DECODE_KEYS * 512);
+        copies = workspace.take<int32_t>(DECODE_KEYS * (512 + W));
         places = workspace.take<const uint8_t*>(DECODE_KEYS);
     }
 
@@ -304,7 +304,7 @@ struct DecodeKernel {
                     return d / from.dim_part * from.dim_high + d % from.dim_part * from.dim_low;
                 });
             }
-            int32_t* to = copies + j * 512;
+            int32_t* to = copies + j * (units + W);  // not a power of two: rows would share few sets of the first cache
             as_units<F>(row, from.type, dim, to, units, from.groups_of(j));
             places[j] = (const uint8_t*)to;
         }
