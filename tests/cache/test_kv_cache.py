@@ -11,6 +11,8 @@ from quire.cache.kv_cache import KVCache
 from quire.cache.layout import LAYOUTS
 from quire.cache.pool import PagePool
 from quire.errors import ArgumentError
+from quire.write import write
+from support import nvfp4
 
 PAGES, PAGE_SIZE, HEADS = 5, 8, 3
 
@@ -168,6 +170,31 @@ def test_formats_of_keys_and_values(pool, given, formats, types):
     assert wrapped.storage == cache.storage
 
 
+@pytest.mark.parametrize("layout", ["nhd", "hnd"])
+def test_pages_of_vllm_are_wrapped(layout):
+    """vLLM's page of NVFP4 has the codes of K, its group scales, those of V, and its group scales, which are permuted."""
+    pool = PagePool(PAGES, PAGE_SIZE)
+    middle = (2 * HEADS, PAGE_SIZE) if layout == "hnd" else (2 * PAGE_SIZE, HEADS)
+    pages = torch.zeros(PAGES, *middle, 36, dtype=torch.uint8)
+    k, v = pages.chunk(2, dim=1)
+    scales = {"k_scale": 0.01, "v_scale": 0.02}
+    formats = {"k_format": "nvfp4", "v_format": "nvfp4_swizzled"}
+    cache = KVCache.wrap(k, v, layout=layout, pool=pool, **formats, **scales)
+    assert shape(cache) == (PAGES, PAGE_SIZE, HEADS, 64, 64)
+    own = KVCache.allocate(pool, kv_heads=HEADS, head_dim=64, layout=layout, **formats, **scales)
+    x = nvfp4.edge_rows(PAGES * PAGE_SIZE, HEADS, 64)
+    slots = torch.randperm(len(x), generator=torch.Generator().manual_seed(1))
+    for one in (cache, own):
+        write(x, 2 * x, one, slots=slots)
+    content = torch.empty_like(x)
+    content[slots] = x
+    stored = [nvfp4.encoded(content.mul(n).div(s).clamp(-2688, 2688)) for n, s in ((1, 0.01), (2, 0.02))]
+    paged = [nvfp4.Grouped(*(t.unflatten(0, (PAGES, PAGE_SIZE)) for t in part)) for part in stored]
+    wanted = [nvfp4.pages_of(part, layout, swizzled).flatten(1) for part, swizzled in zip(paged, (False, True))]
+    assert torch.equal(pages.flatten(1), torch.cat(wanted, 1))
+    assert torch.equal(own.k, k) and torch.equal(own.v, v)
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("format", ["fp32", "e4m3fnuz", "int8", "int4"])
 def test_copy_pages_copies_all_of_a_page_and_nothing_else(pool, layout, format):
@@ -255,6 +282,29 @@ REFUSED = {
     "int4-of-odd-dim": (
         allocate(head_dim=16, v_head_dim=15, v_format="int4", scales="token"),
         "v_head_dim: given 15; allowed: a multiple of 2 with int4",
+    ),
+    "nvfp4-dim": (allocate(head_dim=40, format="nvfp4"), "head_dim: given 40; allowed: a multiple of 16 with nvfp4"),
+    "nvfp4-swizzled-dim": (
+        allocate(v_head_dim=32, v_format="nvfp4_swizzled"),
+        "v_head_dim: given 32; allowed: a multiple of 64 with nvfp4_swizzled",
+    ),
+    "nvfp4-swizzled-pages": (
+        wrap(*(zeros(2, 6, 1, 36, dtype=torch.uint8) for _ in "kv"), format="nvfp4_swizzled"),
+        "k_pages: given pages of 6 slots; allowed: a multiple of 4 slots with nvfp4_swizzled",
+    ),
+    "nvfp4-bytes": (
+        wrap(*(zeros(2, 6, 1, 32, dtype=torch.uint8) for _ in "kv"), format="nvfp4"),
+        "k_pages: given 32 bytes of a head in nvfp4; allowed: 9 for each 16 dims, with their scales",
+    ),
+    "nvfp4-gaps": (
+        wrap(*(zeros(2, 6, 3, 36, dtype=torch.uint8)[:, :, :2] for _ in "kv"), format="nvfp4"),
+        "k_pages: given strides 108 of slots, 36 of heads and 1 of bytes; allowed: 72, 36 and 1: a page of nvfp4 in layout 'nhd' "
+        "has no gaps inside",
+    ),
+    "nvfp4-order": (
+        wrap(*(zeros(2, 3, 6, 36, dtype=torch.uint8).transpose(1, 2) for _ in "kv"), format="nvfp4"),
+        "k_pages: given strides 36 of slots, 216 of heads and 1 of bytes; allowed: 108, 36 and 1: a page of nvfp4 in layout 'nhd' "
+        "has no gaps inside",
     ),
     "int4-x": (allocate(layout="vllm_x", format="int4", scales="token"), "x: given 16; allowed: a divisor of dim = 8"),
     "k-format": (

@@ -439,15 +439,6 @@ STORED = (
         ({"parts": "kv"}, {"parts": "k"}, {"parts": "v"}),
     ),
     Fault(
-        "group-scales-read-as-e8m0",
-        "scales",
-        "groups are wrong by factors of many magnitudes",
-        "MXFP4 has scales that are powers of two, NVFP4 has e4m3",
-        lambda parts: _of_groups(_group_numbers(numbers_of_codes, lambda scales: 2.0 ** (scales.double() - 127)), parts),
-        _has_groups(1),
-        ({"parts": "kv"}, {"parts": "k"}, {"parts": "v"}),
-    ),
-    Fault(
         "swizzle-of-group-scales-ignored",
         "scales",
         "of each four tokens, groups have scales of one another",
