@@ -12,6 +12,10 @@ import triton
 import triton.language as tl
 
 
+GROUPED_FACTOR = tl.constexpr(128.0)
+"""What elements of formats with scales of groups are divided by when they are decoded: the scale of the cache makes up for it."""
+
+
 @triton.jit
 def decode(x, FORMAT: tl.constexpr, HARDWARE: tl.constexpr, DOT: tl.constexpr = "fp16", groups=None):
     """Converts stored elements to a type that products take: bytes become fp16, other types stay. A byte with two elements becomes
@@ -137,18 +141,35 @@ def encode_int4(x):
 
 @triton.jit
 def decode_nvfp4(x, groups, HARDWARE: tl.constexpr):
-    # The bits of e2m1 where fp16 keeps them are the value / 2^14, and a product with a scale is exact.
-    wide = x.to(tl.uint16)
-    low = (((wide & 0x7) << 9) | ((wide & 0x8) << 12)).to(tl.float16, bitcast=True)
-    high = (((wide & 0x70) << 5) | ((wide & 0x80) << 8)).to(tl.float16, bitcast=True)
-    # The scale takes as much of that power as it can: 448 * 2^7 is less than the largest number of fp16.
-    scale = (decode_e4m3fn(groups, HARDWARE) * 128.0)[:, :, None]
+    """Bytes with two elements, or words of 32 bits with eight, as fp16: the value / 2^7 (`GROUPED_FACTOR`), which is exact."""
+    # The bits of e2m1 where fp16 keeps them are the value / 2^14. The scale takes as much of that power as it can: 448 * 2^7 is less
+    # than the largest number of fp16.
+    if x.dtype == tl.uint32:
+        values = tl.join(tl.join(nibbles_of(x, 0), nibbles_of(x, 16)), tl.join(nibbles_of(x, 8), nibbles_of(x, 24)))
+        # [keys, words, half of the pair, pairs' high bit, low bit] in the order of the elements.
+        values = tl.permute(values, (0, 1, 3, 4, 2))
+        EACH: tl.constexpr = x.shape[1] * 8 // groups.shape[1]
+    else:
+        wide = x.to(tl.uint16)
+        low = (((wide & 0x7) << 9) | ((wide & 0x8) << 12)).to(tl.float16, bitcast=True)
+        high = (((wide & 0x70) << 5) | ((wide & 0x80) << 8)).to(tl.float16, bitcast=True)
+        values = tl.join(low, high)
+        EACH: tl.constexpr = x.shape[1] * 2 // groups.shape[1]
     KEYS: tl.constexpr = x.shape[0]
     GROUPS: tl.constexpr = groups.shape[1]
-    EACH: tl.constexpr = x.shape[1] // groups.shape[1]
-    low = tl.reshape(tl.reshape(low, [KEYS, GROUPS, EACH]) * scale * 128.0, [KEYS, GROUPS * EACH])
-    high = tl.reshape(tl.reshape(high, [KEYS, GROUPS, EACH]) * scale * 128.0, [KEYS, GROUPS * EACH])
-    return tl.interleave(low, high)
+    scale = (decode_e4m3fn(groups, HARDWARE) * 128.0)[:, :, None]
+    return tl.reshape(tl.reshape(values, [KEYS, GROUPS, EACH]) * scale, [KEYS, GROUPS * EACH])
+
+
+@triton.jit
+def nibbles_of(words, AT: tl.constexpr):
+    """The two elements of the byte at bit AT of each word, as fp16 in a last axis of two."""
+    # One product puts the low code below bit 16 and the high one below bit 32, with the signs in place.
+    pair = ((words >> AT) & 0xFF) * 0x01001000
+    pair = (pair & 0x80008000) | ((pair >> 3) & 0x0E000E00)
+    low = pair.to(tl.uint16).to(tl.float16, bitcast=True)
+    high = (pair >> 16).to(tl.uint16).to(tl.float16, bitcast=True)
+    return tl.join(low, high)
 
 
 @triton.jit

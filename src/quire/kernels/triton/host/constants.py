@@ -70,6 +70,24 @@ def cache_constants(problem: Problem) -> dict[str, Any]:
     }
 
 
+WORD = 4
+"""Bytes of a word."""
+
+
+def with_words(constants: dict[str, Any], aligned: bool) -> dict[str, Any]:
+    """The constants of a kernel that reads codes of formats with scales of groups in words, where memory allows it: eight elements
+    of 4 bits are converted by fewer instructions than four times two."""
+    for part in "KV":
+        steps = constants[f"{part}_STEPS"]
+        words = aligned and constants[f"{part}_GROUPS"] is not None and not any(step % WORD for step in steps[:-1]) and steps[-1] == 1
+        if words:
+            constants[f"{part}_STEPS"] = (*(step // WORD for step in steps[:-1]), 1)
+            constants[f"{part}_DIMS"] //= WORD
+            constants[f"{part}_PACK"] *= WORD
+        constants[f"{part}_WORDS"] = words
+    return constants
+
+
 def constants_of(problem: Problem, platform: Platform, row: Tuning, short: TritonTile, long: TritonTile | None) -> AttendConstants:
     """What a kernel with these tiles is compiled for. In generic memory work is counted in 64 bits: batches with too much work for
     32 bits are launched as generic ones."""
@@ -79,7 +97,7 @@ def constants_of(problem: Problem, platform: Platform, row: Tuning, short: Trito
     left, right = problem.window
     q_format, out_format = (name if FORMATS[name].itemsize == 1 else "float" for name in (problem.q_dtype, problem.out_dtype))
     return AttendConstants(
-        **cache_constants(problem),
+        **with_words(cache_constants(problem), aligned=not generic),
         GROUP=problem.group,
         K_WIDTH=k_width,
         V_WIDTH=v_width,
