@@ -68,7 +68,8 @@ def test_feature(name: str, form: str) -> None:
 @pytest.mark.parametrize("storage", ["native", "bytes"])
 @pytest.mark.parametrize("format", LARGEST)
 def test_quantised_format(format: str, storage: str, scales: str, form: str) -> None:
-    attend(build(2, **MIXED, format=format, storage=storage, scales=scales, form=form, q_dtype="bf16"))
+    dim = 64 if format == "nvfp4_swizzled" else 16
+    attend(build(2, **MIXED, format=format, storage=storage, scales=scales, form=form, q_dtype="bf16", head_dim=dim))
 
 
 @pytest.mark.parametrize("q_dtype", ["fp32", "fp16", "bf16"])
@@ -325,6 +326,10 @@ def calls(draw: st.DrawFn) -> dict[str, Any]:
         spec["v_format"] = None
     if "int4" in (spec["format"], spec["v_format"]) and spec["layout"] != "nhd":
         spec["x"] = min(spec["x"], 2)  # 4 dims are 2 bytes
+    grouped = draw(st.sampled_from([None] * 5 + [("nvfp4", None), ("nvfp4", "nvfp4_swizzled"), ("bf16", "nvfp4")]))
+    if grouped is not None:
+        spec |= dict(zip(("format", "v_format"), grouped)) | {"head_dim": 48, "v_head_dim": 64}
+        spec["layout"] = "hnd" if spec["layout"] == "hnd" else "nhd"
     in_bytes = {spec["format"], spec["v_format"] or spec["format"]} <= set(LARGEST)
     storages = ["native", "padded"] + (["bytes"] if in_bytes else [])
     spec["storage"] = draw(st.sampled_from(storages))

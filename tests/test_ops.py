@@ -30,6 +30,7 @@ CALLS: dict[str, dict[str, Any]] = {
     "int8-scales-per-head": {"format": "int8", "scales": "head"},
     "e4m3fn-bytes-scales-per-token": {"format": "e4m3fn", "storage": "bytes", "scales": "token"},
     "int8-int4-scales-per-token": {"format": "int8", "v_format": "int4", "scales": "token"},
+    "nvfp4-swizzled": {"format": "nvfp4", "v_format": "nvfp4_swizzled", "head_dim": 64},
     "bf16-joint-int64": {"format": "bf16", "q_dtype": "bf16", "layout": "vllm_joint", "index": (torch.int64,) * 3},
     "vllm_x": {"layout": "vllm_x"},
 }
@@ -75,7 +76,7 @@ def test_attend_is_as_declared(name: str, given: bool, device: str) -> None:
     opcheck(torch.ops.quire.attend.default, s.q, *parts(s), *(s.new or (None, None)), out, given, None, "auto", None)
 
 
-WRITES = ("plain", "int8-scales-per-head", "int8-int4-scales-per-token", "e4m3fn-bytes-scales-per-token", "bf16-joint-int64")
+WRITES = ("plain", "int8-scales-per-head", "int8-int4-scales-per-token", "nvfp4-swizzled", "bf16-joint-int64")
 
 
 @pytest.mark.parametrize("name", WRITES)

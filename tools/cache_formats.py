@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 import quire
+from quire.cache.format import FORMATS
 
 HEADS, DIM, GROUP, KEYS, QUERIES = 8, 128, 4, 2048, 16
 
@@ -22,7 +23,10 @@ CACHES: dict[str, dict[str, Any]] = {
     "K int8, V int4, scale per token and head": {"k_format": "int8", "v_format": "int4", "scales": "token"},
     "K bf16, V int4, scale per token and head": {"v_format": "int4", "scales": "token"},
     "int4, scale per token and head": {"format": "int4", "scales": "token"},
-    "the same, queries and keys rotated": {"format": "int4", "scales": "token", "rotate": True},
+    "int4, scale per token and head, queries and keys rotated": {"format": "int4", "scales": "token", "rotate": True},
+    "nvfp4, one scale": {"format": "nvfp4", "fit": True},
+    "nvfp4, one scale, queries and keys rotated": {"format": "nvfp4", "fit": True, "rotate": True},
+    "K e4m3fn, V nvfp4, one scale": {"k_format": "e4m3fn", "v_format": "nvfp4", "fit": True},
 }
 
 
@@ -54,7 +58,9 @@ def measure(how: dict[str, Any], q: torch.Tensor, k: torch.Tensor, v: torch.Tens
     if "rotate" in how:
         q, k = q @ hadamard(DIM), k @ hadamard(DIM)
     if "fit" in how:
-        given |= {"k_scale": float(k.abs().max()) / 448, "v_scale": float(v.abs().max()) / 448}
+        for part, x in (("k", k), ("v", v)):
+            largest = FORMATS[how.get(f"{part}_format", how.get("format"))].largest
+            given[f"{part}_scale"] = float(x.abs().max()) / largest
     cache = quire.KVCache.allocate(pool, kv_heads=HEADS, head_dim=DIM, **given)
     batch = pool.step({pool.sequence(): KEYS})
     quire.write(k, v, cache, batch)

@@ -15,6 +15,7 @@ import torch
 from quire.batch import Batch
 from quire.cache.format import FORMATS, FP8_TYPES, OCP_FP8
 from quire.cache.format import dtype_name as dtype_name
+from quire.cache.groups import GroupPlaces, group_places, split
 from quire.cache.kv_cache import KVCache, PageStrides
 from quire.cache.layout import LAYOUTS
 from quire.options import FEATURES, Traits
@@ -176,7 +177,7 @@ class Problem(Traits):
         layout = LAYOUTS[self.layout]
         order = layout.k if name == "k_pages" else layout.v
         k, v = (FORMATS[format] for format in self.formats)
-        k_units, v_units = self.head_dim // k.pack, self.v_head_dim // v.pack
+        k_units, v_units = k.units_of(self.head_dim), v.units_of(self.v_head_dim)
         dim, x = (k_units, 16 // k.itemsize) if name == "k_pages" else (v_units, 16 // v.itemsize)
         if order.split and (self.page_size if order.split == "slot" else dim) % x:
             x = 1
@@ -185,7 +186,7 @@ class Problem(Traits):
             storage = layout.parts(joint, head_dim=k_units)[name == "v_pages"]
         else:
             storage = torch.empty(order.shape(2, self.page_size, self.kv_heads, dim, x), device="meta")
-        return PageStrides.of(order.view(storage))
+        return PageStrides.of(split(order.view(storage), k if name == "k_pages" else v, order)[0])
 
     def _allocated_scales(self, name: str) -> tuple[int, ...]:
         if not FORMATS[self.formats[name == "v_scale_strides"]].quantised and self.mixed_formats:
@@ -209,6 +210,14 @@ class Problem(Traits):
     def mixed_formats(self) -> bool:
         """Whether K and V are stored in different formats."""
         return self.format != self.v_format
+
+    def group_places(self, name: str) -> GroupPlaces | None:
+        """Where the scales of groups of K ("k_pages") or V ("v_pages") are; None without."""
+        layout, (k, v) = LAYOUTS[self.layout], self.formats
+        order, format, dim = (layout.k, k, self.head_dim) if name == "k_pages" else (layout.v, v, self.v_head_dim)
+        if not FORMATS[format].group:
+            return None
+        return group_places(FORMATS[format], order, self.page_size, self.kv_heads, dim, getattr(self, name).strides[0])
 
     @property
     def group(self) -> int:

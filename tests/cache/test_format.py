@@ -9,8 +9,11 @@ from hypothesis import strategies as st
 
 from quire.cache.format import FORMATS, format_of
 from quire.errors import ArgumentError
+from support import nvfp4
 
-QUANTISED = [f for f in FORMATS.values() if f.quantised]
+BYTES = "e4m3fn, e4m3fnuz, e5m2, int8, int4, nvfp4, nvfp4_swizzled"
+QUANTISED = [f for f in FORMATS.values() if f.quantised and not f.group]
+GROUPED = [f for f in FORMATS.values() if f.group]
 names = pytest.mark.parametrize("format", QUANTISED, ids=str)
 
 
@@ -79,6 +82,52 @@ def test_two_elements_of_a_byte_are_in_order():
     assert (FORMATS["int4"].bytes_of(128), FORMATS["bf16"].bytes_of(128)) == (64, 256)
 
 
+def rows(*values):
+    """Rows of one group each, of 16 numbers that begin with these."""
+    return torch.tensor([[*row, *[0.0] * (16 - len(row))] for row in values])
+
+
+@pytest.mark.parametrize("format", GROUPED, ids=str)
+@pytest.mark.parametrize("seed", range(3))
+def test_codes_and_scales_of_groups(format, seed):
+    """As an encoder says that searches tables; rounding to even at ties, saturation, zeros, tiny groups, NaN and infinity."""
+    x = nvfp4.edge_rows(9, 2, 48, seed)
+    want = nvfp4.encoded(x.clamp(-2688.0, 2688.0))
+    assert torch.equal(format.encode(x), torch.cat((want.bytes(), want.scales), -1))
+    read = format.unpack(format.encode(x))
+    assert torch.equal(read.double().nan_to_num(nan=1e9), want.double().nan_to_num(nan=1e9))
+
+
+def test_bytes_of_a_group():
+    """Worked out by hand: 3 is half of the largest magnitude, 6 times the scale 1; 2.5 is a tie, and 2 has the even code."""
+    x = rows([6.0, -3.0, 0.5, -0.25, 2.5, 0.75], [0.0, -0.0], [1e-5, 1e-3], [math.nan, 6.0], [1e9])
+    stored = FORMATS["nvfp4"].encode(x)
+    assert stored.shape == (5, 9) and FORMATS["nvfp4"].units_of(128) == FORMATS["nvfp4"].bytes_of(128) == 72
+    assert stored[:, 8].tolist() == [0x38, 0x01, 0x01, 0x7F, 0x7E]  # 1, 2^-9, 2^-9, NaN, 448
+    assert stored[0, :4].tolist() == [0xD7, 0x81, 0x24, 0x00]  # 6 -3, 0.5 -0 (a tie), 2 1
+    assert stored[1, :2].tolist() == [0x80, 0x00] and stored[2, 0] == 0x10  # -0; 1e-3 is about half of 2^-9
+    assert FORMATS["nvfp4"].unpack(stored)[4, 0] == FORMATS["nvfp4"].largest == 2688
+    assert FORMATS["nvfp4"].unpack(stored)[3].isnan().all()
+
+
+@pytest.mark.parametrize("format", GROUPED, ids=str)
+@given(data=st.data())
+def test_groups_are_within_half_a_step(format, data):
+    """An element is off by half the distance of its neighbours, or by what lies above 6 scales: a scale may be 1/16 too small."""
+    x = data.draw(st.lists(st.floats(-2688, 2688, width=32), min_size=16, max_size=16))
+    x = torch.tensor(x, dtype=torch.float32)
+    got, top = format.unpack(format.encode(x)), max(float(x.abs().max()) / 6, 2.0**-9)
+    step = torch.where(x.abs() < 2.2 * top, 0.5, torch.where(x.abs() < 4.4 * top, 1.0, 2.0))
+    assert ((got - x).abs() <= step / 2 * top * (1 + 1 / 8) + 1e-9).all()
+
+
+@pytest.mark.parametrize("elements", [16, 48, 64, 512])
+@pytest.mark.parametrize("format", FORMATS.values(), ids=str)
+def test_elements_of_units_is_the_inverse(format, elements):
+    if elements % format.unit == 0:
+        assert format.elements_of(format.units_of(elements)) == elements
+
+
 @pytest.mark.parametrize("name", ["fp32", "fp16", "bf16"])
 def test_plain_formats_are_a_cast(name):
     x = torch.randn(100)
@@ -94,7 +143,7 @@ def test_a_storage_type_names_its_format(name):
     assert (str(format), format.itemsize) == (name, torch.empty(0, dtype=format.dtype).element_size())
 
 
-@names
+@pytest.mark.parametrize("format", [*QUANTISED, *GROUPED], ids=str)
 def test_bytes_take_a_named_format(format):
     assert format_of(torch.uint8, format.name) is format
 
@@ -105,14 +154,18 @@ def test_bytes_take_a_named_format(format):
         (
             torch.uint8,
             None,
-            "format: given uint8 storage without a format; allowed: format= one of e4m3fn, e4m3fnuz, e5m2, int8, int4",
+            f"format: given uint8 storage without a format; allowed: format= one of {BYTES}",
         ),
         (
             torch.float64,
             None,
-            "dtype: given torch.float64; allowed: a storage type of fp32, fp16, bf16, e4m3fn, e4m3fnuz, e5m2, int8, int4",
+            f"dtype: given torch.float64; allowed: a storage type of fp32, fp16, bf16, {BYTES}",
         ),
-        (torch.uint8, "fp8", "format: given 'fp8'; allowed: fp32, fp16, bf16, e4m3fn, e4m3fnuz, e5m2, int8, int4"),
+        (
+            torch.uint8,
+            "fp8",
+            f"format: given 'fp8'; allowed: fp32, fp16, bf16, {BYTES}",
+        ),
         (torch.uint8, "bf16", "format: given 'bf16' over torch.uint8 storage; allowed: torch.bfloat16 storage"),
         (
             torch.float8_e5m2,

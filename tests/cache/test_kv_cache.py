@@ -11,6 +11,8 @@ from quire.cache.kv_cache import KVCache
 from quire.cache.layout import LAYOUTS
 from quire.cache.pool import PagePool
 from quire.errors import ArgumentError
+from quire.write import write
+from support import nvfp4
 
 PAGES, PAGE_SIZE, HEADS = 5, 8, 3
 
@@ -35,10 +37,15 @@ def test_allocate_every_layout_in_every_format(pool, layout, format):
     found = FORMATS[format]
     x = 4 if LAYOUTS[layout].splits else None
     scale = 0.5 if found.quantised else None
-    cache = KVCache.allocate(
-        pool, kv_heads=HEADS, head_dim=24, v_head_dim=16, format=format, layout=layout, x=x, k_scale=scale, v_scale=scale
-    )
-    assert shape(cache) == (PAGES, PAGE_SIZE, HEADS, 24, 16)
+    dims = (24, 16) if not found.group else (192, 64) if found.swizzled else (48, 16)
+    sizes = {"kv_heads": HEADS, "head_dim": dims[0], "v_head_dim": dims[1]}
+    named = {"format": format, "layout": layout, "x": x, "k_scale": scale, "v_scale": scale}
+    if found.group and layout not in ("nhd", "hnd"):
+        with pytest.raises(ArgumentError, match=f"layout: given '{layout}'; allowed: nhd or hnd with {format}"):
+            KVCache.allocate(pool, **sizes, **named)
+        return
+    cache = KVCache.allocate(pool, **sizes, **named)
+    assert shape(cache) == (PAGES, PAGE_SIZE, HEADS, *dims)
     assert (cache.format.name, cache.layout.name, cache.device.type, cache.pool) == (format, layout, "cpu", pool)
     assert cache.scale_kind == ("tensor" if found.quantised else "none")
     assert all((t == 0).all() for t in pages_of(cache)), "fresh pages are zeros"
@@ -139,6 +146,8 @@ def test_scales_by_default_and_per_token(pool):
         ({"v_format": "e4m3fn"}, "bf16/e4m3fn", (torch.bfloat16, torch.float8_e4m3fn)),
         ({"dtype": torch.uint8, "format": "int8", "v_format": "int4", "scales": "token"}, "int8/int4", (torch.uint8, torch.uint8)),
         ({"dtype": torch.float16, "k_format": "int4", "k_scale": 0.5}, "int4/fp16", (torch.uint8, torch.float16)),
+        ({"format": "nvfp4"}, "nvfp4", (torch.uint8, torch.uint8)),
+        ({"k_format": "e4m3fn", "v_format": "nvfp4", "v_scale": 0.5}, "e4m3fn/nvfp4", (torch.float8_e4m3fn, torch.uint8)),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -148,7 +157,7 @@ def test_formats_of_keys_and_values(pool, given, formats, types):
     assert (cache.formats, (cache.k.dtype, cache.v.dtype)) == (formats, types)
     names = cache.k_format.name, cache.v_format.name
     for part, dim, name in ((cache.k, 32, names[0]), (cache.v, 16, names[1])):
-        assert part.shape[-1] == dim // (2 if name == "int4" else 1)
+        assert part.shape[-1] == (dim * 9 // 16 if name == "nvfp4" else dim // 2 if name == "int4" else dim)
     assert [s is not None for s in (cache.k_scale, cache.v_scale)] == [FORMATS[name].quantised for name in names]
     for same in (pickle.loads(pickle.dumps(cache)), copy.deepcopy(cache)):
         assert same.storage == cache.storage and same.formats == formats and (same.k.dtype, same.v.dtype) == types
@@ -159,6 +168,31 @@ def test_formats_of_keys_and_values(pool, given, formats, types):
         cache.k, cache.v, layout="nhd", k_format=names[0], v_format=names[1], k_scale=cache.k_scale, v_scale=cache.v_scale
     )
     assert wrapped.storage == cache.storage
+
+
+@pytest.mark.parametrize("layout", ["nhd", "hnd"])
+def test_pages_of_vllm_are_wrapped(layout):
+    """vLLM's page of NVFP4 has the codes of K, its group scales, those of V, and its group scales, which are permuted."""
+    pool = PagePool(PAGES, PAGE_SIZE)
+    middle = (2 * HEADS, PAGE_SIZE) if layout == "hnd" else (2 * PAGE_SIZE, HEADS)
+    pages = torch.zeros(PAGES, *middle, 36, dtype=torch.uint8)
+    k, v = pages.chunk(2, dim=1)
+    scales = {"k_scale": 0.01, "v_scale": 0.02}
+    formats = {"k_format": "nvfp4", "v_format": "nvfp4_swizzled"}
+    cache = KVCache.wrap(k, v, layout=layout, pool=pool, **formats, **scales)
+    assert shape(cache) == (PAGES, PAGE_SIZE, HEADS, 64, 64)
+    own = KVCache.allocate(pool, kv_heads=HEADS, head_dim=64, layout=layout, **formats, **scales)
+    x = nvfp4.edge_rows(PAGES * PAGE_SIZE, HEADS, 64)
+    slots = torch.randperm(len(x), generator=torch.Generator().manual_seed(1))
+    for one in (cache, own):
+        write(x, 2 * x, one, slots=slots)
+    content = torch.empty_like(x)
+    content[slots] = x
+    stored = [nvfp4.encoded(content.mul(n).div(s).clamp(-2688, 2688)) for n, s in ((1, 0.01), (2, 0.02))]
+    paged = [nvfp4.Grouped(*(t.unflatten(0, (PAGES, PAGE_SIZE)) for t in part)) for part in stored]
+    wanted = [nvfp4.pages_of(part, layout, swizzled).flatten(1) for part, swizzled in zip(paged, (False, True))]
+    assert torch.equal(pages.flatten(1), torch.cat(wanted, 1))
+    assert torch.equal(own.k, k) and torch.equal(own.v, v)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -208,6 +242,7 @@ def fp8(**scales):
     return wrap(pages, pages.clone(), **scales)
 
 
+BYTES = "e4m3fn, e4m3fnuz, e5m2, int8, int4, nvfp4, nvfp4_swizzled"
 SHAPES = "float32 of shape [] = [], [kv_heads] = [3], [pages, page_size, kv_heads] = [5, 8, 3]"
 
 REFUSED = {
@@ -223,7 +258,7 @@ REFUSED = {
     "x-zero": (allocate(layout="vllm_x", x=0), "x: given 0; allowed: a divisor of dim = 16"),
     "bytes": (
         allocate(dtype=torch.uint8),
-        "format: given uint8 storage without a format; allowed: format= one of e4m3fn, e4m3fnuz, e5m2, int8, int4",
+        f"format: given uint8 storage without a format; allowed: format= one of {BYTES}",
     ),
     "scales-name": (allocate(scales="head"), "scales: given 'head'; allowed: 'token', or None for the scales given"),
     "scales-plain": (
@@ -246,12 +281,35 @@ REFUSED = {
     ),
     "int4-of-odd-dim": (
         allocate(head_dim=16, v_head_dim=15, v_format="int4", scales="token"),
-        "v_head_dim: given 15; allowed: a multiple of 2: int4 stores 2 elements in a byte",
+        "v_head_dim: given 15; allowed: a multiple of 2 with int4",
+    ),
+    "nvfp4-dim": (allocate(head_dim=40, format="nvfp4"), "head_dim: given 40; allowed: a multiple of 16 with nvfp4"),
+    "nvfp4-swizzled-dim": (
+        allocate(v_head_dim=32, v_format="nvfp4_swizzled"),
+        "v_head_dim: given 32; allowed: a multiple of 64 with nvfp4_swizzled",
+    ),
+    "nvfp4-swizzled-pages": (
+        wrap(*(zeros(2, 6, 1, 36, dtype=torch.uint8) for _ in "kv"), format="nvfp4_swizzled"),
+        "k_pages: given pages of 6 slots; allowed: a multiple of 4 slots with nvfp4_swizzled",
+    ),
+    "nvfp4-bytes": (
+        wrap(*(zeros(2, 6, 1, 32, dtype=torch.uint8) for _ in "kv"), format="nvfp4"),
+        "k_pages: given 32 bytes of a head in nvfp4; allowed: 9 for each 16 dims, with their scales",
+    ),
+    "nvfp4-gaps": (
+        wrap(*(zeros(2, 6, 3, 36, dtype=torch.uint8)[:, :, :2] for _ in "kv"), format="nvfp4"),
+        "k_pages: given strides 108 of slots, 36 of heads and 1 of bytes; allowed: 72, 36 and 1: a page of nvfp4 in layout 'nhd' "
+        "has no gaps inside",
+    ),
+    "nvfp4-order": (
+        wrap(*(zeros(2, 3, 6, 36, dtype=torch.uint8).transpose(1, 2) for _ in "kv"), format="nvfp4"),
+        "k_pages: given strides 36 of slots, 216 of heads and 1 of bytes; allowed: 108, 36 and 1: a page of nvfp4 in layout 'nhd' "
+        "has no gaps inside",
     ),
     "int4-x": (allocate(layout="vllm_x", format="int4", scales="token"), "x: given 16; allowed: a divisor of dim = 8"),
     "k-format": (
         allocate(k_format="int3"),
-        "k_format: given 'int3'; allowed: fp32, fp16, bf16, e4m3fn, e4m3fnuz, e5m2, int8, int4",
+        f"k_format: given 'int3'; allowed: fp32, fp16, bf16, {BYTES}",
     ),
     "formats-and-dtype": (
         allocate(k_format="int8", v_format="int4", dtype=torch.int8),

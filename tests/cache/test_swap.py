@@ -17,6 +17,7 @@ CACHES = {
     "split": {"dtype": torch.bfloat16, "layout": "vllm_x"},
     "token scales": {"dtype": torch.int8, "scales": "token"},
     "head scales": {"dtype": torch.float8_e4m3fn, "k_scale": torch.tensor([0.5, 2.0]), "v_scale": torch.tensor([4.0, 0.25])},
+    "nvfp4 and nvfp4_swizzled": {"k_format": "nvfp4", "v_format": "nvfp4_swizzled"},
     "int8 and int4, scales per token": {"k_format": "int8", "v_format": "int4", "scales": "token"},
 }
 
@@ -30,15 +31,15 @@ def bits(cache, pages):
 def test_tokens_come_back_in_other_pages(kind, ledger):
     torch.manual_seed(0)
     pool = PagePool(pages=8, page_size=4)
-    cache = quire.KVCache.allocate(pool, kv_heads=2, head_dim=16, ledger=ledger, **kind)
-    q, k, v = (torch.randn(11, 2, 16) for _ in range(3))
+    cache = quire.KVCache.allocate(pool, kv_heads=2, head_dim=64, ledger=ledger, **kind)
+    q, k, v = (torch.randn(11, 2, 64) for _ in range(3))
     a, b = pool.sequence(), pool.sequence()
     quire.write(k[:10], v[:10], cache, pool.step({a: 10}))
     before, kept = bits(cache, a.pages), a.pages
     reference = copy.deepcopy((cache, pool))
     host = cache.swap_out(pool.swap_out(a))
     assert (pool.free_pages, a.length, a.pages, host.pages) == (8, 10, [-1] * 3, 3)
-    other = torch.randn(20, 2, 16)
+    other = torch.randn(20, 2, 64)
     quire.write(other, -other, cache, pool.step({b: 20}))
     assert set(b.pages) & set(kept)
     cache.swap_in(host, pool.swap_in(a))

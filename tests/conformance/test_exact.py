@@ -46,11 +46,12 @@ def test_exact_computation_equals_the_reference(case: Case) -> None:
     cache, got = call.cache(), exact(call)
     dense = []
     parts = (
-        (cache.layout.k, cache.k, cache.k_scale, cache.k_format),
-        (cache.layout.v, cache.v, cache.v_scale, cache.v_format),
+        (cache.k_view, cache.k_groups, cache.k_scale, cache.k_format),
+        (cache.v_view, cache.v_groups, cache.v_scale, cache.v_format),
     )
-    for order, tensor, scale, format in parts:
-        stored = order.unpack(tensor).view(format.dtype)
+    for view, groups, scale, format in parts:
+        rows = [part.flatten(4).flatten(2, 3).transpose(1, 2) for part in (view, groups) if part is not None]
+        stored = (torch.cat(rows, -1) if len(rows) > 1 else rows[0].contiguous()).view(format.dtype)
         numbers = (format.unpack(stored) if format.pack > 1 else stored).double()
         if scale is not None:
             numbers = numbers * (scale.double()[..., None] if scale.dim() == 3 else scale.double().reshape(-1, 1))

@@ -27,6 +27,7 @@ CACHES: dict[str, dict[str, Any]] = {
     "aiter e4m3fnuz": {"dtype": torch.float8_e4m3fnuz, "layout": "aiter", "x": 4},
     "hnd int8 token": {"dtype": torch.int8, "layout": "hnd", "scales": "token"},
     "vllm_joint fp16": {"dtype": torch.float16, "layout": "vllm_joint"},
+    "hnd nvfp4": {"format": "nvfp4", "layout": "hnd", "v_scale": 0.01, "dtype": None},
     "e5m2 bytes": {"dtype": torch.uint8, "format": "e5m2"},
 }
 

@@ -28,6 +28,14 @@ def written(format: str, k: torch.Tensor, **how: Any) -> tuple[quire.KVCache, li
     return cache, [str(one.message) for one in said if one.category is QuantisationWarning]
 
 
+def numbers(cache: quire.KVCache) -> torch.Tensor:
+    """The stored keys before their scale, fp32 `[pages, page_size, kv_heads, head_dim]`."""
+    if cache.k_groups is not None:
+        rows = torch.cat([part.flatten(4).flatten(2, 3) for part in (cache.k_view, cache.k_groups)], -1)
+        return cache.k_format.unpack(rows).transpose(1, 2)
+    return (cache.k_format.unpack(cache.k) if cache.k_format.pack > 1 else cache.k).float()
+
+
 def test_scales_of_values_alone_are_checked() -> None:
     """K in bf16, V in int4: a scale of a required slot must be above 0, others may hold anything; writes may not alias them."""
     pool = quire.PagePool(4, 8)
@@ -50,22 +58,22 @@ def test_scales_of_values_alone_are_checked() -> None:
 def test_saturation_is_counted_and_stored_as_the_largest_number(format: str) -> None:
     largest = FORMATS[format].largest
     assert largest is not None
-    k = torch.ones(3, 2, 16)
+    k = torch.ones(3, 2, 64)
     k[1, 0, 3], k[2, 1, 5] = 3 * largest, -1.5 * largest
     cache, said = written(format, k)
-    assert len(said) == 1 and said[0].startswith("saturation: 2 of 96 elements of k") and "3 times" in said[0]
-    stored = (cache.format.unpack(cache.k) if cache.format.pack > 1 else cache.k).float()
+    assert len(said) == 1 and said[0].startswith("saturation: 2 of 384 elements of k") and "3 times" in said[0]
+    stored = numbers(cache)
     assert stored[0, 1, 0, 3] == largest and stored[0, 2, 1, 5] == -largest
 
 
 @pytest.mark.parametrize("format", QUANTISED_NAMES)
 def test_underflow_is_counted_by_token_and_head(format: str) -> None:
-    k = torch.ones(3, 2, 16)
+    k = torch.ones(3, 2, 64)
     k[1, 1] = 1e-9
     k[2, 0] = 0.0  # zeros lose nothing
     cache, said = written(format, k)
     assert len(said) == 1 and said[0].startswith("underflow: 1 of 6 vectors of k")
-    assert not cache.k.float()[0, 1, 1].any()
+    assert not numbers(cache)[0, 1, 1].any()
 
 
 def test_a_scale_for_each_token_loses_nothing() -> None:

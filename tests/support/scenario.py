@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from quire import Batch, KVCache, Options, Prefixes, Select, reference
+from support import nvfp4
 
 TYPES = {
     "fp32": torch.float32,
@@ -24,9 +25,12 @@ TYPES = {
     "e5m2": torch.float8_e5m2,
     "int8": torch.int8,
     "int4": torch.uint8,
+    "nvfp4": torch.uint8,
+    "nvfp4_swizzled": torch.uint8,
 }
-"""The type of the storage; a byte of int4 has two elements."""
+"""The type of the storage; a byte of the last three has two elements."""
 LARGEST = {"e4m3fn": 448.0, "e4m3fnuz": 240.0, "e5m2": 57344.0, "int8": 127.0, "int4": 7.0}
+LARGEST |= {"nvfp4": 448.0 * 6, "nvfp4_swizzled": 448.0 * 6}
 
 
 @dataclass
@@ -443,11 +447,13 @@ def _scales(
     return torch.full((pages, page_size, kv_heads), poison)
 
 
-def _stored(content: torch.Tensor, format: str, scale: torch.Tensor | None) -> torch.Tensor:
+def _stored(content: torch.Tensor, format: str, scale: torch.Tensor | None) -> torch.Tensor | nvfp4.Grouped:
     if scale is None:
         return content.to(TYPES[format])
     wide = scale.unsqueeze(-1) if scale.dim() == 3 else scale.reshape(-1, 1)
     x = (content.float() / wide).clamp(-LARGEST[format], LARGEST[format])
+    if format.startswith("nvfp4"):
+        return nvfp4.encoded(x)
     if format.startswith("int"):
         x = torch.where(x.isnan(), 101.0 if format == "int8" else 5.0, x.round()).to(torch.int8)
     return x if format == "int4" else x.to(TYPES[format])
@@ -462,7 +468,7 @@ def in_bytes(stored: torch.Tensor, format: str) -> torch.Tensor:
 
 
 def _wrap(
-    stored: dict[str, torch.Tensor],
+    stored: dict[str, Any],
     scale: dict[str, torch.Tensor | None],
     layout: str,
     x: int,
@@ -471,11 +477,15 @@ def _wrap(
     head_dim: int,
     device: str,
 ) -> KVCache:
-    raw = [in_bytes(stored[part], format) for part, format in formats.items()]
     if layout == "vllm_joint":
-        tensors = [place("hnd", "k", torch.cat(raw, -1), x)]
+        tensors = [place("hnd", "k", torch.cat([in_bytes(stored[part], format) for part, format in formats.items()], -1), x)]
     else:
-        tensors = [place(layout, part, pages, x) for part, pages in zip(formats, raw)]
+        tensors = [
+            nvfp4.pages_of(stored[part], layout, format == "nvfp4_swizzled")
+            if format.startswith("nvfp4")
+            else place(layout, part, in_bytes(stored[part], format), x)
+            for part, format in formats.items()
+        ]
     if storage == "padded":
         # Every page followed by a gap, as engines leave it for alignment; the gap is poisoned too.
         tensors = [torch.cat((t, torch.full_like(t[:, :1], -1)), 1)[:, :-1] for t in tensors]

@@ -12,7 +12,9 @@ import torch
 from quire.batch import Batch
 from quire.bench.workloads import Workload
 from quire.cache.format import FORMATS, Format
+from quire.cache.groups import joined
 from quire.cache.kv_cache import KVCache
+from quire.cache.layout import LAYOUTS
 from quire.options import Options
 
 # Powers of two, so that a stored element times its scale is exact in 16 bits and the forms agree. Values are stored as they are:
@@ -58,10 +60,23 @@ def _numbers(cache: KVCache, chosen: Callable[[torch.Tensor], torch.Tensor]) -> 
     k, v = chosen(cache.k_bytes).view(cache.k.dtype), chosen(cache.v_bytes).view(cache.v.dtype)
     if cache.k_scale is None or cache.v_scale is None:
         return k, v
-    if cache.format.pack > 1:
+    if cache.k_groups is not None and cache.v_groups is not None:
+        k, v = (
+            _grouped(cache, view, groups, chosen)
+            for view, groups in ((cache.k_view, cache.k_groups), (cache.v_view, cache.v_groups))
+        )
+    elif cache.format.pack > 1:
         k, v = cache.format.unpack(k), cache.format.unpack(v)
     k_scale, v_scale = (chosen(x).unsqueeze(-1) if x.dim() == 3 else x for x in (cache.k_scale, cache.v_scale))
     return k.float() * k_scale, v.float() * v_scale
+
+
+def _grouped(
+    cache: KVCache, view: torch.Tensor, groups: torch.Tensor, chosen: Callable[[torch.Tensor], torch.Tensor]
+) -> torch.Tensor:
+    """The numbers of chosen tokens of a format with scales of groups."""
+    rows = torch.cat([part.flatten(4).flatten(2, 3).transpose(1, 2) for part in (view, groups)], -1)
+    return cache.format.unpack(chosen(rows))
 
 
 def build(workload: Workload, device: torch.device | str = "cpu", folder: str | None = None) -> BenchCase:
@@ -90,7 +105,7 @@ def build(workload: Workload, device: torch.device | str = "cpu", folder: str | 
     scales: list[Any] = [K_SCALE, V_SCALE] if format.quantised else [None, None]
     if w.operation == "write":
         batch.given_slots = slots
-        stored = [torch.zeros(shape, dtype=format.dtype, device=device) for _ in "kv"]
+        stored = [torch.zeros((*shape[:3], format.units_of(w.head_dim)), dtype=format.dtype, device=device) for _ in "kv"]
     else:
         files = [None if folder is None else Path(folder, name) for name in "kv"]
         stored = [_pages(shape, torch.float32 if format.quantised else dtype, values, file) for file in files]
@@ -109,10 +124,11 @@ def build(workload: Workload, device: torch.device | str = "cpu", folder: str | 
 def _quantised(parts: list[torch.Tensor], format: Format, kind: str) -> tuple[list[torch.Tensor], list[Any]]:
     """K and V in a format, and their scales."""
     assert format.largest is not None
-    if kind == "tensor":
-        return [format.encode(x / scale) for x, scale in zip(parts, (K_SCALE, V_SCALE))], [K_SCALE, V_SCALE]
-    scales = [(x.abs().amax(-1) / format.largest).clamp(min=1e-6) for x in parts]
-    return [format.encode(x / scale.unsqueeze(-1)) for x, scale in zip(parts, scales)], scales
+    scales: list[Any] = [K_SCALE, V_SCALE]
+    if kind != "tensor":
+        scales = [(x.abs().amax(-1) / format.largest).clamp(min=1e-6) for x in parts]
+    stored = [format.encode(x / (scale if kind == "tensor" else scale.unsqueeze(-1))) for x, scale in zip(parts, scales)]
+    return [joined(x, format, LAYOUTS["nhd"].k) for x in stored] if format.group else stored, scales
 
 
 def _pages(shape: tuple[int, ...], dtype: torch.dtype, g: torch.Generator, file: Path | None) -> torch.Tensor:

@@ -354,7 +354,7 @@ def without_memory(workload: Workload) -> tuple[torch.Tensor, KVCache, Batch, Op
         return torch.empty(shape, dtype=dtype, device="meta")
 
     used = [-(-(new + context) // w.page_size) for new, context in w.sequences]
-    k, v = (nothing(sum(used), w.page_size, w.kv_heads, w.head_dim, dtype=format.dtype) for _ in "kv")
+    k, v = (nothing(sum(used), w.page_size, w.kv_heads, format.units_of(w.head_dim), dtype=format.dtype) for _ in "kv")
     k_scale, v_scale = (nothing(dtype=torch.float32) if format.quantised else None for _ in "kv")
     batch = Batch(
         nothing(len(used), -(-max(used) // 8) * 8, dtype=torch.int32),

@@ -146,6 +146,7 @@ CPU_WORKLOADS: tuple[Workload, ...] = (
     *(replace(shape, dtype="fp16") for shape in (_CPU_DECODE, _CPU_PREFILL)),
     *(replace(shape, format=format) for format in (FP8, "e5m2", "int8") for shape in (_CPU_DECODE, _CPU_PREFILL)),
     replace(_CPU_DECODE, format="int4", scales="token"),
+    replace(_CPU_DECODE, format="nvfp4"),
     *(replace(shape, head_dim=dim) for dim in (64, 96, 256) for shape in (_CPU_DECODE, _CPU_PREFILL)),
     *(replace(shape, q_heads=q_heads) for q_heads in (8, 64) for shape in (_CPU_DECODE, _CPU_PREFILL)),
 )
@@ -174,6 +175,7 @@ CUDA_WORKLOADS: tuple[Workload, ...] = (
     replace(_DECODE, q_heads=64),
     replace(_DECODE, format=FP8),
     replace(_DECODE, format="int4", scales="token"),
+    replace(_DECODE, format="nvfp4"),
     Workload("decode 128 ragged, 16 to 16384", _log_uniform(128, 16, 16384)),
     Workload("decode 64 x 8192", ((1, 8191),) * 64, window=1024),
     Workload("verify 64 x 4 over 4096", ((4, 4096),) * 64),

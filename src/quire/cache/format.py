@@ -23,6 +23,13 @@ class Format:
     """The largest magnitude that a quantised format stores; None if the format is not quantised."""
     pack: int = 1
     """Elements in one element of storage. Of two in a byte, the even one has the low four bits."""
+    group: int = 0
+    """Elements of a head that share a scale in the page, besides the scale of the cache; 0 without such scales. The scales of a
+    page follow all of its codes (`quire.cache.groups`)."""
+    group_dtype: torch.dtype = torch.float8_e4m3fn
+    """The type of these scales."""
+    swizzled: bool = False
+    """Whether the group scales of each four tokens are permuted, as TensorRT-LLM's kernels for SM100 read those of V."""
 
     @property
     def quantised(self) -> bool:
@@ -33,26 +40,51 @@ class Format:
         """Bytes of an element of storage."""
         return self.dtype.itemsize
 
+    @property
+    def codec(self) -> str:
+        """The name of the format that kernels convert elements of: formats that differ only in their order have one."""
+        return self.name.removesuffix(SWIZZLED)
+
+    @property
+    def unit(self) -> int:
+        """What a head's elements must be a multiple of."""
+        return 4 * self.group if self.swizzled else self.group or self.pack
+
+    def codes_of(self, elements: int) -> int:
+        """The elements of storage that hold the codes of a number of elements."""
+        return elements // self.pack
+
+    def units_of(self, elements: int) -> int:
+        """The elements of storage of a head with a number of elements: codes, and scales of groups."""
+        scales = elements // self.group * self.group_dtype.itemsize // self.itemsize if self.group else 0
+        return elements // self.pack + scales
+
+    def elements_of(self, units: int) -> int:
+        """The elements of a head of a number of elements of storage: the inverse of `units_of`, rounded down."""
+        return units * self.unit // self.units_of(self.unit)
+
     def bytes_of(self, elements: int) -> int:
-        """The bytes of a number of elements."""
-        return elements // self.pack * self.itemsize
+        """The bytes of a head with a number of elements."""
+        return self.units_of(elements) * self.itemsize
 
     @property
     def integer(self) -> bool:
         """Whether elements are integers, so that a scale is required."""
-        return not self.dtype.is_floating_point
+        return not self.dtype.is_floating_point and not self.group
 
     @property
     def fp8(self) -> bool:
         """Whether elements are 8-bit floats."""
-        return self.itemsize == 1 and not self.integer
+        return self.itemsize == 1 and self.dtype.is_floating_point
 
     def encode(self, x: torch.Tensor) -> torch.Tensor:
         """Converts fp32 values, already divided by their scale, to this format. Values saturate, also if the cast does not. If the
-        format packs elements, the last axis of the result is shorter."""
+        format packs elements, the last axis of the result is shorter; scales of groups follow the codes."""
         if self.largest is None:
             return x.to(self.dtype)
         x = x.clamp(-self.largest, self.largest)
+        if self.group:
+            return torch.cat(encode_groups(x, self.group), -1)
         if self.integer:
             x = x.round().nan_to_num(0.0)
         if self.pack > 1:
@@ -61,13 +93,46 @@ class Format:
         return x.to(self.dtype)
 
     def unpack(self, stored: torch.Tensor) -> torch.Tensor:
-        """The elements of storage, bytes as uint8, of a format that packs two in each: int8, the last axis twice as long."""
+        """The elements of storage, bytes as uint8, of a format that packs two in each: int8, the last axis twice as long. With
+        scales of groups behind the codes: fp32, multiplied by them."""
+        if self.group:
+            codes = self.codes_of(self.elements_of(stored.shape[-1]))
+            return decode_groups(stored[..., :codes], stored[..., codes:], self.group)
         # The low four bits are shifted up first: shifting down extends the sign.
         low = stored.bitwise_left_shift(4).view(torch.int8).bitwise_right_shift(4)
         return torch.stack((low, stored.view(torch.int8).bitwise_right_shift(4)), -1).flatten(-2)
 
     def __str__(self) -> str:
         return self.name
+
+
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+"""The magnitudes of e2m1; bit 3 of a code is the sign."""
+E4M3_LARGEST, E4M3_SMALLEST = 448.0, 2.0**-9
+SWIZZLED = "_swizzled"
+
+
+def encode_groups(x: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """fp32 values as e2m1 codes, two in a byte, and e4m3 scales of groups, both uint8. The scale of a group is its largest
+    magnitude / 6, at least the smallest number of e4m3, so that nothing is divided by 0; NaN if the group contains NaN."""
+    groups = x.unflatten(-1, (-1, group))
+    scale = (groups.abs().amax(-1) / E2M1[-1]).clamp(E4M3_SMALLEST, E4M3_LARGEST).to(torch.float8_e4m3fn)
+    scaled = groups / scale.float().unsqueeze(-1)
+    size = scaled.abs().nan_to_num(0.0).clamp(max=E2M1[-1])
+    # Between powers of two codes are equidistant: 0.5 apart below 2, 1 below 4, 2 above. round() takes ties to even codes.
+    step = torch.where(size < 2, 0.5, torch.where(size < 4, 1.0, 2.0))
+    size = (size / step).round() * step
+    codes = torch.bucketize(size, torch.tensor(E2M1, device=x.device)).to(torch.uint8)
+    codes = (codes | (torch.signbit(scaled) & ~scaled.isnan()).to(torch.uint8) << 3).flatten(-2)
+    return codes[..., ::2] | codes[..., 1::2] << 4, scale.view(torch.uint8)
+
+
+def decode_groups(codes: torch.Tensor, scales: torch.Tensor, group: int) -> torch.Tensor:
+    """The inverse of `encode_groups`, fp32."""
+    table = torch.tensor((*E2M1, *(-x for x in E2M1)), device=codes.device)
+    values = table[torch.stack((codes & 0xF, codes >> 4), -1).long()].flatten(-2)
+    scale = scales.contiguous().view(torch.float8_e4m3fn).float()
+    return (values.unflatten(-1, (-1, group)) * scale.unsqueeze(-1)).flatten(-2)
 
 
 FORMATS: dict[str, Format] = {
@@ -81,6 +146,8 @@ FORMATS: dict[str, Format] = {
         Format("e5m2", torch.float8_e5m2, 57344.0),
         Format("int8", torch.int8, 127.0),
         Format("int4", torch.uint8, 7.0, pack=2),
+        Format("nvfp4", torch.uint8, E4M3_LARGEST * E2M1[-1], pack=2, group=16),
+        Format("nvfp4" + SWIZZLED, torch.uint8, E4M3_LARGEST * E2M1[-1], pack=2, group=16, swizzled=True),
     )
 }
 

@@ -14,6 +14,7 @@ import torch
 
 from quire.cache.copies import AppliedCopies, Copies
 from quire.cache.format import FORMATS, Format, formats_given, formats_of_storage
+from quire.cache.groups import check_layout, check_pages, split
 from quire.cache.layout import Layout, layout_named
 from quire.cache.ledger import Ledger
 from quire.cache.memory import overlaps_itself, share_memory
@@ -101,16 +102,19 @@ class KVCache:
         self.layout: Layout = layout
         """The order of the axes of a page; `layout.name` is nhd, hnd, vllm_x, vllm_joint or aiter."""
         self.k_format, self.v_format = format if isinstance(format, tuple) else (format, format)
-        """How an element of K and of V is stored; `name` is fp32, fp16, bf16, e4m3fn, e4m3fnuz, e5m2, int8 or int4."""
+        """How an element of K and of V is stored; `name` is a key of `quire.cache.format.FORMATS`, such as bf16 or nvfp4."""
         self.pool: PagePool | None = pool
         """The pool that allocates the pages, or None."""
         self.number: int = 0
         """Which cache of its pool it is, in the order in which they were made, from 1 on; 0 without a pool."""
         if pool is not None:
             self.number = _made[pool] = _made.get(pool, 0) + 1
-        self.k_view, self.v_view = layout.k.view(k), layout.v.view(v)
+        (self.k_view, self.k_groups), (self.v_view, self.v_groups) = (
+            split(order.view(storage), found, order)
+            for order, storage, found in ((layout.k, k, self.k_format), (layout.v, v, self.v_format))
+        )
         """Views of K and V, `[pages, kv_heads, slot/, slot%, dim/, dim%]` (see `quire.cache.layout`). A format that packs elements
-        has fewer elements of storage than dims."""
+        has fewer elements of storage than dims. Scales of groups have views of their own, `[.., group/, group%]`, else None."""
         pages, kv_heads, slot_hi, slot_lo, _, _ = self.k_view.shape
         self.pages: int = pages
         """Number of pages."""
@@ -170,7 +174,7 @@ class KVCache:
         return self._describe_storage()
 
     def _describe_storage(self) -> Storage:
-        views = (self.k_view, self.v_view)
+        views = (self.layout.k.view(self._k), self.layout.v.view(self._v))
         reach = max(sum((size - 1) * stride for size, stride in zip(view.shape, view.stride())) for view in views)
         begins = (t.data_ptr() or t.storage_offset() * t.element_size() for t in (self._k, self._v))
         return Storage(
@@ -237,9 +241,9 @@ class KVCache:
             dtype: The storage type, which determines the format. Default: that of the format, bf16 without one.
             format: The name of the format; required for torch.uint8 and optional otherwise.
             k_format, v_format: The format of K and of V, where it is not `format` or that of `dtype`.
-            layout: nhd, hnd, vllm_x, vllm_joint or aiter. vllm_joint has one format for both.
+            layout: nhd, hnd, vllm_x, vllm_joint or aiter. vllm_joint has one format for both; nvfp4 is nhd or hnd.
             x: The length of the split axis, for layouts that split one, in elements of storage. Default: 16 bytes.
-            k_scale, v_scale: For quantised formats: a number, or fp32 `[]` or `[kv_heads]`. Default: 1 for fp8.
+            k_scale, v_scale: For quantised formats: a number, or fp32 `[]` or `[kv_heads]`. Default: 1 for fp8 and nvfp4.
             scales: "token": `write` computes one scale for each token and head of what is quantised.
             ledger: Whether to record every write, so that a read of a slot that was never written, or is stale, is detected.
             device: Default: the pool's device.
@@ -257,9 +261,7 @@ class KVCache:
             raise ArgumentError("pool", describe(pool), "a quire.PagePool; for memory without a pool use KVCache.wrap")
         order, formats = layout_named(layout), formats_given(dtype, format, k_format, v_format)
         v_head_dim = head_dim if v_head_dim is None else v_head_dim
-        _check_sizes(kv_heads, head_dim, v_head_dim, formats)
-        if order.joint:
-            _check_joint(order, formats)
+        _check_sizes(order, kv_heads, head_dim, v_head_dim, formats)
         if x is not None and not order.splits:
             raise ArgumentError("x", describe(x), f"None: layout {layout!r} splits no axis")
         x_of = [(16 // found.itemsize if x is None else x) if order.splits else 1 for found in formats]
@@ -267,7 +269,8 @@ class KVCache:
         if scales is not None:
             k_scale, v_scale = _token_scales(scales, formats, k_scale, v_scale, size, place)
         types = [dtype if dtype is torch.uint8 and found.itemsize == 1 else found.dtype for found in formats]
-        pages = _zeros(order, size, [dim // found.pack for dim, found in zip((head_dim, v_head_dim), formats)], x_of, types, place)
+        units = [found.units_of(dim) for dim, found in zip((head_dim, v_head_dim), formats)]
+        pages = _zeros(order, size, units, x_of, types, place)
         names: dict[str, Any] = {"k_format": formats[0].name, "v_format": formats[1].name, "pool": pool, "ledger": ledger}
         return cls.wrap(*pages, layout=layout, head_dim=head_dim, k_scale=k_scale, v_scale=v_scale, **names)
 
@@ -319,9 +322,8 @@ class KVCache:
         if head_dim is not None and (not isinstance(head_dim, int) or isinstance(head_dim, bool)):
             raise ArgumentError("head_dim", describe(head_dim), "an int of 1 to 512, or None")
         formats = formats_of_storage(k_pages, k_pages if v_pages is None else v_pages, format, k_format, v_format)
-        if order.joint:
-            _check_joint(order, formats)
-        cut = None if head_dim is None else head_dim // formats[0].pack
+        _check_layout(order, formats)
+        cut = None if head_dim is None else formats[0].units_of(head_dim)
         k, v = order.parts(*((k_pages,) if v_pages is None else (k_pages, v_pages)), head_dim=cut)
         if k.device != v.device:
             raise ArgumentError("v_pages", describe(v), f"the device of k_pages, {describe(k)}")
@@ -337,7 +339,7 @@ class KVCache:
     def check_memory(self) -> None:
         """Raises `ArgumentError` if elements overlap in memory. While a graph is traced addresses are unknown; the check runs with
         the graph."""
-        for name, view in (("k_pages", self.k_view), ("v_pages", self.v_view)):
+        for name, view in (("k_pages", self.layout.k.view(self.k)), ("v_pages", self.layout.v.view(self.v))):
             if overlaps_itself(view):
                 raise ArgumentError(
                     name, f"strides {view.stride()} over {list(view.shape)}", "memory in which no two elements overlap"
@@ -556,7 +558,7 @@ def _zeros(
 def _restored(described: dict[str, Any], scales: tuple[Any, ...]) -> KVCache:
     """Unpickles a cache: zeros, with the scales it had."""
     d, (k_format, v_format) = described, described["formats"]
-    order, units = layout_named(d["layout"]), [dim // FORMATS[name].pack for dim, name in zip(d["dims"], d["formats"])]
+    order, units = layout_named(d["layout"]), [FORMATS[name].units_of(dim) for dim, name in zip(d["dims"], d["formats"])]
     storage = _zeros(order, d["size"], units, d["x"], d["dtypes"], d["device"])
     k_scale, v_scale = (_restored_scale(scale, d["size"], d["device"]) for scale in scales)
     return KVCache.wrap(
@@ -587,19 +589,21 @@ def _movable(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
 
 
-def _check_joint(order: Layout, formats: tuple[Format, Format]) -> None:
-    if formats[0] is not formats[1]:
+def _check_layout(order: Layout, formats: tuple[Format, Format]) -> None:
+    check_layout(order, formats)
+    if order.joint and formats[0] is not formats[1]:
         given = f"{formats[1].name!r}, with {formats[0].name!r} for K"
         raise ArgumentError("v_format", given, f"the format of K: layout {order.name!r} has K and V in one tensor")
 
 
-def _check_sizes(kv_heads: int, head_dim: int, v_head_dim: int, formats: tuple[Format, Format]) -> None:
+def _check_sizes(order: Layout, kv_heads: int, head_dim: int, v_head_dim: int, formats: tuple[Format, Format]) -> None:
+    _check_layout(order, formats)
     for name, value, most in (("kv_heads", kv_heads, 2**31 - 1), ("head_dim", head_dim, 512), ("v_head_dim", v_head_dim, 512)):
         if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
             raise ArgumentError(name, describe(value), f"1 to {most}")
     for name, value, format in (("head_dim", head_dim, formats[0]), ("v_head_dim", v_head_dim, formats[1])):
-        if value % format.pack:
-            raise ArgumentError(name, value, f"a multiple of {format.pack}: {format} stores {format.pack} elements in a byte")
+        if value % format.unit:
+            raise ArgumentError(name, value, f"a multiple of {format.unit} with {format}")
 
 
 def _device(given: torch.device | str | None, default: torch.device) -> torch.device:
@@ -641,11 +645,17 @@ def _common_size(
         text = "pages {}, page_size {}, kv_heads {}"
         allowed = f"those of k_pages: {text.format(*sizes[0])} in layout {order.name!r}"
         raise ArgumentError("v_pages", text.format(*sizes[1]), allowed)
-    views = {"head_dim": (k_view, formats[0].pack), "v_head_dim": (v_view, formats[1].pack)}
-    dims = {name: view.shape[4] * view.shape[5] * pack for name, (view, pack) in views.items()}
-    for name, dim in dims.items():
+    dims = {}
+    parts = (("k_pages", "head_dim", k_view, order.k, formats[0]), ("v_pages", "v_head_dim", v_view, order.v, formats[1]))
+    for pages, name, view, axes, format in parts:
+        units = view.shape[4] * view.shape[5]
+        dims[name] = dim = format.elements_of(units)
         if not 1 <= dim <= 512:
             raise ArgumentError(name, dim, "1 to 512")
+        if dim % format.unit or format.units_of(dim) != units:
+            allowed = f"{format.units_of(format.unit)} for each {format.unit} dims, with their scales"
+            raise ArgumentError(pages, f"{units} bytes of a head in {format}", allowed)
+        check_pages(pages, view, format, order, axes)
     if head_dim is not None and dims["head_dim"] != head_dim:
         allowed = f"{dims['head_dim']}, the head_dim of k_pages {list(k.shape)} in layout {order.name!r}"
         raise ArgumentError("head_dim", head_dim, allowed)

@@ -7,6 +7,7 @@ from typing import Any
 import click
 
 from quire.cache.format import FORMATS
+from quire.cache.groups import LAYOUTS_OF_GROUPS, SWIZZLE
 from quire.cache.layout import LAYOUTS
 from quire.cli.command import Args, ChoiceOf, Count, Number, OneOfNames, Option, Whole, flag
 from quire.errors import ArgumentError
@@ -179,8 +180,12 @@ def _formats(args: Args, platform: Platform, q_dtype: str) -> tuple[str, str]:
         if args.batch_invariant and args.form == "context" and FORMATS[name].quantised:
             raise ArgumentError("--form", "context with --batch-invariant", f"full: over {name} the forms differ by a rounding")
     for word, dim, name in (("--head-dim", args.head_dim, format), ("--v-head-dim", args.v_head_dim or args.head_dim, v_format)):
-        if dim % FORMATS[name].pack:
-            raise ArgumentError(word, dim, f"a multiple of {FORMATS[name].pack}, as {name} requires")
+        if dim % FORMATS[name].unit:
+            raise ArgumentError(word, dim, f"a multiple of {FORMATS[name].unit}, as {name} requires")
+        if FORMATS[name].group and args.layout not in LAYOUTS_OF_GROUPS:
+            raise ArgumentError("--layout", args.layout, f"{' or '.join(LAYOUTS_OF_GROUPS)}, as {name} requires")
+        if FORMATS[name].swizzled and args.page_size % SWIZZLE:
+            raise ArgumentError("--page-size", args.page_size, f"a multiple of {SWIZZLE}, as {name} requires")
     return format, v_format
 
 

@@ -51,7 +51,8 @@ def losses(name: str, x: torch.Tensor, scale: torch.Tensor | None, format: Forma
             f"saturation: {int(beyond.sum())} of {x.numel()} elements of {name} are beyond {format.largest:g} times {name}_scale, "
             f"the largest number of {format}, by up to {factor:.3g} times, and are stored as that number"
         )
-    empty = (format.encode(scaled).float() == 0).all(-1) & (x != 0).any(-1)
+    stored = format.encode(scaled)
+    empty = ((format.unpack(stored) if format.group else stored.float()) == 0).all(-1) & (x != 0).any(-1)
     if bool(empty.any()):
         found.append(
             f"underflow: {int(empty.sum())} of {empty.numel()} vectors of {name} (one for each token and head) are stored as 0: "

@@ -16,6 +16,7 @@ from quire.cache.format import FORMATS
 from quire.errors import KernelError
 from quire.kernels.native import attend, library, write
 from quire.platform import cpu_flags
+from support import nvfp4
 from support.kernels import NO_LIBRARY, levels
 from support.scenario import LARGEST, TYPES, build
 
@@ -100,7 +101,30 @@ def test_every_code_of_4_bits(dim: int, group: int, level: str) -> None:
         assert torch.allclose(lse, want[d].expand_as(lse), rtol=2e-7, atol=0), f"element {d}"
 
 
-@pytest.mark.parametrize("format", [name for name in TYPES if name not in ("fp32", "int4")])
+@pytest.mark.parametrize("group", [1, 5, 40])
+@pytest.mark.parametrize("dim", [16, 48, 112, 512])
+def test_every_code_and_every_scale_of_a_group(dim: int, group: int, level: str) -> None:
+    """As above, for NVFP4: all 256 scales, NaN and negative ones too, with all codes between them."""
+    size = torch.tensor(nvfp4.MAGNITUDES)
+    zeros = torch.zeros(dim * 9 // 16, dtype=torch.uint8)
+    for first in range(0, 256, dim // 16):
+        scales = ((torch.arange(dim // 16) + first) % 256).to(torch.uint8)
+        codes = ((torch.arange(dim) * 7 + first // 3) % 16).to(torch.uint8)
+        row = torch.cat((codes[::2] + 16 * codes[1::2], scales))
+        value = torch.where(codes < 8, size[(codes % 8).long()], -size[(codes % 8).long()])
+        want = value * scales.view(torch.float8_e4m3fn).float().repeat_interleave(16) * 0.5
+        for out in (torch.full((1, group, dim), 7.0), torch.full((1, group, dim), 7.0).bfloat16()):
+            q = torch.randn(1, group, dim).bfloat16()
+            attend.launch(q, one_token(zeros, row, "nvfp4", 0.5), ONE, quire.Options(), None, out, None)
+            assert torch.equal(out.float().nan_to_num(nan=1e9), want.nan_to_num(nan=1e9).expand_as(out))
+        if not want.isnan().any():
+            q, lse = torch.zeros(1, group, dim).bfloat16(), torch.empty(1, group)
+            q[..., first * 5 % dim] = 1
+            attend.launch(q, one_token(row, zeros, "nvfp4", 0.5), ONE, quire.Options(scale=1.0), None, out, lse)
+            assert torch.allclose(lse, want[first * 5 % dim].expand_as(lse), rtol=2e-7, atol=0)
+
+
+@pytest.mark.parametrize("format", [name for name in TYPES if name not in ("fp32", "int4") and not name.startswith("nvfp4")])
 def test_numbers_are_rounded_to_the_nearest(format: str, level: str) -> None:
     """As torch does it: around every code and half-way between codes, and far outside."""
     if TYPES[format].itemsize == 1:
@@ -141,7 +165,7 @@ LONG: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.usefixtures("three_threads")
-@pytest.mark.parametrize("format", ["fp32", "bf16", "e4m3fn", "int8", "int4"])
+@pytest.mark.parametrize("format", ["fp32", "bf16", "e4m3fn", "int8", "int4", "nvfp4"])
 @pytest.mark.parametrize("name", LONG)
 def test_units_are_split_and_combined(name: str, format: str) -> None:
     """More keys than a thread's share, several tiles, several strips of rows: the same result, and the same bits each time."""

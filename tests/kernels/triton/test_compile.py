@@ -53,6 +53,7 @@ PLAIN |= {f"write-{format}": KernelSample("write", format=format) for format in 
 PLAIN |= {
     "write-token-scales": KernelSample("write", format="int8", scales="token", index="int64"),
     "write-int4": KernelSample("write", format="int4", scales="token"),
+    "write-nvfp4": KernelSample("write", format="nvfp4"),
     "write-generic": KernelSample("write", format="e4m3fn", problem={"memory": "generic"}),
     "write-rope": KernelSample("write", format="e4m3fn", problem={"rope": [128, False, [], False, "bf16", "bf16"]}),
     "write-rope-sections": KernelSample(
@@ -97,6 +98,8 @@ FEATURES: dict[str, dict[str, Any]] = {
     "new-token-scales": {"new": True, "format": "int8", "scales": "token"},
     "int4": {"format": "int4", "scales": "token"},
     "int8-int4": {"format": "int8", "scales": "token", "problem": {"v_format": "int4"}},
+    "nvfp4": {"format": "nvfp4"},
+    "nvfp4-new": {"new": True, "format": "nvfp4", "problem": {"v_format": "nvfp4_swizzled"}},
     "causal-by-row": {"problem": {"causal": "per-sequence", "window": [100, 7]}, "index": "int64"},
     "non-causal": {"problem": {"causal": "no", "window": [None, 7], "only": [2, 100]}, "lse": True},
     "tree-window-alibi": {"problem": {"mask": True, "positions": "int32", "window": [50, 2], "alibi": True}},
@@ -128,13 +131,14 @@ EVERYWHERE = [f"{kernel}-128-{format}" for kernel in (*KERNELS, "shared") for fo
     *SMALL,
 ]
 CHOICE = {
-    "sm80": ["decode-64-int8", "decode-512-bf16", "mixed-512-fp32-wide", "write-token-scales", "write-generic"],
+    "sm80": ["decode-64-int8", "write-nvfp4", "decode-512-bf16", "mixed-512-fp32-wide", "write-token-scales", "write-generic"],
     "sm89": ["decode-128-e5m2", "mixed-256-bf16", "mixed-512-bf16", "decode-512-fp32-invariant", "mixed-512-fp32"],
     "sm90": [
         "write-e5m2",
         "write-rope",
         "shared-64-bf16",
         "shared-128-bf16-new",
+        "write-nvfp4",
         "decode-128-bf16-wide",
         "decode-128-e4m3fn-wide",
         "mixed-64-bf16",
@@ -147,6 +151,7 @@ CHOICE = {
     "gfx942": [
         "write-rope",
         "write-rope-sections",
+        "write-nvfp4",
         "decode-128-e4m3fnuz",
         "decode-512-fp32-wide",
         "mixed-128-bf16-new",

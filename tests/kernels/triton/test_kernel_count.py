@@ -63,6 +63,7 @@ LAYERS = {
     "bf16": Layer(),
     "e4m3fn": Layer(format="e4m3fn", group=8),
     "int8 and int4": Layer(format="int8", v_format="int4", scales="token"),
+    "nvfp4": Layer(format="nvfp4", v_format="nvfp4_swizzled", scales="tensor"),
     "group of 5": Layer(group=5, kv_heads=4),
     "head_dim 64": Layer(group=8, head_dim=64),
     "head_dim 256": Layer(head_dim=256, page_size=32),
@@ -103,7 +104,7 @@ class Draws:
         # allocated once, so that no layer has batches over caches of both sizes.
         pages = self.chance.choice((1, 17, 4096))
         size = (pages, layer.page_size, layer.kv_heads)
-        k, v = (nothing(*size, layer.head_dim // format.pack, dtype=format.dtype) for format in formats)
+        k, v = (nothing(*size, format.units_of(layer.head_dim), dtype=format.dtype) for format in formats)
         one = () if layer.scales == "tensor" else size
         scales = [nothing(*one) if format.quantised else None for format in formats]
         names = {"k_format": formats[0].name, "v_format": formats[1].name}

@@ -15,23 +15,20 @@ import torch
 
 from quire.conformance.cases.call import KernelCall, checksum, guarded
 from quire.conformance.cases.case import Case
+from quire.conformance.cases.formats import (
+    GROUP,
+    LARGEST,
+    PACK,
+    TYPES,
+    encode_groups,
+    grouped_at,
+    numbers_of_groups,
+    pairs,
+    units_of,
+)
 from quire.conformance.cases.page_plan import PagePlan, generator, kept_positions, page_plan, page_table
 from quire.options import NUMBERS
 
-# The kit has its own table of formats, so that an error in the library's table is detected.
-TYPES = {
-    "fp32": torch.float32,
-    "fp16": torch.float16,
-    "bf16": torch.bfloat16,
-    "e4m3fn": torch.float8_e4m3fn,
-    "e4m3fnuz": torch.float8_e4m3fnuz,
-    "e5m2": torch.float8_e5m2,
-    "int8": torch.int8,
-    "int4": torch.uint8,
-}
-LARGEST = {"e4m3fn": 448.0, "e4m3fnuz": 240.0, "e5m2": 57344.0, "int8": 127.0, "int4": 7.0}
-PACK = {"int4": 2}
-"""Elements in a byte, the first in the lowest bits; 1 in other formats."""
 Q_SCALE = 0.25
 """The q_scale of fp8 queries."""
 MOST_COMPENSATED = 12.0
@@ -425,6 +422,12 @@ def _store(
     wide: torch.Tensor | None = None
     if scale is not None:
         wide = scale[plan.touched.clamp(min=0)].unsqueeze(-1) if scale.dim() == 3 else scale.reshape(-1, 1)
+    if format in GROUP:
+        codes, groups = encode_groups(content.float() / (1.0 if wide is None else wide), LARGEST[format])
+        read = numbers_of_groups(codes, groups).double() * (1.0 if wide is None else wide.double())
+        for i, (at, page, offset) in enumerate(spots):
+            dense[i][at] = read[page, offset]
+        return torch.cat((pairs(codes), groups), -1), scale
     stored = encode(content, format, wide)
     read = stored.double() if wide is None else stored.double() * wide.double()
     for i, (at, page, offset) in enumerate(spots):
@@ -447,8 +450,7 @@ def packed(stored: torch.Tensor, format: str) -> torch.Tensor:
     """Stored elements as they lie in memory: two of 4 bits make a byte."""
     if format not in PACK:
         return stored
-    codes = stored.short() % 16
-    return (codes[..., 0::2] + 16 * codes[..., 1::2]).to(torch.uint8)
+    return pairs(stored.short() % 16)
 
 
 def _scale(case: Case, part: str, plan: PagePlan) -> torch.Tensor | None:
@@ -554,7 +556,7 @@ def _wrap(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The page tensors in the layout of the case, written element by element by its index formula."""
     size, heads = case.page_size, case.kv_heads
-    units = {part: dim // PACK.get(case.formats[part], 1) for part, dim in case.dims.items()}
+    units = {part: units_of(case.formats[part], dim) for part, dim in case.dims.items()}
     out: list[tuple[torch.Tensor, int, int]] = []
     for n, (part, dim) in enumerate(units.items()):
         x, dtype = x_of(case, part), TYPES[case.formats[part]]
@@ -566,9 +568,12 @@ def _wrap(
             storage, skip = _memory(shape, dtype, plan.before, case.storage == "padded", device), 0
         p = plan.touched.view(-1, 1, 1, 1)
         s, h, d = torch.arange(size).view(1, -1, 1, 1), torch.arange(heads).view(1, 1, -1, 1), torch.arange(dim).view(1, 1, 1, -1)
-        index = LAYOUT_INDEX[case.layout][n](p, s, h, d + skip, x)
+        index, strides = LAYOUT_INDEX[case.layout][n](p, s, h, d + skip, x), tuple(storage.stride())
+        if case.formats[part] in GROUP:
+            index = p, grouped_at(case.layout, case.formats[part], size, heads, case.dims[part], s, h, d)
+            strides = strides[0], 1
         address = torch.zeros((), dtype=torch.int64)
-        for i, stride in zip(index, storage.stride()):
+        for i, stride in zip(index, strides):
             address = address + i * stride
         flat = flat_of(storage)
         flat[(address + int(storage.storage_offset())).expand(pages[part].shape).reshape(-1).to(device)] = (

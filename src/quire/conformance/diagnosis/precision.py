@@ -20,9 +20,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from quire.conformance.cases.build import TYPES
 from quire.conformance.cases.call import KernelCall
 from quire.conformance.cases.case import Case
+from quire.conformance.cases.formats import TYPES
 from quire.conformance.faults.softmax import coarse
 from quire.conformance.oracle import exact as x
 from quire.conformance.oracle.budget import Truth, distance, rounding_losses, truth

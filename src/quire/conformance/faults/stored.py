@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from quire.conformance.cases.build import PACK, TYPES
 from quire.conformance.cases.call import KernelCall
+from quire.conformance.cases.formats import GROUP, PACK, TYPES, numbers_of_codes, numbers_of_scales
 from quire.conformance.faults.fault import Fault
 from quire.conformance.oracle import exact as oracle
 from quire.conformance.oracle.exact import PLAIN, BatchSequence, Indices, Stages, Values, Work
@@ -23,7 +23,7 @@ def _rescaled(change: Any) -> Stages:
 
     def decode(w: Work, part: str, raw: torch.Tensor, page: torch.Tensor, offset: torch.Tensor) -> torch.Tensor:
         scale = oracle.scale_at(w, part, page, offset)
-        return oracle.as_numbers(raw, w.call.formats[part], w.number) * change(w, part, page, offset, scale)
+        return oracle.numbers_at(w, part, raw, page, offset) * change(w, part, page, offset, scale)
 
     return _decode(decode)
 
@@ -97,6 +97,58 @@ def _of_codes(change: Any, parts: str = "kv") -> Stages:
     return _decode(decode)
 
 
+def _swapped_nibbles(parts: str) -> Stages:
+    def decode(w: Work, part: str, raw: torch.Tensor, page: torch.Tensor, offset: torch.Tensor) -> torch.Tensor:
+        if part not in parts or w.call.formats[part] not in PACK:
+            return oracle.decode(w, part, raw, page, offset)
+        swapped = raw.view(torch.uint8).short()
+        return oracle.decode(w, part, (swapped // 16 + swapped % 16 * 16).to(torch.uint8), page, offset)
+
+    return _decode(decode)
+
+
+def _of_groups(change: Any, parts: str = "kv") -> Stages:
+    """Replaces decoding of formats with scales of groups by `change(w, part, raw, page, offset)`, which gives numbers before the
+    scale of the cache."""
+
+    def decode(w: Work, part: str, raw: torch.Tensor, page: torch.Tensor, offset: torch.Tensor) -> torch.Tensor:
+        if part not in parts or w.call.formats[part] not in GROUP:
+            return oracle.decode(w, part, raw, page, offset)
+        return change(w, part, raw, page, offset).to(w.number) * oracle.scale_at(w, part, page, offset)
+
+    return _decode(decode)
+
+
+def _group_scales_at(change: Any, parts: str) -> Stages:
+    """The scale of another group is used: `change(group, groups)`."""
+
+    def numbers(w: Work, part: str, raw: torch.Tensor, page: torch.Tensor, offset: torch.Tensor) -> torch.Tensor:
+        count = w.dims[part] // GROUP[w.call.formats[part]]
+        scales = oracle.group_scales(w, part, page, offset, lambda group: change(group, count))
+        return numbers_of_codes(oracle.nibbles(raw)) * numbers_of_scales(scales)
+
+    return _of_groups(numbers, parts)
+
+
+def _unswizzled(w: Work, part: str, raw: torch.Tensor, page: torch.Tensor, offset: torch.Tensor) -> torch.Tensor:
+    return numbers_of_codes(oracle.nibbles(raw)) * numbers_of_scales(oracle.group_scales(w, part, page, offset, format="nvfp4"))
+
+
+def _group_numbers(number: Any, scale: Any) -> Any:
+    """Decodes codes by `number(codes)` and the bytes of scales by `scale(bytes)`."""
+    return lambda w, part, raw, page, offset: number(oracle.nibbles(raw)) * scale(oracle.group_scales(w, part, page, offset))
+
+
+def _has_groups(least: int) -> Any:
+    """Whether K or V has scales of groups, `least` of them in a head."""
+
+    def has(call: KernelCall) -> bool:
+        dims = {"k": call.q.shape[2], "v": call.out.shape[2]}
+        return any(format in GROUP and dims[part] // GROUP[format] >= least for part, format in call.formats.items())
+
+    return has
+
+
 def _values_as_keys() -> Stages:
     """The format of K is used for V too."""
 
@@ -104,6 +156,10 @@ def _values_as_keys() -> Stages:
         return oracle.as_numbers(raw, w.call.format, w.number) * oracle.scale_at(w, part, page, offset)
 
     return _decode(decode)
+
+
+def _has_int4(call: KernelCall) -> bool:
+    return any(format in PACK and format not in GROUP for format in call.formats.values())
 
 
 def _has_packed(call: KernelCall) -> bool:
@@ -323,7 +379,7 @@ STORED = (
         "formats",
         "each two neighbours in the dims of keys or values are exchanged",
         "the high four bits of a byte are taken for the even element",
-        lambda parts: _of_codes(lambda raw: oracle.signed(oracle.nibbles(raw, first=1)), parts),
+        lambda parts: _swapped_nibbles(parts),
         _has_packed,
         ({"parts": "kv"}, {"parts": "k"}, {"parts": "v"}),
         issues=("packing orders of int4 weights and caches differ between libraries",),
@@ -334,7 +390,7 @@ STORED = (
         "stored numbers of 4 bits are 8 too small or 8 too large",
         "codes of two's complement are read as unsigned with a zero point of 8",
         lambda parts: _of_codes(lambda raw: oracle.nibbles(raw) - 8, parts),
-        _has_packed,
+        _has_int4,
         ({"parts": "kv"}, {"parts": "k"}, {"parts": "v"}),
     ),
     Fault(
@@ -343,8 +399,53 @@ STORED = (
         "negative numbers of 4 bits are positive: 16 larger",
         "four bits are widened without extending their sign",
         lambda parts: _of_codes(oracle.nibbles, parts),
-        _has_packed,
+        _has_int4,
         ({"parts": "kv"}, {"parts": "k"}, {"parts": "v"}),
+    ),
+    Fault(
+        "e2m1-read-as-int4",
+        "formats",
+        "stored numbers of 4 bits are the integers of their codes",
+        "a kernel knows one format of 4 bits",
+        lambda parts: _of_groups(_group_numbers(oracle.signed, numbers_of_scales), parts),
+        _has_groups(1),
+        ({"parts": "kv"}, {"parts": "k"}, {"parts": "v"}),
+    ),
+    Fault(
+        "group-scales-missing",
+        "scales",
+        "keys and values lack the scales of their groups",
+        "a kernel for formats with one scale reads the codes alone",
+        lambda parts: _of_groups(_group_numbers(numbers_of_codes, torch.ones_like), parts),
+        _has_groups(1),
+        ({"parts": "kv"}, {"parts": "k"}, {"parts": "v"}),
+    ),
+    Fault(
+        "group-scale-of-neighbour",
+        "scales",
+        "each group of a head has the scale of the next one",
+        "the index of a group is rounded up, or scales are loaded one column off",
+        lambda parts: _group_scales_at(lambda group, count: (group + 1) % count, parts),
+        _has_groups(2),
+        ({"parts": "kv"}, {"parts": "k"}, {"parts": "v"}),
+    ),
+    Fault(
+        "group-of-32",
+        "scales",
+        "every second group has the scale of the group before",
+        "MXFP4 has one scale for 32 elements, NVFP4 one for 16",
+        lambda parts: _group_scales_at(lambda group, count: group // 2 * 2, parts),
+        _has_groups(2),
+        ({"parts": "kv"}, {"parts": "k"}, {"parts": "v"}),
+    ),
+    Fault(
+        "swizzle-of-group-scales-ignored",
+        "scales",
+        "of each four tokens, groups have scales of one another",
+        "vLLM permutes the scales of V for TensorRT-LLM's kernels, and a reader expects them in order",
+        lambda: _of_groups(_unswizzled),
+        lambda call: "nvfp4_swizzled" in call.formats.values(),
+        issues=("vLLM reshape_and_cache_nvfp4 writes V swizzled and K not",),
     ),
     Fault(
         "values-read-in-format-of-keys",

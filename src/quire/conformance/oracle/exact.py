@@ -28,8 +28,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from quire.conformance.cases.build import LAYOUT_INDEX, PACK, TYPES, flat_of
+from quire.conformance.cases.build import LAYOUT_INDEX, flat_of
 from quire.conformance.cases.call import KernelCall
+from quire.conformance.cases.formats import GROUP, PACK, TYPES, grouped_at, numbers_of_codes, numbers_of_scales
 from quire.conformance.oracle.rounding import ReducedPrecision
 
 LOG2E = 1.4426950408889634
@@ -149,6 +150,8 @@ def address(w: Work, part: str, page: torch.Tensor, offset: torch.Tensor) -> tor
     tensor = w.pages[part]
     h = torch.arange(w.call.kv_heads).view(1, -1, 1)
     d = torch.arange(w.dims[part]).view(1, 1, -1) // PACK.get(w.call.formats[part], 1)
+    if w.call.formats[part] in GROUP:
+        return grouped_address(w, part, page, offset, d)
     index = LAYOUT_INDEX[w.call.layout][part == "v"](
         page.view(-1, 1, 1), offset.view(-1, 1, 1), h, d, w.x if part == "k" else w.v_x
     )
@@ -156,6 +159,16 @@ def address(w: Work, part: str, page: torch.Tensor, offset: torch.Tensor) -> tor
     for i, stride in zip(index, tensor.stride()):
         total = total + i * stride
     return total.expand(page.numel(), w.call.kv_heads, w.dims[part])
+
+
+def grouped_address(
+    w: Work, part: str, page: torch.Tensor, offset: torch.Tensor, unit: torch.Tensor, format: str = ""
+) -> torch.Tensor:
+    """The same for bytes `unit` of a format with scales of groups: codes, and after them the scales."""
+    call, h = w.call, torch.arange(w.call.kv_heads).view(1, -1, 1)
+    size, heads, dim = call.page_size, call.kv_heads, w.dims[part]
+    place = grouped_at(call.layout, format or call.formats[part], size, heads, dim, offset.view(-1, 1, 1), h, unit)
+    return page.view(-1, 1, 1) * w.pages[part].stride(0) + place
 
 
 def load(w: Work, part: str, addresses: torch.Tensor) -> torch.Tensor:
@@ -167,7 +180,29 @@ def load(w: Work, part: str, addresses: torch.Tensor) -> torch.Tensor:
 
 def decode(w: Work, part: str, raw: torch.Tensor, page: torch.Tensor, offset: torch.Tensor) -> torch.Tensor:
     """Stored elements as numbers, times their scale."""
-    return as_numbers(raw, w.call.formats[part], w.number) * scale_at(w, part, page, offset)
+    return numbers_at(w, part, raw, page, offset) * scale_at(w, part, page, offset)
+
+
+def numbers_at(w: Work, part: str, raw: torch.Tensor, page: torch.Tensor, offset: torch.Tensor) -> torch.Tensor:
+    """Stored elements as numbers, before the scale of the cache, with the scales of their groups."""
+    if w.call.formats[part] not in GROUP:
+        return as_numbers(raw, w.call.formats[part], w.number)
+    return (numbers_of_codes(nibbles(raw)) * numbers_of_scales(group_scales(w, part, page, offset))).to(w.number)
+
+
+def group_scales(
+    w: Work,
+    part: str,
+    page: torch.Tensor,
+    offset: torch.Tensor,
+    change: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    format: str = "",
+) -> torch.Tensor:
+    """The scale of the group of each element, as bytes [keys, kv_heads, dim]. Only faults use another group, `change(group)`, or
+    another format."""
+    group = torch.arange(w.dims[part]).view(1, 1, -1) // GROUP[w.call.formats[part]]
+    group = group if change is None else change(group)
+    return load(w, part, grouped_address(w, part, page, offset, w.dims[part] // 2 + group, format))
 
 
 def as_numbers(raw: torch.Tensor, format: str, number: torch.dtype) -> torch.Tensor:

@@ -21,7 +21,7 @@ import torch
 
 from quire.attend import attend
 from quire.batch import Batch
-from quire.cache.format import FORMATS
+from quire.cache.format import FORMATS, Format
 from quire.cache.kv_cache import KVCache
 from quire.cache.layout import layout_named
 from quire.cache.prefixes import Prefixes
@@ -222,12 +222,14 @@ class Recorded:
             slots = _renumbered(slots, self.page_ids, self.cache.page_size)
         rows = (slots >= 0).nonzero().flatten()
         wrong = torch.zeros(len(rows), dtype=torch.bool, device=self.q.device)
-        for x, view, scale, format in (
-            (self.written["k"], self.cache.k_view, self.cache.k_scale, self.cache.k_format),
-            (self.written["v"], self.cache.v_view, self.cache.v_scale, self.cache.v_format),
+        for x, view, groups, scale, format in (
+            (self.written["k"], self.cache.k_view, self.cache.k_groups, self.cache.k_scale, self.cache.k_format),
+            (self.written["v"], self.cache.v_view, self.cache.v_groups, self.cache.v_scale, self.cache.v_format),
         ):
             page, slot = slots[rows] // self.cache.page_size, slots[rows] % self.cache.page_size
             held = view[page, :, slot // view.shape[3], slot % view.shape[3]].flatten(2)
+            if groups is not None:
+                held = torch.cat((held, groups[page, :, slot // groups.shape[3], slot % groups.shape[3]].flatten(2)), -1)
             if scale is not None:
                 scale = scale[page, slot, :, None] if scale.dim() == 3 else scale if scale.dim() == 0 else scale[:, None]
             want = format.encode(x[rows].float() if scale is None else x[rows].float() / scale)
@@ -235,14 +237,23 @@ class Recorded:
             if format.pack > 1:
                 held, want = format.unpack(held), format.unpack(want)
             # A division may round to either side by one unit in the last place.
-            near = (
-                want.float().abs() * torch.finfo(want.dtype).eps if want.dtype.is_floating_point else torch.ones_like(want).float()
-            )
+            near = _last_place(want, format)
             if x is self.written["k"] and "rotated" in self.written:
                 # Kernels rotate in fp32, each in its own order: off by some units in the last place of the largest element.
                 near = near + want.float().abs().amax(-1, keepdim=True) * ROTATION_ERROR
             wrong |= ~((held.float() - want.float()).abs() <= near + 1e-30).flatten(1).all(1)
         return rows[wrong].tolist()
+
+
+def _last_place(stored: torch.Tensor, format: Format) -> torch.Tensor:
+    """The distance of stored numbers to their neighbours in the format, at least."""
+    if format.group:
+        # Codes of a group are up to 2 scales apart, of the largest code, 6. The scale may be another one, 1/8 larger or smaller.
+        largest = stored.unflatten(-1, (-1, format.group)).abs().amax(-1).repeat_interleave(format.group, -1)
+        return largest * (1 / 3 + 1 / 8)
+    return (
+        stored.float().abs() * torch.finfo(stored.dtype).eps if stored.dtype.is_floating_point else torch.ones_like(stored).float()
+    )
 
 
 def load(path: str | os.PathLike[str], device: torch.device | str = "cpu") -> list[Recorded]:

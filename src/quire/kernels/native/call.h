@@ -11,13 +11,13 @@ namespace quire {
 constexpr int64_t UNBOUNDED = INT64_MAX;
 
 // The formats, in the order of `FORMATS` of quire/cache/format.py: `codec.h` converts them.
-enum Type : int64_t { FP32, FP16, BF16, E4M3FN, E4M3FNUZ, E5M2, INT8, INT4, TYPES };
+enum Type : int64_t { FP32, FP16, BF16, E4M3FN, E4M3FNUZ, E5M2, INT8, INT4, NVFP4, TYPES };
 
-constexpr uint64_t NANS[TYPES] = {0x7FC00000, 0x7E00, 0x7FC0, 0x7F, 0x80, 0x7F, 0, 0};  // a NaN of each type, the lowest bytes first
+constexpr uint64_t NANS[TYPES] = {0x7FC00000, 0x7E00, 0x7FC0, 0x7F, 0x80, 0x7F, 0, 0, 0};  // a NaN of each type, the lowest bytes first
 
-// Bytes of an element of storage. One of INT4 has two elements, the even one in the low four bits.
+// Bytes of an element of storage. One of INT4 and NVFP4 has two elements, the even one in the low four bits.
 INLINE int64_t size_of(int64_t type) { return type == FP32 ? 4 : type < E4M3FN ? 2 : 1; }
-INLINE int64_t stored(int64_t type, int64_t elements) { return type == INT4 ? elements / 2 : elements; }  // elements of storage
+INLINE int64_t stored(int64_t type, int64_t elements) { return type >= INT4 ? elements / 2 : elements; }  // elements of storage
 
 struct Array {  // [tokens, heads, dim]; strides in elements
     uint8_t* data;
@@ -34,6 +34,16 @@ struct Index {  // an int32 or int64 tensor
     }
 };
 
+constexpr int64_t GROUP = 16;  // elements of NVFP4 that share a scale
+
+// The scales of the groups of one row, bytes of e4m3; `at` is null without such scales.
+struct GroupRow {
+    const uint8_t* at;
+    int64_t part, high, low;
+
+    INLINE int64_t element(int64_t g) const { return g / part * high + g % part * low; }
+};
+
 struct Pages {  // [pages, heads, slot/, slot%, dim/, dim%]; strides, and the length of dim%, in elements of storage
     uint8_t* data;
     int64_t page, head, slot_high, slot_low, dim_high, dim_low;
@@ -41,7 +51,14 @@ struct Pages {  // [pages, heads, slot/, slot%, dim/, dim%]; strides, and the le
     int64_t dim, type;
     float* scale;  // null without scales; a stride is 0 where one scale applies to many
     int64_t scale_page, scale_slot, scale_head;
+    uint8_t* groups;  // [pages, heads, slot/, slot%, group/, group%], as far apart as pages; null without scales of groups
+    int64_t group_head, group_slot_high, group_slot_low, group_high, group_low, group_slot_part, group_part;
 
+    INLINE uint8_t* groups_at(int64_t p, int64_t offset) const {  // of head 0
+        if (!groups) return nullptr;
+        return groups + p * page + offset / group_slot_part * group_slot_high + offset % group_slot_part * group_slot_low;
+    }
+    INLINE GroupRow group_row(const uint8_t* at) const { return {at, group_part, group_high, group_low}; }
     INLINE int64_t slot(int64_t offset) const { return offset / slot_part * slot_high + offset % slot_part * slot_low; }
     INLINE int64_t row() const { return stored(type, dim); }
     INLINE int64_t element(int64_t d) const { return d / dim_part * dim_high + d % dim_part * dim_low; }

@@ -15,8 +15,9 @@ from quire.batch import Batch
 from quire.cache.format import FORMATS, Format
 from quire.cache.kv_cache import KVCache
 
-TYPES = {name: number for number, name in enumerate(FORMATS)}
-"""The values of the enum `Type` of call.h, which has the formats in the same order."""
+_CODECS = tuple(dict.fromkeys(format.codec for format in FORMATS.values()))
+TYPES = {name: _CODECS.index(format.codec) for name, format in FORMATS.items()}
+"""The values of the enum `Type` of call.h, which has the codecs in the same order."""
 TYPE_OF = {format.dtype: TYPES[name] for name, format in FORMATS.items() if format.pack == 1}
 UNBOUNDED = 2**63 - 1
 Words = tuple[int, ...]
@@ -29,7 +30,7 @@ NO_SELECT: Words = (0,) * 7
 NO_PREFIXES: Words = (0,) * 4
 """Every sequence is read by itself."""
 
-_ARRAYS, _INDEX, _BATCH, _SELECT, _PAGES = 4 * 5, 4, 3 * 4 + 2 + 3, 7, 15
+_ARRAYS, _INDEX, _BATCH, _SELECT, _PAGES = 4 * 5, 4, 3 * 4 + 2 + 3, 7, 23
 ATTEND = struct.Struct(f"{_ARRAYS}q 5q {_BATCH}q 3d 11q {2 * _INDEX}q {_SELECT}q 4q 7q")
 """The fields of `Attend` before its cache."""
 WRITE = struct.Struct(f"10q {_BATCH}q {_INDEX}q 3q")
@@ -120,8 +121,8 @@ def cache_of(cache: KVCache) -> bytes:
     if known is not None and known.k_scale is k_scale and known.v_scale is v_scale and known.places == _places(cache):
         return known.content
     content = CACHE.pack(
-        *_pages(cache.k_view, cache.k_format, k_scale),
-        *_pages(cache.v_view, cache.v_format, v_scale),
+        *_pages(cache.k_view, cache.k_groups, cache.k_format, k_scale),
+        *_pages(cache.v_view, cache.v_groups, cache.v_format, v_scale),
         cache.pages,
         cache.page_size,
         cache.kv_heads,
@@ -138,11 +139,14 @@ def _places(cache: KVCache) -> tuple[int, ...]:
     return cache.k_view.data_ptr(), cache.v_view.data_ptr(), k_place, v_place
 
 
-def _pages(view: torch.Tensor, format: Format, scale: torch.Tensor | None) -> Words:
+def _pages(view: torch.Tensor, groups: torch.Tensor | None, format: Format, scale: torch.Tensor | None) -> Words:
     _, _, _, slot_part, dim_high, dim_part = view.shape
     strides: Words = (0, 0, 0)
     if scale is not None:
         strides = {0: (0, 0, 0), 1: (0, 0, *scale.stride()), 3: scale.stride()}[scale.dim()]
     pointer = 0 if scale is None else scale.data_ptr()
     dim = dim_high * dim_part * format.pack
-    return (view.data_ptr(), *view.stride(), slot_part, dim_part, dim, TYPES[format.name], pointer, *strides)
+    own = (view.data_ptr(), *view.stride(), slot_part, dim_part, dim, TYPES[format.name], pointer, *strides)
+    if groups is None:
+        return *own, *(0,) * 8
+    return *own, groups.data_ptr(), *groups.stride()[1:], groups.shape[3], groups.shape[5]

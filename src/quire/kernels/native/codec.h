@@ -19,7 +19,7 @@ INLINE vi widened(const uint8_t* p) {
 }
 
 // Floats of 8 or 16 bits: E bits of exponent with a bias, M of mantissa.
-enum Specials { IEEE, NAN_ONLY, ONE_NAN };  // infinities and NaNs; NaN is the largest code; NaN is the code of -0
+enum Specials { IEEE, NAN_ONLY, ONE_NAN, FINITE };  // infinities and NaNs; NaN is the largest code; NaN is the code of -0; neither
 
 template <int E, int M, int BIAS, Specials KIND>
 struct Small {
@@ -46,6 +46,7 @@ struct Small {
         vi tiny = as_int(as_float(size) + as_float(unit)) - unit;
         vi code = select(size < ((128 - BIAS) << 23), tiny, normal);
         if (KIND == IEEE) code = select(code > INFINITE, splat(INFINITE), code);
+        if (KIND == FINITE) return select(size > 0x7F800000, splat(0), code | sign);
         vi nan = KIND == IEEE && E == 5 && M == 10 ? splat(0x7E00) : splat(SIGN - 1);
         code = select(size > 0x7F800000, nan, code);
         if (KIND == ONE_NAN) return select(size > 0x7F800000, splat(SIGN), select(code == 0, code, code | sign));
@@ -144,12 +145,50 @@ struct Number<INT4> {
     }
 };
 
+// e2m1: a code in four bits, packed as those of INT4. Scales of groups are applied by `grouped_row_as_units`.
+template <>
+struct Number<NVFP4> : Small<2, 1, 1, FINITE> {
+    static constexpr float LARGEST = 6;
+    typedef Number<INT4>::vb vb;
+    typedef Number<INT4>::vw vw;
+
+    static INLINE vf decode(const uint8_t* p) {
+        vw wide = __builtin_convertvector(load<vb>(p), vw);
+        vi codes = (vi)(wide | wide << 28) & 0xF;
+#if defined(__AVX512F__)
+        return (vf)_mm512_permutexvar_ps((__m512i)codes, _mm512_setr_ps(0, .5f, 1, 1.5f, 2, 3, 4, 6, -0.f, -.5f, -1, -1.5f, -2, -3, -4, -6));
+#else
+        return Small::decode(codes);
+#endif
+    }
+    static INLINE vb encode(vf x) {
+        vw wide = (vw)Small::encode(x);
+        return __builtin_convertvector(wide | wide >> 28, vb);
+    }
+};
+
 template <int TYPE>
 constexpr int SIZE = TYPE == FP32 ? 4 : TYPE < E4M3FN ? 2 : 1;
 template <int TYPE>
 INLINE int64_t bytes_of(int64_t elements) {
-    return TYPE == INT4 ? elements / 2 : elements * SIZE<TYPE>;
+    return TYPE >= INT4 ? elements / 2 : elements * SIZE<TYPE>;
 }
+
+// The largest magnitude that a cache stores: that of an element, times that of the scale of its group.
+template <int TYPE>
+constexpr float LARGEST_STORED = Number<TYPE>::LARGEST * (TYPE == NVFP4 ? Number<E4M3FN>::LARGEST : 1);
+
+// The scales of groups: what each of their codes stands for. A constant, as CODES below.
+constexpr int GROUP_SCALE_TYPE = E4M3FN;
+typedef Number<GROUP_SCALE_TYPE> GroupScale;
+struct GroupScales {
+    float of[256] = {};
+
+    constexpr GroupScales() {
+        for (int code = 0; code < 256; code++) of[code] = GroupScale::value(code);
+    }
+};
+static constexpr GroupScales GROUP_SCALES;
 
 #if defined(__AVX512BF16__)
 // The magnitudes of all codes of an 8-bit format as bf16, where each is exact: a table of low bytes and one of high bytes, for
@@ -181,7 +220,8 @@ INLINE auto with_type(int64_t type, F f) {
         case E4M3FNUZ: return f(std::integral_constant<int, E4M3FNUZ>());
         case E5M2: return f(std::integral_constant<int, E5M2>());
         case INT8: return f(std::integral_constant<int, INT8>());
-        default: return f(std::integral_constant<int, INT4>());
+        case INT4: return f(std::integral_constant<int, INT4>());
+        default: return f(std::integral_constant<int, NVFP4>());
     }
 }
 
@@ -203,7 +243,7 @@ INLINE void encode(vf x, uint8_t* p, int64_t count = W) {
         if (count >= W) return store(p, numbers);
         memcpy(p, &numbers, bytes_of<TYPE>(count));
     };
-    if constexpr (SIZE<TYPE> == 4 || TYPE == INT4) {
+    if constexpr (SIZE<TYPE> == 4 || TYPE >= INT4) {
         put(code);
     } else if constexpr (SIZE<TYPE> == 2) {
         typedef uint16_t vn __attribute__((vector_size(W * 2)));

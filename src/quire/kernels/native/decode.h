@@ -47,6 +47,11 @@ struct RowReads {
     int64_t dim_part, dim_high, dim_low;  // strides of the elements of a row, as in Pages
     bool whole;                           // whether the elements of a row are contiguous
     bool heads_contiguous;                // whether the heads of a key are closer together than keys
+    const uint8_t* const* groups;         // the scales of groups of head 0; null without
+    GroupRow group;                       // where they are in a row; `at` is not used
+    int64_t group_first;                  // of the first head
+
+    INLINE GroupRow groups_of(int64_t j) const { return {groups ? groups[j] + group_first : nullptr, group.part, group.high, group.low}; }
 
     INLINE const uint8_t* row(int64_t j, int64_t h) const { return at[j] + first + h * head; }
 };
@@ -185,7 +190,7 @@ struct DecodeKernel {
         have = workspace.take<SoftmaxState>(count);
         visibles = workspace.take<VisibleRange>(count);
         tiles = workspace.take<Tile>(2);
-        copies = workspace.take<int32_t>(DECODE_KEYS * 512);
+        copies = workspace.take<int32_t>(DECODE_KEYS * (512 + W));
         places = workspace.take<const uint8_t*>(DECODE_KEYS);
     }
 
@@ -263,22 +268,24 @@ struct DecodeKernel {
         }
     }
 
-    RowReads keys(const Tile& tile, int64_t head) const { return reads(call.cache.k, call.new_k, tile, tile.k, head); }
-    RowReads values_in(const Tile& tile, int64_t head) const { return reads(call.cache.v, call.new_v, tile, tile.v, head); }
+    RowReads keys(const Tile& tile, int64_t head) const { return reads(call.cache.k, call.new_k, tile, tile.k, tile.k_groups, head); }
+    RowReads values_in(const Tile& tile, int64_t head) const { return reads(call.cache.v, call.new_v, tile, tile.v, tile.v_groups, head); }
 
-    static RowReads reads(const Pages& p, const Array& fresh, const Tile& tile, const uint8_t* const* at, int64_t head) {
+    static RowReads reads(const Pages& p, const Array& fresh, const Tile& tile, const uint8_t* const* at, const uint8_t* const* groups,
+                          int64_t head) {
         if (tile.cut) {
             int64_t size = size_of(p.type);
             return {at, tile.count, head * p.head * size, p.head * size, p.row() * size, p.type, p.dim_part, p.dim_high, p.dim_low,
-                    p.whole_rows(), p.head < p.slot_low};
+                    p.whole_rows(), p.head < p.slot_low, p.groups ? groups : nullptr, p.group_row(nullptr), head * p.group_head};
         }
         int64_t size = size_of(fresh.type);
         return {at, tile.count, head * fresh.head * size, fresh.head * size, p.dim * size, fresh.type, p.dim, 0, fresh.dim,
-                fresh.dim == 1, fresh.head < fresh.token};
+                fresh.dim == 1, fresh.head < fresh.token, nullptr, {}, 0};
     }
 
-    // Rows are multiplied in place, unless their elements are not contiguous or would be decoded again for every strip.
-    bool in_place(const RowReads& r) const { return r.whole && (padded_rows == strip || r.type == F::TYPE); }
+    // Rows are multiplied in place, unless their elements are not contiguous, would be decoded again for every strip, or have scales
+    // of groups.
+    bool in_place(const RowReads& r) const { return r.whole && r.type != NVFP4 && (padded_rows == strip || r.type == F::TYPE); }
 
     int64_t heads_at_once(const RowReads& k, const RowReads& v) const {
         if (!in_place(k) || !in_place(v) || !k.heads_contiguous || !v.heads_contiguous) return 1;
@@ -297,11 +304,11 @@ struct DecodeKernel {
                     return d / from.dim_part * from.dim_high + d % from.dim_part * from.dim_low;
                 });
             }
-            int32_t* to = copies + j * 512;
-            as_units<F>(row, from.type, dim, to, units);
+            int32_t* to = copies + j * (units + W);  // not a power of two: rows would share few sets of the first cache
+            as_units<F>(row, from.type, dim, to, units, from.groups_of(j));
             places[j] = (const uint8_t*)to;
         }
-        return {places, from.count, 0, 0, dim * size_of(F::TYPE), F::TYPE, dim, 0, 1, true, false};
+        return {places, from.count, 0, 0, dim * size_of(F::TYPE), F::TYPE, dim, 0, 1, true, false, nullptr, {}, 0};
     }
 
     // Calls f with a type and the number of rows in a strip as constants.

@@ -45,7 +45,13 @@ INLINE __m512i looked_up(__m512i codes, const uint8_t* table) {
 template <int T>
 INLINE void halves_as_bf16(__m512i codes, vi& first, vi& second) {
     __m512i low, high;
-    if constexpr (T == INT4) {
+    if constexpr (T == NVFP4) {
+        // The bytes of 0 to 6 and of -0 to -6 as bf16.
+        const __m128i lows = _mm_setr_epi8(0, 0, -128, -64, 0, 64, -128, -64, 0, 0, -128, -64, 0, 64, -128, -64);
+        const __m128i highs = _mm_setr_epi8(0, 63, 63, 63, 64, 64, 64, 64, -128, -65, -65, -65, -64, -64, -64, -64);
+        low = _mm512_shuffle_epi8(_mm512_broadcast_i32x4(lows), codes);
+        high = _mm512_shuffle_epi8(_mm512_broadcast_i32x4(highs), codes);
+    } else if constexpr (T == INT4) {
         // The bytes of 0 to 7 and of -8 to -1 as bf16.
         const __m128i lows = _mm_setr_epi8(0, -128, 0, 64, -128, -96, -64, -32, 0, -32, -64, -96, -128, 64, 0, -128);
         const __m128i highs = _mm_setr_epi8(0, 63, 64, 64, 64, 64, 64, 64, -63, -64, -64, -64, -64, -64, -64, -65);
@@ -62,7 +68,7 @@ INLINE void halves_as_bf16(__m512i codes, vi& first, vi& second) {
 // Up to 64 codes of a row, then zeros, permuted so that the first halves of the four quarters hold the first 32 codes.
 template <int T>
 INLINE __m512i quartered(const uint8_t* p, int64_t count) {
-    if constexpr (T == INT4) {
+    if constexpr (T >= INT4) {
         __m256i pairs = count >= 64 ? load<__m256i>(p) : _mm256_maskz_loadu_epi8((1u << count / 2) - 1, p);
         const __m512i order = _mm512_set_epi32(0, 0, 7, 3, 0, 0, 6, 2, 0, 0, 5, 1, 0, 0, 4, 0);
         __m512i low = _mm512_permutexvar_epi32(order, _mm512_castsi256_si512(pairs)), nibble = _mm512_set1_epi8(0xF);
@@ -149,12 +155,63 @@ INLINE void row_as_units(const uint8_t* row, int64_t dim, int32_t* to, int64_t p
     for (; d < padded * F::PER_UNIT; d += STEP) store(to + d / F::PER_UNIT, vi{});
 }
 
-// Whether every element of a type is exact as a factor of this kind.
+// The bytes of the scales of a row, contiguous: in place or copied.
+INLINE const uint8_t* contiguous(const GroupRow& groups, int64_t count, uint8_t* to) {
+    if (groups.low == 1 && groups.part >= count) return groups.at;
+    for (int64_t g = 0, high = 0; g < count; high += groups.high) {
+        for (int64_t i = 0; i < groups.part && g < count; i++, g++) to[g] = groups.at[high + i * groups.low];
+    }
+    return to;
+}
+
+// The same for a row of NVFP4, with the scales of its groups: a product of an element and a scale is exact in bf16. Zeros without.
+template <class F>
+INLINE void grouped_row_as_units(const uint8_t* row, const GroupRow& groups, int64_t dim, int32_t* to, int64_t padded) {
+    constexpr int STEP = W * F::PER_UNIT;
+    int64_t d = 0, count = groups.at ? dim / GROUP : 0;
+    uint8_t buffer[512 / GROUP];
+    const uint8_t* codes = contiguous(groups, count, buffer);
+#if QUIRE_BF16
+    if constexpr (F::PER_UNIT == 2) {
+        for (; d < count * GROUP; d += 64) {
+            int64_t g = d / GROUP, left = least<int64_t>(4, count - g);
+            __m128i bytes = _mm_maskz_loadu_epi8((1u << left) - 1, codes + g);
+            // Of four scales as fp32, the first two and the last two, eight times each: a lane has two elements of a group.
+            __m128i low = _mm512_castsi512_si128(looked_up<GROUP_SCALE_TYPE>(_mm512_castsi128_si512(bytes), CODES<GROUP_SCALE_TYPE>.low));
+            __m128i high = _mm512_castsi512_si128(looked_up<GROUP_SCALE_TYPE>(_mm512_castsi128_si512(bytes), CODES<GROUP_SCALE_TYPE>.high));
+            high = _mm_or_si128(high, _mm_and_si128(bytes, _mm_set1_epi8((char)0x80)));
+            __m512i four = _mm512_castsi128_si512(_mm_slli_epi32(_mm_cvtepu16_epi32(_mm_unpacklo_epi8(low, high)), 16));
+            const __m512i order = _mm512_set_epi32(1, 1, 1, 1, 1, 1, 1, 1, 0, 0, 0, 0, 0, 0, 0, 0);
+            vi halves[2];
+            halves_as_bf16<NVFP4>(quartered<NVFP4>(row + d / 2, least<int64_t>(64, dim - d)), halves[0], halves[1]);
+            UNROLL for (int i = 0; i < 2; i++) {
+                if (i && d + 32 >= padded * 2) break;
+                vf scale = (vf)_mm512_castsi512_ps(_mm512_permutexvar_epi32(_mm512_add_epi32(order, _mm512_set1_epi32(2 * i)), four));
+                vi even = as_int(as_float(halves[i] << 16) * scale), odd = as_int(as_float(halves[i] & (int32_t)0xFFFF0000) * scale);
+                store(to + d / 2 + i * W, (vi)((__m512i)odd | _mm512_srli_epi32((__m512i)even, 16)));
+            }
+        }
+        d = least(round_up(d, 64), padded * 2);
+    }
+#endif
+    float scales[512 / GROUP + W];
+    for (int64_t g = 0; d < dim && g < count; g += W) store(scales + g, decode<GROUP_SCALE_TYPE>(codes + g, count - g));
+    scales[count] = 0;
+    auto some = [&](int64_t at) __attribute__((always_inline)) { return Number<NVFP4>::decode(row + at / 2) * scales[at / GROUP]; };
+    for (; count && d < dim; d += STEP) {
+        if constexpr (F::PER_UNIT == 1) store(to + d, as_int(some(d)));
+        else F::put(to, d, some(d), d + W < dim ? some(d + W) : vf{});
+    }
+    for (; d < padded * F::PER_UNIT; d += STEP) store(to + d / F::PER_UNIT, vi{});
+}
+
+// Whether every element of a type is exact as a factor of this kind, and can be converted alone.
 template <class F, int T>
-constexpr bool FITS = F::PER_UNIT == 1 || (T != FP32 && T != FP16);
+constexpr bool FITS = T != NVFP4 && (F::PER_UNIT == 1 || (T != FP32 && T != FP16));
 
 template <class F>
-INLINE void as_units(const uint8_t* row, int64_t type, int64_t dim, int32_t* to, int64_t padded) {
+INLINE void as_units(const uint8_t* row, int64_t type, int64_t dim, int32_t* to, int64_t padded, GroupRow groups = {}) {
+    if (type == NVFP4) return grouped_row_as_units<F>(row, groups, dim, to, padded);
     with_type(type, [&](auto t) {
         if constexpr (FITS<F, t.value>) row_as_units<F, t.value>(row, dim, to, padded);
     });

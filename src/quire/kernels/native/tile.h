@@ -15,6 +15,8 @@ struct Tile {
     int64_t first, count, cut;
     const uint8_t* k[KEYS];
     const uint8_t* v[KEYS];
+    const uint8_t* k_groups[KEYS];  // the scales of their groups, of head 0; null if the format has none
+    const uint8_t* v_groups[KEYS];
     int64_t k_scale[KEYS], v_scale[KEYS];  // where the scales of head 0 are, if there is one per token
     int64_t position[KEYS];                // with a selection
     bool bad;  // whether a required page does not exist
@@ -67,6 +69,7 @@ static int64_t locate_selected(const Attend& call, const Sequence& s, const Unit
             tile.v_scale[j] = page * cache.v.scale_page + slot * cache.v.scale_slot;
             tile.k[j] = k + cache.k.slot(slot) * k_size;
             tile.v[j] = v + cache.v.slot(slot) * v_size;
+            tile.k_groups[j] = cache.k.groups_at(page, slot), tile.v_groups[j] = cache.v.groups_at(page, slot);
         }
         if (position == end) low = stop;
     }
@@ -139,6 +142,7 @@ static void locate_keys(const Attend& call, const Sequence& s, int64_t first, in
             bool read = exists && (!seen || seen[j]);
             tile.k[j] = read ? k + cache.k.slot(slot) * k_size : nullptr;
             tile.v[j] = read ? v + cache.v.slot(slot) * v_size : nullptr;
+            tile.k_groups[j] = cache.k.groups_at(page, slot), tile.v_groups[j] = cache.v.groups_at(page, slot);
         }
     }
     for (int64_t key = end; key < high; key++) {
@@ -159,14 +163,15 @@ static INLINE const uint8_t* gathered(const uint8_t* row, int64_t size, int64_t 
 // The rows of one head of K or V: pointers to contiguous rows. Rows with strided elements are gathered into `buffer`, [KEYS, 512].
 struct Rows {
     const uint8_t* at[KEYS + 2];
+    GroupRow groups[KEYS + 2];  // of cached rows
     int64_t cut, count;
     int64_t type, new_type;
 
     int64_t type_of(int64_t j) const { return j < cut ? type : new_type; }
 };
 
-static void rows_of(const Pages& pages, const Array& fresh, const uint8_t* const* found, const Tile& tile, int64_t head,
-                    uint8_t* buffer, Rows& rows) {
+static void rows_of(const Pages& pages, const Array& fresh, const uint8_t* const* found, const uint8_t* const* groups, const Tile& tile,
+                    int64_t head, uint8_t* buffer, Rows& rows) {
     int64_t size = size_of(pages.type), new_size = size_of(fresh.type), step = 512 * 4;
     rows.cut = tile.cut, rows.count = tile.count, rows.type = pages.type, rows.new_type = fresh.type;
     bool whole = pages.whole_rows();
@@ -176,6 +181,7 @@ static void rows_of(const Pages& pages, const Array& fresh, const uint8_t* const
             row = gathered(row, size, pages.row(), buffer + j * step, [&](int64_t d) { return pages.element(d); });
         }
         rows.at[j] = row;
+        if (pages.groups) rows.groups[j] = pages.group_row(found[j] ? groups[j] + head * pages.group_head : nullptr);
     }
     for (int64_t j = tile.cut; j < tile.count; j++) {
         const uint8_t* row = found[j] ? found[j] + head * fresh.head * new_size : ZEROS;

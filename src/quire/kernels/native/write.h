@@ -5,6 +5,24 @@
 namespace quire {
 namespace QUIRE_LEVEL {
 
+// Divides each group of a row by its scale, which is stored: its largest magnitude over the largest code, NaN if it has a NaN. At
+// least the smallest scale above 0, so that nothing is divided by 0.
+static void divide_by_groups(const Pages& pages, uint8_t* to, float* number) {
+    constexpr float SMALLEST = 1.0f / 512, LARGEST = GroupScale::LARGEST;
+    for (int64_t g = 0; g < pages.dim / GROUP; g++) {
+        float *group = number + g * GROUP, top = 0;
+        for (int64_t d = 0; d < GROUP && top == top; d++) {
+            float x = __builtin_fabsf(group[d]);
+            if (x > top || x != x) top = x;
+        }
+        top /= Number<NVFP4>::LARGEST;
+        top = top < SMALLEST ? SMALLEST : top > LARGEST ? LARGEST : top;
+        uint8_t code = (uint8_t)GroupScale::encode(splat(top))[0];
+        to[pages.group_row(to).element(g)] = code;
+        for (int64_t d = 0; d < GROUP; d += W) store(group + d, load(group + d) / GROUP_SCALES.of[code]);
+    }
+}
+
 // Stores one head of one token. `number` holds it as fp32, `code` in the stored format; both are buffers of 512 elements.
 static void store_row(const Array& from, const Pages& pages, int64_t token, int64_t head, int64_t page, int64_t slot, float* number,
                       uint8_t* code) {
@@ -36,11 +54,12 @@ static void store_row(const Array& from, const Pages& pages, int64_t token, int6
                     if (x > top || x != x) top = x;
                     if (top != top) break;
                 }
-                top /= with_type(pages.type, [](auto t) { return Number<t.value>::LARGEST; });
+                top /= with_type(pages.type, [](auto t) { return LARGEST_STORED<t.value>; });
                 *scale = top == 0 ? 1.0f : top;
             }
             for (int64_t d = 0; d < dim; d += W) store(number + d, load(number + d) / *scale);
         }
+        if (pages.groups) divide_by_groups(pages, pages.groups_at(page, slot) + head * pages.group_head, number);
         with_type(pages.type, [&](auto t) {
             for (int64_t d = 0; d < dim; d += W) encode<t.value>(load(number + d), code + bytes_of<t.value>(d));
         });

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import torch
 
-from quire.cache.format import FNUZ_FP8, OCP_FP8, Format
+from quire.cache.format import FNUZ_FP8, OCP_FP8, Format, decode_groups
 
 
-def decode(stored: torch.Tensor, format: Format, out: torch.Tensor) -> None:
+def decode(stored: torch.Tensor, format: Format, out: torch.Tensor, groups: torch.Tensor | None = None) -> None:
     """Writes stored elements, bytes of an 8-bit format, to `out` as fp32; the elements of one byte are adjacent. torch converts fp8
     with 3 mantissa bits one element at a time, so those are converted via fp16: sign and magnitude are shifted to their places in
-    fp16, and the result is multiplied by a power of two."""
+    fp16, and the result is multiplied by a power of two. `groups` are the scales of groups, `[.., groups]`, if there are any."""
     if format.itemsize > 1:
         out.copy_(stored)
+        return
+    if groups is not None:
+        out.copy_(decode_groups(stored.flatten(-2), groups, format.group).view(out.shape))
         return
     if format.pack > 1:
         out.copy_(format.unpack(stored))

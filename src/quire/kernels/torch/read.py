@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 
 from quire.cache.format import Format
+from quire.cache.groups import split
 from quire.cache.layout import Order
 from quire.kernels.torch.codec import decode
 
@@ -29,6 +30,8 @@ class Frame(NamedTuple):
     """Gathered pages, as they are stored."""
     view: torch.Tensor
     """The same memory as [parts, kv_heads, pages, slot/, slot%, dim/, dim%]."""
+    groups: torch.Tensor | None
+    """The scales of groups in it, [pages, kv_heads, slot/, slot%, group/, group%]."""
     tile_view: torch.Tensor
     """The tile in that shape."""
     tile: torch.Tensor
@@ -41,7 +44,7 @@ class Reader:
     def __init__(self, storage: torch.Tensor, order: Order, format: Format, scale: torch.Tensor | None, tile: int):
         self.order, self.format, self.scale = order, format, scale
         self.storage = storage.view(torch.uint8) if format.itemsize == 1 else storage
-        self.view = order.view(self.storage)
+        self.view, self.groups = split(order.view(self.storage), format, order)
         _, self.heads, slot_hi, slot_lo, dim_hi, dim_lo = self.view.shape
         self.page_size, self.dim = slot_hi * slot_lo, dim_hi * dim_lo * format.pack
         self.dims = (dim_hi, dim_lo * format.pack)
@@ -84,7 +87,7 @@ class Reader:
         if self.format.name == "fp32" and not shared and self.order.names[1] == "slot":
             tile = frame.view.reshape(frame.tile.shape)
         else:
-            decode(frame.view, self.format, frame.tile_view)
+            decode(frame.view, self.format, frame.tile_view, _in_parts(frame))
             tile = frame.tile
         if self.scale is not None:
             tile.mul_(self._scale_of(ids, tile.shape[0]))
@@ -95,9 +98,10 @@ class Reader:
         """Views of the buffers for a number of pages and parts. Nearly all tiles of a call have the same: they are made once."""
         if (pages, parts) not in self.frames:
             raw = self.raw[:pages]
-            view = self.order.view(raw).unflatten(0, (parts, -1)).transpose(1, 2)
+            view, groups = split(self.order.view(raw), self.format, self.order)
+            view = view.unflatten(0, (parts, -1)).transpose(1, 2)
             tile_view = self.buffer[: view.numel() * self.format.pack].view(*view.shape[:-2], *self.dims)
-            self.frames[pages, parts] = Frame(raw, view, tile_view, tile_view.view(parts, self.heads, -1, self.dim))
+            self.frames[pages, parts] = Frame(raw, view, groups, tile_view, tile_view.view(parts, self.heads, -1, self.dim))
         return self.frames[pages, parts]
 
     def _slice(self, ids: list[int], start: int, stop: int) -> torch.Tensor:
@@ -113,11 +117,18 @@ class Reader:
             else:
                 piece = self.view[page][:, slots // self.view.shape[3], slots % self.view.shape[3]]
             tile = out[:, at - start : end - start]
-            decode(piece, self.format, tile.unflatten(2, self.dims))
+            decode(piece, self.format, tile.unflatten(2, self.dims), self._groups_of(page, slots))
             if self.scale is not None:
                 tile.mul_(self.scale[page, slots].T.unsqueeze(2) if self.scale.dim() == 3 else self.scale.reshape(-1, 1, 1))
             at = end
         return out[None]
+
+    def _groups_of(self, page: int, slots: torch.Tensor) -> torch.Tensor | None:
+        """The scales of the groups of some slots of a page, `[kv_heads, slots, groups]`."""
+        if self.groups is None:
+            return None
+        part = self.groups.shape[3]
+        return self.groups[page][:, slots // part, slots % part].flatten(2)
 
     def _scale_of(self, ids: torch.Tensor, parts: int) -> torch.Tensor:
         """The scales of whole pages, in a shape that multiplies a tile."""
@@ -125,3 +136,12 @@ class Reader:
         if self.scale.dim() < 3:
             return self.scale.expand(self.heads).view(1, -1, 1, 1)
         return self.scale.index_select(0, ids).view(parts, -1, self.heads).transpose(1, 2).unsqueeze(3)
+
+
+def _in_parts(frame: Frame) -> torch.Tensor | None:
+    """The scales of the groups of gathered pages in the shape of `frame.view`, `[parts, kv_heads, pages, 1, slots, groups]`."""
+    if frame.groups is None:
+        return None
+    pages, heads = frame.groups.shape[:2]
+    by_slot = frame.groups.flatten(4).reshape(pages, heads, *frame.view.shape[3:5], -1)
+    return by_slot.unflatten(0, (frame.view.shape[0], -1)).transpose(1, 2)

@@ -42,6 +42,7 @@ class AttendSelected:
             view.view(torch.uint8) if format.itemsize == 1 else view
             for view, format in zip((cache.k_view, cache.v_view), self.formats)
         ]
+        self.groups = cache.k_groups, cache.v_groups
 
     def __call__(self, rows: SequenceRows, table: torch.Tensor, seq: int) -> bool:
         """Writes the output and LSE of a sequence; NaN for queries with an entry that does not exist, or whose page does not.
@@ -148,7 +149,10 @@ class AttendSelected:
         raw = view[page, head, offset // view.shape[3], offset % view.shape[3]].flatten(3)
         format = self.formats[part]
         made = torch.empty((*raw.shape[:-1], raw.shape[-1] * format.pack), dtype=torch.float32, device=raw.device)
-        decode(raw, format, made)
+        groups = self.groups[part]
+        if groups is not None:
+            groups = groups[page, head, offset // groups.shape[3], offset % groups.shape[3]].flatten(3)
+        decode(raw[..., None, :], format, made[..., None, :], groups)
         scale = (cache.k_scale, cache.v_scale)[part]
         if scale is not None:
             by_token = scale.dim() == 3

@@ -36,8 +36,11 @@ def launch(k: torch.Tensor, v: torch.Tensor, cache: KVCache, batch: Batch, slots
     live = ((slots >= 0) & (slots < cache.pages * cache.page_size)).nonzero().squeeze(1)
     slots = slots[live]
     page, offset = slots // cache.page_size, slots % cache.page_size
-    parts = ((k, cache.k_view, cache.k_scale, cache.k_format), (v, cache.v_view, cache.v_scale, cache.v_format))
-    for x, view, scale, format in parts:
+    parts = (
+        (k, cache.k_view, cache.k_groups, cache.k_scale, cache.k_format),
+        (v, cache.v_view, cache.v_groups, cache.v_scale, cache.v_format),
+    )
+    for x, view, groups, scale, format in parts:
         x = x[live]
         if scale is not None:
             x = x.float()
@@ -47,7 +50,12 @@ def launch(k: torch.Tensor, v: torch.Tensor, cache: KVCache, batch: Batch, slots
                 x = x / of_token.unsqueeze(2)
             else:
                 x = x / scale.reshape(-1, 1)
-        stored = format.encode(x).reshape(-1, view.shape[1], *view.shape[4:])
+        stored = format.encode(x)
+        if groups is not None:
+            stored, scales = stored.split(view.shape[5], -1)  # split as `cache.groups.split` does
+            scales = scales.unflatten(-1, groups.shape[4:])
+            groups[page, :, offset // groups.shape[3], offset % groups.shape[3]] = scales
+        stored = stored.reshape(-1, view.shape[1], *view.shape[4:])
         if format.itemsize == 1:
             stored, view = stored.view(torch.uint8), view.view(torch.uint8)
         view[page, :, offset // view.shape[3], offset % view.shape[3]] = stored

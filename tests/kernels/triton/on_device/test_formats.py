@@ -33,6 +33,12 @@ def test_eight_bits(format: str, kernel: str, form: str, scales: str, q_dtype: s
     (("int4", "bf16"), "mixed", "context", "tensor", "bf16", "hnd", (16, 16)),
     (("bf16", "int4"), "decode", "full", "token", "bf16", "nhd", (16, 16)),
     (("bf16", "e4m3fn"), "mixed", "full", "head", "bf16", "nhd", (16, 16)),
+    (("nvfp4", "nvfp4"), "decode", "full", "tensor", "bf16", "nhd", (64, 48)),
+    (("nvfp4", "nvfp4"), "mixed", "full", "head", "bf16", "hnd", (16, 32)),
+    (("nvfp4", "nvfp4_swizzled"), "mixed", "context", "tensor", "bf16", "hnd", (32, 64)),
+    (("nvfp4_swizzled", "nvfp4"), "decode", "full", "token", "bf16", "nhd", (64, 16)),
+    (("int8", "nvfp4"), "mixed", "context", "token", "fp32", "nhd", (24, 16)),
+    (("bf16", "nvfp4"), "decode", "full", "tensor", "fp16", "hnd", (16, 48)),
 ])  # fmt: skip
 def test_formats_of_keys_and_values(
     formats: tuple[str, str],

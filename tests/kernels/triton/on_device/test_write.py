@@ -11,13 +11,16 @@ import torch
 from quire import Batch, KVCache
 from quire.kernels.torch import write as plain
 from quire.kernels.triton.host.tuning import SMALLEST
+from support import nvfp4
 from support.launched import bits, write
 from support.scenario import LARGEST, TYPES, place
 
 LAYOUTS = ["nhd", "hnd", "vllm_x", "vllm_joint", "aiter"]
 SCALES = ["tensor", "head", "token"]
 CASES = [
-    (f, layout, SCALES[(i + j) % 3], (i + j) % 2 == 0) for (i, f), (j, layout) in product(enumerate(TYPES), enumerate(LAYOUTS))
+    (f, layout, SCALES[(i + j) % 3], (i + j) % 2 == 0)
+    for (i, f), (j, layout) in product(enumerate(TYPES), enumerate(LAYOUTS))
+    if not f.startswith("nvfp4")
 ]
 """Every format in every layout; kinds of scales, and whether slots are given, take turns."""
 Q_LENS, KV_LENS = [5, 0, 1, 11, 0], [9, 4, 30, 11, 0]
@@ -99,6 +102,33 @@ def test_every_format_in_every_layout(format: str, layout: str, scales: str, giv
     batch, slots = batch_of(device)
     k, v = tokens_of(device, torch.float32 if format == "fp32" else torch.bfloat16)
     same(k, v, cache_of(device, format, layout, scales), batch, slots if given else None)
+
+
+@pytest.mark.parametrize("layout, scales, given", [("nhd", "tensor", True), ("hnd", "head", False), ("nhd", "token", False)])
+@pytest.mark.parametrize("formats", [("nvfp4", "nvfp4_swizzled"), ("nvfp4", "bf16"), ("int8", "nvfp4")], ids=str)
+def test_scales_of_groups(formats: tuple[str, str], layout: str, scales: str, given: bool, device: str) -> None:
+    k_dim, v_dim = (64 if format.endswith("swizzled") else 48 if format == "nvfp4" else 24 for format in formats)
+    middle = (8, 3) if layout == "nhd" else (3, 8)
+    pages = []
+    for format, dim in zip(formats, (k_dim, v_dim)):
+        units = dim * 9 // 16 if format.startswith("nvfp4") else dim * TYPES[format].itemsize
+        pages.append(torch.full((14, *middle, units), 77, dtype=torch.uint8).view(TYPES[format]).to(device))
+    shape = {"tensor": (), "head": (3,), "token": (14, 8, 3)}[scales]
+    g = torch.Generator().manual_seed(5)
+    k_scale, v_scale = (
+        (20.0 / LARGEST[f] * (1 + torch.rand(shape, generator=g))).to(device) if f in LARGEST else None for f in formats
+    )
+    named = {"layout": layout, "k_format": formats[0], "v_format": formats[1]}
+    cache, other = (
+        KVCache.wrap(
+            *(p.clone() for p in pages), **named,
+            k_scale=None if k_scale is None else k_scale.clone(), v_scale=None if v_scale is None else v_scale.clone(),
+        )
+        for _ in range(2)
+    )  # fmt: skip
+    batch, slots = batch_of(device)
+    k, v = (nvfp4.edge_rows(TOKENS, 3, 64, seed)[..., :dim].to(device) for seed, dim in ((1, k_dim), (2, v_dim)))
+    same(k, v, cache, batch, slots if given else None, other)
 
 
 @pytest.mark.parametrize("index", [torch.int32, torch.int64])

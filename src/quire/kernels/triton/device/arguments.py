@@ -211,6 +211,9 @@ class AttendConstants(NamedTuple):
     V_STEPS: tuple[int, ...]
     V_SLOTS: int
     V_DIMS: int
+    K_GROUPS: tuple[int, ...] | None
+    """Where the scales of groups of K are, `quire.cache.groups.GroupPlaces`; None if the format has none."""
+    V_GROUPS: tuple[int, ...] | None
     FAR: bool
     """Whether offsets into K or V need 64 bits."""
     BYTES: bool
@@ -218,8 +221,11 @@ class AttendConstants(NamedTuple):
     K_FORMAT: str
     K_PACK: int
     """Elements in one element of storage."""
+    K_WORDS: bool
+    """Whether an element of storage is a word of 32 bits, over bytes: strides and K_DIMS count words."""
     V_FORMAT: str
     V_PACK: int
+    V_WORDS: bool
     HARDWARE: bool
     """Whether the target converts fp8 in hardware."""
     K_SCALE_STEPS: tuple[int, ...] | None
@@ -285,6 +291,7 @@ class CombineConstants(NamedTuple):
     V_DIM: int
     V_WIDTH: int
     V_SCALE_STEPS: tuple[int, ...] | None
+    V_GROUPS: tuple[int, ...] | None
     PER_KEY: bool
     OUT: str
     OUT_NUMBER: bool

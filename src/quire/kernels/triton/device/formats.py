@@ -12,10 +12,15 @@ import triton
 import triton.language as tl
 
 
+GROUPED_FACTOR = tl.constexpr(128.0)
+"""What elements of formats with scales of groups are divided by when they are decoded: the scale of the cache makes up for it."""
+
+
 @triton.jit
-def decode(x, FORMAT: tl.constexpr, HARDWARE: tl.constexpr, DOT: tl.constexpr):
+def decode(x, FORMAT: tl.constexpr, HARDWARE: tl.constexpr, DOT: tl.constexpr, groups=None):
     """Converts stored elements to a type that products take: bytes become fp16, other types stay. A byte with two elements becomes
-    two columns. `DOT` is the type of the product, to which they may be converted at once."""
+    two columns. `DOT` is the type of the product, to which they may be converted at once. `groups` are the scales of groups, of a
+    format that has them."""
     if FORMAT == "e4m3fn":
         return decode_e4m3fn(x, HARDWARE)
     elif FORMAT == "e4m3fnuz":
@@ -26,13 +31,16 @@ def decode(x, FORMAT: tl.constexpr, HARDWARE: tl.constexpr, DOT: tl.constexpr):
         return decode_int8(x)
     elif FORMAT == "int4":
         return decode_int4(x, DOT)
+    elif FORMAT == "nvfp4":
+        return decode_nvfp4(x, groups, HARDWARE)
     else:
         return x
 
 
 @triton.jit
 def encode(x, FORMAT: tl.constexpr, HARDWARE: tl.constexpr):
-    """Converts fp32 values, already divided by their scale: saturating, rounded to nearest even; a NaN stays NaN (0 in int8)."""
+    """Converts fp32 values, already divided by their scale: saturating, rounded to nearest even; a NaN stays NaN (0 in int8).
+    Values of formats with scales of groups stay as they are: `encode_nvfp4` makes codes and scales."""
     if FORMAT == "e4m3fn":
         return encode_e4m3fn(x, HARDWARE)
     elif FORMAT == "e4m3fnuz":
@@ -129,6 +137,58 @@ def encode_int4(x):
     codes = rounded(x, 7.0).to(tl.uint8, bitcast=True) & 0xF
     low, high = tl.split(tl.reshape(codes, [codes.shape[0], codes.shape[1] // 2, 2]))
     return low | (high << 4)
+
+
+@triton.jit
+def decode_nvfp4(x, groups, HARDWARE: tl.constexpr):
+    """Bytes with two elements, or words of 32 bits with eight, as fp16: the value / 2^7 (`GROUPED_FACTOR`), which is exact."""
+    # The bits of e2m1 where fp16 keeps them are the value / 2^14. The scale takes as much of that power as it can: 448 * 2^7 is less
+    # than the largest number of fp16.
+    if x.dtype == tl.uint32:
+        values = tl.join(tl.join(nibbles_of(x, 0), nibbles_of(x, 16)), tl.join(nibbles_of(x, 8), nibbles_of(x, 24)))
+        # [keys, words, half of the pair, pairs' high bit, low bit] in the order of the elements.
+        values = tl.permute(values, (0, 1, 3, 4, 2))
+        EACH: tl.constexpr = x.shape[1] * 8 // groups.shape[1]
+    else:
+        wide = x.to(tl.uint16)
+        low = (((wide & 0x7) << 9) | ((wide & 0x8) << 12)).to(tl.float16, bitcast=True)
+        high = (((wide & 0x70) << 5) | ((wide & 0x80) << 8)).to(tl.float16, bitcast=True)
+        values = tl.join(low, high)
+        EACH: tl.constexpr = x.shape[1] * 2 // groups.shape[1]
+    KEYS: tl.constexpr = x.shape[0]
+    GROUPS: tl.constexpr = groups.shape[1]
+    scale = (decode_e4m3fn(groups, HARDWARE) * 128.0)[:, :, None]
+    return tl.reshape(tl.reshape(values, [KEYS, GROUPS, EACH]) * scale, [KEYS, GROUPS * EACH])
+
+
+@triton.jit
+def nibbles_of(words, AT: tl.constexpr):
+    """The two elements of the byte at bit AT of each word, as fp16 in a last axis of two."""
+    # One product puts the low code below bit 16 and the high one below bit 32, with the signs in place.
+    pair = ((words >> AT) & 0xFF) * 0x01001000
+    pair = (pair & 0x80008000) | ((pair >> 3) & 0x0E000E00)
+    low = pair.to(tl.uint16).to(tl.float16, bitcast=True)
+    high = (pair >> 16).to(tl.uint16).to(tl.float16, bitcast=True)
+    return tl.join(low, high)
+
+
+@triton.jit
+def encode_nvfp4(x, GROUP: tl.constexpr, HARDWARE: tl.constexpr):
+    """fp32 `[rows, dim]` as codes, two in a byte, and e4m3 scales of groups `[rows, groups]`."""
+    ROWS: tl.constexpr = x.shape[0]
+    GROUPS: tl.constexpr = x.shape[1] // GROUP
+    parts = tl.reshape(x, [ROWS, GROUPS, GROUP])
+    largest = tl.max(tl.abs(parts), 2)
+    # Not less than the smallest number of e4m3, so that nothing is divided by 0.
+    largest = tl.maximum(tl.div_rn(largest, tl.full(largest.shape, 6.0, tl.float32)), 0.001953125)
+    # A maximum ignores NaN; the scale of a group with a NaN must be NaN.
+    largest = tl.where(tl.max((parts != parts).to(tl.int32), 2) > 0, float("nan"), largest)
+    groups = encode_e4m3fn(largest, HARDWARE)
+    scale = tl.broadcast_to(decode_e4m3fn(groups, False).to(tl.float32)[:, :, None], parts.shape)
+    byte = float_to_byte(tl.div_rn(parts, scale), 1, 1, 6.0, 0)
+    codes = tl.reshape((byte & 7) | ((byte >> 4) & 8), [ROWS, GROUPS * GROUP // 2, 2])
+    low, high = tl.split(codes)
+    return low | (high << 4), groups
 
 
 @triton.jit

@@ -15,7 +15,8 @@ from quire.kernels.triton.device.features import (
     selected_keys,
     transform_scores,
 )
-from quire.kernels.triton.device.formats import decode
+from quire.kernels.triton.device.formats import GROUPED_FACTOR, decode
+from quire.kernels.triton.device.groups import load_groups
 
 
 @triton.jit
@@ -71,6 +72,12 @@ def value_at(page, head, key, dim, C: tl.constexpr):
     in_slot = (slot // C.V_SLOTS) * C.V_STEPS[2] + (slot % C.V_SLOTS) * C.V_STEPS[3]
     in_dim = (dim // C.V_DIMS) * C.V_STEPS[4] + (dim % C.V_DIMS) * C.V_STEPS[5]
     return base + in_slot + in_dim
+
+
+@triton.jit
+def as_words(start):
+    """A pointer to bytes as one to words of 32 bits."""
+    return start.to(tl.pointer_type(tl.uint32), bitcast=True)
 
 
 @triton.jit
@@ -167,13 +174,18 @@ def attend_tiles(
                     from_pages &= exists
             page = page.to(tl.int64) if C.FAR else page.to(tl.int32)
             at = key_at(page[:, None], head, place[:, None], k_unit[None, :], C)
+            start = as_words(cache.k) if C.K_WORDS else cache.k
             if MASKED:
-                k = tl.load(cache.k + at, mask=from_pages[:, None] & (k_unit < K_UNITS)[None, :], other=0)
+                k = tl.load(start + at, mask=from_pages[:, None] & (k_unit < K_UNITS)[None, :], other=0)
             elif C.K_WIDTH != C.HEAD_DIM:
-                k = tl.load(cache.k + at, mask=(k_unit < K_UNITS)[None, :], other=0)
+                k = tl.load(start + at, mask=(k_unit < K_UNITS)[None, :], other=0)
             else:
-                k = tl.load(cache.k + at)
-            k = to_dot_type(decode(k, tl.constexpr(C.K_FORMAT), C.HARDWARE, tl.constexpr(C.DOT)), C)
+                k = tl.load(start + at)
+            groups = None
+            if C.K_GROUPS is not None:
+                at, inner = place[:, None] % C.PAGE_SIZE, from_pages[:, None]
+                groups = load_groups(cache.k, page[:, None], head, at, inner, C.K_WIDTH, C.HEAD_DIM, MASKED, C.K_GROUPS)
+            k = to_dot_type(decode(k, tl.constexpr(C.K_FORMAT), C.HARDWARE, tl.constexpr(C.DOT), groups), C)
         if SOURCE != "pages":
             token = (unit.start + k_position - unit.context).to(tl.int64)[:, None]
             is_new = (inside & (key >= unit.cached))[:, None]
@@ -282,13 +294,18 @@ def _values(
         unit_of_dim = tl.arange(0, C.V_WIDTH // C.V_PACK)
         UNITS: tl.constexpr = C.V_DIM // C.V_PACK
         at = value_at(page[:, None], head, place[:, None], unit_of_dim[None, :], C)
+        start = as_words(cache.v) if C.V_WORDS else cache.v
         if MASKED:
-            v = tl.load(cache.v + at, mask=from_pages[:, None] & (unit_of_dim < UNITS)[None, :], other=0)
+            v = tl.load(start + at, mask=from_pages[:, None] & (unit_of_dim < UNITS)[None, :], other=0)
         elif C.V_WIDTH != C.V_DIM:
-            v = tl.load(cache.v + at, mask=(unit_of_dim < UNITS)[None, :], other=0)
+            v = tl.load(start + at, mask=(unit_of_dim < UNITS)[None, :], other=0)
         else:
-            v = tl.load(cache.v + at)
-        v = decode(v, tl.constexpr(C.V_FORMAT), C.HARDWARE, tl.constexpr(C.DOT))
+            v = tl.load(start + at)
+        groups = None
+        if C.V_GROUPS is not None:
+            at, inner = place[:, None] % C.PAGE_SIZE, from_pages[:, None]
+            groups = load_groups(cache.v, page[:, None], head, at, inner, C.V_WIDTH, C.V_DIM, MASKED, C.V_GROUPS)
+        v = decode(v, tl.constexpr(C.V_FORMAT), C.HARDWARE, tl.constexpr(C.DOT), groups)
         if v_scale is not None and not scales_weights(C):
             v = v.to(tl.float32) * v_scale[:, None]
         v = to_dot_type(v, C)
@@ -313,11 +330,19 @@ def _scales(cache, page, head, key, inside, C: tl.constexpr):
     k_scale, v_scale = None, None
     if C.K_SCALE_STEPS is not None:
         at = page * C.K_SCALE_STEPS[0] + slot * C.K_SCALE_STEPS[1] + head * C.K_SCALE_STEPS[2]
-        k_scale = tl.load(cache.k_scale + at, mask=inside, other=1.0)
+        k_scale = _load_scales(cache.k_scale + at, inside, C.K_GROUPS)
     if C.V_SCALE_STEPS is not None:
         at = page * C.V_SCALE_STEPS[0] + slot * C.V_SCALE_STEPS[1] + head * C.V_SCALE_STEPS[2]
-        v_scale = tl.load(cache.v_scale + at, mask=inside, other=1.0)
+        v_scale = _load_scales(cache.v_scale + at, inside, C.V_GROUPS)
     return k_scale, v_scale
+
+
+@triton.jit
+def _load_scales(at, inside, G: tl.constexpr):
+    if G is None:
+        return tl.load(at, mask=inside, other=1.0)
+    else:
+        return tl.load(at, mask=inside, other=1.0 / GROUPED_FACTOR) * GROUPED_FACTOR
 
 
 @triton.constexpr_function

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from quire.kernels.triton.device.features import add_sink, keys_before, load_slopes, query_position, selected_row, visible_range
-from quire.kernels.triton.device.formats import decode, encode
+from quire.kernels.triton.device.formats import GROUPED_FACTOR, decode, encode
 from quire.kernels.triton.device.schedule import lengths, uniform
 from quire.kernels.triton.device.tiles import to_dot_type
 
@@ -118,6 +118,8 @@ def load_queries(query, cache, features, unit, T: tl.constexpr, C: tl.constexpr)
             scale *= tl.load(cache.k_scale + (unit.kv_head + unit.member) * C.K_SCALE_STEPS[2], mask=unit.live, other=1.0)
         else:
             scale *= tl.load(cache.k_scale + unit.kv_head * C.K_SCALE_STEPS[2])
+        if C.K_GROUPS is not None:
+            scale *= GROUPED_FACTOR
     if C.BALANCE == "here":
         q, exponent = balanced(q)
         scale = scale * exponent
@@ -164,6 +166,8 @@ def finish(acc, row_max, row_sum, head, live, features, cache, kv_head, C: tl.co
             factor *= tl.load(cache.v_scale + kv_head * C.V_SCALE_STEPS[2], mask=live, other=1.0)
         else:
             factor *= tl.load(cache.v_scale + kv_head * C.V_SCALE_STEPS[2])
+        if C.V_GROUPS is not None:
+            factor *= GROUPED_FACTOR
     if features.out_scale is not None:
         factor /= features.out_scale if C.OUT_NUMBER else tl.load(features.out_scale)
     lse = tl.where(row_sum == 0.0, float("-inf"), (row_max + tl.log2(row_sum)) * LN2)

@@ -9,7 +9,8 @@ import triton.language as tl
 
 from quire.kernels.triton.device.arguments import KStride, Number, Pointer, Stride, UnitStride, VectorPointer, VStride
 from quire.kernels.triton.device.features import is_in_shard, keys_before
-from quire.kernels.triton.device.formats import encode
+from quire.kernels.triton.device.formats import encode, encode_nvfp4
+from quire.kernels.triton.device.groups import group_at
 from quire.kernels.triton.device.rope import RopeConstants, rotated, rows_of_tables
 
 
@@ -72,6 +73,9 @@ class WriteConstants(NamedTuple):
     V_STEPS: tuple[int, ...]
     V_SLOTS: int
     V_DIMS: int
+    K_GROUPS: tuple[int, ...] | None
+    """Where the scales of groups of K are, `quire.cache.groups.GroupPlaces`; None if the format has none."""
+    V_GROUPS: tuple[int, ...] | None
     K_FORMAT: str
     K_PACK: int
     """Elements in one element of storage."""
@@ -145,6 +149,8 @@ def write_rows(pages, tokens, rope, S: tl.constexpr):
     if S.K_LARGEST is not None:
         scale = pages.k_scale + page * S.K_SCALE_STEPS[0] + slot * S.K_SCALE_STEPS[1] + head * S.K_SCALE_STEPS[2]
         k = quantised(k, scale, live, S.K_LARGEST, tl.constexpr(S.K_FORMAT), S)
+    if S.K_GROUPS is not None:
+        k = grouped(k, pages.k, page, head, slot, live, S.HEAD_DIM, S.K_GROUPS, S)
     place = page * S.K_STEPS[0] + head * S.K_STEPS[1] + (slot // S.K_SLOTS) * S.K_STEPS[2] + (slot % S.K_SLOTS) * S.K_STEPS[3]
     unit = tl.arange(0, S.K_WIDTH // S.K_PACK)
     mask = live[:, None] & (unit < S.HEAD_DIM // S.K_PACK)[None, :]
@@ -158,6 +164,8 @@ def write_rows(pages, tokens, rope, S: tl.constexpr):
     if S.V_LARGEST is not None:
         scale = pages.v_scale + page * S.V_SCALE_STEPS[0] + slot * S.V_SCALE_STEPS[1] + head * S.V_SCALE_STEPS[2]
         v = quantised(v, scale, live, S.V_LARGEST, tl.constexpr(S.V_FORMAT), S)
+    if S.V_GROUPS is not None:
+        v = grouped(v, pages.v, page, head, slot, live, S.V_DIM, S.V_GROUPS, S)
     place = page * S.V_STEPS[0] + head * S.V_STEPS[1] + (slot // S.V_SLOTS) * S.V_STEPS[2] + (slot % S.V_SLOTS) * S.V_STEPS[3]
     unit = tl.arange(0, S.V_WIDTH // S.V_PACK)
     mask = live[:, None] & (unit < S.V_DIM // S.V_PACK)[None, :]
@@ -235,3 +243,13 @@ def quantised(x, scale, live, LARGEST: tl.constexpr, FORMAT: tl.constexpr, S: tl
     else:
         factor = tl.load(scale, mask=live, other=1.0)
     return encode(tl.div_rn(x, tl.broadcast_to(factor[:, None], x.shape)), FORMAT, S.HARDWARE)
+
+
+@triton.jit
+def grouped(x, start, page, head, slot, live, DIM: tl.constexpr, G: tl.constexpr, S: tl.constexpr):
+    """Stores the scales of the groups of fp32 rows, and returns their codes."""
+    codes, scales = encode_nvfp4(x, G.group, S.HARDWARE)
+    group = tl.arange(0, scales.shape[1])
+    at = group_at(page[:, None], head[:, None], slot[:, None], group[None, :], G)
+    tl.store(start + at, scales.to(start.dtype.element_ty), mask=live[:, None] & (group < DIM // G.group)[None, :])
+    return codes

@@ -56,7 +56,7 @@ def _rotation(problem: Problem, tokens: int) -> dict[str, Any]:
 def _cache(problem: Problem) -> Any:
     formats = [FORMATS[name] for name in problem.formats]
     k, v = (
-        _meta_tensor(2, problem.page_size, problem.kv_heads, dim // format.pack, dtype=format.dtype)
+        _meta_tensor(2, problem.page_size, problem.kv_heads, format.units_of(dim), dtype=format.dtype)
         for dim, format in zip((problem.head_dim, problem.v_head_dim), formats)
     )
     shape = {"tensor": (), "head": (problem.kv_heads,), "token": (2, problem.page_size, problem.kv_heads)}.get(problem.scales)

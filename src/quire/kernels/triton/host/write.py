@@ -10,6 +10,7 @@ import torch
 from quire.cache.format import FORMATS
 from quire.kernels.triton.device.rope import RopeConstants, Rotation
 from quire.kernels.triton.device.write import NewTokens, PageTensors, WriteConstants, rope_kernel, write_kernel
+from quire.kernels.triton.host.constants import cache_constants
 from quire.kernels.triton.host.launcher import NO_SHARD, At, Launch, Launcher, platform_of
 from quire.kernels.triton.host.program import Program
 from quire.kernels.triton.host.tuning import WRITE, WorkPerProgram
@@ -27,31 +28,14 @@ class WriteLauncher(Launcher):
         super().__init__(problem, platform)
         k_width, rope = power_of_two(problem.head_dim), problem.rope
         self.rows = work.size if rope is None else max(1, min(work.size, ROPE_ELEMENTS // k_width))
-        k, v = problem.k_pages, problem.v_pages
-        assert k is not None and v is not None
         constants = WriteConstants(
             ROWS=self.rows,
-            KV_HEADS=problem.kv_heads,
-            HEAD_DIM=problem.head_dim,
-            V_DIM=problem.v_head_dim,
+            **cache_constants(problem),
             K_WIDTH=k_width,
             V_WIDTH=power_of_two(problem.v_head_dim),
-            PAGE_SIZE=problem.page_size,
-            K_STEPS=k.strides,
-            K_SLOTS=k.slot_part,
-            K_DIMS=k.dim_part,
-            V_STEPS=v.strides,
-            V_SLOTS=v.slot_part,
-            V_DIMS=v.dim_part,
-            K_FORMAT=problem.format,
-            K_PACK=FORMATS[problem.format].pack,
             K_LARGEST=FORMATS[problem.format].largest,
-            V_FORMAT=problem.v_format,
-            V_PACK=FORMATS[problem.v_format].pack,
             V_LARGEST=FORMATS[problem.v_format].largest,
             HARDWARE=platform.encodes_fp8,
-            K_SCALE_STEPS=problem.k_scale_strides or None,
-            V_SCALE_STEPS=problem.v_scale_strides or None,
             PER_TOKEN=problem.scales == "token",
         )
         if rope is None:

@@ -1,0 +1,79 @@
+"""Formats by the kit's own tables and formulas, so that an error in the library's table is detected."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+
+TYPES = {
+    "fp32": torch.float32,
+    "fp16": torch.float16,
+    "bf16": torch.bfloat16,
+    "e4m3fn": torch.float8_e4m3fn,
+    "e4m3fnuz": torch.float8_e4m3fnuz,
+    "e5m2": torch.float8_e5m2,
+    "int8": torch.int8,
+    "int4": torch.uint8,
+    "nvfp4": torch.uint8,
+    "nvfp4_swizzled": torch.uint8,
+}
+LARGEST = {"e4m3fn": 448.0, "e4m3fnuz": 240.0, "e5m2": 57344.0, "int8": 127.0, "int4": 7.0}
+LARGEST |= {"nvfp4": 448.0 * 6, "nvfp4_swizzled": 448.0 * 6}
+PACK = {"int4": 2, "nvfp4": 2, "nvfp4_swizzled": 2}
+"""Elements in a byte, the first in the lowest bits; 1 in other formats."""
+GROUP = {"nvfp4": 16, "nvfp4_swizzled": 16}
+"""Elements that share a scale in the page."""
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+"""The magnitudes of codes 0 to 7; 8 more is the negative number."""
+SMALLEST, LARGEST_SCALE = 2.0**-9, 448.0
+NAN = 0x7F
+
+
+def units_of(format: str, dim: int) -> int:
+    """The elements of storage of a head: codes, and scales of groups."""
+    return dim // PACK.get(format, 1) + (dim // GROUP[format] if format in GROUP else 0)
+
+
+def encode_groups(x: torch.Tensor, largest: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """fp32 numbers as codes, one in each entry, and bytes of e4m3. The scale of a group maps its largest magnitude to 6."""
+    groups = x.clamp(-largest, largest).unflatten(-1, (-1, 16))
+    scale = (groups.abs().amax(-1) / 6).clamp(SMALLEST, LARGEST_SCALE).to(torch.float8_e4m3fn)
+    value = (groups / scale.float().unsqueeze(-1)).nan_to_num(0.0)
+    # Halfway between two numbers the one with the even code is taken: the boundary belongs to it.
+    middles = [(a + b) / 2 for a, b in pairwise(E2M1)]
+    codes = sum((value.abs() > m if i % 2 == 0 else value.abs() >= m).to(torch.uint8) for i, m in enumerate(middles))
+    assert isinstance(codes, torch.Tensor)
+    return (codes + 8 * (value < 0)).flatten(-2).to(torch.uint8), scale.view(torch.uint8)
+
+
+def numbers_of_groups(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """The numbers that codes stand for, fp64."""
+    return numbers_of_codes(codes) * numbers_of_scales(scales).repeat_interleave(16, -1)
+
+
+def numbers_of_codes(codes: torch.Tensor) -> torch.Tensor:
+    return torch.tensor((*E2M1, *(-x for x in E2M1)), dtype=torch.float64)[codes.long()]
+
+
+def numbers_of_scales(scales: torch.Tensor) -> torch.Tensor:
+    return scales.contiguous().view(torch.float8_e4m3fn).double()
+
+
+def pairs(codes: torch.Tensor) -> torch.Tensor:
+    """Two codes in a byte, the even one below."""
+    return (codes[..., 0::2] + 16 * codes[..., 1::2]).to(torch.uint8)
+
+
+def grouped_at(
+    layout: str, format: str, size: int, heads: int, dim: int, s: torch.Tensor, h: torch.Tensor, unit: torch.Tensor
+) -> torch.Tensor:
+    """Where byte `unit` of slot s and head h is in its page, nhd or hnd: first the dim / 2 bytes of codes of all slots and heads,
+    then the dim / 16 scales of all. Swizzled, of four slots and four parts of the scales, slot and part change places."""
+    codes, groups = dim // 2, dim // 16
+    group = (unit - codes).clamp(min=0)
+    slot = s
+    if format == "nvfp4_swizzled":
+        slot, group = s // 4 * 4 + group // (groups // 4), group % (groups // 4) * 4 + s % 4
+    row, row_of_scale = (s * heads + h, slot * heads + h) if layout == "nhd" else (h * size + s, h * size + slot)
+    return torch.where(unit < codes, row * codes + unit, size * heads * codes + row_of_scale * groups + group)
