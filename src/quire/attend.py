@@ -8,6 +8,7 @@ import torch
 
 from quire.batch import Batch
 from quire.cache.kv_cache import KVCache
+from quire.cache.latent import with_values
 from quire.contract.call import Call
 from quire.contract.check import Level
 from quire.errors import ArgumentError
@@ -21,13 +22,13 @@ Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 @overload
 def attend(
     q: torch.Tensor, cache: KVCache, batch: Batch, options: Options | None = ..., *,
-    new: tuple[torch.Tensor, torch.Tensor] | None = ..., out: torch.Tensor | None = ..., lse: Literal[False] = ...,
+    new: tuple[torch.Tensor, torch.Tensor | None] | None = ..., out: torch.Tensor | None = ..., lse: Literal[False] = ...,
     kernel: str | None = ..., check: Level = ...,
 ) -> torch.Tensor: ...  # fmt: skip
 @overload
 def attend(
     q: torch.Tensor, cache: KVCache, batch: Batch, options: Options | None = ..., *,
-    new: tuple[torch.Tensor, torch.Tensor] | None = ..., out: torch.Tensor | None = ..., lse: Literal[True] | torch.Tensor,
+    new: tuple[torch.Tensor, torch.Tensor | None] | None = ..., out: torch.Tensor | None = ..., lse: Literal[True] | torch.Tensor,
     kernel: str | None = ..., check: Level = ...,
 ) -> tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
 def attend(
@@ -36,7 +37,7 @@ def attend(
     batch: Batch,
     options: Options | None = None,
     *,
-    new: tuple[torch.Tensor, torch.Tensor] | None = None,
+    new: tuple[torch.Tensor, torch.Tensor | None] | None = None,
     out: torch.Tensor | None = None,
     lse: bool | torch.Tensor = False,
     kernel: str | None = None,
@@ -50,8 +51,8 @@ def attend(
         cache: The keys and values of the layer.
         batch: The sequences: pages, lengths, and their rows of q. Rows from `batch.q_starts[-1]` on are padding.
         options: Window, softmax options, masks and scales of the layer. Default: causal attention with scale `head_dim ** -0.5`.
-        new: The new keys and values `(k, v)`, `[tokens, kv_heads, dim]` each. If given, the cache holds only the tokens before the
-            new ones (context form). Default: the cache holds all tokens (full form).
+        new: The new keys and values `(k, v)`, `[tokens, kv_heads, dim]`; `(k, None)` if V is a part of K. If given, the cache holds
+            only the tokens before the new ones (context form). Default: the cache holds all tokens (full form).
         out: The output buffer `[tokens, q_heads, v_head_dim]`; padding rows are not written. Default: a new tensor with zeros in
             padding rows, of q's type (bf16 for fp8 queries); with `Options(out_scale=...)` of q's fp8 type, or OCP fp8.
         lse: True, or an fp32 buffer `[tokens, q_heads]`, to also return the log-sum-exp of the logits (natural log).
@@ -79,11 +80,11 @@ def attend(
         refuse_unknown(attend, unknown)
     if lse is None:
         raise ArgumentError("lse", None, "True, False or a tensor [tokens, q_heads] of fp32")
+    given, new = None if lse is True or lse is False else lse, new if new is None else with_values(new, cache)
     if (torch.compiler.is_dynamo_compiling() or type(q) is not torch.Tensor) and is_traced(q):
         from quire import ops
 
         return ops.attend(q, cache, batch, options, new, out, lse, kernel, check)
-    given = None if lse is True or lse is False else lse
     call = Call(cache, batch, q, PLAIN if options is None else options, new, out, lse=given, with_lse=lse is not False)
     launcher = launcher_for("attend", call, kernel, check, checked=False)
     if cache.ledger is not None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 
 from quire.batch import Batch
 from quire.cache.kv_cache import KVCache
+from quire.cache.latent import Keys, rows_to_write, with_values
 from quire.contract.call import Call
 from quire.contract.check import enforce_static
 from quire.dispatch.choose import choose
@@ -31,10 +33,10 @@ def explain(
     batch: Batch,
     options: Options | None = None,
     *,
-    new: tuple[torch.Tensor, torch.Tensor] | None = None,
+    new: tuple[torch.Tensor, torch.Tensor | None] | None = None,
     out: torch.Tensor | None = None,
     lse: bool | torch.Tensor = False,
-    k: torch.Tensor | None = None,
+    k: Keys | None = None,
     v: torch.Tensor | None = None,
     slots: torch.Tensor | None = None,
     rope: Rope | None = None,
@@ -69,15 +71,22 @@ def explain(
         'it is the first whose limits all hold'
     """
     _check_arguments(operation, cache, lse, platform)
+    keys: Any
+    values: Any
     if operation in ("write", "step") and k is None and v is None and isinstance(q, torch.Tensor) and q.dim() == 3:
         dtype = torch.bfloat16 if is_fp8(q.dtype) else q.dtype
-        k, v = (q.new_empty((q.shape[0], cache.kv_heads, dim), dtype=dtype) for dim in (cache.head_dim, cache.v_head_dim))
+        keys, values = (q.new_empty((q.shape[0], cache.kv_heads, dim), dtype=dtype) for dim in cache.written_dims)
+    else:
+        keys, values = (None, None) if k is None and v is None else rows_to_write(k, v, cache)
+    given = with_values(new, cache)
     if operation == "write":
-        call = Call(cache, batch, k=k, v=v, slots=slots, rope=rope, q_in=None if rope is None else q, rope_positions=positions)
+        call = Call(
+            cache, batch, k=keys, v=values, slots=slots, rope=rope, q_in=None if rope is None else q, rope_positions=positions
+        )
     else:
         buffer = lse if isinstance(lse, torch.Tensor) else None
         options = PLAIN if options is None else options
-        call = Call(cache, batch, q, options, new, out, k, v, slots, lse=buffer, with_lse=lse is not False)
+        call = Call(cache, batch, q, options, given, out, keys, values, slots, lse=buffer, with_lse=lse is not False)
         call.rope, call.q_in, call.rope_positions = rope, None if rope is None else q, positions
     return decide(operation, call, Platform.detect(cache.device) if platform is None else platform)
 

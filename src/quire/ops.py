@@ -24,6 +24,7 @@ from quire.attend import attend as plain_attend
 from quire.batch import Batch
 from quire.cache.format import FORMATS
 from quire.cache.kv_cache import KVCache
+from quire.cache.latent import as_given
 from quire.cache.layout import LAYOUTS
 from quire.cache.select import Select
 from quire.contract.check import Level
@@ -34,8 +35,11 @@ from quire.rope import Rope
 from quire.step import step as plain_step
 from quire.write import write as plain_write
 
-_READ = "Tensor k_pages, Tensor v_pages, Tensor? k_scale, Tensor? v_scale, str layout, str format, str v_format"
-_WRITTEN = "Tensor(k!) k_pages, Tensor(v!) v_pages, Tensor(i!)? k_scale, Tensor(j!)? v_scale, str layout, str format, str v_format"
+_READ = "Tensor k_pages, Tensor? v_pages, Tensor? k_scale, Tensor? v_scale, str layout, str format, str v_format, int? v_in_k"
+_WRITTEN = (
+    "Tensor(k!) k_pages, Tensor(v!)? v_pages, Tensor(i!)? k_scale, Tensor(j!)? v_scale, str layout, str format, str v_format, "
+    "int? v_in_k"
+)
 _BATCH = (
     "Tensor page_table, Tensor kv_lens, Tensor q_starts, Tensor? slots, SymInt? max_q_len, SymInt? max_kv_len, int[]? shard, "
     "Tensor? spans, Tensor? select_positions, Tensor? select_columns"
@@ -219,7 +223,11 @@ def _refused(cache: KVCache, batch: Batch, q: torch.Tensor | None = None) -> str
 
 
 def _of_cache(cache: KVCache) -> tuple[Any, ...]:
-    return cache.k, cache.v, cache.k_scale, cache.v_scale, cache.layout.name, cache.k_format.name, cache.v_format.name
+    names = cache.layout.name, cache.k_format.name, cache.v_format.name
+    if cache.v_in_k is not None:
+        # An operator may not take memory twice if it changes it.
+        return cache.k, None, cache.k_scale, None, *names, cache.v_in_k
+    return cache.k, cache.v, cache.k_scale, cache.v_scale, *names, None
 
 
 def _of_batch(batch: Batch, slots: torch.Tensor | None) -> tuple[Any, ...]:
@@ -274,9 +282,13 @@ def _refuse(refused: str | None) -> None:
         raise ArgumentError(*_REFUSALS[refused])
 
 
-def _cache(k: torch.Tensor, v: torch.Tensor, k_scale: Any, v_scale: Any, layout: str, k_format: str, v_format: str) -> KVCache:
+def _cache(
+    k: torch.Tensor, v: Any, k_scale: Any, v_scale: Any, layout: str, k_format: str, v_format: str, v_in_k: int | None
+) -> KVCache:
     formats = (FORMATS[k_format], FORMATS[v_format])
-    cache = KVCache(k, v, LAYOUTS[layout], formats, k_scale, v_scale, None, False)
+    if v_in_k is not None:
+        v = k[..., : v_in_k // formats[0].pack]
+    cache = KVCache(k, v, LAYOUTS[layout], formats, k_scale, v_scale, None, False, v_in_k is not None)
     cache.check_memory()
     return cache
 
@@ -312,24 +324,25 @@ def _split(
 def _attend(q: torch.Tensor, *parts: Any) -> tuple[torch.Tensor, torch.Tensor]:
     cache, batch, options, (new_k, new_v, out, lse, kernel, check, refused) = _split(parts)
     _refuse(refused)
-    new = None if new_k is None else (new_k, new_v)
-    result = plain_attend(
-        q, _cache(*cache), _batch(*batch), _options(*options), new=new, out=out, lse=lse, kernel=kernel, check=check
-    )
+    made = _cache(*cache)
+    new = None if new_k is None else (new_k, new_v if made.v_in_k is None else None)
+    result = plain_attend(q, made, _batch(*batch), _options(*options), new=new, out=out, lse=lse, kernel=kernel, check=check)
     return _made(q, out, result)
 
 
 def _write(k: torch.Tensor, v: torch.Tensor, *parts: Any) -> None:
     cache, batch, (kernel, check, refused), _ = _split(parts)
     _refuse(refused)
-    plain_write(k, v, _cache(*cache), _batch(*batch), kernel=kernel, check=check)
+    made = _cache(*cache)
+    plain_write(*as_given(k, v, made), made, _batch(*batch), kernel=kernel, check=check)
 
 
 def _step(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *parts: Any) -> tuple[torch.Tensor, torch.Tensor]:
     cache, batch, options, (out, lse, kernel, check, refused) = _split(parts)
     _refuse(refused)
-    result = plain_step(q, k, v, _cache(*cache), _batch(*batch), _options(*options), out=out, lse=lse, kernel=kernel, check=check)
-    return _made(q, out, result)
+    made = _cache(*cache)
+    how: dict[str, Any] = {"out": out, "lse": lse, "kernel": kernel, "check": check}
+    return _made(q, out, plain_step(q, *as_given(k, v, made), made, _batch(*batch), _options(*options), **how))
 
 
 def _rope(arguments: tuple[Any, ...]) -> Rope:
@@ -341,7 +354,8 @@ def _run_rope_write(q: Any, k: torch.Tensor, v: torch.Tensor, *parts: Any) -> to
     (positions, q_out, kernel, check, refused), rope = rest[_IN_ROPE:], _rope(rest[:_IN_ROPE])
     _refuse(refused)
     how = {"rope": rope, "q": q, "q_out": q_out, "positions": positions}
-    turned = plain_write(k, v, _cache(*cache), _batch(*batch), **how, kernel=kernel, check=check)
+    made = _cache(*cache)
+    turned = plain_write(*as_given(k, v, made), made, _batch(*batch), **how, kernel=kernel, check=check)
     return k.new_empty(0) if turned is None or q_out is not None else turned
 
 
@@ -350,7 +364,8 @@ def _run_rope_step(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *parts: An
     (positions, out, lse, kernel, check, refused), rope = rest[_IN_ROPE:], _rope(rest[:_IN_ROPE])
     _refuse(refused)
     how: dict[str, Any] = {"out": out, "lse": lse, "rope": rope, "positions": positions, "kernel": kernel, "check": check}
-    return _made(q, out, plain_step(q, k, v, _cache(*cache), _batch(*batch), _options(*options), **how))
+    made = _cache(*cache)
+    return _made(q, out, plain_step(q, *as_given(k, v, made), made, _batch(*batch), _options(*options), **how))
 
 
 def _made(q: torch.Tensor, out: torch.Tensor | None, result: Result) -> tuple[torch.Tensor, torch.Tensor]:

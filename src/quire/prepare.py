@@ -17,6 +17,7 @@ import torch
 from quire import interrupts
 from quire.batch import Batch
 from quire.cache.kv_cache import KVCache
+from quire.cache.latent import with_values
 from quire.contract.call import Call
 from quire.contract.static import FLOATS
 from quire.dispatch.choose import kernels_for
@@ -206,12 +207,15 @@ def _of_cache(
     device = cache.device
     q = torch.empty((1, q_heads, cache.head_dim), dtype=q_dtype, device=device)
     kv_dtype = torch.bfloat16 if q_dtype.itemsize == 1 else q_dtype
-    new = tuple(torch.empty((1, cache.kv_heads, dim), dtype=kv_dtype, device=device) for dim in (cache.head_dim, cache.v_head_dim))
+    k = torch.empty((1, cache.kv_heads, cache.head_dim), dtype=kv_dtype, device=device)
+    new = (k, torch.empty((1, cache.kv_heads, cache.v_head_dim), dtype=kv_dtype, device=device))
+    if cache.v_in_k is not None:
+        new = with_values((k, None), cache)
     for form, logs, name in variants:
         shard = None if cache.pool is None else cache.pool.shard
         tensors = (torch.zeros(shape, dtype=getattr(torch, name), device=device) for shape in ((1, 1), (1,), (2,)))
         batch = Batch(*tensors, shard=shard)
-        call = Call(cache, batch, q, options or PLAIN, None if form == "full" else (new[0], new[1]), with_lse=logs)
+        call = Call(cache, batch, q, options or PLAIN, None if form == "full" else new, with_lse=logs)
         yield described("attend", call)[0]
 
 

@@ -132,6 +132,8 @@ class Problem(Traits):
     """Strides of K's scales by page, slot and head; None in the constructor means: contiguous."""
     v_scale_strides: tuple[int, ...] | None = None
     """The same for V."""
+    v_in_k: bool = False
+    """Whether V is the first `v_head_dim` elements of K (`KVCache.v_in_k`)."""
     far: bool = False
     """Whether offsets of elements in the cache reach 2^31, so that they need 64 bits."""
     shard: bool = False
@@ -181,7 +183,10 @@ class Problem(Traits):
         dim, x = (k_units, 16 // k.itemsize) if name == "k_pages" else (v_units, 16 // v.itemsize)
         if order.split and (self.page_size if order.split == "slot" else dim) % x:
             x = 1
-        if layout.joint:
+        if self.v_in_k:
+            storage = torch.empty(layout.k.shape(2, self.page_size, self.kv_heads, k_units), device="meta")
+            storage = storage if name == "k_pages" else storage[..., :v_units]
+        elif layout.joint:
             joint = torch.empty(order.shape(2, self.page_size, self.kv_heads, k_units + v_units, x), device="meta")
             storage = layout.parts(joint, head_dim=k_units)[name == "v_pages"]
         else:
@@ -242,6 +247,8 @@ class Problem(Traits):
             names.append("rope")
         if self.mixed_formats:
             names.append("mixed-formats")
+        if self.v_in_k:
+            names.append("v_in_k")
         return tuple(names)
 
     @property
@@ -270,6 +277,7 @@ class Problem(Traits):
 
     def __str__(self) -> str:
         dim = f"{self.head_dim}" if self.v_head_dim == self.head_dim else f"{self.head_dim}/{self.v_head_dim}"
+        dim += " of K" if self.v_in_k else ""
         stored = "/".join(self.formats) if self.mixed_formats else self.format
         scales = "" if self.scales == "none" else f" (scale per {self.scales})"
         parts = [
@@ -278,7 +286,7 @@ class Problem(Traits):
             f"q {self.q_dtype}" + ("" if self.out_dtype == self.q_dtype else f" -> {self.out_dtype}"),
         ]
         said = {"window": f"window {self.window}", "rope": str(self.rope), "select": f"selected {self.select}"}
-        parts += [said.get(name, name) for name in self.features if name != "mixed-formats"]
+        parts += [said.get(name, name) for name in self.features if name not in ("mixed-formats", "v_in_k")]
         if self.index != "int32":
             parts.append(f"index {self.index}")
         if self.memory != "aligned":

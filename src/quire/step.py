@@ -9,6 +9,7 @@ import torch
 from quire.attend import Result, is_traced
 from quire.batch import Batch
 from quire.cache.kv_cache import KVCache
+from quire.cache.latent import Keys, rows_to_write
 from quire.contract.call import Call
 from quire.contract.check import Level, enforce
 from quire.errors import ArgumentError
@@ -21,20 +22,20 @@ from quire.write import store
 
 @overload
 def step(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cache: KVCache, batch: Batch, options: Options | None = ..., *,
+    q: torch.Tensor, k: Keys, v: torch.Tensor | None, cache: KVCache, batch: Batch, options: Options | None = ..., *,
     out: torch.Tensor | None = ..., lse: Literal[False] = ..., rope: Rope | None = ...,
     positions: torch.Tensor | None = ..., kernel: str | None = ..., check: Level = ...,
 ) -> torch.Tensor: ...  # fmt: skip
 @overload
 def step(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cache: KVCache, batch: Batch, options: Options | None = ..., *,
+    q: torch.Tensor, k: Keys, v: torch.Tensor | None, cache: KVCache, batch: Batch, options: Options | None = ..., *,
     out: torch.Tensor | None = ..., lse: Literal[True] | torch.Tensor, rope: Rope | None = ...,
     positions: torch.Tensor | None = ..., kernel: str | None = ..., check: Level = ...,
 ) -> tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
 def step(
     q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    k: Keys,
+    v: torch.Tensor | None,
     cache: KVCache,
     batch: Batch,
     options: Options | None = None,
@@ -51,7 +52,7 @@ def step(
     `attend(q, cache, batch, options)`. Both are checked, and both kernels chosen, before anything is written.
 
     Args:
-        q, k, v: Queries `[tokens, q_heads, head_dim]`, and new keys and values `[tokens, kv_heads, dim]`.
+        q, k, v: Queries `[tokens, q_heads, head_dim]`, and new keys and values `[tokens, kv_heads, dim]`, as in `quire.write`.
         cache, batch, options, out, lse, check: As in `quire.attend`.
         rope: How q and k are normalised and rotated in the launch that writes; q and k themselves are not changed.
         positions: With rope: as in `quire.write`. Default: `options.positions`, or those of the batch.
@@ -79,14 +80,16 @@ def step(
         refuse_unknown(step, unknown)
     if lse is None:
         raise ArgumentError("lse", None, "True, False or a tensor [tokens, q_heads] of fp32")
+    keys, values = rows_to_write(k, v, cache)
     if is_traced(q):
         from quire import ops
 
         if rope is not None or positions is not None:
-            return ops.rope_step(q, k, v, cache, batch, options, out, lse, rope, positions, kernel, check)
-        return ops.step(q, k, v, cache, batch, options, out, lse, kernel, check)
+            return ops.rope_step(q, keys, values, cache, batch, options, out, lse, rope, positions, kernel, check)
+        return ops.step(q, keys, values, cache, batch, options, out, lse, kernel, check)
     given = None if lse is True or lse is False else lse
-    call = Call(cache, batch, q, PLAIN if options is None else options, None, out, k, v, lse=given, with_lse=lse is not False)
+    options = PLAIN if options is None else options
+    call = Call(cache, batch, q, options, None, out, keys, values, lse=given, with_lse=lse is not False)
     call.rope, call.rope_positions = rope, positions
     return _written_and_attended(call, kernel, check)
 

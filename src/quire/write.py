@@ -9,6 +9,7 @@ import torch
 from quire.attend import is_traced
 from quire.batch import Batch
 from quire.cache.kv_cache import KVCache
+from quire.cache.latent import Keys, rows_to_write
 from quire.contract.call import Call
 from quire.contract.check import Level, enforce, warns_of_quantisation
 from quire.dispatch.kernel import KernelLauncher
@@ -21,19 +22,19 @@ from quire.slot_batch import slots_batch
 
 @overload
 def write(
-    k: torch.Tensor, v: torch.Tensor, cache: KVCache, batch: Batch | None = ..., *, slots: torch.Tensor | None = ...,
+    k: Keys, v: torch.Tensor | None, cache: KVCache, batch: Batch | None = ..., *, slots: torch.Tensor | None = ...,
     rope: Rope | None = ..., q: None = ..., q_out: None = ..., positions: torch.Tensor | None = ...,
     kernel: str | None = ..., check: Level = ...,
 ) -> None: ...  # fmt: skip
 @overload
 def write(
-    k: torch.Tensor, v: torch.Tensor, cache: KVCache, batch: Batch | None = ..., *, slots: torch.Tensor | None = ...,
+    k: Keys, v: torch.Tensor | None, cache: KVCache, batch: Batch | None = ..., *, slots: torch.Tensor | None = ...,
     rope: Rope, q: torch.Tensor, q_out: torch.Tensor | None = ..., positions: torch.Tensor | None = ...,
     kernel: str | None = ..., check: Level = ...,
 ) -> torch.Tensor: ...  # fmt: skip
 def write(
-    k: torch.Tensor,
-    v: torch.Tensor,
+    k: Keys,
+    v: torch.Tensor | None,
     cache: KVCache,
     batch: Batch | None = None,
     *,
@@ -50,7 +51,8 @@ def write(
     (copy-on-write). A quantised cache quantises them, saturating: `quire.checked(quantisation=True)` warns of what is lost.
 
     Args:
-        k, v: New keys and values `[tokens, kv_heads, dim]` of fp32, fp16 or bf16. Any strides are allowed.
+        k, v: New keys and values `[tokens, kv_heads, dim]` of fp32, fp16 or bf16. Any strides are allowed. If V is a part of K,
+            v is None, and k may be a pair of its parts: the first `cache.v_in_k` elements and the others. One launch stores both.
         cache, batch: The cache of the layer, and the sequences. Rows of k and v from `batch.q_starts[-1]` on are padding.
         slots: int32 or int64 `[tokens]`, the slot of each token, -1 to skip it. Default: those of the batch, or computed from its
             page table and lengths. Without a batch they are required; a ledger then records the positions as unknown.
@@ -78,15 +80,14 @@ def write(
     """
     if unknown:
         refuse_unknown(write, unknown)
-    known, rotation = batch is not None, (rope, q, q_out, positions)
+    (keys, values), known, rotation = rows_to_write(k, v, cache), batch is not None, (rope, q, q_out, positions)
     rotates = any(given is not None for given in rotation)
-    if batch is None:
-        batch = _without_batch(k, slots)
-    if is_traced(k):
+    batch = _without_batch(keys, slots) if batch is None else batch
+    if is_traced(keys):
         from quire import ops
 
-        return ops.write(k, v, cache, batch, slots, rotation if rotates else None, kernel, check)
-    call = Call(cache, batch, k=k, v=v, slots=slots, positions_known=known)
+        return ops.write(keys, values, cache, batch, slots, rotation if rotates else None, kernel, check)
+    call = Call(cache, batch, k=keys, v=values, slots=slots, positions_known=known)
     if rotates:
         return _rotate(call, rotation, kernel, check)
     store(launcher_for("write", call, kernel, check, checked=False), call)

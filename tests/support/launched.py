@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from quire import Batch, KVCache
+from quire.cache.latent import with_values
 from quire.contract.call import Call
 from quire.kernels.triton.host.audit import AuditLauncher
 from quire.kernels.triton.host.constants import dot_type
@@ -59,7 +60,16 @@ def prepared(
 ) -> tuple[Call, AttendLauncher]:
     """A scenario as a call, and what launches it."""
     call = Call(
-        s.cache, s.batch, s.q, s.options, s.new, out, lse=lse, context_from=context_from, only=only, zero_padding=zero_padding
+        s.cache,
+        s.batch,
+        s.q,
+        s.options,
+        with_values(s.new, s.cache),
+        out,
+        lse=lse,
+        context_from=context_from,
+        only=only,
+        zero_padding=zero_padding,
     )
     problem = problem_of(s, out, lse is not None, context_from=context_from, only=only)
     if kernel == "shared":
@@ -86,7 +96,7 @@ def audit_launcher(call: Call, work: WorkPerProgram = AUDIT) -> AuditLauncher:
 
 
 def problem_of(s: Scenario, out: torch.Tensor | None = None, lse: bool = False, **how: Any) -> Problem:
-    return described("attend", Call(s.cache, s.batch, s.q, s.options, s.new, out, with_lse=lse, **how))[0]
+    return described("attend", Call(s.cache, s.batch, s.q, s.options, with_values(s.new, s.cache), out, with_lse=lse, **how))[0]
 
 
 def platform_at(device: torch.device | str) -> Platform:

@@ -41,7 +41,7 @@ class Scenario:
     cache: KVCache
     batch: Batch
     options: Options
-    new: tuple[torch.Tensor, torch.Tensor] | None
+    new: tuple[torch.Tensor, torch.Tensor | None] | None
     live: int
     expected: torch.Tensor
     expected_lse: torch.Tensor
@@ -96,6 +96,7 @@ def build(
     group: int = 2,
     head_dim: int = 16,
     v_head_dim: int | None = None,
+    v_in_k: int | None = None,
     page_size: int = 16,
     layout: str = "nhd",
     x: int = 4,
@@ -122,9 +123,9 @@ def build(
     sequences with fewer new tokens than `context_from` have them in the cache all the same, and not beside it. With a shard the
     cache holds the keys of one rank; queries, keys and values are those of the same call without it. `spans` has those of the live
     tokens, or is the name of a kind of them. `select` is positions or columns, for each of `select_heads`. Those of `prefixes` have
-    the same pages in the columns [begin, end)."""
+    the same pages in the columns [begin, end). With `v_in_k`, V is the first elements of K."""
     g, shuffle = torch.Generator().manual_seed(seed), random.Random(seed).shuffle
-    v_head_dim = v_head_dim or head_dim
+    v_head_dim = v_in_k or v_head_dim or head_dim
     formats = {"k": format, "v": v_format or format}
     seqs, q_heads, live = len(q_lens), kv_heads * group, sum(q_lens)
     tokens = live + padding
@@ -176,6 +177,9 @@ def build(
 
     dense, stored, scale = {}, {}, {}
     for part, dim in (("k", head_dim), ("v", v_head_dim)):
+        if v_in_k is not None and part == "v":
+            dense["v"] = [keys[..., :v_in_k] for keys in dense["k"]]
+            continue
         dense[part] = [torch.randn(n, kv_heads, dim, generator=g).to(made).double() for n in kv_lens]
         for members, begin, end in prefixes or ():
             for i in members[1:]:
@@ -199,7 +203,7 @@ def build(
             key = cached[i][kept[i]].nonzero().flatten()
             dense[part][i][kept[i][key]] = read[torch.tensor(row, dtype=torch.long)[key // page_size], key % page_size]
 
-    cache = _wrap(stored, scale, layout, x, formats, storage, head_dim, device)
+    cache = _wrap(stored, scale, layout, x, formats, storage, head_dim, device, v_in_k)
     q = torch.randn(tokens, q_heads, head_dim, generator=g)
     q_scale = float(options.q_scale) if options.q_scale is not None else 1.0
     q = q / q_scale
@@ -216,7 +220,7 @@ def build(
                 at = kept[i][kept[i] >= kv_lens[i] - q_lens[i]]
                 token = starts[i] + at - (kv_lens[i] - q_lens[i])
                 new_k[token], new_v[token] = dense["k"][i][at].to(made), dense["v"][i][at].to(made)
-        new = (new_k.to(device), new_v.to(device))
+        new = (new_k.to(device), new_v.to(device) if v_in_k is None else None)
     batch = Batch(
         table.to(index[0]).to(device),
         torch.tensor(kv_lens, dtype=index[1], device=device),
@@ -476,7 +480,9 @@ def _wrap(
     storage: str,
     head_dim: int,
     device: str,
+    v_in_k: int | None,
 ) -> KVCache:
+    formats = {part: format for part, format in formats.items() if part in stored}
     if layout == "vllm_joint":
         tensors = [place("hnd", "k", torch.cat([in_bytes(stored[part], format) for part, format in formats.items()], -1), x)]
     else:
@@ -491,11 +497,9 @@ def _wrap(
         tensors = [torch.cat((t, torch.full_like(t[:, :1], -1)), 1)[:, :-1] for t in tensors]
     if storage != "bytes":
         tensors = [t.view(TYPES[format]) for t, format in zip(tensors, formats.values())]
-    names = {"k_format": formats["k"], "v_format": formats["v"]}
-    moved = [None if s is None else s.to(device) for s in (scale["k"], scale["v"])]
-    return KVCache.wrap(
-        *(t.to(device) for t in tensors), layout=layout, head_dim=head_dim, k_scale=moved[0], v_scale=moved[1], **names
-    )
+    names: dict[str, Any] = {f"{part}_format": format for part, format in formats.items()}
+    names |= {f"{part}_scale": None if one is None else one.to(device) for part, one in scale.items()}
+    return KVCache.wrap(*(t.to(device) for t in tensors), layout=layout, head_dim=head_dim, v_in_k=v_in_k, **names)
 
 
 def _bits(format: str) -> torch.dtype:

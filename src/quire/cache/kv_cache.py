@@ -27,6 +27,10 @@ if TYPE_CHECKING:
     from quire.cache.pool import PagePool
 
 Scale = float | torch.Tensor | None
+MOST_DIM = 512
+"""The largest size of a head of K, and of V."""
+MOST_LATENT = 576
+"""The largest size of a head of K of which V is a part."""
 _made: WeakKeyDictionary[PagePool, int] = WeakKeyDictionary()
 """How many caches were made for each pool."""
 
@@ -70,6 +74,8 @@ class Storage(NamedTuple):
     """Whether K and V start at multiples of 16 bytes."""
     stride_units: tuple[int, int]
     """For aligned memory, the divisors of the strides of K's and V's heads: gcd(16, head_dim)."""
+    v_in_k: bool
+    """Whether V is the first `v_head_dim` elements of K."""
 
 
 class KVCache:
@@ -97,8 +103,9 @@ class KVCache:
         v_scale: torch.Tensor | None,
         pool: PagePool | None,
         ledger: bool,
+        v_in_k: bool = False,
     ):
-        self._k, self._v, self._k_scale, self._v_scale = k, v, k_scale, v_scale
+        self._k, self._v, self._k_scale, self._v_scale = k, v, k_scale, k_scale if v_in_k else v_scale
         self.layout: Layout = layout
         """The order of the axes of a page; `layout.name` is nhd, hnd, vllm_x, vllm_joint or aiter."""
         self.k_format, self.v_format = format if isinstance(format, tuple) else (format, format)
@@ -126,6 +133,13 @@ class KVCache:
         """Size of a head of K."""
         self.v_head_dim: int = self.v_view.shape[4] * self.v_view.shape[5] * self.v_format.pack
         """Size of a head of V."""
+        self.v_in_k: int | None = self.v_head_dim if v_in_k else None
+        """The number of elements of a key that are also its value; None if V is stored by itself."""
+        self.written_dims, self.written_views = (self.head_dim, self.v_head_dim), (self.k_view, self.v_view)
+        """The sizes and the views of what a write stores: K and V, or the first `v_in_k` elements of K and the others."""
+        if v_in_k:
+            self.written_dims = self.v_head_dim, self.head_dim - self.v_head_dim
+            self.written_views = self.v_view, self.k_view[..., self.v_view.shape[5] :]
         self.ledger: Ledger | None = Ledger(pages, self.page_size, k.device, pool) if ledger else None
         """A `Ledger` that records every write, or None."""
         self.packed: Any = None
@@ -156,15 +170,19 @@ class KVCache:
     @k_scale.setter
     def k_scale(self, scale: torch.Tensor | None) -> None:
         self._k_scale = scale
+        if self.v_in_k is not None:
+            self._v_scale = scale
         self.__dict__.pop("storage", None)
 
     @property
     def v_scale(self) -> torch.Tensor | None:
-        """The scales of V, likewise."""
+        """The scales of V, likewise; those of K if V is a part of K."""
         return self._v_scale
 
     @v_scale.setter
     def v_scale(self, scale: torch.Tensor | None) -> None:
+        if self.v_in_k is not None and scale is not self._k_scale:
+            raise ArgumentError("v_scale", describe(scale), "k_scale, which is the scale of V too: V is a part of K")
         self._v_scale = scale
         self.__dict__.pop("storage", None)
 
@@ -193,6 +211,7 @@ class KVCache:
             reach >= 2**31,
             not any(begin % 16 for begin in begins),
             (math.gcd(16, self.head_dim), math.gcd(16, self.v_head_dim)),
+            self.v_in_k is not None,
         )
 
     @property
@@ -221,6 +240,7 @@ class KVCache:
         kv_heads: int,
         head_dim: int,
         v_head_dim: int | None = None,
+        v_in_k: int | None = None,
         dtype: torch.dtype | None = None,
         format: str | None = None,
         k_format: str | None = None,
@@ -238,6 +258,8 @@ class KVCache:
         Args:
             pool: The pool that allocates the pages.
             kv_heads, head_dim, v_head_dim: Sizes; 1 to 512 for the dims. `v_head_dim` defaults to `head_dim`.
+            v_in_k: V is the first `v_in_k` elements of K (multi-head latent attention), with K's format and scale. It is less than
+                `head_dim`, by 512 at most, which is then 576 at most. Layout nhd or hnd.
             dtype: The storage type, which determines the format. Default: that of the format, bf16 without one.
             format: The name of the format; required for torch.uint8 and optional otherwise.
             k_format, v_format: The format of K and of V, where it is not `format` or that of `dtype`.
@@ -259,20 +281,18 @@ class KVCache:
         """
         if not all(isinstance(getattr(pool, name, None), int) for name in ("pages", "page_size")):
             raise ArgumentError("pool", describe(pool), "a quire.PagePool; for memory without a pool use KVCache.wrap")
-        order, formats = layout_named(layout), formats_given(dtype, format, k_format, v_format)
-        v_head_dim = head_dim if v_head_dim is None else v_head_dim
-        _check_sizes(order, kv_heads, head_dim, v_head_dim, formats)
-        if x is not None and not order.splits:
-            raise ArgumentError("x", describe(x), f"None: layout {layout!r} splits no axis")
-        x_of = [(16 // found.itemsize if x is None else x) if order.splits else 1 for found in formats]
+        order, dims, of_k = layout_named(layout), (head_dim, head_dim if v_head_dim is None else v_head_dim), v_in_k is not None
+        if v_in_k is not None:
+            _check_v_in_k(v_in_k, order, v_head_dim=v_head_dim, v_format=v_format, v_scale=v_scale)
+            v_format, dims = k_format, (head_dim, v_in_k)
+        formats = formats_given(dtype, format, k_format, v_format)
+        _check_sizes(order, kv_heads, *dims, formats, of_k)
         place, size = _device(device, pool.device), (pool.pages, pool.page_size, kv_heads)
-        if scales is not None:
-            k_scale, v_scale = _token_scales(scales, formats, k_scale, v_scale, size, place)
-        types = [dtype if dtype is torch.uint8 and found.itemsize == 1 else found.dtype for found in formats]
-        units = [found.units_of(dim) for dim, found in zip((head_dim, v_head_dim), formats)]
-        pages = _zeros(order, size, units, x_of, types, place)
-        names: dict[str, Any] = {"k_format": formats[0].name, "v_format": formats[1].name, "pool": pool, "ledger": ledger}
-        return cls.wrap(*pages, layout=layout, head_dim=head_dim, k_scale=k_scale, v_scale=v_scale, **names)
+        pages = _allocated(order, size, dims[:1] if of_k else dims, formats, x, dtype, place)
+        both = (k_scale, v_scale) if scales is None else _token_scales(scales, formats, k_scale, v_scale, size, place)
+        how: dict[str, Any] = {"layout": layout, "k_format": formats[0].name, "head_dim": head_dim, "k_scale": both[0]}
+        how |= {"v_in_k": v_in_k} if of_k else {"v_format": formats[1].name, "v_scale": both[1]}
+        return cls.wrap(*pages, **how, pool=pool, ledger=ledger)
 
     @classmethod
     @with_pointers
@@ -286,6 +306,7 @@ class KVCache:
         k_format: str | None = None,
         v_format: str | None = None,
         head_dim: int | None = None,
+        v_in_k: int | None = None,
         k_scale: Scale = None,
         v_scale: Scale = None,
         pool: PagePool | None = None,
@@ -300,6 +321,7 @@ class KVCache:
             format: The name of the format; required for torch.uint8 and optional otherwise.
             k_format, v_format: The format of K and of V, where they differ.
             head_dim: Where a joint layout splits K and V. Default: the middle.
+            v_in_k: As in `allocate`: V is the first elements of `k_pages`, the one tensor.
             k_scale, v_scale: For quantised formats: a number, or fp32 `[]`, `[kv_heads]` or `[pages, page_size, kv_heads]`.
             pool: The pool that allocates these pages, if there is one.
             ledger: As in `allocate`.
@@ -314,25 +336,21 @@ class KVCache:
             16
         """
         order = layout_named(layout)
-        for name, given in (("k_pages", k_pages), ("v_pages", v_pages)):
-            if name == "v_pages" and given is None:
-                continue
-            if not isinstance(given, torch.Tensor) or given.layout is not torch.strided or given.is_quantized:
-                raise ArgumentError(name, describe(given), "a dense tensor of pages")
-        if head_dim is not None and (not isinstance(head_dim, int) or isinstance(head_dim, bool)):
-            raise ArgumentError("head_dim", describe(head_dim), "an int of 1 to 512, or None")
+        _check_pages(k_pages, v_pages, head_dim)
+        if v_in_k is not None:
+            _check_v_in_k(v_in_k, order, v_pages=v_pages, v_format=v_format, v_scale=v_scale)
+            v_format = k_format
         formats = formats_of_storage(k_pages, k_pages if v_pages is None else v_pages, format, k_format, v_format)
         _check_layout(order, formats)
-        cut = None if head_dim is None else formats[0].units_of(head_dim)
-        k, v = order.parts(*((k_pages,) if v_pages is None else (k_pages, v_pages)), head_dim=cut)
+        k, v = _storage_of(order, k_pages, v_pages, head_dim, v_in_k, formats[0])
         if k.device != v.device:
             raise ArgumentError("v_pages", describe(v), f"the device of k_pages, {describe(k)}")
-        size = _common_size(order, k, v, head_dim, formats)
+        size = _common_size(order, k, v, head_dim, formats, v_in_k is not None)
         if pool is not None and (pool.pages, pool.page_size) != size[:2]:
             allowed = f"{size[0]} pages of {size[1]}, the size of k_pages"
             raise ArgumentError("pool", f"{pool.pages} pages of {pool.page_size}", allowed)
-        scale = _scales(k_scale, v_scale, formats, size, k.device)
-        cache = cls(k, v, order, formats, *scale, pool, ledger)
+        scale = _scales(k_scale, v_scale if v_in_k is None else k_scale, formats, size, k.device)
+        cache = cls(k, v, order, formats, *scale, pool, ledger, v_in_k is not None)
         cache.check_memory()
         return cache
 
@@ -344,11 +362,10 @@ class KVCache:
                 raise ArgumentError(
                     name, f"strides {view.stride()} over {list(view.shape)}", "memory in which no two elements overlap"
                 )
-        if share_memory(self.k, self.v):
+        if self.v_in_k is None and share_memory(self.k, self.v):
             raise ArgumentError("v_pages", "memory shared with k_pages", "memory that does not overlap k_pages")
-        per_token = {
-            name: t for name, t in (("k_scale", self.k_scale), ("v_scale", self.v_scale)) if t is not None and t.dim() == 3
-        }
+        scales = (("k_scale", self.k_scale), ("v_scale", None if self.v_in_k is not None else self.v_scale))
+        per_token = {name: t for name, t in scales if t is not None and t.dim() == 3}
         for name, scale in per_token.items():
             others = [other for word, other in per_token.items() if word != name]
             if overlaps_itself(scale) or any(share_memory(scale, other) for other in others):
@@ -430,7 +447,7 @@ class KVCache:
     def _page_data(self) -> list[torch.Tensor]:
         """What a page holds, each `[pages, ...]`: K, V and the scales per token and head."""
         scales = [t for t in (self.k_scale, self.v_scale) if t is not None and t.dim() == 3]
-        return [self.k_bytes, self.v_bytes, *scales]
+        return [self.k_bytes, *scales[:1]] if self.v_in_k is not None else [self.k_bytes, self.v_bytes, *scales]
 
     def _swapped_data(self) -> list[torch.Tensor]:
         return self._page_data() + ([] if self.ledger is None else self.ledger.page_columns())
@@ -493,6 +510,7 @@ class KVCache:
             "dtypes": (self.k.dtype, self.v.dtype),
             "device": self.device,
             "ledger": self.ledger is not None,
+            "v_in_k": self.v_in_k,
         }
         scales = (None if t is None else "token" if t.dim() == 3 else t.cpu().numpy() for t in (self.k_scale, self.v_scale))
         return _restored, (described, tuple(scales))
@@ -506,9 +524,11 @@ class KVCache:
     def __deepcopy__(self, memo: dict[int, Any]) -> KVCache:
         k, v, k_scale, v_scale = (None if t is None else t.detach().clone() for t in (self.k, self.v, self.k_scale, self.v_scale))
         assert k is not None and v is not None
+        if self.v_in_k is not None:
+            v = _first_of_k(k, self.layout, self.v_in_k, self.k_format)
         pool = copy.deepcopy(self.pool, memo)
         formats = (self.k_format, self.v_format)
-        cache = KVCache(k, v, self.layout, formats, k_scale, v_scale, pool, self.ledger is not None)
+        cache = KVCache(k, v, self.layout, formats, k_scale, v_scale, pool, self.ledger is not None, self.v_in_k is not None)
         memo[id(self)] = cache
         cache.applied, cache.copied = copy.deepcopy(self.applied), deque(self.copied, maxlen=self.copied.maxlen)
         if self.ledger is not None and cache.ledger is not None:
@@ -527,6 +547,8 @@ class KVCache:
 
     def __repr__(self) -> str:
         dims = f"{self.head_dim}" if self.v_head_dim == self.head_dim else f"{self.head_dim}/{self.v_head_dim}"
+        if self.v_in_k is not None:
+            dims = f"{self.head_dim} (v_in_k={self.v_in_k})"
         scales = "" if self.scale_kind == "none" else f", scales={self.scale_kind}"
         return (
             f"KVCache({self.pages} pages x {self.page_size} slots x {self.kv_heads} heads x {dims}, {self.formats}, "
@@ -538,6 +560,44 @@ def _scale_strides(scale: torch.Tensor | None) -> tuple[int, ...]:
     return () if scale is None else (0,) * (3 - scale.dim()) + scale.stride()
 
 
+def _storage_of(
+    order: Layout, k_pages: torch.Tensor, v_pages: torch.Tensor | None, head_dim: int | None, v_in_k: int | None, format: Format
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The storage of K and that of V, from the tensors of pages that are given."""
+    if v_in_k is not None:
+        return k_pages, _first_of_k(k_pages, order, v_in_k, format)
+    cut = None if head_dim is None else format.units_of(head_dim)
+    return order.parts(*((k_pages,) if v_pages is None else (k_pages, v_pages)), head_dim=cut)
+
+
+def _allocated(
+    order: Layout,
+    size: tuple[int, int, int],
+    dims: Sequence[int],
+    formats: tuple[Format, Format],
+    x: int | None,
+    dtype: torch.dtype | None,
+    device: torch.device,
+) -> list[torch.Tensor]:
+    """The storage of a new cache, for heads of K and V of the sizes `dims`, or of K alone."""
+    if x is not None and not order.splits:
+        raise ArgumentError("x", describe(x), f"None: layout {order.name!r} splits no axis")
+    x_of = [(16 // found.itemsize if x is None else x) if order.splits else 1 for found in formats]
+    types = [dtype if dtype is torch.uint8 and found.itemsize == 1 else found.dtype for found in formats]
+    return _zeros(order, size, [found.units_of(dim) for dim, found in zip(dims, formats)], x_of, types, device)
+
+
+def _check_pages(k_pages: object, v_pages: object, head_dim: object) -> None:
+    """Raises unless the pages are dense tensors, of V optional, and head_dim is a number."""
+    for name, given in (("k_pages", k_pages), ("v_pages", v_pages)):
+        if name == "v_pages" and given is None:
+            continue
+        if not isinstance(given, torch.Tensor) or given.layout is not torch.strided or given.is_quantized:
+            raise ArgumentError(name, describe(given), "a dense tensor of pages")
+    if head_dim is not None and (not isinstance(head_dim, int) or isinstance(head_dim, bool)):
+        raise ArgumentError("head_dim", describe(head_dim), "an int of 1 to 512, or None")
+
+
 def _zeros(
     order: Layout,
     size: tuple[int, int, int],
@@ -546,9 +606,9 @@ def _zeros(
     types: Sequence[torch.dtype],
     device: torch.device,
 ) -> list[torch.Tensor]:
-    """The storage of a cache: one tensor if the layout is joint, else two. `units` are the elements of storage of a head of K and
-    of V, `x` the lengths of their split axes."""
-    shapes = [order.k.shape(*size, units[0], x[0]), order.v.shape(*size, units[1], x[1])]
+    """The storage of a cache: one tensor if the layout is joint or `units` has no V, else two. `units` are the elements of storage
+    of a head of K and of V, `x` the lengths of their split axes."""
+    shapes = [one.shape(*size, unit, part) for one, unit, part in zip((order.k, order.v), units, x)]
     if order.joint:
         shapes = [order.k.shape(*size, sum(units), x[0])]
     # Not torch.empty: a page that was never written then reads as zeros on every machine, which makes errors reproducible.
@@ -559,6 +619,8 @@ def _restored(described: dict[str, Any], scales: tuple[Any, ...]) -> KVCache:
     """Unpickles a cache: zeros, with the scales it had."""
     d, (k_format, v_format) = described, described["formats"]
     order, units = layout_named(d["layout"]), [FORMATS[name].units_of(dim) for dim, name in zip(d["dims"], d["formats"])]
+    if d["v_in_k"] is not None:
+        units, v_format, scales = units[:1], None, (scales[0], None)
     storage = _zeros(order, d["size"], units, d["x"], d["dtypes"], d["device"])
     k_scale, v_scale = (_restored_scale(scale, d["size"], d["device"]) for scale in scales)
     return KVCache.wrap(
@@ -566,6 +628,7 @@ def _restored(described: dict[str, Any], scales: tuple[Any, ...]) -> KVCache:
         layout=d["layout"],
         k_format=k_format,
         v_format=v_format,
+        v_in_k=d["v_in_k"],
         head_dim=d["dims"][0],
         k_scale=k_scale,
         v_scale=v_scale,
@@ -596,14 +659,57 @@ def _check_layout(order: Layout, formats: tuple[Format, Format]) -> None:
         raise ArgumentError("v_format", given, f"the format of K: layout {order.name!r} has K and V in one tensor")
 
 
-def _check_sizes(order: Layout, kv_heads: int, head_dim: int, v_head_dim: int, formats: tuple[Format, Format]) -> None:
+def _check_sizes(
+    order: Layout, kv_heads: int, head_dim: int, v_head_dim: int, formats: tuple[Format, Format], v_in_k: bool
+) -> None:
     _check_layout(order, formats)
-    for name, value, most in (("kv_heads", kv_heads, 2**31 - 1), ("head_dim", head_dim, 512), ("v_head_dim", v_head_dim, 512)):
-        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
-            raise ArgumentError(name, describe(value), f"1 to {most}")
-    for name, value, format in (("head_dim", head_dim, formats[0]), ("v_head_dim", v_head_dim, formats[1])):
+    most, v_name = (MOST_LATENT, "v_in_k") if v_in_k else (MOST_DIM, "v_head_dim")
+    for name, value, limit in (("kv_heads", kv_heads, 2**31 - 1), ("head_dim", head_dim, most), (v_name, v_head_dim, MOST_DIM)):
+        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= limit:
+            raise ArgumentError(name, describe(value), f"1 to {limit}")
+    for name, value, format in (("head_dim", head_dim, formats[0]), (v_name, v_head_dim, formats[1])):
         if value % format.unit:
             raise ArgumentError(name, value, f"a multiple of {format.unit} with {format}")
+    if v_in_k:
+        _check_format_of_parts(formats[0])
+        _check_parts(v_head_dim, head_dim)
+
+
+def _check_v_in_k(v_in_k: object, order: Layout, **of_v: object) -> None:
+    """Raises unless V can be a part of K: nothing that describes V by itself is given, and an element of V is one of K."""
+    if not isinstance(v_in_k, int) or isinstance(v_in_k, bool) or not 1 <= v_in_k <= MOST_DIM:
+        raise ArgumentError("v_in_k", describe(v_in_k), f"an int of 1 to {MOST_DIM}, or None")
+    for name, given in of_v.items():
+        if given is not None:
+            raise ArgumentError(name, describe(given), "None with v_in_k: V is a part of K")
+    if order.joint or order.k != order.v or order.splits:
+        raise ArgumentError("layout", repr(order.name), "nhd or hnd with v_in_k: K and V have the same order of axes")
+
+
+def _first_of_k(k: torch.Tensor, order: Layout, v_in_k: int, format: Format) -> torch.Tensor:
+    """The first elements of K, a view."""
+    if k.dim() != len(order.k.names):
+        allowed = f"{len(order.k.names)} axes: [{', '.join(order.k.names)}]"
+        raise ArgumentError("k_pages", describe(k), allowed)
+    _check_format_of_parts(format)
+    head_dim = k.shape[-1] * format.pack
+    if v_in_k % format.pack:
+        raise ArgumentError("v_in_k", v_in_k, f"a multiple of {format.pack}: {format} stores {format.pack} elements in a byte")
+    _check_parts(v_in_k, head_dim)
+    return k[..., : v_in_k // format.pack]
+
+
+def _check_format_of_parts(format: Format) -> None:
+    """Raises if a part of K's storage does not hold a part of its elements."""
+    if format.group:
+        raise ArgumentError("format", repr(format.name), "with v_in_k a format without scales of groups")
+
+
+def _check_parts(v_in_k: int, head_dim: int) -> None:
+    """Raises unless K has elements beside those of V, as many as a kernel takes."""
+    if not max(1, head_dim - MOST_DIM) <= v_in_k < head_dim:
+        allowed = f"{max(1, head_dim - MOST_DIM)} to {head_dim - 1}: less than head_dim = {head_dim}, by at most {MOST_DIM}"
+        raise ArgumentError("v_in_k", v_in_k, allowed)
 
 
 def _device(given: torch.device | str | None, default: torch.device) -> torch.device:
@@ -636,7 +742,7 @@ def _token_scales(
 
 
 def _common_size(
-    order: Layout, k: torch.Tensor, v: torch.Tensor, head_dim: int | None, formats: tuple[Format, Format]
+    order: Layout, k: torch.Tensor, v: torch.Tensor, head_dim: int | None, formats: tuple[Format, Format], v_in_k: bool
 ) -> tuple[int, int, int]:
     """(pages, page_size, kv_heads) of K and V, which must agree."""
     k_view, v_view = order.k.view(k), order.v.view(v)
@@ -650,8 +756,9 @@ def _common_size(
     for pages, name, view, axes, format in parts:
         units = view.shape[4] * view.shape[5]
         dims[name] = dim = format.elements_of(units)
-        if not 1 <= dim <= 512:
-            raise ArgumentError(name, dim, "1 to 512")
+        most = MOST_LATENT if v_in_k and name == "head_dim" else MOST_DIM
+        if not 1 <= dim <= most:
+            raise ArgumentError(name, dim, f"1 to {most}")
         if dim % format.unit or format.units_of(dim) != units:
             allowed = f"{format.units_of(format.unit)} for each {format.unit} dims, with their scales"
             raise ArgumentError(pages, f"{units} bytes of a head in {format}", allowed)

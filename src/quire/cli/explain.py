@@ -50,7 +50,7 @@ VLLM_COLORS = {
 }
 
 
-_OF_MODEL = ("q_heads", "kv_heads", "head_dim", "v_head_dim", "window", *NUMBERS, *PER_HEAD, "non_causal")
+_OF_MODEL = ("q_heads", "kv_heads", "head_dim", "v_head_dim", "v_in_k", "window", *NUMBERS, *PER_HEAD, "non_causal")
 """Options that `--like` replaces."""
 
 
@@ -199,7 +199,7 @@ def _decisions_of(args: Args, platform: Platform, kinds: tuple[AttentionLayers, 
         shape: dict[str, Any] = dict.fromkeys(kind.features, True) | {name: 1.0 for name in kind.features if name in NUMBERS}
         longest = args.max_kv_len if kind.chunk is None else min(args.max_kv_len, kind.chunk)
         shape |= {"window": kind.window or 0, "max_kv_len": longest, "max_q_len": min(args.max_q_len, longest)}
-        layer = Args(**vars(args) | {name: getattr(kind, name) for name in ("q_heads", "kv_heads", "head_dim")} | shape)
+        layer = Args(**vars(args) | {name: getattr(kind, name) for name in ("q_heads", "kv_heads", "head_dim", "v_in_k")} | shape)
         yield _decide(args, problem_of(layer, platform), extent_of(layer), platform)
 
 
@@ -236,7 +236,7 @@ def _vllm_call(args: Args, platform: Platform) -> VllmCall:
     """The options in vLLM's terms. Options that its rule has no argument for are refused."""
     known = {"alibi", "sinks"}
     features = tuple(feature for feature in FEATURES if feature not in known)
-    for name in ("v_head_dim", "v_dtype", *features, "spans", "lse", "kernel", "capturing"):
+    for name in ("v_head_dim", "v_in_k", "v_dtype", *features, "spans", "lse", "kernel", "capturing"):
         if getattr(args, name):
             raise ArgumentError(f"--{name.replace('_', '-')}", "with --as vllm", "nothing: vLLM's rule has no such argument")
     only: dict[str, Any] = {"operation": ("attend",), "form": ("full",), "scales": ("tensor",), "layout": ("nhd", "vllm_x")}

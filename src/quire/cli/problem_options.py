@@ -8,6 +8,7 @@ import click
 
 from quire.cache.format import FORMATS
 from quire.cache.groups import LAYOUTS_OF_GROUPS, SWIZZLE
+from quire.cache.kv_cache import MOST_DIM, MOST_LATENT
 from quire.cache.layout import LAYOUTS
 from quire.cli.command import Args, ChoiceOf, Count, Number, OneOfNames, Option, Whole, flag
 from quire.errors import ArgumentError
@@ -41,6 +42,7 @@ def problem_options() -> list[click.Parameter]:
         Option("--kv-heads", type=Count, default=8, group=layer, help="key and value heads (8)"),
         Option("--head-dim", type=Count, default=128, group=layer, help="size of a head (128)"),
         Option("--v-head-dim", type=Count, group=layer, help="size of a value head, if it differs"),
+        Option("--v-in-k", type=Count, group=layer, help="values are the first so many elements of keys (latent attention)"),
         Option("--page-size", type=Count, default=16, group=layer, help="tokens in a page (16)"),
         *_cache_types(layer),
         Option(
@@ -133,6 +135,7 @@ def problem_of(args: Args, platform: Platform) -> Problem:
     if args.window < 0:
         raise ArgumentError("--window", args.window, "0 for no window, or the number of visible keys")
     _check_features(args)
+    _check_v_in_k(args)
     q_dtype = type_of("--q-dtype", args.q_dtype, Q_TYPES, platform)
     own = default_out_type(q_dtype)
     out_dtype = type_of("--out-dtype", args.out_dtype, Q_TYPES, platform, auto=own)
@@ -144,7 +147,8 @@ def problem_of(args: Args, platform: Platform) -> Problem:
         kv_heads=args.kv_heads,
         head_dim=args.head_dim,
         page_size=args.page_size,
-        v_head_dim=args.v_head_dim or 0,
+        v_head_dim=args.v_in_k or args.v_head_dim or 0,
+        v_in_k=bool(args.v_in_k),
         q_dtype=q_dtype,
         out_dtype=out_dtype,
         format=format,
@@ -172,6 +176,21 @@ def _check_features(args: Args) -> None:
         raise ArgumentError("--spans", "with --window, --non-causal or --mask", "alone: spans say what each token sees")
 
 
+def _check_v_in_k(args: Args) -> None:
+    """Refuses sizes and options that a cache with `v_in_k` cannot have."""
+    if not args.v_in_k:
+        return
+    for word, given in (("--v-head-dim", args.v_head_dim), ("--v-dtype", args.v_dtype)):
+        if given:
+            raise ArgumentError(word, f"{given} with --v-in-k", "nothing: values are a part of the keys")
+    if args.layout not in ("nhd", "hnd"):
+        raise ArgumentError("--layout", f"{args.layout} with --v-in-k", "nhd or hnd")
+    most = args.head_dim - MOST_DIM
+    if not max(1, most) <= args.v_in_k < args.head_dim <= MOST_LATENT or args.v_in_k > MOST_DIM:
+        allowed = f"{MOST_DIM} at most, and less than --head-dim by at most {MOST_DIM}; --head-dim at most {MOST_LATENT}"
+        raise ArgumentError("--v-in-k", f"{args.v_in_k} with --head-dim {args.head_dim}", allowed)
+
+
 def _formats(args: Args, platform: Platform, q_dtype: str) -> tuple[str, str]:
     """The formats of K and V."""
     format = type_of("--kv-dtype", args.kv_dtype, tuple(FORMATS), platform, auto=q_dtype)
@@ -179,9 +198,12 @@ def _formats(args: Args, platform: Platform, q_dtype: str) -> tuple[str, str]:
     for name in (format, v_format):
         if args.batch_invariant and args.form == "context" and FORMATS[name].quantised:
             raise ArgumentError("--form", "context with --batch-invariant", f"full: over {name} the forms differ by a rounding")
-    for word, dim, name in (("--head-dim", args.head_dim, format), ("--v-head-dim", args.v_head_dim or args.head_dim, v_format)):
+    of_v = ("--v-in-k", args.v_in_k, v_format) if args.v_in_k else ("--v-head-dim", args.v_head_dim or args.head_dim, v_format)
+    for word, dim, name in (("--head-dim", args.head_dim, format), of_v):
         if dim % FORMATS[name].unit:
             raise ArgumentError(word, dim, f"a multiple of {FORMATS[name].unit}, as {name} requires")
+        if FORMATS[name].group and args.v_in_k:
+            raise ArgumentError("--kv-dtype", name, "with --v-in-k a format without scales of groups")
         if FORMATS[name].group and args.layout not in LAYOUTS_OF_GROUPS:
             raise ArgumentError("--layout", args.layout, f"{' or '.join(LAYOUTS_OF_GROUPS)}, as {name} requires")
         if FORMATS[name].swizzled and args.page_size % SWIZZLE:

@@ -19,8 +19,8 @@ from quire.rope import Rope
 
 @dataclass
 class Call:
-    """The arguments of one operation. `q` is None in a write; `k` and `v` are what a write stores; `new` are the new keys and
-    values of an attend in context form."""
+    """The arguments of one operation. `q` is None in a write; `k` and `v` are what a write stores, the two parts of the keys if V
+    is a part of K; `new` are the new keys and values of an attend in context form."""
 
     cache: KVCache
     batch: Batch
@@ -66,7 +66,7 @@ class Call:
             raise ArgumentError("new", describe(self.new), "a pair (k, v), or None")
         if (self.k is None) != (self.v is None):
             raise ArgumentError("v" if self.v is None else "k", None, "both k and v, or neither")
-        named = {"q": self.q, "k": self.k, "v": self.v, "out": self.out, "lse": self.lse, "slots": self.slots}
+        named = {"q": self.q, **self.rows, "out": self.out, "lse": self.lse, "slots": self.slots}
         named |= {} if self.new is None else {"new[0]": self.new[0], "new[1]": self.new[1]}
         named |= {"q": self.rotated_q, "q_out": self.q_out, "positions": self.rope_positions}
         self._check_rope()
@@ -106,6 +106,13 @@ class Call:
         return self.q is not None and batch.prefixes is not None and all(x is None for x in narrow)
 
     @property
+    def rows(self) -> dict[str, torch.Tensor | None]:
+        """What a write stores, by the name of its argument."""
+        if getattr(self.cache, "v_in_k", None) is not None:
+            return {"k[0]": self.k, "k[1]": self.v}
+        return {"k": self.k, "v": self.v}
+
+    @property
     def writes(self) -> bool:
         return self.k is not None or self.v is not None
 
@@ -141,7 +148,7 @@ class Call:
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
         """Every tensor of the call besides the cache's, by name."""
-        named: dict[str, torch.Tensor | None] = {"q": self.q, "k": self.k, "v": self.v, "out": self.out, "lse": self.lse}
+        named: dict[str, torch.Tensor | None] = {"q": self.q, **self.rows, "out": self.out, "lse": self.lse}
         named |= self.index_tensors
         if self.new is not None:
             named |= {"new[0]": self.new[0], "new[1]": self.new[1]}

@@ -11,6 +11,7 @@ import torch
 
 from quire.batch import Batch
 from quire.cache.kv_cache import KVCache
+from quire.cache.latent import Keys, rows_to_write, with_values
 from quire.contract import fast, validated
 from quire.contract.call import Call
 from quire.contract.rule import Check, Violation
@@ -56,9 +57,9 @@ def check(
     batch: Batch,
     options: Options | None = None,
     *,
-    new: tuple[torch.Tensor, torch.Tensor] | None = None,
+    new: tuple[torch.Tensor, torch.Tensor | None] | None = None,
     out: torch.Tensor | None = None,
-    k: torch.Tensor | None = None,
+    k: Keys | None = None,
     v: torch.Tensor | None = None,
     slots: torch.Tensor | None = None,
     rope: Rope | None = None,
@@ -90,7 +91,9 @@ def check(
         >>> print(quire.check(q, cache, batch)[0].allowed)
         6 or more: the sequence has 6 new tokens, and they are among its keys
     """
-    call = Call(cache, batch, q, PLAIN if options is None else options, new, out, k, v, slots)
+    keys, values = (None, None) if k is None and v is None else rows_to_write(k, v, cache)
+    given = with_values(new, cache)
+    call = Call(cache, batch, q, PLAIN if options is None else options, given, out, keys, values, slots)
     call.rope, call.q_in, call.rope_positions = rope, None if rope is None else q, positions
     return violations(call, "full")
 

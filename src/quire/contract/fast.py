@@ -35,6 +35,7 @@ COVERED = frozenset(
         static.spans,
         static.selection,
         static.prefixes,
+        static.latent,
     )
 )
 """The static checks that this module covers. All others run in every call."""
@@ -134,10 +135,12 @@ def _new_is_legal(call: Call, device: torch.device) -> bool:
         return False
     if q is None or (call.options.batch_invariant and cache.quantised):
         return False
-    return _pair_is_legal(new[0], new[1], cache, q.size(0), device)
+    return _pair_is_legal(new[0], new[1], cache, (cache.head_dim, cache.v_head_dim), q.size(0), device)
 
 
-def _pair_is_legal(k: torch.Tensor, v: torch.Tensor, cache: KVCache, tokens: int, device: torch.device) -> bool:
+def _pair_is_legal(
+    k: torch.Tensor, v: torch.Tensor, cache: KVCache, dims: tuple[int, int], tokens: int, device: torch.device
+) -> bool:
     return (
         type(k) is _Tensor
         and type(v) is _Tensor
@@ -145,8 +148,8 @@ def _pair_is_legal(k: torch.Tensor, v: torch.Tensor, cache: KVCache, tokens: int
         and v.layout is _Strided
         and not k.is_neg()
         and not v.is_neg()
-        and k.shape == (tokens, cache.kv_heads, cache.head_dim)
-        and v.shape == (tokens, cache.kv_heads, cache.v_head_dim)
+        and k.shape == (tokens, cache.kv_heads, dims[0])
+        and v.shape == (tokens, cache.kv_heads, dims[1])
         and k.dtype in _FLOATS
         and v.dtype is k.dtype
         and k.device == device
@@ -159,7 +162,7 @@ def _write_is_legal(call: Call, device: torch.device) -> bool:
     if type(k) is not _Tensor or type(v) is not _Tensor or k.dim() != 3:
         return False
     tokens = k.size(0) if call.q is None else call.q.size(0)
-    if not _pair_is_legal(k, v, cache, tokens, device):
+    if not _pair_is_legal(k, v, cache, cache.written_dims, tokens, device):
         return False
     slots = call.batch.given_slots if call.slots is None else call.slots
     if slots is not None and not (
@@ -183,6 +186,8 @@ def _rope_is_legal(call: Call, k: torch.Tensor, device: torch.device) -> bool:
     """A rotation of keys, and of queries. The rules decide about a tree mask."""
     rope, positions, dim = call.rope, call.rope_positions, call.cache.head_dim
     if type(rope) is not Rope or rope.cos.device != device or call.options.mask is not None or rope.rotary_dim > dim:
+        return False
+    if call.cache.v_in_k is not None:
         return False
     for weight in (rope.q_norm, rope.k_norm):
         if weight is not None and (weight.size(0), weight.device) != (dim, device):

@@ -17,8 +17,10 @@ def warn_of_losses(call: Call) -> None:
     if not cache.quantised or call.k is None or call.v is None:
         return
     slots = call.batch.slots_of_tokens(call.k.shape[0], cache.page_size, call.slots)
-    stored = (("k", stored_keys(call), cache.k_scale, cache.k_format), ("v", call.v, cache.v_scale, cache.v_format))
-    for name, x, scale, format in stored:
+    parts = [(stored_keys(call), cache.k_scale, cache.k_format), (call.v, cache.v_scale, cache.v_format)]
+    if cache.v_in_k is not None:
+        parts = [(torch.cat((call.k, call.v), -1), cache.k_scale, cache.k_format)]
+    for name, (x, scale, format) in zip("kv", parts):
         for message in losses(name, x[slots >= 0], scale, format) if format.quantised else ():
             warnings.warn(message, QuantisationWarning, stacklevel=4)
 

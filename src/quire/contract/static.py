@@ -88,19 +88,24 @@ def key_value_shapes(call: Call) -> Iterator[Violation]:
         if not isinstance(call.new, (tuple, list)) or len(call.new) != 2:
             yield Violation("shapes", "new", describe(call.new), "a pair (k, v)")
             return
-        yield from _key_value_pair(call, {"new[0]": call.new[0], "new[1]": call.new[1]}, q_tokens)
+        dims = {"head_dim": call.cache.head_dim, "v_head_dim": call.cache.v_head_dim}
+        yield from _key_value_pair(call, {"new[0]": call.new[0], "new[1]": call.new[1]}, dims, q_tokens)
     if call.writes:
         k_tokens = call.k.shape[0] if isinstance(call.k, torch.Tensor) and call.k.dim() else None
-        yield from _key_value_pair(call, {"k": call.k, "v": call.v}, k_tokens if q_tokens is None else q_tokens)
+        words = ("head_dim", "v_head_dim") if call.cache.v_in_k is None else ("v_in_k", "head_dim - v_in_k")
+        dims = dict(zip(words, call.cache.written_dims))
+        yield from _key_value_pair(call, call.rows, dims, k_tokens if q_tokens is None else q_tokens)
     slots = call.given_slots
     if call.writes and slots is not None and (slots.dim() != 1 or slots.shape[0] != call.tokens):
         yield Violation("shapes", "slots", describe(slots), f"[tokens] = {call.tokens}, one for each token of k")
 
 
-def _key_value_pair(call: Call, pair: dict[str, torch.Tensor | None], tokens: int | None) -> Iterator[Violation]:
-    """Shapes and types of new keys and values; any number of tokens if `tokens` is None."""
+def _key_value_pair(
+    call: Call, pair: dict[str, torch.Tensor | None], dims: dict[str, int], tokens: int | None
+) -> Iterator[Violation]:
+    """Shapes and types of new keys and values, of the sizes `dims`; any number of tokens if `tokens` is None."""
     cache = call.cache
-    for (name, x), dim, word in zip(pair.items(), (cache.head_dim, cache.v_head_dim), ("head_dim", "v_head_dim")):
+    for (name, x), (word, dim) in zip(pair.items(), dims.items()):
         want = f"[tokens, kv_heads, {word}] = [{'tokens' if tokens is None else tokens}, {cache.kv_heads}, {dim}]"
         if not isinstance(x, torch.Tensor) or x.dim() != 3 or tuple(x.shape[1:]) != (cache.kv_heads, dim):
             yield Violation("shapes", name, describe(x), want)
@@ -295,13 +300,21 @@ def _rotated_queries(call: Call, k: torch.Tensor) -> Iterator[Violation]:
         yield from (violation for violation in _shared(call, "q_out", out) if violation.given != "memory shared with q")
 
 
+def latent(call: Call) -> Iterator[Violation]:
+    """What a write of a cache cannot do if V is a part of K."""
+    first = call.cache.v_in_k
+    if first is not None and call.rope is not None:
+        given = f"a rotation, with a cache of which V is the first {first} elements of K"
+        yield Violation("latent", "rope", given, "None: rotate the others of k and q before the call, for example with rope.rotate")
+
+
 def own_memory(call: Call) -> Iterator[Violation]:
     """New keys or values that share memory with the cache: the result would depend on the order of the tokens."""
     if not call.writes:
         return
     cache = call.cache
     written = {"the cache's K": cache.k, "the cache's V": cache.v, "k_scale": cache.k_scale, "v_scale": cache.v_scale}
-    for name, given in (("k", call.k), ("v", call.v)):
+    for name, given in call.rows.items():
         for other, tensor in written.items():
             if isinstance(given, torch.Tensor) and tensor is not None and share_memory(given, tensor):
                 yield Violation(

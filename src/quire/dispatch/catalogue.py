@@ -65,7 +65,7 @@ CATALOGUE: tuple[Kernel, ...] = (
         memory=("aligned",),
         head_dim=_HOPPER_HEAD,
         v_head_dim=_HOPPER_HEAD,
-        without=("mask", "batch_invariant", "shard", "spans", "select", "mixed-formats"),
+        without=("mask", "batch_invariant", "shard", "spans", "select", "mixed-formats", "v_in_k"),
     ),
     Kernel(
         "gluon-mixed-bytes",
@@ -81,7 +81,7 @@ CATALOGUE: tuple[Kernel, ...] = (
         memory=("aligned",),
         head_dim=_HOPPER_HEAD,
         v_head_dim=_HOPPER_HEAD,
-        without=("mask", "batch_invariant", "context-form", "shard", "spans", "select", "mixed-formats"),
+        without=("mask", "batch_invariant", "context-form", "shard", "spans", "select", "mixed-formats", "v_in_k"),
     ),
     Kernel(
         "triton-mixed",

@@ -349,7 +349,7 @@ def _limits(kernel: Kernel) -> Iterator[Limit]:
             "pass contiguous tensors that start at multiples of 16 bytes",
         ),
         ("page_size", attrgetter("problem.page_size"), kernel.page_size, "set page_size to {}"),
-        ("head_dim", attrgetter("problem.head_dim"), kernel.head_dim, "use a head_dim of {}"),
+        ("head_dim", _widest_part, kernel.head_dim, "use a head_dim of {}"),
         ("v_head_dim", attrgetter("problem.v_head_dim"), kernel.v_head_dim, "use a v_head_dim of {}"),
         ("group", attrgetter("problem.group"), kernel.group, "use a group (q_heads / kv_heads) of {}"),
         ("max_q_len", attrgetter("extent.max_q_len"), at_most(kernel.max_q_len), "pass {} new tokens of a sequence in one call"),
@@ -373,6 +373,12 @@ def _limits(kernel: Kernel) -> Iterator[Limit]:
 def _installed(needs: tuple[str, ...], query: LimitQuery) -> tuple[str, ...]:
     """The modules that are installed. Another machine is assumed to have all of them."""
     return tuple(name for name in needs if query.platform.is_only_named or find_spec(name))
+
+
+def _widest_part(query: LimitQuery) -> int:
+    """The size of a head of K or, if V is a part of K, of the larger part: kernels take the parts one by one."""
+    problem = query.problem
+    return max(problem.v_head_dim, problem.head_dim - problem.v_head_dim) if problem.v_in_k else problem.head_dim
 
 
 def _formats(query: LimitQuery) -> str | tuple[str, str]:

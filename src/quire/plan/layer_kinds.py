@@ -23,6 +23,8 @@ class AttentionLayers(NamedTuple):
     """Keys of a chunk, if a query sees only keys of its own chunk: each chunk is then a sequence of its own."""
     features: tuple[str, ...] = ()
     """As `quire.Options` names them."""
+    v_in_k: int = 0
+    """V is the first so many elements of K (multi-head latent attention, absorbed); 0 if it is not."""
 
     def __str__(self) -> str:
         count = f"{self.layers} layer{'' if self.layers == 1 else 's'}"
@@ -32,6 +34,7 @@ class AttentionLayers(NamedTuple):
 
 
 FAMILIES = {
+    "deepseek": "deepseek-v3",
     "gemma-2": "gemma-2-27b",
     "gemma-3": "gemma-3-27b",
     "gemma-4": "gemma-4-31b",
@@ -50,13 +53,22 @@ def _llama4() -> tuple[AttentionLayers, ...]:
     return AttentionLayers(36, 40, 8, 128, chunk=8192), AttentionLayers(12, 40, 8, 128)
 
 
+def _latent(layers: int, q_heads: int) -> tuple[AttentionLayers, ...]:
+    return (AttentionLayers(layers, q_heads, 1, 576, v_in_k=512),)
+
+
 _UNEVEN = {
+    "deepseek-v2-lite": _latent(27, 16),
+    "deepseek-v2": _latent(60, 128),
+    "deepseek-v3": _latent(61, 128),
+    "deepseek-r1": _latent(61, 128),
+    "kimi-k2": _latent(61, 64),
     "gemma-4-26b-a4b": (AttentionLayers(25, 16, 8, 256, window=1024), AttentionLayers(5, 16, 2, 512)),
     "gemma-4-31b": (AttentionLayers(50, 32, 16, 256, window=1024), AttentionLayers(10, 32, 4, 512)),
     "llama-4-scout": _llama4(),
     "llama-4-maverick": _llama4(),
 }
-"""Models whose layers differ by more than a window: `quire plan` has no cost for them."""
+"""Models whose layers differ by more than a window, or cache latents: `quire plan` has no cost for them."""
 NAMES = (*FAMILIES, *_UNEVEN, *MODELS)
 
 

@@ -67,6 +67,21 @@ PLAIN |= {
     },
     "shared-128-bf16-new": KernelSample("shared", new=True),
 }
+# V is a part of K: the sizes of DeepSeek's, and all that takes more memory.
+LATENT: dict[str, Any] = {"head_dim": 576, "q_heads": 128, "kv_heads": 1, "page_size": 64}
+OF_K: dict[str, Any] = {"v_in_k": True, "v_head_dim": 512}
+PLAIN |= {
+    f"{kernel}-latent-{format}": KernelSample(kernel, format=format, **LATENT, problem=OF_K)
+    for kernel in KERNELS
+    for format in ("bf16", "e4m3fn")
+}
+PLAIN |= {
+    "mixed-latent-fp32": KernelSample("mixed", **LATENT, **FP32, problem=OF_K),
+    "mixed-latent-new": KernelSample("mixed", new=True, **LATENT | {"format": "e4m3fn"}, problem=OF_K),
+    "mixed-latent-generic": KernelSample("mixed", **LATENT, problem=OF_K | {"memory": "generic"}),
+    "mixed-latent-64": KernelSample("mixed", **LATENT, problem={"v_in_k": True, "v_head_dim": 64}),
+    "write-latent": KernelSample("write", **LATENT | {"format": "int8"}, scales="token", problem=OF_K),
+}
 TREE = {"window": [100, 0], "mask": True, "positions": "int64"}
 PLAIN |= {"audit-window": KernelSample("audit", new=True, index="int64", problem=TREE)}
 MANY = "decode-128-bf16-many"
@@ -131,9 +146,34 @@ EVERYWHERE = [f"{kernel}-128-{format}" for kernel in (*KERNELS, "shared") for fo
     *SMALL,
 ]
 CHOICE = {
-    "sm80": ["decode-64-int8", "write-nvfp4", "decode-512-bf16", "mixed-512-fp32-wide", "write-token-scales", "write-generic"],
-    "sm89": ["decode-128-e5m2", "mixed-256-bf16", "mixed-512-bf16", "decode-512-fp32-invariant", "mixed-512-fp32"],
+    "sm80": [
+        "decode-latent-bf16",
+        "mixed-latent-bf16",
+        "mixed-latent-new",
+        "decode-64-int8",
+        "write-nvfp4",
+        "decode-512-bf16",
+        "mixed-512-fp32-wide",
+        "write-token-scales",
+        "write-generic",
+    ],
+    "sm89": [
+        "decode-latent-bf16",
+        "mixed-latent-bf16",
+        "mixed-latent-fp32",
+        "mixed-latent-generic",
+        "decode-128-e5m2",
+        "mixed-256-bf16",
+        "mixed-512-bf16",
+        "decode-512-fp32-invariant",
+        "mixed-512-fp32",
+    ],
     "sm90": [
+        "decode-latent-bf16",
+        "decode-latent-e4m3fn",
+        "mixed-latent-bf16",
+        "mixed-latent-64",
+        "write-latent",
         "write-e5m2",
         "write-rope",
         "shared-64-bf16",
@@ -149,6 +189,9 @@ CHOICE = {
     "sm100": ["decode-64-bf16", "write-e5m2", "write-int8", "audit-window"],
     "gfx90a": ["decode-128-int8", "decode-256-bf16", "mixed-512-fp32"],
     "gfx942": [
+        "decode-latent-bf16",
+        "mixed-latent-bf16",
+        "mixed-latent-new",
         "write-rope",
         "write-rope-sections",
         "write-nvfp4",
@@ -160,7 +203,7 @@ CHOICE = {
         *list(FEATURED)[1::2],
     ],
     "gfx950": ["decode-64-e5m2", "mixed-64-bf16", "write-e4m3fnuz", "write-token-scales", "audit-window"],
-    "gfx1100": ["decode-64-bf16", "decode-128-bf16-wide"],
+    "gfx1100": ["decode-latent-bf16", "mixed-latent-bf16", "decode-64-bf16", "decode-128-bf16-wide"],
     "gfx1201": ["decode-128-e5m2"],
 }
 

@@ -22,6 +22,7 @@ from quire.batch import Batch
 from quire.cache.format import FORMATS
 from quire.cache.kv_cache import KVCache
 from quire.cache.prefixes import Prefixes
+from quire.cache.latent import rows_to_write
 from quire.contract.call import Call
 from quire.dispatch.choose import kernel_for
 from quire.kernels.triton.host.launcher import Launcher
@@ -56,6 +57,7 @@ class Layer:
     rope: bool = False
     spans: bool = False
     prefixes: bool = False
+    v_in_k: int | None = None
     options: dict[str, Any] = field(default_factory=dict)
 
 
@@ -76,6 +78,8 @@ LAYERS = {
     "prefixes, e4m3fn": Layer(prefixes=True, format="e4m3fn", group=8, lse=True),
     "batch-invariant": Layer(options={"batch_invariant": True}),
     "rope": Layer(rope=True),
+    "latent": Layer(kv_heads=1, group=128, head_dim=576, v_in_k=512, page_size=64),
+    "latent context form": Layer(kv_heads=1, group=16, head_dim=576, v_in_k=512, context=True, format="e4m3fn", scales="token"),
 }
 
 
@@ -107,8 +111,11 @@ class Draws:
         k, v = (nothing(*size, format.units_of(layer.head_dim), dtype=format.dtype) for format in formats)
         one = () if layer.scales == "tensor" else size
         scales = [nothing(*one) if format.quantised else None for format in formats]
-        names = {"k_format": formats[0].name, "v_format": formats[1].name}
-        cache = KVCache.wrap(k, v, layout="nhd", k_scale=scales[0], v_scale=scales[1], **names)
+        names: dict[str, Any] = {"k_format": formats[0].name, "v_format": formats[1].name, "v_scale": scales[1]}
+        parts = (k, v)
+        if layer.v_in_k is not None:
+            names, parts = {"k_format": formats[0].name, "v_in_k": layer.v_in_k}, (k,)
+        cache = KVCache.wrap(*parts, layout="nhd", k_scale=scales[0], **names)
         cells = nothing(pages * layer.page_size, dtype=torch.int64)
         marks = {"position": cells.int(), "issue": cells, "current": cells, "violations": nothing(9, dtype=torch.int64)}
         cache.ledger = SimpleNamespace(**marks)  # type: ignore[assignment]  # all that the check of a ledger asks of it
@@ -166,9 +173,9 @@ class Draws:
         tokens, batch = self.batch()
         cache = self.cache()
         q, k, v = self.rows(tokens, torch.bfloat16)
-        out = nothing(*q.shape, dtype=default_out_dtype(q.dtype, False))
+        out = nothing(*q.shape[:2], cache.v_head_dim, dtype=default_out_dtype(q.dtype, False))
         if self.one_in(4):
-            out = nothing(tokens, q.shape[1] * 2, q.shape[2], dtype=out.dtype)[:, ::2]
+            out = nothing(tokens, q.shape[1] * 2, cache.v_head_dim, dtype=out.dtype)[:, ::2]
         lse = None
         if layer.lse:
             lse = nothing(*q.shape[:2]) if chance.random() < 0.5 else nothing(q.shape[1], tokens).T
@@ -183,6 +190,11 @@ class Draws:
             dtype = torch.int32 if self.one_in(3) else torch.int64
             slots = nothing(tokens, dtype=dtype) if not self.one_in(4) else nothing(2 * tokens, dtype=dtype)[::2]
         new, padded = ((k, v) if layer.context else None), chance.random() < 0.5
+        if layer.v_in_k is not None:
+            first = layer.v_in_k
+            new = None if new is None else (k, k[..., :first])
+            parts = nothing(tokens, 1, first, dtype=k.dtype), nothing(tokens, 1, layer.head_dim - first, dtype=k.dtype)
+            k, v = rows_to_write(chance.choice((k, parts)), None, cache)
         attend = Call(cache, batch, q, Options(**options), new, out, lse=lse, zero_padding=padded)
         write = Call(cache, batch, k=k, v=v, slots=slots)
         if layer.rope:
@@ -236,8 +248,15 @@ def test_explain_names_the_kernels_that_are_launched(name: str, arch: str) -> No
         calls = draws.calls()
         attend, write = calls["attend"], calls["write"]
         keys = {operation: counting.keys(operation, call) for operation, call in calls.items()}
-        how: dict[str, Any] = {"new": attend.new, "out": attend.out, "lse": False if attend.lse is None else attend.lse}
-        how |= {"k": write.k, "v": write.v, "slots": write.given_slots, "platform": counting.platform}
+        latent = LAYERS[name].v_in_k is not None
+        new = (attend.new[0], None) if latent and attend.new is not None else attend.new
+        how: dict[str, Any] = {"new": new, "out": attend.out, "lse": False if attend.lse is None else attend.lse}
+        how |= {
+            "k": (write.k, write.v) if latent else write.k,
+            "v": None if latent else write.v,
+            "slots": write.given_slots,
+            "platform": counting.platform,
+        }
         how |= {"rope": write.rope, "positions": write.rope_positions}
         assert attend.q is not None
         for operation, parts in {"step": ("write", "attend", "audit"), "attend": ("attend", "audit"), "audit": ("audit",)}.items():

@@ -62,10 +62,7 @@ def build(case: Case, device: torch.device | str = "cpu") -> KernelCall:
 
     made = TYPES[case.q_dtype] if case.q_dtype not in LARGEST else torch.bfloat16
     plan = page_plan(case)
-    dense, pages, scales = {}, {}, {}
-    for part, dim in case.dims.items():
-        dense[part] = _dense(case, part, dim, made, plan)
-        pages[part], scales[part] = _store(case, part, dim, plan, cached, dense[part])
+    dense, pages, scales = _keys_and_values(case, made, plan, cached)
     k_pages, v_pages = _wrap(case, pages, plan, device)
 
     q = _queries(case, options, starts, visible, dense["k"], tokens)
@@ -75,7 +72,10 @@ def build(case: Case, device: torch.device | str = "cpu") -> KernelCall:
     moved: dict[str, Any] = {n: o.to(device) if isinstance(o, torch.Tensor) else o for n, o in options.items() if n != "scale"}
     moved |= {f"{part}_scale": None if scale is None else scale.to(device) for part, scale in scales.items()}
     if case.form == "context":
-        moved |= {f"new_{part}": _new_tokens(case, part, dense[part], starts, made, device) for part in dense}
+        moved |= {f"new_{part}": _new_tokens(case, part, dense[part], starts, made, device) for part in pages}
+    if case.v_in_k:
+        moved |= {"v_in_k": True, "v_scale": moved["k_scale"]}
+        moved |= {"new_v": moved["new_k"][..., : case.v_in_k]} if "new_k" in moved else {}
     moved |= {f"select_{case.select}": x.to(kinds[0]).to(device) for x in entries}
     call = KernelCall(
         q=_strided(case, _cast(q, case.q_dtype), 1, device),
@@ -105,6 +105,21 @@ def build(case: Case, device: torch.device | str = "cpu") -> KernelCall:
             used = indexable(tensor)[plan.touched[plan.touched >= 0].to(tensor.device)]
             call.checksums[name] = used, checksum(used)
     return call.take_checksums()
+
+
+def _keys_and_values(case: Case, made: torch.dtype, plan: PagePlan, cached: list[torch.Tensor]) -> tuple[dict[str, Any], ...]:
+    """By part: the numbers that a reader decodes, the stored pages with contents, and the scales. If V is a part of K, only K is
+    stored."""
+    dense: dict[str, Any] = {}
+    pages: dict[str, Any] = {}
+    scales: dict[str, Any] = {}
+    for part, dim in case.dims.items():
+        if part == "v" and case.v_in_k:
+            dense["v"] = [keys[..., : case.v_in_k] for keys in dense["k"]]
+            continue
+        dense[part] = _dense(case, part, dim, made, plan)
+        pages[part], scales[part] = _store(case, part, dim, plan, cached, dense[part])
+    return dense, pages, scales
 
 
 def _visible(case: Case, options: dict[str, Any], starts: Sequence[int]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
@@ -559,6 +574,8 @@ def _wrap(
     units = {part: units_of(case.formats[part], dim) for part, dim in case.dims.items()}
     out: list[tuple[torch.Tensor, int, int]] = []
     for n, (part, dim) in enumerate(units.items()):
+        if part not in pages:
+            continue
         x, dtype = x_of(case, part), TYPES[case.formats[part]]
         whole = dim if case.layout != "vllm_joint" else sum(units.values())
         shape = _shape(case.layout, part, plan.pages, size, heads, whole, x)
@@ -583,7 +600,7 @@ def _wrap(
     parts = [s[..., skip : skip + dim] if case.layout == "vllm_joint" else s for s, skip, dim in out]
     if case.storage == "bytes":
         parts = [indexable(part) for part in parts]
-    return parts[0], parts[1]
+    return parts[0], parts[0][..., : units["v"]] if case.v_in_k else parts[1]
 
 
 def flat_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -42,6 +42,8 @@ class KernelCall:
     format: str = "fp16"
     """Of K, and of V unless `v_format` is given."""
     v_format: str = ""
+    v_in_k: bool = False
+    """Whether V is a part of K: `v_pages` and `new_v` are views of the first elements of `k_pages` and `new_k`."""
     k_scale: torch.Tensor | None = None
     v_scale: torch.Tensor | None = None
     lse: torch.Tensor | None = None
@@ -118,14 +120,14 @@ class KernelCall:
         return self.q.device
 
     @property
-    def new(self) -> tuple[torch.Tensor, torch.Tensor] | None:
-        return None if self.new_k is None or self.new_v is None else (self.new_k, self.new_v)
+    def new(self) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+        return None if self.new_k is None or self.new_v is None else (self.new_k, None if self.v_in_k else self.new_v)
 
     # As values of Quire; nothing is copied.
 
     def cache(self) -> KVCache:
         layout, formats = layout_named(self.layout), (FORMATS[self.formats["k"]], FORMATS[self.formats["v"]])
-        return KVCache(self.k_pages, self.v_pages, layout, formats, self.k_scale, self.v_scale, None, False)
+        return KVCache(self.k_pages, self.v_pages, layout, formats, self.k_scale, self.v_scale, None, False, self.v_in_k)
 
     def batch(self) -> Batch:
         index = self.page_table, self.kv_lens, self.q_starts
@@ -192,6 +194,7 @@ OPTIONAL_ARGUMENTS = (
     "k_scale",
     "v_scale",
     "v_format",
+    "v_in_k",
     "new_k",
     "new_v",
     "shard",

@@ -35,6 +35,8 @@ class Case:
     head_dim: int = 64
     v_head_dim: int = 0
     """0 means equal to head_dim."""
+    v_in_k: int = 0
+    """V is the first `v_in_k` elements of K; 0 means that V is stored by itself."""
     page_size: int = 16
     layout: str = "nhd"
     x: int = 0
@@ -101,6 +103,10 @@ class Case:
             raise ArgumentError("q_lens", f"{len(self.q_lens)} of them", f"{len(self.kv_lens)}, as many as kv_lens")
         if not -1 <= self.only < len(self.q_lens):
             raise ArgumentError("only", self.only, f"-1, or a sequence: 0 to {len(self.q_lens) - 1}")
+        if self.v_in_k and (self.v_head_dim or self.v_format or self.layout not in ("nhd", "hnd")):
+            raise ArgumentError("v_in_k", self.v_in_k, "0 with v_head_dim, v_format or a layout other than nhd and hnd")
+        if not 0 <= self.v_in_k < self.head_dim:
+            raise ArgumentError("v_in_k", self.v_in_k, f"less than head_dim = {self.head_dim}")
         if len(self.shard) != 3 or not 0 <= self.shard[0] < self.shard[1] or self.shard[2] < 1:
             raise ArgumentError("shard", self.shard, "rank, ranks, interleave with 0 <= rank < ranks and interleave >= 1")
         for spec in fields(self):
@@ -124,7 +130,7 @@ class Case:
 
     @property
     def dims(self) -> dict[str, int]:
-        return {"k": self.head_dim, "v": self.v_head_dim or self.head_dim}
+        return {"k": self.head_dim, "v": self.v_in_k or self.v_head_dim or self.head_dim}
 
     @property
     def formats(self) -> dict[str, str]:
@@ -151,6 +157,7 @@ class Case:
             head_dim=self.head_dim,
             page_size=self.page_size,
             v_head_dim=self.dims["v"],
+            v_in_k=self.v_in_k > 0,
             q_dtype=self.q_dtype,
             out_dtype="bf16" if FORMATS[self.q_dtype].quantised else self.q_dtype,
             format=self.format,

@@ -23,6 +23,7 @@ from quire.attend import attend
 from quire.batch import Batch
 from quire.cache.format import FORMATS, Format
 from quire.cache.kv_cache import KVCache
+from quire.cache.latent import with_values
 from quire.cache.layout import layout_named
 from quire.cache.prefixes import Prefixes
 from quire.conformance.cases.call import selection_of
@@ -179,7 +180,7 @@ class Recorded:
     batch: Batch
     q: torch.Tensor
     options: Options
-    new: tuple[torch.Tensor, torch.Tensor] | None
+    new: tuple[torch.Tensor, torch.Tensor | None] | None
     out: torch.Tensor | None
     """The output in the program; None if the call raised."""
     lse: torch.Tensor | None
@@ -192,7 +193,7 @@ class Recorded:
 
     @property
     def problem(self) -> Problem:
-        call = Call(self.cache, self.batch, self.q, self.options, self.new, with_lse=bool(self.metadata["lse"]))
+        call = Call(self.cache, self.batch, self.q, self.options, self._new_rows, with_lse=bool(self.metadata["lse"]))
         return described("attend", call)[0]
 
     @property
@@ -207,7 +208,12 @@ class Recorded:
     def violations(self) -> list[Violation]:
         """Violations of the contract: those found when it was recorded, ledger included, or else those found here."""
         then = [Violation(**violation) for violation in self.metadata["violations"]]
-        return then or violations(Call(self.cache, self.batch, self.q, self.options, self.new), "full")
+        return then or violations(Call(self.cache, self.batch, self.q, self.options, self._new_rows), "full")
+
+    @property
+    def _new_rows(self) -> Any:
+        """The new keys and values, as a `Call` has them."""
+        return None if self.new is None else with_values(self.new, self.cache)
 
     def replay(self, kernel: str | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """Runs the call here: out, and the LSE."""
@@ -223,8 +229,8 @@ class Recorded:
         rows = (slots >= 0).nonzero().flatten()
         wrong = torch.zeros(len(rows), dtype=torch.bool, device=self.q.device)
         for x, view, groups, scale, format in (
-            (self.written["k"], self.cache.k_view, self.cache.k_groups, self.cache.k_scale, self.cache.k_format),
-            (self.written["v"], self.cache.v_view, self.cache.v_groups, self.cache.v_scale, self.cache.v_format),
+            (self.written["k"], self.cache.written_views[0], self.cache.k_groups, self.cache.k_scale, self.cache.k_format),
+            (self.written["v"], self.cache.written_views[1], self.cache.v_groups, self.cache.v_scale, self.cache.v_format),
         ):
             page, slot = slots[rows] // self.cache.page_size, slots[rows] % self.cache.page_size
             held = view[page, :, slot // view.shape[3], slot % view.shape[3]].flatten(2)
@@ -264,6 +270,18 @@ def load(path: str | os.PathLike[str], device: torch.device | str = "cpu") -> li
     return [_load(number, call, tensors, torch.device(device)) for number, call in enumerate(metadata["calls"])]
 
 
+def _cache(own: dict[str, torch.Tensor], metadata: dict[str, Any]) -> KVCache:
+    """The cache of a call, over the saved pages."""
+    layout, names = layout_named(metadata["layout"]), (metadata["format"], metadata.get("v_format") or metadata["format"])
+    k_format, v_format = (FORMATS[name] for name in names)
+    scales = own.get("k_scale"), own.get("v_scale")
+    v_in_k = metadata.get("v_in_k")
+    if v_in_k is None:
+        return KVCache(own["k_pages"], own["v_pages"], layout, (k_format, v_format), *scales, None, False)
+    v_pages = own["k_pages"][..., : v_in_k // k_format.pack]
+    return KVCache(own["k_pages"], v_pages, layout, (k_format, v_format), *scales, None, False, True)
+
+
 def _load(number: int, metadata: dict[str, Any], tensors: dict[str, torch.Tensor], device: torch.device) -> Recorded:
     prefix = f"{number}."
     own = {name.removeprefix(prefix): tensor.to(device) for name, tensor in tensors.items() if name.startswith(prefix)}
@@ -271,10 +289,8 @@ def _load(number: int, metadata: dict[str, Any], tensors: dict[str, torch.Tensor
         name: tuple(value) if isinstance(value, list) else value for name, value in metadata["options"].items()
     }
     given |= {name: own[name] for name in OPTIONS if name in own}
-    layout, names = layout_named(metadata["layout"]), (metadata["format"], metadata.get("v_format") or metadata["format"])
-    format = (FORMATS[names[0]], FORMATS[names[1]])
     return Recorded(
-        cache=KVCache(own["k_pages"], own["v_pages"], layout, format, own.get("k_scale"), own.get("v_scale"), None, False),
+        cache=_cache(own, metadata),
         batch=Batch(
             own["page_table"], own["kv_lens"], own["q_starts"],
             slots=own.get("slots"), max_q_len=metadata["max_q_len"], max_kv_len=metadata["max_kv_len"],
@@ -284,7 +300,7 @@ def _load(number: int, metadata: dict[str, Any], tensors: dict[str, torch.Tensor
         ),
         q=own["q"],
         options=Options(**given) if given else PLAIN,
-        new=(own["new_k"], own["new_v"]) if "new_k" in own else None,
+        new=(own["new_k"], own.get("new_v")) if "new_k" in own else None,
         out=own.get("out"),
         lse=own.get("lse"),
         written={name.removeprefix("written_"): tensor for name, tensor in own.items() if name.startswith("written_")},
@@ -316,10 +332,11 @@ def _tensors(call: Call, ids: torch.Tensor, table: torch.Tensor) -> dict[str, to
     """The inputs of a call that are tensors: of the cache the pages `ids`, of the options those that are tensors."""
     cache, batch = call.cache, call.batch
     new_k, new_v = call.new or (None, None)
+    new_v = None if cache.v_in_k is not None else new_v
     tensors = {
         "q": call.q,
         "k_pages": _some(cache.k_bytes, ids).view(cache.k.dtype),
-        "v_pages": _some(cache.v_bytes, ids).view(cache.v.dtype),
+        "v_pages": None if cache.v_in_k is not None else _some(cache.v_bytes, ids).view(cache.v.dtype),
         "page_ids": ids,
         "page_table": table,
         "kv_lens": batch.kv_lens,
@@ -332,7 +349,7 @@ def _tensors(call: Call, ids: torch.Tensor, table: torch.Tensor) -> dict[str, to
         **({} if batch.prefixes is None else batch.prefixes.tensors),
         **{name: getattr(call.options, name) for name in OPTIONS},
     }
-    for name, scale in (("k_scale", cache.k_scale), ("v_scale", cache.v_scale)):
+    for name, scale in (("k_scale", cache.k_scale), ("v_scale", None if cache.v_in_k is not None else cache.v_scale)):
         tensors[name] = _some(scale, ids) if scale is not None and scale.dim() == 3 else scale
     return {name: tensor for name, tensor in tensors.items() if isinstance(tensor, torch.Tensor)}
 
@@ -346,6 +363,7 @@ def _facts(call: Call) -> dict[str, Any]:
         "layout": cache.layout.name,
         "format": cache.k_format.name,
         "v_format": cache.v_format.name,
+        "v_in_k": cache.v_in_k,
         "page_size": cache.page_size,
         "max_q_len": batch.max_q_len,
         "max_kv_len": batch.max_kv_len,

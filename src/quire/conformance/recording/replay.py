@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from quire.attend import attend
+from quire.cache.latent import with_values
 from quire.conformance.cases.call import KernelCall, guarded
 from quire.conformance.diagnosis.attempt import Attempt
 from quire.conformance.diagnosis.candidates import matches
@@ -120,7 +121,7 @@ def call_of(recorded: Recorded, with_lse: bool) -> KernelCall:
     """The recorded call as a call of the kit, with filled and guarded outputs."""
     options, cache, q = recorded.options, recorded.cache, recorded.q
     dtype = recorded.out.dtype if recorded.out is not None else default_out_dtype(q.dtype, options.out_scale is not None)
-    new_k, new_v = recorded.new or (None, None)
+    new_k, new_v = (None, None) if recorded.new is None else with_values(recorded.new, cache)
     select = recorded.batch.select
     return KernelCall(
         q=q,
@@ -135,6 +136,7 @@ def call_of(recorded: Recorded, with_lse: bool) -> KernelCall:
         v_format=cache.v_format.name,
         k_scale=cache.k_scale,
         v_scale=cache.v_scale,
+        v_in_k=cache.v_in_k is not None,
         lse=guarded(tuple(q.shape[:2]), torch.float32, q.device) if with_lse else None,
         new_k=new_k,
         new_v=new_v,

@@ -54,8 +54,9 @@ class Judge:
             launcher(call)
             if not watched:
                 return
+            new = call.new if call.new is None or call.cache.v_in_k is None else (call.new[0], None)
             pages, metadata = torch.arange(call.cache.pages, device="cpu"), {"lse": lse is not None}
-            seen = Recorded(call.cache, call.batch, q, call.options, call.new, out, lse, {}, pages, metadata)
+            seen = Recorded(call.cache, call.batch, q, call.options, new, out, lse, {}, pages, metadata)
 
             def copy(to: Any) -> None:
                 to.out[: to.live] = out[: to.live]

@@ -170,7 +170,8 @@ def _copy_result(part: torch.Tensor, buffer: torch.Tensor, live: int) -> None:
 def facts(call: KernelCall) -> Problem:
     """The problem of a call: everything that a kernel is compiled for."""
     lse = call.lse is not None
-    return described("attend", Call(call.cache(), call.batch(), call.q, call.options(), call.new, call.out, with_lse=lse))[0]
+    new = None if call.new_k is None or call.new_v is None else (call.new_k, call.new_v)
+    return described("attend", Call(call.cache(), call.batch(), call.q, call.options(), new, call.out, with_lse=lse))[0]
 
 
 def extent_of(call: KernelCall) -> Extent:

@@ -107,8 +107,8 @@ class View:
     @cached_property
     def new_tokens(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of the new tokens, [tokens, kv_heads, dim] in the dtype of q: from the call, or read from the cache."""
-        if self.call.new is not None:
-            return self.call.new
+        if self.call.new_k is not None and self.call.new_v is not None:
+            return self.call.new_k, self.call.new_v
         call, (k, v) = self.call, repacked(self.call)
         slots = call.batch().slots_of_tokens(call.tokens, call.page_size)
         page, offset = slots.clamp(min=0) // call.page_size, slots.clamp(min=0) % call.page_size

@@ -9,6 +9,7 @@
 namespace quire {
 
 constexpr int64_t UNBOUNDED = INT64_MAX;
+constexpr int64_t MOST_DIM = 576;  // the largest size of a head
 
 // The formats, in the order of `FORMATS` of quire/cache/format.py: `codec.h` converts them.
 enum Type : int64_t { FP32, FP16, BF16, E4M3FN, E4M3FNUZ, E5M2, INT8, INT4, NVFP4, TYPES };
@@ -174,6 +175,7 @@ struct Write {
     Batch batch;
     Index slots;  // data is null if they follow from the table
     int64_t tokens, threads, level;
+    int64_t shared_scales;  // whether K and V are two parts of a row that share the scale of a token
     Cache cache;
 };
 

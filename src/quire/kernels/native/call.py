@@ -33,7 +33,7 @@ NO_PREFIXES: Words = (0,) * 4
 _ARRAYS, _INDEX, _BATCH, _SELECT, _PAGES = 4 * 5, 4, 3 * 4 + 2 + 3, 7, 23
 ATTEND = struct.Struct(f"{_ARRAYS}q 5q {_BATCH}q 3d 11q {2 * _INDEX}q {_SELECT}q 4q 7q")
 """The fields of `Attend` before its cache."""
-WRITE = struct.Struct(f"10q {_BATCH}q {_INDEX}q 3q")
+WRITE = struct.Struct(f"10q {_BATCH}q {_INDEX}q 4q")
 """The fields of `Write` before its cache."""
 ROPE = struct.Struct("6q 4q q 10q q 4q d 2q")
 """The fields of `Rope`, which a `RopeWrite` begins with."""
@@ -51,6 +51,8 @@ class Packed(NamedTuple):
     v_scale: torch.Tensor | None
     places: tuple[int, ...]
     content: bytes
+    written: bytes
+    """The same for a write: with the two parts of K, where V is one of them, in place of K and V."""
 
 
 def array(tensor: torch.Tensor) -> Words:
@@ -115,20 +117,33 @@ def prefixes_of(batch: Batch) -> Words:
 
 
 def cache_of(cache: KVCache) -> bytes:
-    """The pages and scales of a cache. It is packed again if scales were assigned or memory has moved."""
+    """The pages and scales of a cache."""
+    return _packed(cache).content
+
+
+def written_cache_of(cache: KVCache) -> bytes:
+    """The same for a write."""
+    return _packed(cache).written
+
+
+def _packed(cache: KVCache) -> Packed:
+    """A cache is packed again if scales were assigned or memory has moved."""
     known: Packed | None = cache.packed
     k_scale, v_scale = cache.k_scale, cache.v_scale
     if known is not None and known.k_scale is k_scale and known.v_scale is v_scale and known.places == _places(cache):
-        return known.content
-    content = CACHE.pack(
-        *_pages(cache.k_view, cache.k_groups, cache.k_format, k_scale),
-        *_pages(cache.v_view, cache.v_groups, cache.v_format, v_scale),
-        cache.pages,
-        cache.page_size,
-        cache.kv_heads,
-    )
-    cache.packed = Packed(k_scale, v_scale, _places(cache), content)
-    return content
+        return known
+    contents = [
+        CACHE.pack(
+            *_pages(k_view, cache.k_groups, cache.k_format, k_scale),
+            *_pages(v_view, cache.v_groups, cache.v_format, v_scale),
+            cache.pages,
+            cache.page_size,
+            cache.kv_heads,
+        )
+        for k_view, v_view in ((cache.k_view, cache.v_view), cache.written_views)
+    ]
+    cache.packed = packed = Packed(k_scale, v_scale, _places(cache), *contents)
+    return packed
 
 
 def _places(cache: KVCache) -> tuple[int, ...]:

@@ -190,7 +190,7 @@ struct DecodeKernel {
         have = workspace.take<SoftmaxState>(count);
         visibles = workspace.take<VisibleRange>(count);
         tiles = workspace.take<Tile>(2);
-        copies = workspace.take<int32_t>(DECODE_KEYS * (512 + W));
+        copies = workspace.take<int32_t>(DECODE_KEYS * (MOST_DIM + W));
         places = workspace.take<const uint8_t*>(DECODE_KEYS);
     }
 
@@ -296,7 +296,7 @@ struct DecodeKernel {
     RowReads ready(const RowReads& from, int64_t dim) {
         if (in_place(from)) return from;
         int64_t units = round_up((dim + F::PER_UNIT - 1) / F::PER_UNIT, W);
-        uint8_t whole[512 * 4];
+        uint8_t whole[MOST_DIM * 4];
         for (int64_t j = 0; j < from.count; j++) {
             const uint8_t* row = from.row(j, 0);
             if (!from.whole) {

@@ -6,7 +6,7 @@
 namespace quire {
 namespace QUIRE_LEVEL {
 
-alignas(64) static const uint8_t ZEROS[4096] = {};  // a row of up to 512 elements of any type, and what a vector reads after it
+alignas(64) static const uint8_t ZEROS[4096] = {};  // a row of up to MOST_DIM elements of any type, and what a vector reads after it
 
 struct Fp32Factors {
     static constexpr int PER_UNIT = 1, TYPE = FP32;

@@ -48,7 +48,7 @@ struct PrefillKernel {
         visibles = workspace.take<VisibleRange>(count);
         tile = workspace.take<Tile>(1);
         rows = workspace.take<Rows>(1);
-        gathered = workspace.take<uint8_t>(KEYS * 512 * 4);
+        gathered = workspace.take<uint8_t>(KEYS * MOST_DIM * 4);
     }
 
     // A row as units: in place if it has the right type and length, otherwise a copy in `to`.

@@ -5,7 +5,7 @@
 namespace quire {
 namespace QUIRE_LEVEL {
 
-constexpr int64_t ROW_BUFFER = 512 + 2 * W;  // the longest head, and what vectors read and write after its parts
+constexpr int64_t ROW_BUFFER = MOST_DIM + 2 * W;  // the longest head, and what vectors read and write after its parts
 
 // The buffers of a thread.
 struct RopeBuffers {

@@ -160,7 +160,7 @@ static INLINE const uint8_t* gathered(const uint8_t* row, int64_t size, int64_t 
     return to;
 }
 
-// The rows of one head of K or V: pointers to contiguous rows. Rows with strided elements are gathered into `buffer`, [KEYS, 512].
+// The rows of one head of K or V: pointers to contiguous rows. Rows with strided elements are gathered into `buffer`, [KEYS, MOST_DIM].
 struct Rows {
     const uint8_t* at[KEYS + 2];
     GroupRow groups[KEYS + 2];  // of cached rows
@@ -172,7 +172,7 @@ struct Rows {
 
 static void rows_of(const Pages& pages, const Array& fresh, const uint8_t* const* found, const uint8_t* const* groups, const Tile& tile,
                     int64_t head, uint8_t* buffer, Rows& rows) {
-    int64_t size = size_of(pages.type), new_size = size_of(fresh.type), step = 512 * 4;
+    int64_t size = size_of(pages.type), new_size = size_of(fresh.type), step = MOST_DIM * 4;
     rows.cut = tile.cut, rows.count = tile.count, rows.type = pages.type, rows.new_type = fresh.type;
     bool whole = pages.whole_rows();
     for (int64_t j = 0; j < tile.cut; j++) {

@@ -5,17 +5,23 @@
 namespace quire {
 namespace QUIRE_LEVEL {
 
+// The largest magnitude of some elements, or NaN.
+static float largest_of(const float* number, int64_t dim) {
+    float top = 0;
+    for (int64_t d = 0; d < dim; d++) {
+        float x = __builtin_fabsf(number[d]);
+        if (x > top || x != x) top = x;
+        if (top != top) break;
+    }
+    return top;
+}
+
 // Divides each group of a row by its scale, which is stored: its largest magnitude over the largest code, NaN if it has a NaN. At
 // least the smallest scale above 0, so that nothing is divided by 0.
 static void divide_by_groups(const Pages& pages, uint8_t* to, float* number) {
     constexpr float SMALLEST = 1.0f / 512, LARGEST = GroupScale::LARGEST;
     for (int64_t g = 0; g < pages.dim / GROUP; g++) {
-        float *group = number + g * GROUP, top = 0;
-        for (int64_t d = 0; d < GROUP && top == top; d++) {
-            float x = __builtin_fabsf(group[d]);
-            if (x > top || x != x) top = x;
-        }
-        top /= Number<NVFP4>::LARGEST;
+        float *group = number + g * GROUP, top = largest_of(group, GROUP) / Number<NVFP4>::LARGEST;
         top = top < SMALLEST ? SMALLEST : top > LARGEST ? LARGEST : top;
         uint8_t code = (uint8_t)GroupScale::encode(splat(top))[0];
         to[pages.group_row(to).element(g)] = code;
@@ -23,37 +29,42 @@ static void divide_by_groups(const Pages& pages, uint8_t* to, float* number) {
     }
 }
 
-// Stores one head of one token. `number` holds it as fp32, `code` in the stored format; both are buffers of 512 elements.
+// One head of one token as contiguous elements: in place, or a copy in `to`.
+static const uint8_t* row_of(const Array& from, int64_t token, int64_t head, int64_t dim, uint8_t* to) {
+    const int64_t size = size_of(from.type);
+    const uint8_t* row = from.data + (token * from.token + head * from.head) * size;
+    if (from.dim == 1) return row;
+    for (int64_t d = 0; d < dim; d++) memcpy(to + d * size, row + d * from.dim * size, size);
+    return to;
+}
+
+static void as_numbers(const Array& from, const uint8_t* row, int64_t dim, float* number) {
+    with_type(from.type, [&](auto t) {
+        for (int64_t d = 0; d < dim; d += W) store(number + d, decode<t.value>(row + d * SIZE<t.value>, dim - d));
+    });
+}
+
+// Stores one head of one token. `number` holds it as fp32, `code` in the stored format; both are buffers of MOST_DIM elements. `known`
+// is the largest magnitude that a scale of the token is for; null: that of the row.
 static void store_row(const Array& from, const Pages& pages, int64_t token, int64_t head, int64_t page, int64_t slot, float* number,
-                      uint8_t* code) {
-    int64_t dim = pages.dim, row_size = pages.row(), size = size_of(pages.type), from_size = size_of(from.type);
-    const uint8_t* row = from.data + (token * from.token + head * from.head) * from_size;
+                      uint8_t* code, const float* known = nullptr) {
+    int64_t dim = pages.dim, row_size = pages.row(), size = size_of(pages.type);
     uint8_t* to = pages.data + (page * pages.page + head * pages.head + pages.slot(slot)) * size;
     bool whole = pages.whole_rows();
     if (whole && from.type == pages.type && from.dim == 1 && !pages.scale) {
-        memcpy(to, row, dim * size);
+        memcpy(to, from.data + (token * from.token + head * from.head) * size, dim * size);
         return;
     }
-    if (from.dim != 1) {
-        for (int64_t d = 0; d < dim; d++) memcpy(code + d * from_size, row + d * from.dim * from_size, from_size);
-        row = code;
-    }
+    const uint8_t* row = row_of(from, token, head, dim, code);
     if (from.type == pages.type && !pages.scale) {
         if (row != code) memcpy(code, row, dim * size);
     } else {
-        with_type(from.type, [&](auto t) {
-            for (int64_t d = 0; d < dim; d += W) store(number + d, decode<t.value>(row + d * SIZE<t.value>, dim - d));
-        });
+        as_numbers(from, row, dim, number);
         if (pages.scale) {
             float* scale = pages.scale + page * pages.scale_page + slot * pages.scale_slot + head * pages.scale_head;
             if (pages.scale_slot || pages.scale_page) {
                 // One scale per token: it maps the largest element to the largest number of the format.
-                float top = 0;
-                for (int64_t d = 0; d < dim; d++) {
-                    float x = __builtin_fabsf(number[d]);
-                    if (x > top || x != x) top = x;
-                    if (top != top) break;
-                }
+                float top = known ? *known : largest_of(number, dim);
                 top /= with_type(pages.type, [](auto t) { return LARGEST_STORED<t.value>; });
                 *scale = top == 0 ? 1.0f : top;
             }
@@ -71,15 +82,30 @@ static void store_row(const Array& from, const Pages& pages, int64_t token, int6
     }
 }
 
-static size_t write_workspace(const Write&) { return (512 + W) * 8; }
+static size_t write_workspace(const Write&) { return (MOST_DIM + W) * 8; }
+
+// The largest magnitude of one head of one token in both of its parts, or NaN.
+static float largest_of(const Write& call, int64_t token, int64_t head, float* number, uint8_t* code) {
+    float top = 0;
+    auto see = [&](const Array& from, int64_t dim) {
+        as_numbers(from, row_of(from, token, head, dim, code), dim, number);
+        float one = largest_of(number, dim);
+        if (one > top || one != one) top = one;
+    };
+    see(call.k, call.cache.k.dim);
+    if (top == top) see(call.v, call.cache.v.dim);
+    return top;
+}
 
 static void write(const Write& call, int64_t token, int64_t slot, char* workspace) {
     int64_t page = slot / call.cache.page_size, offset = slot % call.cache.page_size;
     float* number = reinterpret_cast<float*>(workspace);
-    uint8_t* code = reinterpret_cast<uint8_t*>(workspace + (512 + W) * 4);
+    uint8_t* code = reinterpret_cast<uint8_t*>(workspace + (MOST_DIM + W) * 4);
     for (int64_t head = 0; head < call.cache.heads; head++) {
-        store_row(call.k, call.cache.k, token, head, page, offset, number, code);
-        store_row(call.v, call.cache.v, token, head, page, offset, number, code);
+        float top = call.shared_scales ? largest_of(call, token, head, number, code) : 0.0f;
+        const float* known = call.shared_scales ? &top : nullptr;
+        store_row(call.k, call.cache.k, token, head, page, offset, number, code, known);
+        store_row(call.v, call.cache.v, token, head, page, offset, number, code, known);
     }
 }
 

@@ -9,7 +9,7 @@ import torch
 
 from quire.batch import Batch
 from quire.cache.kv_cache import KVCache
-from quire.kernels.native.call import ABSENT, WRITE, array, batch_of, cache_of, index, rope_of
+from quire.kernels.native.call import ABSENT, WRITE, array, batch_of, index, rope_of, written_cache_of
 from quire.kernels.native.library import library
 from quire.platform import Platform
 from quire.problem import Problem
@@ -32,8 +32,9 @@ def packed(k: torch.Tensor, v: torch.Tensor, cache: KVCache, batch: Batch, slots
         k.shape[0],
         torch.get_num_threads(),
         library().level,
+        cache.v_in_k is not None and cache.scale_kind == "token",
     )
-    return own + cache_of(cache)
+    return own + written_cache_of(cache)
 
 
 def launcher(problem: Problem, platform: Platform) -> Callable[[Any], None]:

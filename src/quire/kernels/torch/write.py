@@ -31,17 +31,18 @@ def rotate(call: Any) -> torch.Tensor:
 @torch.no_grad()
 def launch(k: torch.Tensor, v: torch.Tensor, cache: KVCache, batch: Batch, slots: torch.Tensor | None) -> None:
     """Stores k and v `[tokens, kv_heads, dim]` at `slots` (by default the batch's, negative to skip), every head of them.
-    A slot outside of the cache is skipped too."""
+    A slot outside of the cache is skipped too. If V is a part of K, k and v are its two parts, which share their scales."""
     slots = batch.slots_of_tokens(k.shape[0], cache.page_size, slots)
     live = ((slots >= 0) & (slots < cache.pages * cache.page_size)).nonzero().squeeze(1)
     slots = slots[live]
     page, offset = slots // cache.page_size, slots % cache.page_size
-    parts = (
-        (k, cache.k_view, cache.k_groups, cache.k_scale, cache.k_format),
-        (v, cache.v_view, cache.v_groups, cache.v_scale, cache.v_format),
-    )
+    parts = [
+        (k[live], cache.k_view, cache.k_groups, cache.k_scale, cache.k_format),
+        (v[live], cache.v_view, cache.v_groups, cache.v_scale, cache.v_format),
+    ]
+    if cache.v_in_k is not None:
+        parts = [(torch.cat((k[live], v[live]), -1), cache.k_view, None, cache.k_scale, cache.k_format)]
     for x, view, groups, scale, format in parts:
-        x = x[live]
         if scale is not None:
             x = x.float()
             if scale.dim() == 3:

@@ -197,10 +197,14 @@ class AttendConstants(NamedTuple):
     KV_HEADS: int
     GROUP: int
     HEAD_DIM: int
+    """Elements of a key or, if V is a part of K, of that part: the others are the rest."""
     V_DIM: int
     K_WIDTH: int
-    """The width of a tile of keys: head_dim rounded up to a power of two, at least 16."""
+    """The width of a tile of keys: HEAD_DIM rounded up to a power of two, at least 16."""
     V_WIDTH: int
+    REST_DIM: int | None
+    """Elements of a key that are not its value, where V is a part of K; None where it is not."""
+    REST_WIDTH: int | None
     PAGE_SIZE: int
     K_STEPS: tuple[int, ...]
     """Strides of [page, head, slot/, slot%, dim/, dim%]."""

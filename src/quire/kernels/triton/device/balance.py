@@ -17,6 +17,6 @@ def balance_kernel(ready, exponents, query, count, ROWS: tl.constexpr, C: tl.con
     head = row % (C.KV_HEADS * C.GROUP)
     inside = (row < count)[:, None] & (dim < C.HEAD_DIM)[None, :]
     at = token[:, None] * query.token + head[:, None] * query.head + dim[None, :] * query.dim
-    q, exponent = balanced(tl.load(query.at + at, mask=inside, other=0.0))
+    q, exponent = balanced(tl.load(query.at + at, mask=inside, other=0.0), None)
     tl.store(ready + row.to(tl.int64)[:, None] * C.HEAD_DIM + dim[None, :], q, mask=inside)
     tl.store(exponents + row, exponent, mask=row < count)

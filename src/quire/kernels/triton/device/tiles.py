@@ -186,6 +186,8 @@ def attend_tiles(
                 at, inner = place[:, None] % C.PAGE_SIZE, from_pages[:, None]
                 groups = load_groups(cache.k, page[:, None], head, at, inner, C.K_WIDTH, C.HEAD_DIM, MASKED, C.K_GROUPS)
             k = to_dot_type(decode(k, tl.constexpr(C.K_FORMAT), C.HARDWARE, tl.constexpr(C.DOT), groups), C)
+            if C.REST_DIM is not None:
+                k_rest = _rest_of_keys(cache, page, head, place, from_pages, MASKED, C)
         if SOURCE != "pages":
             token = (unit.start + k_position - unit.context).to(tl.int64)[:, None]
             is_new = (inside & (key >= unit.cached))[:, None]
@@ -198,15 +200,25 @@ def attend_tiles(
                 k = tl.where((key < unit.cached)[:, None], k, k_new)
             else:
                 k = k_new
+            if C.REST_DIM is not None:
+                new_rest = _rest_of_new_keys(new, token, head, is_new, MASKED, C)
+                if SOURCE == "both":
+                    k_rest = tl.where((key < unit.cached)[:, None], k_rest, new_rest)
+                else:
+                    k_rest = new_rest
 
         # scores
-        score = dot(q, tl.trans(k), None, C)
+        score = dot(q[0], tl.trans(k), None, C)
+        if C.REST_DIM is not None:
+            score = dot(q[1], tl.trans(k_rest), score, C)
         k_scale, v_scale = None, None
         if C.PER_KEY and SOURCE != "new":
             k_scale, v_scale = _scales(cache, page, unit.kv_head + head_in_tile(T), place, from_pages, C)
             if k_scale is not None:
                 score *= k_scale[None, :]
-        if EAGER:
+        if C.REST_DIM is not None:
+            v = _scaled_values(k, v_scale, C)
+        elif EAGER:
             # Converting 8-bit values takes time: it overlaps with the product of the scores.
             v = _values(cache, new, unit, head, page, token, key, place, from_pages, is_new, v_scale, MASKED, SOURCE, C)
         score, factor = transform_scores(score, scale, unit, features, key, k_position, C)
@@ -222,7 +234,7 @@ def attend_tiles(
         row_max = new_max
 
         # load values
-        if not EAGER:
+        if C.REST_DIM is None and not EAGER:
             v = _values(cache, new, unit, head, page, token, key, place, from_pages, is_new, v_scale, MASKED, SOURCE, C)
 
         # accumulate
@@ -269,6 +281,41 @@ def attend_unit(state, q, scale, unit, batch, cache, new, features, begin, end, 
         LAST: tl.constexpr = "new" if C.NEW and C.CONTEXT_FROM <= C.SHORT + 1 else SOURCE
         state = attend_tiles(state, q, scale, None, None, unit, batch, cache, new, features, middle, end, True, LAST, CHECK, T, C)
     return state
+
+
+@triton.jit
+def _rest_of_keys(cache, page, head, place, from_pages, MASKED: tl.constexpr, C: tl.constexpr):
+    """The elements of cached keys that are not their values `[KEYS, REST_WIDTH]`, in the type of the product."""
+    unit = tl.arange(0, C.REST_WIDTH // C.K_PACK)
+    UNITS: tl.constexpr = C.REST_DIM // C.K_PACK
+    at = key_at(page[:, None], head, place[:, None], (C.HEAD_DIM // C.K_PACK + unit)[None, :], C)
+    if MASKED:
+        k = tl.load(cache.k + at, mask=from_pages[:, None] & (unit < UNITS)[None, :], other=0)
+    elif C.REST_WIDTH != C.REST_DIM:
+        k = tl.load(cache.k + at, mask=(unit < UNITS)[None, :], other=0)
+    else:
+        k = tl.load(cache.k + at)
+    return to_dot_type(decode(k, tl.constexpr(C.K_FORMAT), C.HARDWARE, tl.constexpr(C.DOT)), C)
+
+
+@triton.jit
+def _rest_of_new_keys(new, token, head, is_new, MASKED: tl.constexpr, C: tl.constexpr):
+    """The same of new keys."""
+    dim = tl.arange(0, C.REST_WIDTH)
+    at = token * new.k_token + head * new.k_head + (C.HEAD_DIM + dim)[None, :] * new.k_dim
+    if MASKED or C.REST_WIDTH != C.REST_DIM:
+        k = tl.load(new.k + at, mask=is_new & (dim < C.REST_DIM)[None, :], other=0.0)
+    else:
+        k = tl.load(new.k + at)
+    return to_dot_type(k, C)
+
+
+@triton.jit
+def _scaled_values(k, v_scale, C: tl.constexpr):
+    """The values of a tile whose keys begin with them."""
+    if v_scale is not None and not scales_weights(C):
+        k = to_dot_type(k.to(tl.float32) * v_scale[:, None], C)
+    return k
 
 
 @triton.jit
@@ -331,7 +378,9 @@ def _scales(cache, page, head, key, inside, C: tl.constexpr):
     if C.K_SCALE_STEPS is not None:
         at = page * C.K_SCALE_STEPS[0] + slot * C.K_SCALE_STEPS[1] + head * C.K_SCALE_STEPS[2]
         k_scale = _load_scales(cache.k_scale + at, inside, C.K_GROUPS)
-    if C.V_SCALE_STEPS is not None:
+    if C.REST_DIM is not None:
+        v_scale = k_scale
+    elif C.V_SCALE_STEPS is not None:
         at = page * C.V_SCALE_STEPS[0] + slot * C.V_SCALE_STEPS[1] + head * C.V_SCALE_STEPS[2]
         v_scale = _load_scales(cache.v_scale + at, inside, C.V_GROUPS)
     return k_scale, v_scale
@@ -348,4 +397,4 @@ def _load_scales(at, inside, G: tl.constexpr):
 @triton.constexpr_function
 def scales_weights(C):
     """Whether the scales of values multiply the weights, which are fewer than values. fp16 has too few exponents for that."""
-    return C.V_PACK > 1 and C.DOT != "fp16"
+    return (C.V_PACK > 1 or C.REST_DIM is not None) and C.DOT != "fp16"

@@ -103,11 +103,20 @@ def make_unit(batch, features, seq, start, q_len, kv_len, q_tile, head, index, T
 
 @triton.jit
 def load_queries(query, cache, features, unit, T: tl.constexpr, C: tl.constexpr):
-    """A unit's queries `[ROWS, K_WIDTH]`, in the type of the product, and the scale of their scores, in units of log 2."""
+    """A unit's queries in the type of the product, and the scale of their scores, in units of log 2. Queries are a tuple of one
+    part `[ROWS, K_WIDTH]`, or of two if V is a part of K: a second one for the rest of the keys."""
     dim = tl.arange(0, C.K_WIDTH)
     at = unit.token.to(tl.int64)[:, None] * query.token + unit.head[:, None] * query.head + dim[None, :] * query.dim
     q = tl.load(query.at + at, mask=unit.live[:, None] & (dim < C.HEAD_DIM)[None, :], other=0)
     q = decode(q, tl.constexpr(C.Q_FORMAT), C.HARDWARE, tl.constexpr(C.DOT))
+    if C.REST_DIM is not None:
+        rest_dim = tl.arange(0, C.REST_WIDTH)
+        at = unit.token.to(tl.int64)[:, None] * query.token + unit.head[:, None] * query.head
+        at += (C.HEAD_DIM + rest_dim)[None, :] * query.dim
+        rest = tl.load(query.at + at, mask=unit.live[:, None] & (rest_dim < C.REST_DIM)[None, :], other=0)
+        rest = decode(rest, tl.constexpr(C.Q_FORMAT), C.HARDWARE, tl.constexpr(C.DOT))
+        if C.NEGATE:
+            rest = -rest
     if C.NEGATE:
         q = -q
     scale = features.scale
@@ -121,20 +130,31 @@ def load_queries(query, cache, features, unit, T: tl.constexpr, C: tl.constexpr)
         if C.K_GROUPS is not None:
             scale *= GROUPED_FACTOR
     if C.BALANCE == "here":
-        q, exponent = balanced(q)
+        if C.REST_DIM is None:
+            q, exponent = balanced(q, None)
+        else:
+            whole = q
+            q, exponent = balanced(q, rest)
+            rest, _ = balanced(rest, whole)
         scale = scale * exponent
     elif C.BALANCE == "before":
         index = unit.token.to(tl.int64) * (C.KV_HEADS * C.GROUP) + unit.head
         scale = scale * tl.load(query.exponents + index, mask=unit.live, other=1.0)
-    return to_dot_type(q, C), scale
+    if C.REST_DIM is None:
+        return (to_dot_type(q, C),), scale
+    else:
+        return (to_dot_type(q, C), to_dot_type(rest, C)), scale
 
 
 @triton.jit
-def balanced(q):
+def balanced(q, other):
     """Queries as fp16, and the power of two that each was divided by: fp16 holds less than bf16 does, so the largest element is
-    brought to [1, 2), exactly. Rows with an infinity or a NaN stay as they are."""
+    brought to [1, 2), exactly. Rows with an infinity or a NaN stay as they are. `other` is None, or another part of the same
+    queries."""
     q = q.to(tl.float32)
     largest = tl.max(tl.abs(q), 1)
+    if other is not None:
+        largest = tl.maximum(largest, tl.max(tl.abs(other.to(tl.float32)), 1))
     exponent = (largest.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
     exponent = tl.where((exponent > 0) & (exponent < float("inf")), exponent, 1.0)
     return (q / exponent[:, None]).to(tl.float16), exponent

@@ -89,6 +89,10 @@ class WriteConstants(NamedTuple):
     V_SCALE_STEPS: tuple[int, ...] | None
     PER_TOKEN: bool
     """Whether scales are computed here, one per token and head."""
+    V_AT: int
+    """Where V begins in a row of its pages, in elements of storage: not 0 where two parts of K are stored, in place of K and V."""
+    SHARED_SCALES: bool
+    """Whether K and V are two parts that share the scale of a token."""
     ROPE: RopeConstants | None = None
     """Of `rope_kernel`."""
 
@@ -146,9 +150,14 @@ def write_rows(pages, tokens, rope, S: tl.constexpr):
         start = tokens.k + token.to(tl.int64) * tokens.k_token + head * tokens.k_head
         rows = rows_of_tables(rope, token, live, known[1], S.ROPE)  # type: ignore[index]
         k = rotated(k, start, tokens.k_dim, rows, rope.k_norm, rope, S.HEAD_DIM, S.K_WIDTH, S.ROPE)
+    v = None
+    first = None
+    if S.SHARED_SCALES:
+        v = values(tokens, token, head, live, S)
+        first = k
     if S.K_LARGEST is not None:
         scale = pages.k_scale + page * S.K_SCALE_STEPS[0] + slot * S.K_SCALE_STEPS[1] + head * S.K_SCALE_STEPS[2]
-        k = quantised(k, scale, live, S.K_LARGEST, tl.constexpr(S.K_FORMAT), S)
+        k = quantised(k, v, scale, live, S.K_LARGEST, tl.constexpr(S.K_FORMAT), S)
     if S.K_GROUPS is not None:
         k = grouped(k, pages.k, page, head, slot, live, S.HEAD_DIM, S.K_GROUPS, S)
     place = page * S.K_STEPS[0] + head * S.K_STEPS[1] + (slot // S.K_SLOTS) * S.K_STEPS[2] + (slot % S.K_SLOTS) * S.K_STEPS[3]
@@ -157,20 +166,29 @@ def write_rows(pages, tokens, rope, S: tl.constexpr):
     at = place[:, None] + ((unit // S.K_DIMS) * S.K_STEPS[4] + (unit % S.K_DIMS) * S.K_STEPS[5])[None, :]
     tl.store(pages.k + at, k.to(pages.k.dtype.element_ty), mask=mask)
 
-    dim = tl.arange(0, S.V_WIDTH)
-    mask = live[:, None] & (dim < S.V_DIM)[None, :]
-    at = token.to(tl.int64)[:, None] * tokens.v_token + head[:, None] * tokens.v_head + dim[None, :] * tokens.v_dim
-    v = tl.load(tokens.v + at, mask=mask, other=0.0)
+    if v is None:
+        v = values(tokens, token, head, live, S)
     if S.V_LARGEST is not None:
         scale = pages.v_scale + page * S.V_SCALE_STEPS[0] + slot * S.V_SCALE_STEPS[1] + head * S.V_SCALE_STEPS[2]
-        v = quantised(v, scale, live, S.V_LARGEST, tl.constexpr(S.V_FORMAT), S)
+        v = quantised(v, first, scale, live, S.V_LARGEST, tl.constexpr(S.V_FORMAT), S)
     if S.V_GROUPS is not None:
         v = grouped(v, pages.v, page, head, slot, live, S.V_DIM, S.V_GROUPS, S)
     place = page * S.V_STEPS[0] + head * S.V_STEPS[1] + (slot // S.V_SLOTS) * S.V_STEPS[2] + (slot % S.V_SLOTS) * S.V_STEPS[3]
     unit = tl.arange(0, S.V_WIDTH // S.V_PACK)
     mask = live[:, None] & (unit < S.V_DIM // S.V_PACK)[None, :]
+    if S.V_AT != 0:
+        unit += S.V_AT
     at = place[:, None] + ((unit // S.V_DIMS) * S.V_STEPS[4] + (unit % S.V_DIMS) * S.V_STEPS[5])[None, :]
     tl.store(pages.v + at, v.to(pages.v.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def values(tokens, token, head, live, S: tl.constexpr):
+    """The values of new tokens, or the second part of their keys."""
+    dim = tl.arange(0, S.V_WIDTH)
+    mask = live[:, None] & (dim < S.V_DIM)[None, :]
+    at = token.to(tl.int64)[:, None] * tokens.v_token + head[:, None] * tokens.v_head + dim[None, :] * tokens.v_dim
+    return tl.load(tokens.v + at, mask=mask, other=0.0)
 
 
 @triton.jit
@@ -230,11 +248,16 @@ def slot_of(pages, tokens, token, known, S: tl.constexpr):
 
 
 @triton.jit
-def quantised(x, scale, live, LARGEST: tl.constexpr, FORMAT: tl.constexpr, S: tl.constexpr):
-    """Divides rows by their scales and converts them to the cache's format. Per-token scales are computed and stored here."""
+def quantised(x, other, scale, live, LARGEST: tl.constexpr, FORMAT: tl.constexpr, S: tl.constexpr):
+    """Divides rows by their scales and converts them to the cache's format. Per-token scales are computed and stored here. `other`
+    is None, or other parts of the rows, which have the same scales."""
     x = x.to(tl.float32)
     if S.PER_TOKEN:
         largest = tl.max(tl.abs(x), 1)
+        if other is not None:
+            other = other.to(tl.float32)
+            largest = tl.maximum(largest, tl.max(tl.abs(other), 1))
+            largest = tl.where(tl.max((other != other).to(tl.int32), 1) > 0, float("nan"), largest)
         # A maximum ignores NaN; the scale of a row with a NaN must be NaN.
         largest = tl.where(tl.max((x != x).to(tl.int32), 1) > 0, float("nan"), largest)
         factor = tl.div_rn(largest, tl.full(largest.shape, LARGEST, tl.float32))

@@ -31,6 +31,16 @@ def dot_type(problem: Problem) -> tuple[str, bool]:
     return next(iter(floats), "fp16"), False
 
 
+def parts_of(problem: Problem) -> tuple[int, int | None]:
+    """The elements of a key that are loaded as one tile, and those of a second one: if V is a part of K, V and the others."""
+    return (problem.v_head_dim, problem.head_dim - problem.v_head_dim) if problem.v_in_k else (problem.head_dim, None)
+
+
+def width_of(dim: int) -> int:
+    """The width of a tile for so many elements."""
+    return max(16, power_of_two(dim))
+
+
 def widths_of(problem: Problem, platform: Platform) -> tuple[int, int]:
     """The widths of tiles of keys and values: head_dim and v_head_dim rounded up to powers of two, at least 16.
 
@@ -38,7 +48,7 @@ def widths_of(problem: Problem, platform: Platform) -> tuple[int, int]:
     random calls that an H200 computed wrong with Triton 3.6, all that used this unit had rows of values narrower than the
     arrangement of their keys (widths 32/16, 64/16 and 128/16), and no call that was right is known to have had such widths. The
     cause is not known: the PTX computes the right result. Values are as wide as that arrangement until it is."""
-    k_width, v_width = (max(16, power_of_two(dim)) for dim in (problem.head_dim, problem.v_head_dim))
+    k_width, v_width = (width_of(dim) for dim in (parts_of(problem)[0], problem.v_head_dim))
     if platform.arch == "sm90" and dot_type(problem)[0] != "fp32":
         v_width = max(v_width, min(k_width, WGMMA_WIDTH))
     return k_width, v_width
@@ -50,7 +60,7 @@ def cache_constants(problem: Problem) -> dict[str, Any]:
     assert k is not None and v is not None
     return {
         "KV_HEADS": problem.kv_heads,
-        "HEAD_DIM": problem.head_dim,
+        "HEAD_DIM": parts_of(problem)[0],
         "V_DIM": problem.v_head_dim,
         "PAGE_SIZE": problem.page_size,
         "K_STEPS": k.strides,
@@ -91,9 +101,8 @@ def with_words(constants: dict[str, Any], aligned: bool) -> dict[str, Any]:
 def constants_of(problem: Problem, platform: Platform, row: Tuning, short: TritonTile, long: TritonTile | None) -> AttendConstants:
     """What a kernel with these tiles is compiled for. In generic memory work is counted in 64 bits: batches with too much work for
     32 bits are launched as generic ones."""
-    dot, balance = dot_type(problem)
-    generic = problem.memory == "generic"
-    k_width, v_width = widths_of(problem, platform)
+    (dot, balance), generic = dot_type(problem), problem.memory == "generic"
+    (k_width, v_width), (_, rest) = widths_of(problem, platform), parts_of(problem)
     left, right = problem.window
     q_format, out_format = (name if FORMATS[name].itemsize == 1 else "float" for name in (problem.q_dtype, problem.out_dtype))
     return AttendConstants(
@@ -101,12 +110,14 @@ def constants_of(problem: Problem, platform: Platform, row: Tuning, short: Trito
         GROUP=problem.group,
         K_WIDTH=k_width,
         V_WIDTH=v_width,
+        REST_DIM=rest,
+        REST_WIDTH=None if rest is None else width_of(rest),
         FAR=problem.far,
         BYTES=any(FORMATS[name].itemsize == 1 for name in problem.formats),
         HARDWARE=platform.decodes_fp8,
         PER_KEY=problem.scales == "token" or (problem.scales != "none" and problem.form == "context"),
         DOT=dot,
-        BALANCE=None if not balance else "here" if long is None or generic else "before",
+        BALANCE=None if not balance else "here" if long is None or generic or rest is not None else "before",
         NEGATE=problem.negative_scale,
         CAUSAL={"yes": True, "no": False}.get(problem.causal),
         NEW=problem.form == "context",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from quire.cache.format import FORMATS
 from quire.kernels.triton.device.arguments import TritonTile
-from quire.kernels.triton.host.constants import BYTES, dot_type, widths_of
+from quire.kernels.triton.host.constants import BYTES, dot_type, parts_of, width_of, widths_of
 from quire.kernels.triton.host.tuning import Tuning, tuning_for
 from quire.platform import Platform
 from quire.problem import Problem, power_of_two
@@ -20,19 +20,26 @@ PROCESSORS = 100
 """The multiprocessors of a platform of which only the name is known."""
 
 
+def stored_bytes(problem: Problem) -> int:
+    """The most bytes of an element of the cache, by which an entry of the tuning table is found."""
+    if problem.v_in_k and (problem.form == "context" or problem.memory == "generic"):
+        # Keys of two sources, or loaded element by element, take more shared memory: as keys of 4 bytes do.
+        return 4
+    return max(FORMATS[name].itemsize for name in problem.formats)
+
+
 class Tiles:
     """The tiles of a problem on a platform, from an entry of the tuning table."""
 
     def __init__(self, kernel: str, problem: Problem, platform: Platform, tuning: Tuning | None = None):
         self.all_decode = kernel == "decode"
         dot, _ = dot_type(problem)
-        width, element = max(widths_of(problem, platform)), BYTES[dot]
-        stored = max(FORMATS[name].itemsize for name in problem.formats)
-        self.sizes = width, element, stored
+        width, element = max(*widths_of(problem, platform), width_of(parts_of(problem)[1] or 1)), BYTES[dot]
+        self.sizes = width, element, stored_bytes(problem), problem.v_in_k
         """By which the tuning table is read, besides the kernel and the GPU."""
         self.row = row = tuning or tuning_for(kernel, platform.arch, *self.sizes)
         self.problem = problem
-        self.most = max(16, min(64, (IN_REGISTERS if dot == "fp32" else QUERIES) // (width * element)))
+        self.most = max(16, min(row.most_rows, (IN_REGISTERS if dot == "fp32" else QUERIES) // (width * element)))
         self.programs = max(1, int((platform.multiprocessors or PROCESSORS) * row.per_multiprocessor))
         # Several key heads per tile were measured for plain decodes only.
         alone = problem.batch_invariant or problem.mask or problem.spans != "none" or problem.select != "none"

@@ -41,6 +41,10 @@ class Tuning(NamedTuple):
     """The most key heads in a tile of short sequences, if their queries fit."""
     scan: int = 256
     """Sequences of the batch, or columns of its table, that are read at a time."""
+    most_rows: int = 64
+    """The most query rows of a short tile."""
+    v_in_k: bool = False
+    """Whether the entry is only for caches of which V is a part of K."""
 
 
 SMALL = Tuning("", (), 512, 4, 4, 16, 16, 1, 16, 16, 1, 1, 1.0)
@@ -84,15 +88,28 @@ TABLE: tuple[Tuning, ...] = (
     Tuning("mixed", ("gfx",), 128, 2, 2, 16, 32, 2, 64, 32, 2, 8, 1.0),
     Tuning("decode", (), 256, 2, 2, 16, 32, 2, 0, 0, 0, 4, 2.0),
     Tuning("mixed", (), 256, 2, 2, 16, 32, 2, 64, 32, 2, 8, 1.0),
+    # Latent caches of 512 and 64: tiles that fit into shared memory and spill least, as compiled. They have not been measured.
+    Tuning("decode", ("sm90",), 512, 2, 2, 16, 64, 2, 0, 0, 0, 8, 1.0, v_in_k=True),
+    Tuning("mixed", ("sm90",), 512, 2, 2, 16, 64, 2, 64, 64, 2, 8, 1.0, v_in_k=True),
+    Tuning("decode", ("sm80", "sm87"), 512, 2, 2, 16, 32, 2, 0, 0, 0, 8, 1.0, v_in_k=True),
+    Tuning("mixed", ("sm80", "sm87"), 512, 2, 2, 16, 32, 2, 64, 32, 2, 8, 1.0, v_in_k=True),
+    Tuning("decode", ("sm",), 512, 2, 2, 16, 32, 2, 0, 0, 0, 8, 1.0, most_rows=32, v_in_k=True),
+    Tuning("mixed", ("sm",), 512, 2, 2, 16, 32, 2, 32, 32, 2, 8, 1.0, most_rows=32, v_in_k=True),
+    Tuning("decode", ("gfx9",), 512, 2, 2, 16, 16, 1, 0, 0, 0, 4, 1.0, v_in_k=True),
+    Tuning("mixed", ("gfx9",), 512, 2, 2, 16, 16, 1, 64, 16, 1, 4, 1.0, v_in_k=True),
+    Tuning("decode", ("gfx",), 512, 2, 2, 16, 16, 1, 0, 0, 0, 16, 1.0, most_rows=32, v_in_k=True),
+    Tuning("mixed", ("gfx",), 512, 2, 2, 16, 16, 1, 32, 16, 1, 16, 1.0, most_rows=32, v_in_k=True),
+    Tuning("decode", (), 512, 4, 4, 16, 16, 1, 0, 0, 0, 4, 1.0, most_rows=16, v_in_k=True),
+    Tuning("mixed", (), 512, 4, 4, 16, 16, 1, 16, 16, 1, 8, 1.0, most_rows=16, v_in_k=True),
     Tuning("decode", (), 512, 4, 4, 16, 16, 1, 0, 0, 0, 4, 2.0),
     Tuning("mixed", (), 512, 4, 4, 16, 16, 1, 32, 16, 1, 8, 1.0),
 )
 
 
-def tuning_for(kernel: str, arch: str, width: int, element: int, stored: int) -> Tuning:
+def tuning_for(kernel: str, arch: str, width: int, element: int, stored: int, v_in_k: bool = False) -> Tuning:
     """The first entry that fits."""
     for row in TABLE:
-        fits = not row.arches or arch.startswith(row.arches)
+        fits = (not row.arches or arch.startswith(row.arches)) and (v_in_k or not row.v_in_k)
         if row.kernel == kernel and fits and width <= row.width and element <= row.element and stored <= row.stored:
             return row
     raise LookupError(f"no row of tuning for {kernel}, {arch}, width {width}, {element} bytes")

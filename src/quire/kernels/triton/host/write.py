@@ -10,7 +10,7 @@ import torch
 from quire.cache.format import FORMATS
 from quire.kernels.triton.device.rope import RopeConstants, Rotation
 from quire.kernels.triton.device.write import NewTokens, PageTensors, WriteConstants, rope_kernel, write_kernel
-from quire.kernels.triton.host.constants import cache_constants
+from quire.kernels.triton.host.constants import cache_constants, parts_of
 from quire.kernels.triton.host.launcher import NO_SHARD, At, Launch, Launcher, platform_of
 from quire.kernels.triton.host.program import Program
 from quire.kernels.triton.host.tuning import WRITE, WorkPerProgram
@@ -26,17 +26,24 @@ class WriteLauncher(Launcher):
 
     def __init__(self, problem: Problem, platform: Platform, work: WorkPerProgram = WRITE):
         super().__init__(problem, platform)
-        k_width, rope = power_of_two(problem.head_dim), problem.rope
+        first, rest = parts_of(problem)
+        k_width, rope = power_of_two(first), problem.rope
         self.rows = work.size if rope is None else max(1, min(work.size, ROPE_ELEMENTS // k_width))
+        of_cache = cache_constants(problem)
+        if rest is not None:
+            # The two parts of keys are written to the pages of K.
+            of_cache |= {"V_DIM": rest} | {f"V_{name}": of_cache[f"K_{name}"] for name in ("STEPS", "SLOTS", "DIMS")}
         constants = WriteConstants(
             ROWS=self.rows,
-            **cache_constants(problem),
+            **of_cache,
             K_WIDTH=k_width,
-            V_WIDTH=power_of_two(problem.v_head_dim),
+            V_WIDTH=power_of_two(of_cache["V_DIM"]),
             K_LARGEST=FORMATS[problem.format].largest,
             V_LARGEST=FORMATS[problem.v_format].largest,
             HARDWARE=platform.encodes_fp8,
             PER_TOKEN=problem.scales == "token",
+            V_AT=0 if rest is None else first // FORMATS[problem.format].pack,
+            SHARED_SCALES=rest is not None and problem.scales == "token",
         )
         if rope is None:
             self.program = Program(write_kernel, (PageTensors, NewTokens), (constants,), self.units, work.warps)
