@@ -11,6 +11,7 @@ from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warp
 
 from quire.kernels.gluon.ring_buffer import QUEUE, acquire_full, key_tiles_of, load_unit, release
 from quire.kernels.triton.device.features import has_left_edge, is_visible, per_row, transform_scores
+from quire.kernels.triton.device.tiles import headroom
 from quire.kernels.triton.device.units import finish, make_unit, store
 
 
@@ -138,7 +139,7 @@ def softmax_tile(score, row_max, row_sum, scale, unit, features, key, MASKED: gl
     score, factor = transform_scores(score, scale, unit, features, key, key, C)
     if MASKED:
         score = gl.where(is_visible(unit, features, key, key, key >= 0, C), score, float("-inf"))
-    new_max = gl.maximum(row_max, gl.max(score, 1) * factor)
+    new_max = gl.maximum(row_max, gl.max(score, 1) * factor - headroom(C))
     base = gl.where(new_max == float("-inf"), 0.0, new_max) if MASKED else new_max
     weight = gl.exp2(score * per_row(factor) - base[:, None])
     rescale = gl.exp2(row_max - base)

@@ -226,7 +226,7 @@ def attend_tiles(
             score = tl.where(visible, score, float("-inf"))
 
         # softmax
-        new_max = tl.maximum(row_max, tl.max(score, 1) * factor)
+        new_max = tl.maximum(row_max, tl.max(score, 1) * factor - headroom(C))
         base = tl.where(new_max == float("-inf"), 0.0, new_max) if MASKED else new_max
         weight = tl.exp2(score * per_row(factor) - base[:, None])
         rescale = tl.exp2(row_max - base)
@@ -242,6 +242,13 @@ def attend_tiles(
             weight *= v_scale[None, :]
         acc = dot(to_dot_type(weight, C), v, acc * rescale[:, None], C)
     return acc, row_max, row_sum, missing
+
+
+@triton.constexpr_function
+def headroom(C):
+    """How far below the maximum of a row, in units of log 2, its weights are relative to. fp16 has few exponents: weights are at
+    most 2 ** 15, not 1, so that small ones are not lost."""
+    return 15.0 if C.DOT == "fp16" else 0.0
 
 
 @triton.jit
