@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
 import warnings
 from pathlib import Path
 
@@ -82,6 +84,22 @@ def test_a_folder_is_a_compile_cache(tmp_path: Path, monkeypatch: pytest.MonkeyP
     decision = choose(small, extent, platform)
     assert decision.not_compiled == () and set(decision.compiled) < set(done.kernels)
     assert f"kernels: {len(decision.compiled)}, compiled" in str(decision)
+
+
+SCRIPT = """
+import sys, quire
+print("once")
+layer = quire.Problem(q_heads=1, kv_heads=1, head_dim=16, page_size=16, batch_invariant=True, q_dtype="fp16", format="fp16")
+print(len(quire.prepare(layer, platform=quire.Platform.named("sm80"), directory=sys.argv[1]).kernels))
+"""
+
+
+def test_workers_do_not_run_the_script_again(tmp_path: Path) -> None:
+    """A script without `if __name__ == "__main__"` is not imported by the workers."""
+    (tmp_path / "script.py").write_text(SCRIPT)
+    command = [sys.executable, str(tmp_path / "script.py"), str(tmp_path / "kernels")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.stdout.split(), done.returncode) == (["once", "5"], 0), done.stderr
 
 
 def test_what_was_not_covered_is_named_once() -> None:

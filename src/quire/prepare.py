@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -10,6 +11,7 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
 from itertools import product
 from multiprocessing import active_children, get_context
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -275,7 +277,7 @@ def _compile(work: Work, platform: Platform, folder: str | None, progress: bool 
     ):
         try:
             tell(0, len(work))
-            with interrupts.held():
+            with interrupts.held(), _without_main_module():
                 running = [pool.submit(compile_one, what, platform, folder) for what, _ in work.values()]
             for count, done in enumerate(as_completed(running), start=1):
                 done.result()
@@ -289,6 +291,18 @@ def _compile(work: Work, platform: Platform, folder: str | None, progress: bool 
             for worker in started:
                 worker.join()
             raise
+
+
+@contextmanager
+def _without_main_module() -> Iterator[None]:
+    """A context in which started workers do not import the caller's main module. They need nothing of it, and a script without
+    `if __name__ == "__main__"` would run again in every worker."""
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
 
 
 def compile_one(what: tuple[str, str, Problem, int], platform: Platform, folder: str | None) -> None:

@@ -21,8 +21,8 @@ import quire
 from quire.batch import Batch
 from quire.cache.format import FORMATS
 from quire.cache.kv_cache import KVCache
-from quire.cache.prefixes import Prefixes
 from quire.cache.latent import rows_to_write
+from quire.cache.prefixes import Prefixes
 from quire.contract.call import Call
 from quire.dispatch.choose import kernel_for
 from quire.kernels.triton.host.launcher import Launcher

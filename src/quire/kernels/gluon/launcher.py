@@ -75,7 +75,8 @@ class HopperLauncher(AttendLauncher):
     def _registers(self) -> tuple[int, int]:
         assert self.row.registers is not None
         problem, consumer = self.problem, self.row.registers
-        # What compiles with the fewest spilled registers: consumers compute features, the producer selects among two sources of keys.
+        # What compiles with the fewest spilled registers. Consumers compute features; the producer selects between two sources of
+        # keys.
         if problem.softcap or problem.alibi or problem.window != (None, None):
             consumer += 8
         elif problem.form == "context":

@@ -1,8 +1,9 @@
 """The producer: takes work items, and loads their queries, keys and values into shared memory.
 
-The page of each key of a tile is looked up by one thread, a tile ahead, and passed to the others through shared memory. A tile is loaded in
-chunks of `T.CHUNK` keys: registers hold the addresses of one chunk, and all other registers are the consumers'. Bytes are first copied as
-they are, one tile of keys and one of values ahead, and converted on their way to the ring buffers: so the memory is never waited for.
+One thread looks up the page of each key, a tile ahead, and passes it to the others through shared memory. A tile is loaded in
+chunks of `T.CHUNK` keys: registers hold the addresses of one chunk, and all other registers are the consumers'. Bytes are first
+copied as they are, one tile of keys and one of values ahead, and converted on their way to the ring buffers, so that no thread
+waits for memory.
 """
 
 from __future__ import annotations
@@ -99,9 +100,10 @@ def stage(cache, new, unit, end, buffers, raw, first, tile, OF: gl.constexpr, T:
 
 @gluon.jit
 def load(
-    cache, new, unit, end, buffers, ring, raw, first, tile, OF: gl.constexpr, PENDING: gl.constexpr, T: gl.constexpr, C: gl.constexpr
+    cache, new, unit, end, buffers, ring, raw, first, tile, OF: gl.constexpr, PENDING: gl.constexpr, T: gl.constexpr,
+    C: gl.constexpr,
 ):  # fmt: skip
-    """Loads one tile of keys or values into its slot; zeros where no query sees the key. Of bytes that are staged, PENDING tiles were
+    """Loads one tile of keys or values into its slot; zeros where no query sees the key. If bytes are staged, PENDING tiles were
     started after this one. What is neither 16 bits wide nor staged, or not aligned, passes through registers."""
     LAYOUT: gl.constexpr = chunk_layout(OF, C)
     if C.BYTES and T.ASYNC_COPIES:
@@ -148,12 +150,11 @@ def addresses(
     page = buffers.pages.index(tile % 2).slice(BEGIN, T.CHUNK).load(gl.SliceLayout(1, LAYOUT))
     if C.FAR:
         page = page.to(gl.int64)
+    step: gl.constexpr = C.V_STEPS[5] if OF == VALUES else C.K_STEPS[5]
     if OF == VALUES:
         at = cache.v + value_at(page, unit.kv_head, key, 0, C)
-        step: gl.constexpr = C.V_STEPS[5]
     else:
         at = cache.k + key_at(page, unit.kv_head, key, 0, C)
-        step: gl.constexpr = C.K_STEPS[5]
     if C.NEW:
         token = (unit.start + key - unit.context).to(gl.int64)
         if OF == VALUES:

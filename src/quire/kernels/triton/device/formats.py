@@ -11,7 +11,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-
 GROUPED_FACTOR = tl.constexpr(128.0)
 """What elements of formats with scales of groups are divided by when they are decoded: the scale of the cache makes up for it."""
 
@@ -142,19 +141,18 @@ def encode_int4(x):
 @triton.jit
 def decode_nvfp4(x, groups, HARDWARE: tl.constexpr):
     """Bytes with two elements, or words of 32 bits with eight, as fp16: the value / 2^7 (`GROUPED_FACTOR`), which is exact."""
-    # The bits of e2m1 where fp16 keeps them are the value / 2^14. The scale takes as much of that power as it can: 448 * 2^7 is less
-    # than the largest number of fp16.
+    # The bits of e2m1 where fp16 keeps them are the value / 2^14. The scale takes as much of that power as it can: 448 * 2^7 is
+    # less than the largest number of fp16.
+    EACH: tl.constexpr = x.shape[1] * (8 if x.dtype == tl.uint32 else 2) // groups.shape[1]
     if x.dtype == tl.uint32:
         values = tl.join(tl.join(nibbles_of(x, 0), nibbles_of(x, 16)), tl.join(nibbles_of(x, 8), nibbles_of(x, 24)))
         # [keys, words, half of the pair, pairs' high bit, low bit] in the order of the elements.
         values = tl.permute(values, (0, 1, 3, 4, 2))
-        EACH: tl.constexpr = x.shape[1] * 8 // groups.shape[1]
     else:
         wide = x.to(tl.uint16)
         low = (((wide & 0x7) << 9) | ((wide & 0x8) << 12)).to(tl.float16, bitcast=True)
         high = (((wide & 0x70) << 5) | ((wide & 0x80) << 8)).to(tl.float16, bitcast=True)
         values = tl.join(low, high)
-        EACH: tl.constexpr = x.shape[1] * 2 // groups.shape[1]
     KEYS: tl.constexpr = x.shape[0]
     GROUPS: tl.constexpr = groups.shape[1]
     scale = (decode_e4m3fn(groups, HARDWARE) * 128.0)[:, :, None]
