@@ -13,9 +13,14 @@ from quire.conformance.cases.call import KernelCall
 from quire.conformance.oracle.budget import allowed, rounding_losses
 from quire.conformance.oracle.exact import Values, exact
 from quire.conformance.runner.threads import one_thread
+from quire.options import PLAIN, Options
 
 HEADS = 3
 """Key heads of each sequence that are compared. float64 is slow, so a result is compared in a sample."""
+GROUP = 16
+"""The most query heads that are compared of each of these key heads."""
+MOST_KEYS = 400_000
+"""If there are more keys at all places of all sequences, one key head of each sequence is compared, each time another one."""
 PLACES = 5
 """Places of each sequence at which queries are compared."""
 QUERIES = 16
@@ -31,6 +36,10 @@ class ReferenceSample(NamedTuple):
     q: torch.Tensor
     k: torch.Tensor
     v: torch.Tensor
+    spans: torch.Tensor | None = None
+    """[queries, 2]: the keys that each query sees, if not those up to its own."""
+    positions: torch.Tensor | None = None
+    """[queries, 1, n]: the only keys that each query sees of these, or -1."""
 
 
 class SampleError(NamedTuple):
@@ -82,7 +91,7 @@ class BenchReference:
         if q_format not in self._expected:
             quantised = FORMATS[q_format].quantised
             parts = list(samples(self.case, self.case.query(q_format)))
-            self._expected[q_format] = expected(parts, self.case.q.dtype, self.case.options.sides, Q_SCALE if quantised else None)
+            self._expected[q_format] = expected(parts, self.case.q.dtype, self.case.options, Q_SCALE if quantised else None)
         return self._expected[q_format]
 
 
@@ -91,30 +100,28 @@ def worst_of(errors: Iterator[SampleError]) -> SampleError:
 
 
 def expected(
-    parts: list[ReferenceSample],
-    dtype: torch.dtype,
-    window: tuple[int | None, int | None] = (None, None),
-    q_scale: float | None = None,
+    parts: list[ReferenceSample], dtype: torch.dtype, options: Options = PLAIN, q_scale: float | None = None
 ) -> list[Expected]:
-    """What causal attention must give for some samples of one call, as `dtype`. As in the kit, the loss of a
-    straightforward computation is the worst over the call."""
-    calls = [sample_call(part, dtype, window, q_scale) for part in parts]
+    """What attention must give for some samples of one call, as `dtype`. As in the kit, the loss of a straightforward computation
+    is the worst over the call."""
+    lost, outcomes = 0.0, []
     with one_thread():
-        lost = max(rounding_losses(call)[0] for call in calls)
-        outcomes = [exact(call) for call in calls]
+        for part in parts:
+            call = sample_call(part, dtype, options, q_scale)
+            lost = max(lost, rounding_losses(call)[0])
+            outcomes.append(exact(call))
     return [
         Expected(part.rows, part.q_heads.cpu(), outcome.out, allowed(lost, outcome.weighted, outcome.out, dtype))
         for part, outcome in zip(parts, outcomes)
     ]
 
 
-def sample_call(
-    sample: ReferenceSample, dtype: torch.dtype, window: tuple[int | None, int | None], q_scale: float | None
-) -> KernelCall:
+def sample_call(sample: ReferenceSample, dtype: torch.dtype, options: Options, q_scale: float | None) -> KernelCall:
     """A sample as a call of the kit: one sequence, whose keys are one page."""
     q, k, v = sample.q.cpu(), sample.k.cpu().contiguous(), sample.v.cpu().contiguous()
     # The oracle keeps the keys and values that it gathered. Here they are gathered already, and gathering takes most of its time.
     gathered = {(0, number): Values(k.to(number), v.to(number)) for number in (torch.float64, torch.float32)}
+    alibi, sinks = (None if x is None else x.cpu()[sample.q_heads.cpu()] for x in (options.alibi, options.sinks))
     return KernelCall(
         q=q,
         k_pages=k[None],
@@ -123,28 +130,76 @@ def sample_call(
         kv_lens=torch.tensor([len(k)], dtype=torch.int32, device="cpu"),
         q_starts=torch.tensor([0, len(q)], dtype=torch.int32, device="cpu"),
         out=torch.empty(len(q), q.shape[1], v.shape[2], dtype=dtype, device="cpu"),
-        scale=q.shape[2] ** -0.5,
+        scale=q.shape[2] ** -0.5 if options.scale is None else options.scale,
         format=format_of(k.dtype).name,
-        window=window,
+        window=(None, None) if sample.spans is not None else options.sides,
+        softcap=options.softcap,
+        alibi=alibi,
+        sinks=sinks,
         q_scale=q_scale,
+        spans=sample.spans,
+        select_positions=sample.positions,
         memo=dict(gathered),
     )
 
 
 def samples(case: BenchCase, q: torch.Tensor) -> Iterator[ReferenceSample]:
     """The same each time: the first queries of every sequence, the last, and some between."""
-    kv_heads, group = case.cache.kv_heads, q.shape[1] // case.cache.kv_heads
-    heads = torch.linspace(0, kv_heads - 1, min(HEADS, kv_heads), device="cpu").long().to(q.device)
-    q_heads = (heads[:, None] * group + torch.arange(group, device=heads.device)).flatten()
-    left, token = case.options.sides[0], 0
-    for (new, context), pages in zip(case.workload.sequences, case.page_lists()):
+    token = 0
+    for seq, ((new, _), pages) in enumerate(zip(case.workload.sequences, case.page_lists())):
+        heads, q_heads = _heads(case, seq)
         k, v = (x[:, heads] for x in case.keys_and_values(pages))
         count = min(QUERIES, new)
         for first in sorted({(new - count) * place // (PLACES - 1) for place in range(PLACES)}):
             rows = slice(token + first, token + first + count)
-            keys = slice(0 if left is None else max(0, context + first - left), context + first + count)
-            yield ReferenceSample(rows, q_heads, select(q[rows], q_heads), k[keys], v[keys])
+            keys, spans, positions = _seen(case, seq, first, rows)
+            yield ReferenceSample(rows, q_heads, select(q[rows], q_heads), k[keys], v[keys], spans, positions)
         token += new
+
+
+def _heads(case: BenchCase, seq: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The key heads of a sequence that are compared, and their query heads."""
+    kv_heads, group, device = case.cache.kv_heads, case.q.shape[1] // case.cache.kv_heads, case.q.device
+    reach = case.workload.window or max(map(sum, case.workload.sequences))
+    keys = sum(min(PLACES, new) * min(new + context, reach) for new, context in case.workload.sequences)
+    count = min(HEADS, kv_heads) if keys <= MOST_KEYS else 1
+    heads = torch.linspace(0, kv_heads - 1, count, device="cpu").long().to(device)
+    heads = heads if keys <= MOST_KEYS else (heads + seq) % kv_heads
+    own = torch.linspace(0, group - 1, min(GROUP, group), device="cpu").long().to(device)
+    return heads, (heads[:, None] * group + own).flatten()
+
+
+def _seen(case: BenchCase, seq: int, first: int, rows: slice) -> tuple[slice, torch.Tensor | None, torch.Tensor | None]:
+    """The keys of a sequence that some neighbouring queries can see, and which of these each query sees, if causality and the
+    window do not say so: spans, and positions."""
+    w, batch, count = case.workload, case.batch, rows.stop - rows.start
+    new, context = w.sequences[seq]
+    whole = torch.tensor([[0, new + context]] * count, dtype=torch.int32, device="cpu")
+    if batch.spans is not None:
+        spans = batch.spans[rows].cpu()
+        begin, end = int(spans[:, 0].min()), int(spans[:, 1].max())
+        return slice(begin, end), spans - begin, None
+    if case.options.mask is not None:
+        mask = case.options.mask[rows, :new].cpu()
+        positions = torch.where(mask, torch.arange(context, context + new, device="cpu"), -1)
+        before = torch.arange(context, device="cpu").expand(count, -1)
+        return slice(0, new + context), whole, torch.cat((before, positions), 1)[:, None]
+    if w.part_causal and seq % 2:
+        return slice(0, new + context), whole, None
+    left, end = case.options.sides[0], context + first + count
+    if batch.select is not None:
+        return slice(0, end), None, _selected(case, seq, rows).cpu()
+    return slice(0 if left is None else max(0, context + first - left), end), None, None
+
+
+def _selected(case: BenchCase, seq: int, rows: slice) -> torch.Tensor:
+    """The positions that are selected for some queries of a sequence, `[queries, 1, n]`."""
+    select, size = case.batch.select, case.cache.page_size
+    assert select is not None
+    if select.kind == "positions":
+        return select.entries[rows]
+    keys = select.entries[seq, :, :, None].long() * size + torch.arange(size, device=select.entries.device)
+    return keys.flatten(1).expand(rows.stop - rows.start, 1, -1)
 
 
 def select(q: torch.Tensor, heads: torch.Tensor) -> torch.Tensor:
