@@ -64,12 +64,14 @@ are shown. Times do not affect it.
 """
 
 
+SETS = ("known", "prefill", "decode", "features", "all")
+"""The sets of workloads for GPUs: those of `quire.bench.cuda_workloads`, which imports torch."""
 _MODE, _STREAM, _WHERE, _HOW = "what is measured", "with --stream", "device and baselines", "how"
 PARAMETERS: list[click.Parameter] = [
     Option("--stream", type=ChoiceOf(("chat", "documents", "agents")), group=_MODE, help="the steps of a serving engine"),
     flag("--host", "host time of a call", _MODE),
     flag("--pool", "the page pool", _MODE),
-    Option("--set", metavar="NAME", group=_MODE, help="GPU: a set of workloads, of known, prefill, decode, features, all (known)"),
+    Option("--set", type=ChoiceOf(SETS), group=_MODE, help="GPU: the set of workloads (known)"),
     Option("--only", metavar="REGEX", group=_MODE, help="workloads whose name matches"),
     Option(
         "--batch",
@@ -341,13 +343,11 @@ def _measure_gpu(args: Args) -> dict[str, Any]:
 
 def _set(args: Args) -> Sequence[Any]:
     """The workloads of a set."""
-    from quire.bench.cuda_workloads import SETS
+    from quire.bench import cuda_workloads
 
     if args.batch:
         raise ArgumentError("--set", repr(args.set), "none with --batch, whose batches replace the workloads")
-    if args.set not in SETS:
-        raise ArgumentError("--set", repr(args.set), ", ".join(SETS))
-    return SETS[args.set]
+    return cuda_workloads.SETS[args.set]
 
 
 def _chosen(args: Args, workloads: Sequence[Any]) -> list[Any]:
