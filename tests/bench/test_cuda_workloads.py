@@ -227,7 +227,7 @@ def test_pairs_and_keys_match_a_loop(workload: Workload) -> None:
 
 def sees(case: BenchCase, seq: int, i: int, j: int) -> bool:
     """Whether a new token of a sequence sees a key: a definition of its own."""
-    w, (new, context) = case.workload, case.workload.sequences[seq]
+    w, (_, context) = case.workload, case.workload.sequences[seq]
     p, row = context + i, sum(count for count, _ in case.workload.sequences[:seq]) + i
     if w.tree:
         node = i
@@ -252,7 +252,7 @@ def test_shared_keys_have_the_same_pages() -> None:
         w = small(workload)
         case = build(w)
         found = quire.Prefixes.find(case.batch, w.page_size)
-        assert {one for one in found.listed} <= {one for one in case.batch.prefixes.listed}
+        assert set(found.listed) <= set(case.batch.prefixes.listed)
         private = [pages[sum(keys for _, keys in w.prefixes) // w.page_size :] for pages in case.page_lists()]
         assert len(torch.cat(private).unique()) == sum(map(len, private))
         first, second = r.sample(range(8), 2)

@@ -250,8 +250,9 @@ class LatentWrapper:
         assert float_workspace_buffer.dtype is torch.uint8
 
     def plan(
-        self, qo_indptr: Any, kv_indptr: Any, kv_indices: Any, kv_len_arr: Any, num_heads: int, head_dim_ckv: int, head_dim_kpe: int,
-        page_size: int, causal: bool, sm_scale: float, q_data_type: Any, kv_data_type: Any, use_profiler: bool = False,
+        self, qo_indptr: Any, kv_indptr: Any, kv_indices: Any, kv_len_arr: Any, num_heads: int, head_dim_ckv: int,
+        head_dim_kpe: int, page_size: int, causal: bool, sm_scale: float, q_data_type: Any, kv_data_type: Any,
+        use_profiler: bool = False,
     ) -> None:  # fmt: skip
         assert causal and all(x.dtype is torch.int32 for x in (qo_indptr, kv_indptr, kv_indices, kv_len_arr))
         last = (kv_len_arr - 1) % page_size + 1

@@ -25,7 +25,6 @@ def small(w: Workload) -> Workload:
     if w.select:
         keys = 12 * w.page_size
         return replace(w, **changes, selected=6, sequences=((1, keys - 1), (1, keys - 4), (1, 7 * w.page_size)))
-    kinds = list(dict.fromkeys(w.sequences))[:2] + [w.sequences[-1]]
-    return replace(
-        w, **changes, sequences=tuple((min(new, 41 - i), min(context, 60 + 7 * i)) for i, (new, context) in enumerate(kinds))
-    )
+    kinds = [*list(dict.fromkeys(w.sequences))[:2], w.sequences[-1]]
+    sequences = tuple((min(new, 41 - i), min(context, 60 + 7 * i)) for i, (new, context) in enumerate(kinds))
+    return replace(w, **changes, sequences=sequences)

@@ -80,7 +80,7 @@ class Workload:
             f"scales per {self.scales}": self.scales != "tensor",
             f"window {self.window}": self.window is not None,
             "context form": self.form == "context",
-            f"softcap {self.softcap}": self.softcap is not None,
+            f"softcap {self.softcap or 0:g}": self.softcap is not None,
             "ALiBi": self.alibi,
             "sinks": self.sinks,
             "tree mask": self.tree,

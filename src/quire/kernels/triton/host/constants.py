@@ -89,9 +89,7 @@ def with_words(constants: dict[str, Any], aligned: bool) -> dict[str, Any]:
     of 4 bits are converted by fewer instructions than four times two."""
     for part in "KV":
         steps = constants[f"{part}_STEPS"]
-        words = (
-            aligned and constants[f"{part}_GROUPS"] is not None and not any(step % WORD for step in steps[:-1]) and steps[-1] == 1
-        )
+        words = aligned and constants[f"{part}_GROUPS"] is not None and not any(step % WORD for step in steps[:-1]) and steps[-1] == 1
         if words:
             constants[f"{part}_STEPS"] = (*(step // WORD for step in steps[:-1]), 1)
             constants[f"{part}_DIMS"] //= WORD
