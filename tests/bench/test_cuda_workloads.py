@@ -18,7 +18,8 @@ from quire.bench.implementations import OWN_ON_CUDA
 from quire.bench.reference_check import BenchReference
 from quire.bench.workloads import CUDA_WORKLOADS, OPTIONAL, Workload
 from quire.cli.bench import SETS as NAMES
-from support.small_workloads import small
+from quire.options import NUMBERS, PER_HEAD
+from support.small_workloads import small, small_reference
 
 ALL = SETS["all"]
 ATTEND = [w for w in ALL if w.operation == "attend"]
@@ -47,13 +48,15 @@ def test_every_parameter_that_users_ask_for_has_a_workload() -> None:
     assert {64, 96, 128, 256, 512, 576} <= {w.head_dim for w in short}
     assert {1, 16, 64, 544} <= {w.page_size for w in short}
     assert {"", "e4m3fn", "e5m2", "int4", "nvfp4"} <= {w.format for w in short}
-    assert all(any(name in w.features for w in ALL) for name in OPTIONAL)
+    assert all(any(name in w.features for w in ALL) for name in (*OPTIONAL, *NUMBERS, *PER_HEAD))
 
 
 @pytest.mark.parametrize("workload", ALL, ids=lambda w: w.label)
 def test_the_label_says_all_that_is_unusual(workload: Workload) -> None:
     """Without a feature, the label is another one; small sizes keep it up to its numbers."""
-    for name in workload.features - {"v_dim", "prefixes"}:
+    for name in {*OPTIONAL, "options"} - {"v_dim", "prefixes"}:
+        if not getattr(workload, name):
+            continue
         default = Workload.__dataclass_fields__[name].default
         assert replace(workload, **{name: default}).label != workload.label
     assert small(workload).features == workload.features
@@ -66,10 +69,10 @@ def implementations(case: BenchCase) -> list[tuple[str, BoundImplementation]]:
 
 @pytest.mark.parametrize("workload", ATTEND, ids=lambda w: w.label)
 def test_attention_is_right(workload: Workload) -> None:
-    case = build(small(workload))
+    case, reference = small_reference(workload)
     new = (case.k, case.v) if workload.form == "context" else None
     assert [v for v in quire.check(case.q, case.cache, case.batch, case.options, new=new) if not v.harmless] == []
-    reference, found = BenchReference(case), implementations(case)
+    found = implementations(case)
     assert {name for name, _ in found} == {
         "quire",
         *(["quire fp8 q"] if workload.format in ("e4m3fn", "e5m2") else []),
@@ -82,7 +85,7 @@ def test_attention_is_right(workload: Workload) -> None:
 
 @pytest.mark.parametrize("workload", ATTEND, ids=lambda w: w.label)
 def test_an_h200_has_a_kernel(workload: Workload) -> None:
-    case = build(small(workload))
+    case, _ = small_reference(workload)
     new = (case.k, case.v) if workload.form == "context" else None
     decision = quire.explain(case.q, case.cache, case.batch, case.options, new=new, platform=quire.Platform.named("sm90"))
     assert decision.chosen is not None and decision.chosen.name != "torch"
@@ -176,7 +179,7 @@ def with_another_entry(case: BenchCase) -> torch.Tensor:
 
 FAULTS = [
     ("softcap", options_without("softcap")),
-    ("ALiBi", options_without("alibi")),
+    ("alibi", options_without("alibi")),
     ("sinks", options_without("sinks")),
     ("tree mask", options_without("mask")),
     ("every second", options_without("causal")),
@@ -193,8 +196,8 @@ FAULTS = [
 @pytest.mark.parametrize("text, fault", FAULTS, ids=[f"{text}-{fault.__name__}" for text, fault in FAULTS])
 def test_a_result_without_the_feature_is_wrong(text: str, fault: Callable[[BenchCase], torch.Tensor]) -> None:
     for workload in [w for w in ATTEND if text in w.label]:
-        case = build(small(workload))
-        assert not BenchReference(case).check(fault(case), workload.dtype).right
+        case, reference = small_reference(workload)
+        assert not reference.check(fault(case), workload.dtype).right
 
 
 def test_values_of_a_latent_cache_are_its_first_elements() -> None:

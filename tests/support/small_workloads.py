@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 
+from quire.bench.case import BenchCase, build
+from quire.bench.reference_check import BenchReference
 from quire.bench.workloads import Workload
 
 
@@ -28,3 +31,10 @@ def small(w: Workload) -> Workload:
     kinds = [*list(dict.fromkeys(w.sequences))[:2], w.sequences[-1]]
     sequences = tuple((min(new, 41 - i), min(context, 60 + 7 * i)) for i, (new, context) in enumerate(kinds))
     return replace(w, **changes, sequences=sequences)
+
+
+@cache
+def small_reference(w: Workload) -> tuple[BenchCase, BenchReference]:
+    """The tensors of a small workload of attention, and what its result is compared with. Tests share them and change neither."""
+    case = build(small(w))
+    return case, BenchReference(case)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from quire.bench.workloads import CUDA_WORKLOADS, FP8, Lengths, Workload, ragged
+from quire.options import NUMBERS
 
 _PREFILL = Workload("prefill 1 x 8192", ((8192, 0),))
 _MANY = Workload("prefill 8 x 1024 over 1024", ((1024, 1024),) * 8)
@@ -29,7 +30,7 @@ _TREE = Workload("prefill 16 x 256 over 2048", ((256, 2048),) * 16, tree=True)
 _LOCAL = Workload("prefill 2 x 4096", ((4096, 0),) * 2, q_heads=16, head_dim=256, window=1024, image=256)
 _GLOBAL = replace(_LOCAL, kv_heads=2, head_dim=512, window=None)
 # gpt-oss: sinks in every layer, a window in every second one.
-_SINKS = replace(_PREFILL, q_heads=64, head_dim=64, sinks=True)
+_SINKS = replace(_PREFILL, q_heads=64, head_dim=64, options=("sinks",))
 
 PREFILL: tuple[Workload, ...] = (
     *(replace(_PREFILL, head_dim=dim) for dim in (64, 80, 96, 256)),
@@ -38,8 +39,7 @@ PREFILL: tuple[Workload, ...] = (
     *(replace(_PREFILL, q_heads=q_heads, kv_heads=kv) for q_heads, kv in ((32, 32), (40, 8), (28, 4), (64, 8), (32, 2))),
     *(replace(_PREFILL, page_size=size) for size in (1, 7, 32, 64, 128, 256, 544)),
     replace(_PREFILL, dtype="fp16"),
-    replace(_PREFILL, softcap=2.0),
-    replace(_PREFILL, alibi=True),
+    *(replace(_PREFILL, options=(name,)) for name in (*NUMBERS, "alibi")),
     _SINKS,
     replace(_SINKS, window=128),
     *(replace(_PREFILL, window=window) for window in (128, 1024, 4096)),
@@ -76,10 +76,8 @@ DECODE: tuple[Workload, ...] = (
     replace(_DECODE, q_heads=16, kv_heads=1),
     *(replace(_DECODE, page_size=size) for size in (1, 64, 544)),
     replace(_DECODE, dtype="fp16"),
-    replace(_DECODE, softcap=2.0),
-    replace(_DECODE, alibi=True),
-    replace(_DECODE, q_heads=64, head_dim=64, sinks=True),
-    replace(_DECODE, q_heads=64, head_dim=64, sinks=True, window=128),
+    *(replace(_DECODE, options=(name,)) for name in (*NUMBERS, "alibi")),
+    *(replace(_DECODE, q_heads=64, head_dim=64, options=("sinks",), window=window) for window in (None, 128)),
     Workload("decode 64 ragged to 1024", ragged(64, 1024)),
     Workload("decode 64 ragged to 1024", ragged(64, 1024), format=FP8),
     _MIXED,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 
@@ -10,7 +11,7 @@ from quire.batch import Batch
 from quire.bench.workloads import Workload
 from quire.cache.prefixes import Prefixes
 from quire.cache.select import Select
-from quire.options import Options
+from quire.options import NUMBERS, Options
 
 
 def page_table(w: Workload) -> tuple[torch.Tensor, int]:
@@ -52,18 +53,18 @@ def prefixes(w: Workload, device: torch.device) -> Prefixes | None:
 
 
 def options(w: Workload, device: torch.device) -> Options:
-    """The options of the layer. Slopes and sinks are large enough to change the result."""
+    """The options of the layer. Numbers, slopes and sinks are such that they change the result."""
     n = w.q_heads
     longest = max(map(sum, w.sequences))
     slopes = 2.0 ** (-8 * torch.arange(1, n + 1, device=device) / n)
     # About the LSE of the other logits; in bf16, as models store them and FlashAttention-3 takes them.
     sinks = (math.log(min(w.window or longest, longest)) + torch.linspace(-1, 1, n, device=device)).bfloat16()
+    values = dict.fromkeys(NUMBERS, 2.0) | {"alibi": slopes, "sinks": sinks}
     causal = torch.arange(len(w.sequences), device=device) % 2 == 0
+    given: dict[str, Any] = {name: values[name] for name in w.options}
     return Options(
+        **given,
         window=None if w.image else w.window,
-        softcap=w.softcap,
-        alibi=slopes if w.alibi else None,
-        sinks=sinks if w.sinks else None,
         scale=w.scale,
         causal=causal if w.part_causal else True,
         mask=tree_mask(w).to(device) if w.tree else None,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -13,7 +13,7 @@ from quire.conformance.cases.call import KernelCall
 from quire.conformance.oracle.budget import allowed, rounding_losses
 from quire.conformance.oracle.exact import Values, exact
 from quire.conformance.runner.threads import one_thread
-from quire.options import PLAIN, Options
+from quire.options import NUMBERS, PER_HEAD, PLAIN, Options
 
 HEADS = 3
 """Key heads of each sequence that are compared. float64 is slow, so a result is compared in a sample."""
@@ -121,7 +121,10 @@ def sample_call(sample: ReferenceSample, dtype: torch.dtype, options: Options, q
     q, k, v = sample.q.cpu(), sample.k.cpu().contiguous(), sample.v.cpu().contiguous()
     # The oracle keeps the keys and values that it gathered. Here they are gathered already, and gathering takes most of its time.
     gathered = {(0, number): Values(k.to(number), v.to(number)) for number in (torch.float64, torch.float32)}
-    alibi, sinks = (None if x is None else x.cpu()[sample.q_heads.cpu()] for x in (options.alibi, options.sinks))
+    given: dict[str, Any] = {name: getattr(options, name) for name in NUMBERS}
+    for name in PER_HEAD:
+        tensor = getattr(options, name)
+        given[name] = None if tensor is None else tensor.cpu()[sample.q_heads.cpu()]
     return KernelCall(
         q=q,
         k_pages=k[None],
@@ -133,9 +136,7 @@ def sample_call(sample: ReferenceSample, dtype: torch.dtype, options: Options, q
         scale=q.shape[2] ** -0.5 if options.scale is None else options.scale,
         format=format_of(k.dtype).name,
         window=(None, None) if sample.spans is not None else options.sides,
-        softcap=options.softcap,
-        alibi=alibi,
-        sinks=sinks,
+        **given,
         q_scale=q_scale,
         spans=sample.spans,
         select_positions=sample.positions,

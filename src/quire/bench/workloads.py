@@ -47,9 +47,8 @@ class Workload:
     """Whether V is the first `v_dim` elements of K (multi-head latent attention)."""
     scale: float | None = None
     """What multiplies q·k, if not `head_dim ** -0.5`."""
-    softcap: float | None = None
-    alibi: bool = False
-    sinks: bool = False
+    options: tuple[str, ...] = ()
+    """Names of numbers and of tensors `[q_heads]` of `quire.Options` that the layer has."""
     tree: bool = False
     """Whether the new tokens of a sequence are a binary tree in the order of its levels."""
     part_causal: bool = False
@@ -80,9 +79,7 @@ class Workload:
             f"scales per {self.scales}": self.scales != "tensor",
             f"window {self.window}": self.window is not None,
             "context form": self.form == "context",
-            f"softcap {self.softcap or 0:g}": self.softcap is not None,
-            "ALiBi": self.alibi,
-            "sinks": self.sinks,
+            ", ".join(self.options): bool(self.options),
             "tree mask": self.tree,
             "every second sequence causal": self.part_causal,
             f"images of {self.image}": self.image > 0,
@@ -107,8 +104,8 @@ class Workload:
 
     @property
     def features(self) -> frozenset[str]:
-        """The features in use that an implementation may lack, by the names of their fields."""
-        return frozenset(name for name in OPTIONAL if getattr(self, name))
+        """The features in use that an implementation may lack, by the names of their fields and options."""
+        return frozenset((*self.options, *(name for name in OPTIONAL if getattr(self, name))))
 
     @property
     def bytes(self) -> int:
@@ -180,13 +177,10 @@ class Workload:
     def from_json(cls, text: str) -> Workload:
         fields = json.loads(text)
         pairs = {name: tuple((first, second) for first, second in fields[name]) for name in ("sequences", "prefixes")}
-        return cls(**fields | pairs)
+        return cls(**fields | pairs | {"options": tuple(fields["options"])})
 
 
-OPTIONAL = (
-    *("v_dim", "latent", "softcap", "alibi", "sinks", "tree", "part_causal", "image", "select", "prefixes", "rope"),
-    "batch_invariant",
-)
+OPTIONAL = ("v_dim", "latent", "tree", "part_causal", "image", "select", "prefixes", "rope", "batch_invariant")
 """The fields of a workload that an implementation may not support."""
 
 

@@ -82,7 +82,7 @@ def _supports(w: Workload) -> bool:
         return not w.format and w.head_dim - w.v_dim == ROTATED
     if w.v_dim:
         return not w.format and (w.head_dim, w.v_dim) == (192, 128)
-    return w.head_dim <= LARGEST and (not w.sinks or w.dtype == "bf16")
+    return w.head_dim <= LARGEST and ("sinks" not in w.options or w.dtype == "bf16")
 
 
 def _bind(flash_attn: Any, case: BenchCase) -> BoundImplementation | None:
@@ -102,10 +102,11 @@ def _bind(flash_attn: Any, case: BenchCase) -> BoundImplementation | None:
         q_scale = torch.full((), Q_SCALE, device=q.device)
         by_name = {"q_descale": q_scale, "k_descale": cache.k_scale, "v_descale": cache.v_scale}
         given |= {name: scale.expand(batch.seqs, cache.kv_heads) for name, scale in by_name.items()}
-    given |= {"softcap": w.softcap} if w.softcap else {}
-    given |= {"s_aux": case.options.sinks} if w.sinks else {}
+    softcap, sinks = case.options.softcap, case.options.sinks
+    given |= {} if softcap is None else {"softcap": softcap}
+    given |= {} if sinks is None else {"s_aux": sinks}
     schedule: dict[str, Any] = {"headdim_v": w.v_dim} if w.v_dim else {}
-    schedule |= {"has_softcap": True} if w.softcap else {}
+    schedule |= {} if softcap is None else {"has_softcap": True}
     sides = (-1, -1) if w.window is None else (w.window - 1, 0)
     splits = 1 if w.batch_invariant else 0
     sizes = (q.shape[1], cache.kv_heads, q.shape[2], q.dtype, pages.page_size)

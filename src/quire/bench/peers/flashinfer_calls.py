@@ -40,7 +40,7 @@ def bind(flashinfer: Any, size: int, case: BenchCase) -> BoundImplementation | N
         return _latent(flashinfer, workspace, case, pages)
     if w.prefixes:
         return _cascade(flashinfer, workspace, case)
-    if w.sinks:
+    if case.options.sinks is not None:
         return _with_sinks(flashinfer, workspace, case, pages)
     one_each = w.tokens == len(w.sequences) and not w.batch_invariant
     return (_decode if one_each else _prefill)(flashinfer, workspace, case, pages)
@@ -52,7 +52,7 @@ def _supports(w: Workload) -> bool:
         return False
     if w.latent:
         return not w.format and (w.head_dim, w.v_dim) == (576, 512) and w.features <= {"latent", "v_dim", "select"}
-    if w.sinks:
+    if "sinks" in w.options:
         return not w.format and w.head_dim in DIMS and w.features == {"sinks"}
     if w.prefixes:
         return not w.format and w.head_dim in DIMS and w.features == {"prefixes"}
@@ -72,9 +72,9 @@ def _features(case: BenchCase) -> dict[str, Any]:
     given: dict[str, Any] = {"q_data_type": case.q.dtype, "kv_data_type": case.cache.k.dtype}
     if w.window is not None and not w.features.intersection(MASKS):
         given["window_left"] = w.window - 1
-    if w.softcap is not None:
-        given["logits_soft_cap"] = w.softcap
-    if w.alibi:
+    if options.softcap is not None:
+        given["logits_soft_cap"] = options.softcap
+    if options.alibi is not None:
         given["pos_encoding_mode"] = "ALIBI"
     if w.scale is not None:
         given["sm_scale"] = options.scale

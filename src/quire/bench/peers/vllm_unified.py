@@ -49,7 +49,7 @@ def load() -> Implementation:
             causal=case.options.causal,
             window_size=(-1, -1) if window is None else (window - 1, 0),
             block_table=batch.page_table,
-            softcap=w.softcap or 0.0,
+            softcap=case.options.softcap or 0.0,
             alibi_slopes=case.options.alibi,
             sinks=case.options.sinks,
             q_descale=None,
