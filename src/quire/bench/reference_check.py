@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import torch
@@ -11,7 +13,7 @@ from quire.bench.case import Q_SCALE, BenchCase
 from quire.cache.format import FORMATS, format_of
 from quire.conformance.cases.call import KernelCall
 from quire.conformance.oracle.budget import allowed, rounding_losses
-from quire.conformance.oracle.exact import Values, exact
+from quire.conformance.oracle.exact import Outcome, Values, exact
 from quire.conformance.runner.threads import one_thread
 from quire.options import NUMBERS, PER_HEAD, PLAIN, Options
 
@@ -25,6 +27,9 @@ PLACES = 5
 """Places of each sequence at which queries are compared."""
 QUERIES = 16
 """Neighbouring queries at each place."""
+
+JOBS = 16
+"""The most samples that are computed at the same time."""
 
 
 class ReferenceSample(NamedTuple):
@@ -104,15 +109,19 @@ def expected(
 ) -> list[Expected]:
     """What attention must give for some samples of one call, as `dtype`. As in the kit, the loss of a straightforward computation
     is the worst over the call."""
-    lost, outcomes = 0.0, []
-    with one_thread():
-        for part in parts:
-            call = sample_call(part, dtype, options, q_scale)
-            lost = max(lost, rounding_losses(call)[0])
-            outcomes.append(exact(call))
+
+    def compute(part: ReferenceSample) -> tuple[Outcome, float]:
+        call = sample_call(part, dtype, options, q_scale)
+        right = exact(call)
+        return right, rounding_losses(call, right=right)[0]
+
+    # Each sample in one thread, several at the same time.
+    with one_thread(), ThreadPoolExecutor(min(JOBS, os.cpu_count() or 1), "reference", torch.set_num_threads, (1,)) as pool:
+        found = list(pool.map(compute, parts))
+    lost = max((lost for _, lost in found), default=0.0)
     return [
         Expected(part.rows, part.q_heads.cpu(), outcome.out, allowed(lost, outcome.weighted, outcome.out, dtype))
-        for part, outcome in zip(parts, outcomes)
+        for part, (outcome, _) in zip(parts, found)
     ]
 
 
@@ -170,7 +179,9 @@ def _heads(case: BenchCase, seq: int) -> tuple[torch.Tensor, torch.Tensor]:
     return heads, (heads[:, None] * group + own).flatten()
 
 
-def _seen(case: BenchCase, seq: int, first: int, rows: slice) -> tuple[slice, torch.Tensor | None, torch.Tensor | None]:
+def _seen(
+    case: BenchCase, seq: int, first: int, rows: slice
+) -> tuple[slice | torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """The keys of a sequence that some neighbouring queries can see, and which of these each query sees, if causality and the
     window do not say so: spans, and positions."""
     w, batch, count = case.workload, case.batch, rows.stop - rows.start
@@ -189,8 +200,17 @@ def _seen(case: BenchCase, seq: int, first: int, rows: slice) -> tuple[slice, to
         return slice(0, new + context), whole, None
     left, end = case.options.sides[0], context + first + count
     if batch.select is not None:
-        return slice(0, end), None, _selected(case, seq, rows).cpu()
+        return _only_selected(_selected(case, seq, rows).long(), context + first)
     return slice(0 if left is None else max(0, context + first - left), end), None, None
+
+
+def _only_selected(positions: torch.Tensor, first: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """As `_seen`, of neighbouring queries from a position on, whose positions are selected: only these keys are compared."""
+    own = torch.arange(first, first + len(positions), device=positions.device)[:, None, None]
+    keys, places = torch.where(positions <= own, positions, -1).unique(return_inverse=True)
+    missing = int((keys == -1).sum())
+    whole = torch.tensor([[0, len(keys) - missing]] * len(positions), dtype=torch.int32, device="cpu")
+    return keys[missing:], whole, (places - missing).cpu()
 
 
 def _selected(case: BenchCase, seq: int, rows: slice) -> torch.Tensor:
