@@ -24,7 +24,8 @@ CANNOT = {
         for outcome in ("yes", "no")
     },
     "combine.combine_kernel: if C.PDL -> yes": "compiled: griddepcontrol.wait",
-    "schedule.uniform: if C.UNIFORM and (not C.WIDE) -> yes": "compiled: redux.sync",
+    "schedule.uniform: if C.NVIDIA and (not C.WIDE) -> yes": "compiled: redux.sync",
+    "features.reciprocal: if C.NVIDIA -> yes": "compiled: rcp.approx",
     "formats.encode_e4m3fn: if HARDWARE -> yes": "an instruction of cards: test_fp8_is_encoded_by_hardware_if_possible",
     "formats.encode_e5m2: if HARDWARE -> yes": "an instruction of cards: test_fp8_is_encoded_by_hardware_if_possible",
     "attend.attend_kernel: if LONG is not None -> no": "without long rows there are no further programs",

@@ -15,7 +15,7 @@ _TRITON = (
 
 _CONTIGUOUS_HEADS = ("nhd", "hnd", "vllm_joint")
 """Layouts in which one head of one token is contiguous, in K and in V."""
-_HOPPER_HEAD = IntRange(33, 128)
+_HOPPER_HEAD = IntRange(33, 256)
 
 _NATIVE = "kernels/native/libquire.so"
 

@@ -9,7 +9,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
-from quire.kernels.gluon.ring_buffer import QUEUE, acquire_full, key_tiles_of, load_unit, release
+from quire.kernels.gluon.ring_buffer import acquire_full, key_tiles_of, load_unit, release
 from quire.kernels.triton.device.features import has_left_edge, is_visible, per_row, transform_scores
 from quire.kernels.triton.device.tiles import headroom
 from quire.kernels.triton.device.units import finish, make_unit, store
@@ -24,13 +24,13 @@ def consume(out, units, query, cache, batch, features, buffers, count, PART: gl.
     key_in_tile = gl.arange(0, T.KEYS, gl.SliceLayout(0, SCORES))
     nth = 0
     tile = 0
-    item = next_item(buffers, nth)
+    item = next_item(buffers, nth, T)
     while item < count:
         head, seq, q_tile, start, q_len, kv_len, invalid = load_unit(units, item, count, T)
         unit = make_unit(batch, features, seq, start, q_len, kv_len, q_tile, head, index, T, C)
         begin, end, tiles = key_tiles_of(unit, invalid, T)
         scale = scale_of(query, cache, features, unit, C)
-        queries = buffers.q.slots.index(nth % QUEUE * 2 + PART)
+        queries = buffers.q.slots.index(nth % T.QUEUE * 2 + PART)
         key = begin + key_in_tile
         # Tiles [some, every) are visible to every query and need no mask. The first tile is computed before the loops.
         some = gl.maximum(gl.minimum((unit.all_from - begin + T.KEYS - 1) // T.KEYS, tiles), 1)
@@ -51,7 +51,7 @@ def consume(out, units, query, cache, batch, features, buffers, count, PART: gl.
         weight, acc, row_max, row_sum = attend_tiles(
             state, queries, buffers, tile, key, every, tiles, scale, unit, features, True, T, C
         )
-        release(buffers.q, nth, QUEUE)
+        release(buffers.q, nth, T.QUEUE)
         tile += tiles
         acc = warpgroup_mma_wait(0, deps=(start_accumulate(weight, acc, buffers.v, tile - 1, queries.dtype, T),))
         release(buffers.v, tile - 1, T.STAGES)
@@ -64,14 +64,14 @@ def consume(out, units, query, cache, batch, features, buffers, count, PART: gl.
         dim = gl.arange(0, C.V_WIDTH, gl.SliceLayout(0, VALUES))
         store(out, mine.token, mine.head, mine.live, result, lse, invalid != 0, dim, C)
         nth += 1
-        item = next_item(buffers, nth)
+        item = next_item(buffers, nth, T)
 
 
 @gluon.jit
-def next_item(buffers, nth):
+def next_item(buffers, nth, T: gl.constexpr):
     """The next work item, whose queries are in shared memory."""
-    acquire_full(buffers.q, nth, QUEUE)
-    return gl.max(buffers.items.index(nth % QUEUE).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
+    acquire_full(buffers.q, nth, T.QUEUE)
+    return gl.max(buffers.items.index(nth % T.QUEUE).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
 
 
 @gluon.jit

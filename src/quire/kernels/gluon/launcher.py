@@ -40,6 +40,8 @@ class HopperTile(NamedTuple):
     CONSUMER_REGISTERS: int
     """Per thread."""
     PRODUCER_REGISTERS: int
+    QUEUE: int
+    """Units whose queries are in shared memory: if two, one is computed while the next is loaded."""
     ASYNC_COPIES: bool
     """Whether keys and values are copied asynchronously, sixteen bytes at a time."""
 
@@ -57,21 +59,27 @@ class HopperLauncher(AttendLauncher):
         # Short sequences have the tiles of a decode, and the same kernel.
         self.tiles.short, self.programs = {(1, 1): self.decode.tiles.short[1, 1]}, {}
         constants = constants_of(problem, platform, self.row, self.tiles.short[1, 1], self.long)
-        tile = HopperTile(*self.long, *self._registers(), ASYNC_COPIES=self._copies())
+        queue = 2 if constants.K_WIDTH <= 128 else 1
+        tile = HopperTile(*self.long, *self._registers(), QUEUE=queue, ASYNC_COPIES=self._copies())
         self.make_units = Program(units_kernel, UNITS, (tile, constants), self.units, self.warps)
         self.prefill = Program(prefill_kernel, PREFILL, (tile, constants), self.units, 4)
 
     def _registers(self) -> tuple[int, int]:
         assert self.row.registers is not None
-        return self.row.registers, REGISTERS - 2 * self.row.registers
+        problem = self.problem
+        # Features are computed by the consumers, and need registers there.
+        more = 8 if problem.softcap or problem.alibi or problem.window != (None, None) else 0
+        consumer = self.row.registers + more
+        return consumer, REGISTERS - 2 * consumer
 
     def _copies(self) -> bool:
         problem, constants = self.problem, self.constants
         assert self.units is not None
         # Of a stride that is given at run time the compiler knows only a divisor.
         strides = (self.units[0],) if problem.form == "full" else self.units
-        paged = all(steps[5] == 1 and not any(step % 8 for step in steps[:4]) for steps in (constants.K_STEPS, constants.V_STEPS))
-        return not constants.BYTES and paged and all(unit == 16 for unit in strides)
+        vector = 16 if constants.BYTES else 8
+        paged = all(steps[5] == 1 and not any(step % vector for step in steps[:4]) for steps in (constants.K_STEPS, constants.V_STEPS))
+        return paged and all(unit == 16 for unit in strides)
 
     def all_launches(self, call: Any, at: At) -> Iterator[Launch]:
         return self.launches(call, ANY_BATCH, at)

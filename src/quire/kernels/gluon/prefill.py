@@ -16,7 +16,7 @@ from triton.experimental.gluon import language as gl
 
 from quire.kernels.gluon.consumer import consume
 from quire.kernels.gluon.producer import produce
-from quire.kernels.gluon.ring_buffer import QUEUE, THREADS, SharedBuffers, make_ring
+from quire.kernels.gluon.ring_buffer import THREADS, SharedBuffers, bytes_of_tile, make_ring
 
 FIRST = gl.constexpr(0)
 SECOND = gl.constexpr(1)
@@ -31,12 +31,17 @@ def prefill_kernel(
         if launch == FIRST:
             tl.extra.cuda.gdc_launch_dependents()
     DTYPE: gl.constexpr = query.at.dtype.element_ty
-    PRODUCER_ARRIVALS: gl.constexpr = THREADS if T.ASYNC_COPIES else 1
+    COPIED: gl.constexpr = T.ASYNC_COPIES and not C.BYTES
+    PRODUCER_ARRIVALS: gl.constexpr = THREADS if COPIED else 1
+    STAGED: gl.constexpr = T.ASYNC_COPIES and C.BYTES
     buffers = SharedBuffers(
-        gl.allocate_shared_memory(gl.int32, [QUEUE, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])),
-        make_ring(DTYPE, QUEUE, T.ROWS // 2, C.K_WIDTH, 2, THREADS + 1),
+        gl.allocate_shared_memory(gl.int32, [T.QUEUE, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])),
+        gl.allocate_shared_memory(gl.int32, [2, T.KEYS], gl.SwizzledSharedLayout(1, 1, 1, [0])),
+        make_ring(DTYPE, T.QUEUE, T.ROWS // 2, C.K_WIDTH, 2, THREADS + 1),
         make_ring(DTYPE, T.STAGES, T.KEYS, C.K_WIDTH, 1, PRODUCER_ARRIVALS),
         make_ring(DTYPE, T.STAGES, T.KEYS, C.V_WIDTH, 1, PRODUCER_ARRIVALS),
+        bytes_of_tile(T.KEYS, C.K_WIDTH) if STAGED else None,
+        bytes_of_tile(T.KEYS, C.V_WIDTH) if STAGED else None,
     )
     count = gl.load(units + 1) * T.HEADS
     yields_processor = (launch == FIRST) & (gl.program_id(0) >= programs_kept) & (gl.load(units + 2) > 0)

@@ -1,4 +1,9 @@
-"""The producer: takes work items, and loads their queries, keys and values into shared memory."""
+"""The producer: takes work items, and loads their queries, keys and values into shared memory.
+
+A tile is loaded in chunks of a few keys: registers hold the addresses of one chunk, and all other registers are the consumers'. Bytes are
+first copied as they are, one tile of keys and one of values ahead, and converted on their way to the ring buffers: so the memory is
+never waited for.
+"""
 
 from __future__ import annotations
 
@@ -7,20 +12,21 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_async_shared
 
 from quire.kernels.gluon.compat import async_load
-from quire.kernels.gluon.ring_buffer import QUEUE, acquire_free, key_tiles_of, load_unit, publish, publish_when_copied
+from quire.kernels.gluon.ring_buffer import acquire_free, key_tiles_of, load_unit, publish, publish_when_copied
 from quire.kernels.triton.device.formats import decode
 from quire.kernels.triton.device.tiles import key_at, to_dot_type, value_at, within_table
 from quire.kernels.triton.device.units import make_unit
 
+CHUNK = gl.constexpr(32)
+"""Keys that are loaded at a time."""
+KEYS = gl.constexpr(0)
+VALUES = gl.constexpr(1)
+
 
 @gluon.jit
 def produce(units, query, cache, batch, new, features, buffers, count, T: gl.constexpr, C: gl.constexpr):
-    # Sixteen bytes per thread, and eight threads per cache line.
-    VECTOR: gl.constexpr = 16 if C.BYTES else 8
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, VECTOR], [4, 8], [4, 1], [1, 0])
-    k_dim = gl.arange(0, C.K_WIDTH, gl.SliceLayout(0, LAYOUT))
-    v_dim = gl.arange(0, C.V_WIDTH, gl.SliceLayout(0, LAYOUT))
-    key_in_tile = gl.arange(0, T.KEYS, gl.SliceLayout(1, LAYOUT))
+    ROW: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    STAGED: gl.constexpr = C.BYTES and T.ASYNC_COPIES
     nth = 0
     tile = 0
     item = count
@@ -28,88 +34,144 @@ def produce(units, query, cache, batch, new, features, buffers, count, T: gl.con
         item = gl.atomic_add(units, 1)
     while item < count:
         head, seq, q_tile, start, q_len, kv_len, invalid = load_unit(units, item, count, T)
-        unit = make_unit(batch, features, seq, start, q_len, kv_len, q_tile, head, key_in_tile, T, C)
-        begin, end, tiles = key_tiles_of(unit, invalid, T)
+        # Only what all rows have in common is used of this unit.
+        row = gl.arange(0, T.ROWS, ROW)
+        unit = make_unit(batch, features, seq, start, q_len, kv_len, q_tile, head, row, T, C)
+        first, end, tiles = key_tiles_of(unit, invalid, T)
         stop = within_table(batch, gl.minimum(end, unit.cached), C)
-        key = begin + key_in_tile
-        page = load_page_ids(batch, seq, key, stop, C)
-        after = load_page_ids(batch, seq, key + T.KEYS, stop, C)
-        load_keys(cache, new, buffers.k, unit, page, key, end, tile, k_dim, T, C)
+        store_page_ids(buffers, tile, load_page_ids(batch, seq, first, stop, T, C))
+        ids = load_page_ids(batch, seq, first + T.KEYS, stop, T, C)
+        if STAGED:
+            stage(cache, new, unit, end, buffers, buffers.raw_k, first, tile, KEYS, T, C)
+            load(cache, new, unit, end, buffers, buffers.k, buffers.raw_k, first, tile, KEYS, 0, T, C)
+            store_page_ids(buffers, tile + 1, ids)
+            ids = load_page_ids(batch, seq, first + 2 * T.KEYS, stop, T, C)
+            stage(cache, new, unit, end, buffers, buffers.raw_k, first + T.KEYS, tile + 1, KEYS, T, C)
+            stage(cache, new, unit, end, buffers, buffers.raw_v, first, tile, VALUES, T, C)
+        else:
+            load(cache, new, unit, end, buffers, buffers.k, None, first, tile, KEYS, 0, T, C)
         load_queries(query, batch, features, buffers, seq, start, q_len, kv_len, q_tile, head, item, nth, T, C)
         for _ in range(1, tiles):
             # The keys of a tile are needed before the values of the tile before it.
-            before = page
-            page = after
-            after = load_page_ids(batch, seq, key + 2 * T.KEYS, stop, C)
-            load_keys(cache, new, buffers.k, unit, page, key + T.KEYS, end, tile + 1, k_dim, T, C)
-            load_values(cache, new, buffers.v, unit, before, key, end, tile, v_dim, T, C)
-            key += T.KEYS
+            if STAGED:
+                load(cache, new, unit, end, buffers, buffers.k, buffers.raw_k, first + T.KEYS, tile + 1, KEYS, 1, T, C)
+                store_page_ids(buffers, tile + 2, ids)
+                ids = load_page_ids(batch, seq, first + 3 * T.KEYS, stop, T, C)
+                stage(cache, new, unit, end, buffers, buffers.raw_k, first + 2 * T.KEYS, tile + 2, KEYS, T, C)
+                load(cache, new, unit, end, buffers, buffers.v, buffers.raw_v, first, tile, VALUES, 1, T, C)
+                stage(cache, new, unit, end, buffers, buffers.raw_v, first + T.KEYS, tile + 1, VALUES, T, C)
+            else:
+                store_page_ids(buffers, tile + 1, ids)
+                ids = load_page_ids(batch, seq, first + 2 * T.KEYS, stop, T, C)
+                load(cache, new, unit, end, buffers, buffers.k, None, first + T.KEYS, tile + 1, KEYS, 0, T, C)
+                load(cache, new, unit, end, buffers, buffers.v, None, first, tile, VALUES, 0, T, C)
+            first += T.KEYS
             tile += 1
-        load_values(cache, new, buffers.v, unit, page, key, end, tile, v_dim, T, C)
+        load(cache, new, unit, end, buffers, buffers.v, buffers.raw_v, first, tile, VALUES, 0, T, C)
         tile += 1
         nth += 1
         item = gl.atomic_add(units, 1)
-    publish_end(buffers, item, nth)
+    publish_end(buffers, item, nth, T)
     async_copy.wait_group(0)
 
 
 @gluon.jit
-def load_page_ids(batch, seq, key, end, C: gl.constexpr):
-    """The page of each key below `end`. It exists: `units_kernel` has checked it."""
+def load_page_ids(batch, seq, first, stop, T: gl.constexpr, C: gl.constexpr):
+    """The page of each key of a tile, one per thread. It exists: `units_kernel` has checked it."""
+    key = first + gl.arange(0, T.KEYS, gl.BlockedLayout([1], [32], [4], [0]))
     column = seq.to(gl.int64) * batch.table_row + key // C.PAGE_SIZE * batch.table_step
-    return gl.load(batch.page_table + column, mask=key < end, other=0)
+    return gl.load(batch.page_table + column, mask=key < stop, other=0).to(gl.int32)
 
 
 @gluon.jit
-def load_keys(cache, new, ring, unit, page, key, end, tile, dim, T: gl.constexpr, C: gl.constexpr):
-    """Loads one tile of keys; zeros where no query sees the key."""
-    page = page.to(gl.int64) if C.FAR else page.to(gl.int32)
-    at = cache.k + key_at(page, unit.kv_head, key, 0, C)
-    step: gl.constexpr = C.K_STEPS[5]
+def store_page_ids(buffers, tile, ids):
+    buffers.pages.index(tile % 2).store(ids)
+
+
+@gluon.jit
+def stage(cache, new, unit, end, buffers, raw, first, tile, OF: gl.constexpr, T: gl.constexpr, C: gl.constexpr):
+    """Starts to copy the bytes of a tile. What the buffer held before has been read by the threads that wrote it."""
+    for i in gl.static_range(T.KEYS // CHUNK):
+        at, mask = addresses(cache, new, unit, end, buffers, first, tile, i, chunk_layout(OF, C), OF, T, C)
+        async_load(raw.slice(i * CHUNK, CHUNK), at, mask=mask)
+    async_copy.commit_group()
+
+
+@gluon.jit
+def load(
+    cache, new, unit, end, buffers, ring, raw, first, tile, OF: gl.constexpr, PENDING: gl.constexpr, T: gl.constexpr, C: gl.constexpr
+):  # fmt: skip
+    """Loads one tile of keys or values into its slot; zeros where no query sees the key. Of bytes that are staged, PENDING tiles were
+    started after this one. What is neither 16 bits wide nor staged, or not aligned, passes through registers."""
+    LAYOUT: gl.constexpr = chunk_layout(OF, C)
+    if C.BYTES and T.ASYNC_COPIES:
+        async_copy.wait_group(PENDING)
+    acquire_free(ring, tile, T.STAGES)
+    slot = ring.slots.index(tile % T.STAGES)
+    for i in gl.static_range(T.KEYS // CHUNK):
+        part = slot.slice(i * CHUNK, CHUNK)
+        if T.ASYNC_COPIES and not C.BYTES:
+            at, mask = addresses(cache, new, unit, end, buffers, first, tile, i, LAYOUT, OF, T, C)
+            async_load(part, at, mask=mask)
+        else:
+            if T.ASYNC_COPIES:
+                x = raw.slice(i * CHUNK, CHUNK).load(LAYOUT)
+            else:
+                at, mask = addresses(cache, new, unit, end, buffers, first, tile, i, LAYOUT, OF, T, C)
+                x = gl.load(at, mask=mask, other=0)
+            part.store(to_dot_type(decode(x, gl.constexpr(C.K_FORMAT), C.HARDWARE, gl.constexpr(C.DOT)), C))
+    if T.ASYNC_COPIES and not C.BYTES:
+        publish_when_copied(ring, tile, T.STAGES)
+    else:
+        fence_async_shared()
+        publish(ring, tile, T.STAGES)
+
+
+@gluon.constexpr_function
+def chunk_layout(of, c):
+    """Sixteen bytes per thread, and up to eight threads per cache line."""
+    vector, width = 16 if c.BYTES else 8, c.V_WIDTH if of == VALUES else c.K_WIDTH
+    lanes = min(8, width // vector)
+    return gl.BlockedLayout([1, vector], [32 // lanes, lanes], [4, 1], [1, 0])
+
+
+@gluon.jit
+def addresses(
+    cache, new, unit, end, buffers, first, tile, PART: gl.constexpr, LAYOUT: gl.constexpr, OF: gl.constexpr, T: gl.constexpr,
+    C: gl.constexpr,
+):  # fmt: skip
+    """The addresses of the keys or values of a chunk `[CHUNK, width]`, and which exist and are seen by some query."""
+    WIDTH: gl.constexpr = C.V_WIDTH if OF == VALUES else C.K_WIDTH
+    LENGTH: gl.constexpr = C.V_DIM if OF == VALUES else C.HEAD_DIM
+    BEGIN: gl.constexpr = PART * CHUNK
+    key = first + BEGIN + gl.arange(0, CHUNK, gl.SliceLayout(1, LAYOUT))
+    dim = gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))
+    page = buffers.pages.index(tile % 2).slice(BEGIN, CHUNK).load(gl.SliceLayout(1, LAYOUT))
+    if C.FAR:
+        page = page.to(gl.int64)
+    if OF == VALUES:
+        at = cache.v + value_at(page, unit.kv_head, key, 0, C)
+        step: gl.constexpr = C.V_STEPS[5]
+    else:
+        at = cache.k + key_at(page, unit.kv_head, key, 0, C)
+        step: gl.constexpr = C.K_STEPS[5]
     if C.NEW:
         token = (unit.start + key - unit.context).to(gl.int64)
-        at = gl.where(key >= unit.cached, new.k + (token * new.k_token + unit.kv_head * new.k_head), at)
+        if OF == VALUES:
+            row = new.v + (token * new.v_token + unit.kv_head * new.v_head)
+            if step != new.v_dim:
+                step = gl.where(key >= unit.cached, new.v_dim, step)[:, None]
+        else:
+            row = new.k + (token * new.k_token + unit.kv_head * new.k_head)
+            if step != new.k_dim:
+                step = gl.where(key >= unit.cached, new.k_dim, step)[:, None]
+        at = gl.where(key >= unit.cached, row, at)
         if T.ASYNC_COPIES:
             # The launcher has checked it. Since Triton 3.8 the compiler does not derive the alignment of a select of two addresses.
             at = gl.multiple_of(at, 16)
-        if step != new.k_dim:
-            step = gl.where(key >= unit.cached, new.k_dim, step)[:, None]
-    fill(ring, at, step, (key >= unit.low) & (key < end), dim, C.HEAD_DIM, tile, T, C)
-
-
-@gluon.jit
-def load_values(cache, new, ring, unit, page, key, end, tile, dim, T: gl.constexpr, C: gl.constexpr):
-    """The same for values."""
-    page = page.to(gl.int64) if C.FAR else page.to(gl.int32)
-    at = cache.v + value_at(page, unit.kv_head, key, 0, C)
-    step: gl.constexpr = C.V_STEPS[5]
-    if C.NEW:
-        token = (unit.start + key - unit.context).to(gl.int64)
-        at = gl.where(key >= unit.cached, new.v + (token * new.v_token + unit.kv_head * new.v_head), at)
-        if T.ASYNC_COPIES:
-            at = gl.multiple_of(at, 16)
-        if step != new.v_dim:
-            step = gl.where(key >= unit.cached, new.v_dim, step)[:, None]
-    fill(ring, at, step, (key >= unit.low) & (key < end), dim, C.V_DIM, tile, T, C)
-
-
-@gluon.jit
-def fill(ring, at, step, inside, dim, LENGTH: gl.constexpr, tile, T: gl.constexpr, C: gl.constexpr):
-    """Copies a tile into its slot: for each key that is inside, the elements from `at` on with stride `step`, else zeros. 8-bit
-    elements and memory that is not aligned pass through registers, where elements are converted."""
-    mask = inside[:, None] if LENGTH == dim.shape[0] else inside[:, None] & (dim < LENGTH)[None, :]
-    at = at[:, None] + dim[None, :] * step
-    if T.ASYNC_COPIES:
-        acquire_free(ring, tile, T.STAGES)
-        async_load(ring.slots.index(tile % T.STAGES), at, mask=mask)
-        publish_when_copied(ring, tile, T.STAGES)
-    else:
-        x = gl.load(at, mask=mask, other=0)
-        acquire_free(ring, tile, T.STAGES)
-        x = decode(x, gl.constexpr(C.K_FORMAT), C.HARDWARE, gl.constexpr(C.DOT))
-        ring.slots.index(tile % T.STAGES).store(to_dot_type(x, C))
-        fence_async_shared()
-        publish(ring, tile, T.STAGES)
+    inside = (key >= unit.low) & (key < end)
+    mask = inside[:, None] if LENGTH == WIDTH else inside[:, None] & (dim < LENGTH)[None, :]
+    return at[:, None] + dim[None, :] * step, mask
 
 
 @gluon.jit
@@ -120,31 +182,34 @@ def load_queries(
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     HALF: gl.constexpr = T.ROWS // 2
     dim = gl.arange(0, C.K_WIDTH, gl.SliceLayout(0, LAYOUT))
-    acquire_free(buffers.q, nth, QUEUE)
+    acquire_free(buffers.q, nth, T.QUEUE)
     for half in gl.static_range(2):
-        index = gl.arange(0, HALF, gl.SliceLayout(1, LAYOUT)) + half * HALF
-        mine = make_unit(batch, features, seq, start, q_len, kv_len, q_tile, head, index, T, C)
-        at = mine.token.to(gl.int64)[:, None] * query.token + mine.head[:, None] * query.head + dim[None, :] * query.dim
-        mask = mine.live[:, None] & (dim < C.HEAD_DIM)[None, :]
-        queries = buffers.q.slots.index(nth % QUEUE * 2 + half)
-        if T.ASYNC_COPIES:
-            async_load(queries, query.at + at, mask=mask)
-        else:
-            queries.store(gl.load(query.at + at, mask=mask, other=0))
-            fence_async_shared()
-    publish_item(buffers, item, nth)
+        queries = buffers.q.slots.index(nth % T.QUEUE * 2 + half)
+        for i in gl.static_range(HALF // CHUNK):
+            index = gl.arange(0, CHUNK, gl.SliceLayout(1, LAYOUT)) + (half * HALF + i * CHUNK)
+            mine = make_unit(batch, features, seq, start, q_len, kv_len, q_tile, head, index, T, C)
+            at = mine.token.to(gl.int64)[:, None] * query.token + mine.head[:, None] * query.head + dim[None, :] * query.dim
+            mask = mine.live[:, None] & (dim < C.HEAD_DIM)[None, :]
+            part = queries.slice(i * CHUNK, CHUNK)
+            if T.ASYNC_COPIES:
+                async_load(part, query.at + at, mask=mask)
+            else:
+                part.store(gl.load(query.at + at, mask=mask, other=0))
+    if not T.ASYNC_COPIES:
+        fence_async_shared()
+    publish_item(buffers, item, nth, T)
 
 
 @gluon.jit
-def publish_end(buffers, item, nth):
+def publish_end(buffers, item, nth, T: gl.constexpr):
     """Publishes the item that ends the work: it has no queries."""
-    acquire_free(buffers.q, nth, QUEUE)
-    publish_item(buffers, item, nth)
+    acquire_free(buffers.q, nth, T.QUEUE)
+    publish_item(buffers, item, nth, T)
 
 
 @gluon.jit
-def publish_item(buffers, item, nth):
+def publish_item(buffers, item, nth, T: gl.constexpr):
     ALONE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    buffers.items.index(nth % QUEUE).store(gl.full([1], 0, gl.int32, ALONE) + item)
-    publish_when_copied(buffers.q, nth, QUEUE)
-    publish(buffers.q, nth, QUEUE)
+    buffers.items.index(nth % T.QUEUE).store(gl.full([1], 0, gl.int32, ALONE) + item)
+    publish_when_copied(buffers.q, nth, T.QUEUE)
+    publish(buffers.q, nth, T.QUEUE)

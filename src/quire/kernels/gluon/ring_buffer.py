@@ -18,8 +18,6 @@ from quire.kernels.gluon.units import FIELDS, HEADER
 CONSUMERS = gl.constexpr(2)
 THREADS = gl.constexpr(128)
 """Threads of a warp group: four warps."""
-QUEUE = gl.constexpr(2)
-"""Units whose queries are in shared memory: one is computed, the next is loaded."""
 
 
 class RingBuffer(NamedTuple):
@@ -35,9 +33,14 @@ class SharedBuffers(NamedTuple):
 
     items: Any
     """The work item of each slot of queries."""
+    pages: Any
+    """The page of each key of two tiles."""
     q: Any
     k: Any
     v: Any
+    raw_k: Any
+    """A tile of keys as bytes, before they are converted; None if they are not staged."""
+    raw_v: Any
 
 
 @gluon.jit
@@ -58,6 +61,12 @@ def make_ring(
         mbarrier.init(full.index(i), count=PRODUCER_ARRIVALS)
         mbarrier.init(free.index(i), count=CONSUMERS)
     return RingBuffer(slots, full, free)
+
+
+@gluon.jit
+def bytes_of_tile(ROWS: gl.constexpr, WIDTH: gl.constexpr):
+    """Memory for a tile of bytes. Each thread reads only what it has copied."""
+    return gl.allocate_shared_memory(gl.uint8, [ROWS, WIDTH], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
 
 
 @gluon.jit

@@ -279,8 +279,9 @@ class AttendConstants(NamedTuple):
     """Sequences, or columns of the table, that are read at a time."""
     WIDE: bool
     """Whether the work of a batch is counted in 64 bits."""
-    UNIFORM: bool
-    """Whether the compiler must be told which numbers are equal in all threads."""
+    NVIDIA: bool
+    """Whether the target is a GPU of NVIDIA: its compiler must be told which numbers are equal in all threads, and it has an
+    instruction for reciprocals."""
     PDL: bool
     """Programmatic dependent launch: the next kernel may be launched before this one has ended, and waits for it on the GPU."""
     SHARED: bool = False

@@ -137,7 +137,7 @@ def as_count(x, C: tl.constexpr):
 def uniform(x, C: tl.constexpr):
     """Marks a number as equal in all threads, so that values derived from it are kept in uniform registers. NVIDIA's compiler does
     not derive this from a reduction of Triton's; one more reduction over the warp tells it."""
-    if C.UNIFORM and not C.WIDE:
+    if C.NVIDIA and not C.WIDE:
         return tl.inline_asm_elementwise(
             "redux.sync.min.s32 $0, $1, 0xffffffff;", "=r,r", [x], dtype=tl.int32, is_pure=True, pack=1
         )

@@ -139,6 +139,6 @@ def constants_of(problem: Problem, platform: Platform, row: Tuning, short: Trito
         OUT_NUMBER=problem.out_scale != "tensor",
         SCAN=row.scan,
         WIDE=generic,
-        UNIFORM=platform.vendor == "nvidia",
+        NVIDIA=platform.vendor == "nvidia",
         PDL=platform.launches_dependents and not problem.batch_invariant,
     )
