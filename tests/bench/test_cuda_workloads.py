@@ -14,6 +14,7 @@ import quire
 from quire.bench.bound import BoundImplementation
 from quire.bench.case import BenchCase, build
 from quire.bench.cuda_workloads import DECODE, FEATURES, PREFILL, SETS
+from quire.bench.features import visible
 from quire.bench.implementations import OWN_ON_CUDA
 from quire.bench.reference_check import BenchReference
 from quire.bench.workloads import CUDA_WORKLOADS, OPTIONAL, Workload
@@ -219,6 +220,8 @@ def test_pairs_and_keys_match_a_loop(workload: Workload) -> None:
         for i in range(new):
             for j in range(new + context):
                 seen[i, j] = sees(case, seq, i, j)
+        if not w.select:
+            assert torch.equal(seen, visible(w, case.batch, case.options.mask, seq))
         pairs += int(seen.sum())
         used = seen.any(0).nonzero().flatten()
         keys |= {(int(pages[j // w.page_size]), int(j) % w.page_size) for j in used}
@@ -226,6 +229,18 @@ def test_pairs_and_keys_match_a_loop(workload: Workload) -> None:
     of_key = w.bytes - w.tokens * w.q_heads * (w.head_dim + w.value_dim) * 2
     each = replace(w, sequences=((1, 0),), select="", prefixes=(), window=None, image=0).bytes
     assert of_key == len(keys) * (each - w.q_heads * (w.head_dim + w.value_dim) * 2)
+
+
+@pytest.mark.parametrize("window", [None, 3, 8, 20])
+def test_images_are_seen_whole(window: int | None) -> None:
+    """Images larger than the window, too, and one that the end of a sequence cuts."""
+    w = Workload("images", ((30, 0), (9, 13)), q_heads=1, kv_heads=1, head_dim=16, window=window, image=8)
+    case, found = build(w), 0
+    for seq, (new, context) in enumerate(w.sequences):
+        seen = visible(w, case.batch, None, seq)
+        assert seen.tolist() == [[sees(case, seq, i, j) for j in range(new + context)] for i in range(new)]
+        found += int(seen.sum())
+    assert w.flops == 4 * found * 16
 
 
 def sees(case: BenchCase, seq: int, i: int, j: int) -> bool:

@@ -18,7 +18,7 @@ from quire.bench.cuda_workloads import SETS
 from quire.bench.reference_check import BenchReference
 from quire.bench.workloads import Workload
 from quire.errors import ArgumentError
-from support.peer_stand_ins import STAND_INS
+from support.peer_stand_ins import STAND_INS, PrefillWrapper, flash_attn_varlen_func
 from support.small_workloads import small, small_reference
 
 SMALL = Workload("small", ((1, 40), (70, 10), (1, 0)), "bf16", q_heads=4, kv_heads=2, head_dim=64)
@@ -109,6 +109,30 @@ def test_peers_of_all_workloads(name: str, workload: Workload, stand_ins: Callab
         return
     result = small_reference(workload)[1].check(bound.run(), bound.q_format)
     assert 0 < result.error <= result.budget
+
+
+@pytest.mark.parametrize("invariant", [False, True])
+def test_parts_are_fixed_where_results_must_not_depend_on_the_batch(invariant: bool, stand_ins: Callable[..., None]) -> None:
+    given: dict[str, Any] = {}
+
+    class Recorded(PrefillWrapper):
+        def plan(self, *args: Any, fixed_split_size: Any = None, **how: Any) -> None:
+            given["flashinfer"] = fixed_split_size, self.backend
+            super().plan(*args, fixed_split_size=fixed_split_size, **how)
+
+    def recorded(**how: Any) -> Any:
+        given["fa3"] = how["num_splits"]
+        return flash_attn_varlen_func(**how)
+
+    stand_ins(STAND_INS)
+    stand_ins({"flashinfer": {"BatchPrefillWithPagedKVCacheWrapper": Recorded}})
+    stand_ins({"vllm.vllm_flash_attn.flash_attn_interface": {"flash_attn_varlen_func": recorded}})
+    case = build(replace(SMALL, batch_invariant=invariant))
+    for implementation in peers.load(["fa3", "flashinfer"])[0].values():
+        bound = implementation(case)
+        assert bound is not None
+        bound.run()
+    assert given == {"fa3": int(invariant), "flashinfer": (128, "fa2") if invariant else (None, "auto")}
 
 
 @pytest.mark.parametrize("name", peers.PEERS)

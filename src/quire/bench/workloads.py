@@ -165,9 +165,9 @@ class Workload:
         found = []
         for p in range(context, context + new):
             first = p - p % self.image
-            end = p + 1 if p // self.image % 2 else min(first + self.image, context + new)
             begin = 0 if self.window is None else max(0, p - self.window + 1)
-            found.append((min(begin, first) if end > p + 1 else begin, end))
+            is_text = p // self.image % 2 == 1
+            found.append((begin, p + 1) if is_text else (min(begin, first), min(first + self.image, context + new)))
         return found
 
     def to_json(self) -> str:
