@@ -21,6 +21,9 @@ from quire.problem import Extent, Problem
 
 REGISTERS = 504
 """The registers of three warp groups, one thread of each: those of a multiprocessor, in steps of eight."""
+WHOLE_TILE = 40
+"""With fewer registers a producer loads a tile in chunks of `FEW_KEYS` keys."""
+FEW_KEYS = 32
 UNITS = (OwnedPointer, BatchTensors, Cache, Features)
 PREFILL = (Out, OwnedPointer, Query, Cache, BatchTensors, New, Features, Number, Number)
 """The records of the kernels' arguments, or the types of single values."""
@@ -40,6 +43,8 @@ class HopperTile(NamedTuple):
     CONSUMER_REGISTERS: int
     """Per thread."""
     PRODUCER_REGISTERS: int
+    CHUNK: int
+    """Keys that the producer loads at a time."""
     QUEUE: int
     """Units whose queries are in shared memory: if two, one is computed while the next is loaded."""
     ASYNC_COPIES: bool
@@ -60,16 +65,21 @@ class HopperLauncher(AttendLauncher):
         self.tiles.short, self.programs = {(1, 1): self.decode.tiles.short[1, 1]}, {}
         constants = constants_of(problem, platform, self.row, self.tiles.short[1, 1], self.long)
         queue = 2 if constants.K_WIDTH <= 128 else 1
-        tile = HopperTile(*self.long, *self._registers(), QUEUE=queue, ASYNC_COPIES=self._copies())
+        consumer, producer = self._registers()
+        # The addresses of a whole tile take more than 24 registers.
+        chunk = min(self.long.KEYS, FEW_KEYS) if constants.BYTES or producer < WHOLE_TILE else self.long.KEYS
+        tile = HopperTile(*self.long, consumer, producer, CHUNK=chunk, QUEUE=queue, ASYNC_COPIES=self._copies())
         self.make_units = Program(units_kernel, UNITS, (tile, constants), self.units, self.warps)
         self.prefill = Program(prefill_kernel, PREFILL, (tile, constants), self.units, 4)
 
     def _registers(self) -> tuple[int, int]:
         assert self.row.registers is not None
-        problem = self.problem
-        # Features are computed by the consumers, and need registers there.
-        more = 8 if problem.softcap or problem.alibi or problem.window != (None, None) else 0
-        consumer = self.row.registers + more
+        problem, consumer = self.problem, self.row.registers
+        # What compiles with the fewest spilled registers: consumers compute features, the producer selects among two sources of keys.
+        if problem.softcap or problem.alibi or problem.window != (None, None):
+            consumer += 8
+        elif problem.form == "context":
+            consumer -= 8
         return consumer, REGISTERS - 2 * consumer
 
     def _copies(self) -> bool:
@@ -78,7 +88,9 @@ class HopperLauncher(AttendLauncher):
         # Of a stride that is given at run time the compiler knows only a divisor.
         strides = (self.units[0],) if problem.form == "full" else self.units
         vector = 16 if constants.BYTES else 8
-        paged = all(steps[5] == 1 and not any(step % vector for step in steps[:4]) for steps in (constants.K_STEPS, constants.V_STEPS))
+        paged = all(
+            steps[5] == 1 and not any(step % vector for step in steps[:4]) for steps in (constants.K_STEPS, constants.V_STEPS)
+        )
         return paged and all(unit == 16 for unit in strides)
 
     def all_launches(self, call: Any, at: At) -> Iterator[Launch]:

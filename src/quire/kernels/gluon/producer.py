@@ -1,8 +1,8 @@
 """The producer: takes work items, and loads their queries, keys and values into shared memory.
 
-A tile is loaded in chunks of a few keys: registers hold the addresses of one chunk, and all other registers are the consumers'. Bytes are
-first copied as they are, one tile of keys and one of values ahead, and converted on their way to the ring buffers: so the memory is
-never waited for.
+The page of each key of a tile is looked up by one thread, a tile ahead, and passed to the others through shared memory. A tile is loaded in
+chunks of `T.CHUNK` keys: registers hold the addresses of one chunk, and all other registers are the consumers'. Bytes are first copied as
+they are, one tile of keys and one of values ahead, and converted on their way to the ring buffers: so the memory is never waited for.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from quire.kernels.triton.device.formats import decode
 from quire.kernels.triton.device.tiles import key_at, to_dot_type, value_at, within_table
 from quire.kernels.triton.device.units import make_unit
 
-CHUNK = gl.constexpr(32)
-"""Keys that are loaded at a time."""
+ROWS = gl.constexpr(32)
+"""Queries that are loaded at a time."""
 KEYS = gl.constexpr(0)
 VALUES = gl.constexpr(1)
 
@@ -91,9 +91,9 @@ def store_page_ids(buffers, tile, ids):
 @gluon.jit
 def stage(cache, new, unit, end, buffers, raw, first, tile, OF: gl.constexpr, T: gl.constexpr, C: gl.constexpr):
     """Starts to copy the bytes of a tile. What the buffer held before has been read by the threads that wrote it."""
-    for i in gl.static_range(T.KEYS // CHUNK):
+    for i in gl.static_range(T.KEYS // T.CHUNK):
         at, mask = addresses(cache, new, unit, end, buffers, first, tile, i, chunk_layout(OF, C), OF, T, C)
-        async_load(raw.slice(i * CHUNK, CHUNK), at, mask=mask)
+        async_load(raw.slice(i * T.CHUNK, T.CHUNK), at, mask=mask)
     async_copy.commit_group()
 
 
@@ -106,19 +106,18 @@ def load(
     LAYOUT: gl.constexpr = chunk_layout(OF, C)
     if C.BYTES and T.ASYNC_COPIES:
         async_copy.wait_group(PENDING)
-    acquire_free(ring, tile, T.STAGES)
     slot = ring.slots.index(tile % T.STAGES)
-    for i in gl.static_range(T.KEYS // CHUNK):
-        part = slot.slice(i * CHUNK, CHUNK)
-        if T.ASYNC_COPIES and not C.BYTES:
+    for i in gl.static_range(T.KEYS // T.CHUNK):
+        part = slot.slice(i * T.CHUNK, T.CHUNK)
+        if not T.ASYNC_COPIES or not C.BYTES:
             at, mask = addresses(cache, new, unit, end, buffers, first, tile, i, LAYOUT, OF, T, C)
+        if i == 0:
+            # The first addresses are computed while the slot is still in use.
+            acquire_free(ring, tile, T.STAGES)
+        if T.ASYNC_COPIES and not C.BYTES:
             async_load(part, at, mask=mask)
         else:
-            if T.ASYNC_COPIES:
-                x = raw.slice(i * CHUNK, CHUNK).load(LAYOUT)
-            else:
-                at, mask = addresses(cache, new, unit, end, buffers, first, tile, i, LAYOUT, OF, T, C)
-                x = gl.load(at, mask=mask, other=0)
+            x = raw.slice(i * T.CHUNK, T.CHUNK).load(LAYOUT) if T.ASYNC_COPIES else gl.load(at, mask=mask, other=0)
             part.store(to_dot_type(decode(x, gl.constexpr(C.K_FORMAT), C.HARDWARE, gl.constexpr(C.DOT)), C))
     if T.ASYNC_COPIES and not C.BYTES:
         publish_when_copied(ring, tile, T.STAGES)
@@ -143,10 +142,10 @@ def addresses(
     """The addresses of the keys or values of a chunk `[CHUNK, width]`, and which exist and are seen by some query."""
     WIDTH: gl.constexpr = C.V_WIDTH if OF == VALUES else C.K_WIDTH
     LENGTH: gl.constexpr = C.V_DIM if OF == VALUES else C.HEAD_DIM
-    BEGIN: gl.constexpr = PART * CHUNK
-    key = first + BEGIN + gl.arange(0, CHUNK, gl.SliceLayout(1, LAYOUT))
+    BEGIN: gl.constexpr = PART * T.CHUNK
+    key = first + BEGIN + gl.arange(0, T.CHUNK, gl.SliceLayout(1, LAYOUT))
     dim = gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))
-    page = buffers.pages.index(tile % 2).slice(BEGIN, CHUNK).load(gl.SliceLayout(1, LAYOUT))
+    page = buffers.pages.index(tile % 2).slice(BEGIN, T.CHUNK).load(gl.SliceLayout(1, LAYOUT))
     if C.FAR:
         page = page.to(gl.int64)
     if OF == VALUES:
@@ -185,12 +184,12 @@ def load_queries(
     acquire_free(buffers.q, nth, T.QUEUE)
     for half in gl.static_range(2):
         queries = buffers.q.slots.index(nth % T.QUEUE * 2 + half)
-        for i in gl.static_range(HALF // CHUNK):
-            index = gl.arange(0, CHUNK, gl.SliceLayout(1, LAYOUT)) + (half * HALF + i * CHUNK)
+        for i in gl.static_range(HALF // ROWS):
+            index = gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT)) + (half * HALF + i * ROWS)
             mine = make_unit(batch, features, seq, start, q_len, kv_len, q_tile, head, index, T, C)
             at = mine.token.to(gl.int64)[:, None] * query.token + mine.head[:, None] * query.head + dim[None, :] * query.dim
             mask = mine.live[:, None] & (dim < C.HEAD_DIM)[None, :]
-            part = queries.slice(i * CHUNK, CHUNK)
+            part = queries.slice(i * ROWS, ROWS)
             if T.ASYNC_COPIES:
                 async_load(part, query.at + at, mask=mask)
             else:
