@@ -1,164 +1,33 @@
 """Peers get what their own users would give them. Each is played by a stand-in that has its parameters and its conventions and
-computes with `quire.attend`: a wrong argument is a wrong result."""
+computes with `quire.attend`: a wrong argument is a wrong result (`support/peer_stand_ins.py`)."""
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable
 from dataclasses import replace
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any, ClassVar
 
 import pytest
-import torch
 
-import quire
 from quire.bench import peers
 from quire.bench.case import build
+from quire.bench.cuda_workloads import SETS
 from quire.bench.reference_check import BenchReference
 from quire.bench.workloads import Workload
 from quire.errors import ArgumentError
+from support.peer_stand_ins import STAND_INS, PrefillWrapper, flash_attn_varlen_func
+from support.small_workloads import small, small_reference
 
-SMALL = Workload("small", ((1, 40), (70, 10), (1, 0)), "bf16", q_heads=4, kv_heads=2, head_dim=16)
+SMALL = Workload("small", ((1, 40), (70, 10), (1, 0)), "bf16", q_heads=4, kv_heads=2, head_dim=64)
 DECODE = replace(SMALL, name="decode", sequences=((1, 40), (1, 17), (1, 0)))
 WORKLOADS = [
     workload
     for shape in (SMALL, DECODE)
     for workload in (shape, replace(shape, format="e4m3fn"), replace(shape, window=13), replace(shape, dtype="fp16", page_size=32))
 ]
-
-
-def chunked_prefill_paged_decode(
-    query: Any, key: Any, value: Any, output: Any, kv_cache_dtype: Any, key_cache: Any, value_cache: Any, block_table: Any,
-    query_start_loc: Any, seq_lens: Any, max_seq_len: int, max_query_len: int, k_scale: Any, v_scale: Any, alibi_slopes: Any = None,
-    sliding_window: Any = None, sm_scale: Any = None, output_scale: Any = None, sinks: Any = None, is_block_table_ptr: bool = False,
-    causal: bool = True,
-) -> None:  # fmt: skip
-    fp8 = kv_cache_dtype == "fp8"
-    assert fp8 or kv_cache_dtype == "auto"
-    assert fp8 == (key_cache.dtype is torch.float8_e4m3fn)
-    assert key_cache.dim() == 5 and key_cache.shape[4] * key_cache.dtype.itemsize == 16
-    scales = {"k_scale": k_scale, "v_scale": v_scale} if fp8 else {}
-    cache = quire.KVCache.wrap(key_cache, value_cache, layout="vllm_x", **scales)
-    batch = quire.Batch(block_table, seq_lens, query_start_loc)
-    assert (max_seq_len, max_query_len) == (int(seq_lens.max()), int(query_start_loc.diff().max()))
-    options = quire.Options(window=sliding_window or None, scale=sm_scale)
-    # Long rows take their new tokens from key and value, the others from the cache.
-    full, context = (quire.attend(query, cache, batch, options, new=new) for new in (None, (key, value)))
-    long = query_start_loc.diff().repeat_interleave(query_start_loc.diff().long()) > 1
-    output.copy_(torch.where(long[:, None, None], context, full))
-
-
-def unified_attention(
-    q: Any, k: Any, v: Any, out: Any, cu_seqlens_q: Any, max_seqlen_q: int, seqused_k: Any, max_seqlen_k: int, softmax_scale: float,
-    causal: bool, window_size: Any, block_table: Any, softcap: float, q_descale: Any, k_descale: Any, v_descale: Any,
-    seq_threshold_3D: int, num_par_softmax_segments: int, softmax_segm_output: Any, softmax_segm_max: Any, softmax_segm_expsum: Any,
-    kv_quant_mode: int = 0,
-) -> None:  # fmt: skip
-    assert causal and not softcap and q_descale is None
-    assert k_descale.shape == v_descale.shape == (seqused_k.shape[0], k.shape[2])
-    assert seq_threshold_3D == 128 // k.shape[2] and num_par_softmax_segments == 16
-    assert softmax_segm_output.shape == (seq_threshold_3D, q.shape[1], 16, q.shape[2])
-    assert softmax_segm_max.shape == softmax_segm_expsum.shape == softmax_segm_output.shape[:3]
-    assert softmax_segm_output.dtype is torch.float32
-    assert (max_seqlen_k, max_seqlen_q) == (int(seqused_k.max()), int(cu_seqlens_q.diff().max()))
-    assert (kv_quant_mode == 1) == (k.dtype is torch.float8_e4m3fn)
-    scales = {"k_scale": k_descale[0, 0], "v_scale": v_descale[0, 0]} if kv_quant_mode else {}
-    window = 1 + window_size[0] if window_size[0] >= 0 else None
-    cache = quire.KVCache.wrap(k, v, layout="nhd", **scales)
-    batch = quire.Batch(block_table, seqused_k, cu_seqlens_q)
-    out.copy_(quire.attend(q, cache, batch, quire.Options(window=window, scale=softmax_scale)))
-
-
-def get_scheduler_metadata(
-    batch_size: int, max_seqlen_q: int, max_seqlen_k: int, num_heads_q: int, num_heads_kv: int, headdim: int, cache_seqlens: Any,
-    qkv_dtype: Any = torch.bfloat16, headdim_v: Any = None, cu_seqlens_q: Any = None, cu_seqlens_k_new: Any = None,
-    cache_leftpad: Any = None, page_size: int | None = None, max_seqlen_k_new: int = 0, causal: bool = False,
-    window_size: Any = (-1, -1), has_softcap: bool = False, num_splits: int = 0, pack_gqa: Any = None, sm_margin: int = 0,
-) -> Any:  # fmt: skip
-    assert cache_seqlens.shape == (batch_size,) and cu_seqlens_q.shape == (batch_size + 1,)
-    return (batch_size, max_seqlen_q, max_seqlen_k, num_heads_q, num_heads_kv, headdim, qkv_dtype, page_size, causal, *window_size)
-
-
-def flash_attn_varlen_func(
-    q: Any, k: Any, v: Any, max_seqlen_q: int, cu_seqlens_q: Any, max_seqlen_k: int, cu_seqlens_k: Any = None,
-    seqused_k: Any = None, softmax_scale: Any = None, causal: bool = False, window_size: Any = None, block_table: Any = None,
-    out: Any = None, scheduler_metadata: Any = None, q_descale: Any = None, k_descale: Any = None, v_descale: Any = None,
-    num_splits: int = 0, fa_version: int = 2,
-) -> Any:  # fmt: skip
-    assert fa_version == 3 and causal and num_splits == 0 and isinstance(window_size, list)
-    assert q.dtype is k.dtype is v.dtype, "FlashAttention-3 takes one type"
-    known = (block_table.shape[0], max_seqlen_q, max_seqlen_k, q.shape[1], k.shape[2], q.shape[2], q.dtype, k.shape[1], causal)
-    assert scheduler_metadata == (*known, *window_size)
-    scales, options = {}, quire.Options(window=window_size[0] + 1 or None, scale=softmax_scale)
-    if q.dtype is torch.float8_e4m3fn:
-        assert q_descale.shape == k_descale.shape == v_descale.shape == (block_table.shape[0], k.shape[2])
-        scales = {"k_scale": k_descale[0, 0], "v_scale": v_descale[0, 0]}
-        options = quire.Options(window=options.window, scale=softmax_scale, q_scale=float(q_descale[0, 0]))
-    cache = quire.KVCache.wrap(k, v, layout="nhd", **scales)
-    out.copy_(quire.attend(q, cache, quire.Batch(block_table, seqused_k, cu_seqlens_q), options))
-    return out
-
-
-class Wrapper:
-    """Both of FlashInfer's paged wrappers."""
-
-    def __init__(self, float_workspace_buffer: Any, kv_layout: str = "NHD", *, use_tensor_cores: bool = False):
-        assert float_workspace_buffer.dtype is torch.uint8 and not float_workspace_buffer.any() and kv_layout == "NHD"
-        self.tensor_cores = use_tensor_cores
-
-    def remember(self, qo: Any, pages: Any, heads: Any, window_left: int, q_data_type: Any, kv_data_type: Any) -> None:
-        self.batch = quire.Batch.from_flashinfer(
-            kv_indptr=pages[0], kv_indices=pages[1], kv_last_page_len=pages[2], page_size=heads[3], qo_indptr=qo
-        )
-        self.heads, self.window, self.types = heads, window_left, (q_data_type, kv_data_type)
-
-    def run(self, q: Any, paged_kv_cache: Any, *, k_scale: Any = None, v_scale: Any = None, out: Any = None) -> Any:
-        k, v = paged_kv_cache
-        assert self.types == (q.dtype, k.dtype)
-        assert self.heads == (q.shape[1], k.shape[2], q.shape[2], k.shape[1])
-        scales = {} if k_scale is None else {"k_scale": k_scale, "v_scale": v_scale}
-        cache = quire.KVCache.wrap(k, v, layout="nhd", **scales)
-        window = self.window + 1 if self.window >= 0 else None
-        out.copy_(quire.attend(q, cache, self.batch, quire.Options(window=window)))
-        return out
-
-
-class DecodeWrapper(Wrapper):
-    def plan(
-        self, indptr: Any, indices: Any, last_page_len: Any, num_qo_heads: int, num_kv_heads: int, head_dim: int, page_size: int,
-        pos_encoding_mode: str = "NONE", window_left: int = -1, q_data_type: Any = "float16", kv_data_type: Any = None,
-    ) -> None:  # fmt: skip
-        assert self.tensor_cores
-        heads = (num_qo_heads, num_kv_heads, head_dim, page_size)
-        self.remember(None, (indptr, indices, last_page_len), heads, window_left, q_data_type, kv_data_type)
-
-
-class PrefillWrapper(Wrapper):
-    def plan(
-        self, qo_indptr: Any, paged_kv_indptr: Any, paged_kv_indices: Any, paged_kv_last_page_len: Any, num_qo_heads: int,
-        num_kv_heads: int, head_dim_qk: int, page_size: int, head_dim_vo: Any = None, causal: bool = False, window_left: int = -1,
-        q_data_type: Any = "float16", kv_data_type: Any = None,
-    ) -> None:  # fmt: skip
-        assert causal
-        heads = (num_qo_heads, num_kv_heads, head_dim_qk, page_size)
-        self.remember(
-            qo_indptr, (paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len), heads, window_left, q_data_type, kv_data_type
-        )
-
-
-STAND_INS: dict[str, dict[str, Any]] = {
-    "vllm.v1.attention.ops.chunked_prefill_paged_decode": {"chunked_prefill_paged_decode": chunked_prefill_paged_decode},
-    "vllm.v1.attention.ops.triton_unified_attention": {"unified_attention": unified_attention},
-    "vllm.v1.kv_cache_interface": {"KVQuantMode": SimpleNamespace(NONE=0, FP8_PER_TENSOR=1)},
-    "vllm.vllm_flash_attn.flash_attn_interface": {
-        "get_scheduler_metadata": get_scheduler_metadata,
-        "flash_attn_varlen_func": flash_attn_varlen_func,
-        "is_fa_version_supported": lambda version: version == 3,
-        "fa_version_unsupported_reason": lambda version: "no Hopper here",
-    },
-    "flashinfer": {"BatchDecodeWithPagedKVCacheWrapper": DecodeWrapper, "BatchPrefillWithPagedKVCacheWrapper": PrefillWrapper},
-}
 
 
 @pytest.fixture
@@ -209,6 +78,61 @@ def test_peers_are_called_as_their_users_call_them(name: str, workload: Workload
     result = BenchReference(case).check(out, bound.q_format)
     assert 0 < result.error <= result.budget
     assert out is bound.run(), "the output is given, not allocated"
+
+
+_OF_VLLM = r"pages of (1|7)$|int4|nvfp4|head_dim \S+/|tree mask|images|selected|batch-invariant|^write"
+UNSUPPORTED = {
+    "fa3": r"head_dim 512|e5m2|int4|nvfp4|MLA.*e4m3|alibi|tree mask|every second|images|^write",
+    "flashinfer": r"^prefill.*head_dim 512|head_dim (80|96)|int4|nvfp4|MLA.*e4m3|^write 8192, bf16(, e4m3fn cache)?$",
+    "vllm_unified": _OF_VLLM,
+    "vllm_chunked": _OF_VLLM + "|e5m2|softcap|every second",
+}
+"""Which workloads a peer does not support. It is not bound to them, so that there is no other call in its place."""
+
+
+@pytest.mark.parametrize("workload", SETS["all"], ids=lambda w: w.label)
+@pytest.mark.parametrize("name", peers.PEERS)
+def test_peers_of_all_workloads(name: str, workload: Workload, stand_ins: Callable[..., None]) -> None:
+    stand_ins(STAND_INS)
+    attends = workload.operation == "attend"
+    case = small_reference(workload)[0] if attends else build(small(workload))
+    bound = peers.load([name])[0][name](case)
+    assert (bound is None) == bool(re.search(UNSUPPORTED[name], workload.label))
+    if bound is None:
+        return
+    if not attends:
+        assert bound.difference is not None and not (case.cache.k_bytes.any() or case.cache.v_bytes.any())
+        bound.run()
+        assert bound.difference() == 0
+        case.cache.k_bytes.zero_()
+        assert bound.difference() > 0
+        return
+    result = small_reference(workload)[1].check(bound.run(), bound.q_format)
+    assert 0 < result.error <= result.budget
+
+
+@pytest.mark.parametrize("invariant", [False, True])
+def test_parts_are_fixed_where_results_must_not_depend_on_the_batch(invariant: bool, stand_ins: Callable[..., None]) -> None:
+    given: dict[str, Any] = {}
+
+    class Recorded(PrefillWrapper):
+        def plan(self, *args: Any, fixed_split_size: Any = None, **how: Any) -> None:
+            given["flashinfer"] = fixed_split_size, self.backend
+            super().plan(*args, fixed_split_size=fixed_split_size, **how)
+
+    def recorded(**how: Any) -> Any:
+        given["fa3"] = how["num_splits"]
+        return flash_attn_varlen_func(**how)
+
+    stand_ins(STAND_INS)
+    stand_ins({"flashinfer": {"BatchPrefillWithPagedKVCacheWrapper": Recorded}})
+    stand_ins({"vllm.vllm_flash_attn.flash_attn_interface": {"flash_attn_varlen_func": recorded}})
+    case = build(replace(SMALL, batch_invariant=invariant))
+    for implementation in peers.load(["fa3", "flashinfer"])[0].values():
+        bound = implementation(case)
+        assert bound is not None
+        bound.run()
+    assert given == {"fa3": int(invariant), "flashinfer": (128, "fa2") if invariant else (None, "auto")}
 
 
 @pytest.mark.parametrize("name", peers.PEERS)

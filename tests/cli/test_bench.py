@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import quire
-from quire.bench import case, gpu, implementations, limits, peers, run, timing, workloads
+from quire.bench import case, cuda_workloads, gpu, implementations, limits, peers, run, timing, workloads
 from quire.bench.workloads import Workload
 from quire.cli import main
 from quire.platform import Platform
@@ -72,6 +72,9 @@ def error_of(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         (["--peers", "fa3"], "--peers: given fa3; allowed: only with --device cuda"),
         (["--device", "cuda", "--flex"], "--flex: given with --device cuda; allowed: only with --device cpu"),
         (["--graph"], "--graph"),
+        (["--set", "features"], "--set: given features; allowed: only with --device cuda"),
+        (["--device", "cuda", "--set", "fast"], "allowed: known, prefill, decode, features, all"),
+        (["--device", "cuda", "--set", "decode", "--batch", "q1s1k"], "--set: given 'decode'; allowed: none with --batch"),
         (["--host", "--graph"], "--graph: given with --host; allowed: none: it cannot be combined with --host"),
         (
             ["--host", "--stream", "chat"],
@@ -190,6 +193,16 @@ def test_from_gives_the_same_table_and_verdict(capsys: pytest.CaptureFixture[str
     report["rows"][0]["right"] = False
     Path(file).write_text(json.dumps(report))
     assert main(["bench", "--from", file]) == 1
+
+
+@pytest.mark.usefixtures("card")
+def test_a_set_of_workloads(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    chosen = tuple(Workload(name, SMALL.sequences, q_heads=4, kv_heads=2, head_dim=16) for name in ("chosen", "other"))
+    monkeypatch.setitem(cuda_workloads.SETS, "decode", chosen)
+    assert main(["bench", "--device", "cuda", "--set", "decode", "--only", "chosen", "--json"]) == 0
+    assert {row["workload"] for row in json.loads(capsys.readouterr().out)["rows"]} == {"chosen, bf16, 4/2 heads, head_dim 16"}
+    assert main(["bench", "--device", "cuda", "--json"]) == 0
+    assert len({row["workload"] for row in json.loads(capsys.readouterr().out)["rows"]}) == 3
 
 
 def test_a_stream(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,12 +10,14 @@ from typing import Any
 import torch
 
 from quire.batch import Batch
+from quire.bench import features
 from quire.bench.workloads import Workload
 from quire.cache.format import FORMATS, Format
 from quire.cache.groups import joined
 from quire.cache.kv_cache import KVCache
 from quire.cache.layout import LAYOUTS
 from quire.options import Options
+from quire.rope import Rope
 
 # Powers of two, so that a stored element times its scale is exact in 16 bits and the forms agree. Values are stored as they are:
 # FlashInfer would multiply its output in a kernel of its own otherwise.
@@ -25,7 +27,7 @@ K_SCALE, V_SCALE, Q_SCALE = 0.5, 1.0, 0.5
 @dataclass(frozen=True)
 class BenchCase:
     """The cache holds every token, in layout nhd. `k` and `v` are the new tokens, as the cache gives them back; a write starts from
-    an empty cache."""
+    an empty cache. `rope` is how a write rotates `q` and `k`."""
 
     workload: Workload
     q: torch.Tensor
@@ -34,6 +36,7 @@ class BenchCase:
     cache: KVCache
     batch: Batch
     options: Options
+    rope: Rope | None = None
 
     def query(self, format: str) -> torch.Tensor:
         """The queries, quantised (`x / Q_SCALE`) if `format` is not their own."""
@@ -43,7 +46,7 @@ class BenchCase:
 
     def out(self) -> torch.Tensor:
         """Memory for an output, filled with NaN."""
-        return torch.full_like(self.q, torch.nan)
+        return self.q.new_full((*self.q.shape[:2], self.workload.value_dim), torch.nan)
 
     def page_lists(self) -> list[torch.Tensor]:
         """The pages of each sequence, in order."""
@@ -83,42 +86,56 @@ def build(workload: Workload, device: torch.device | str = "cpu", folder: str | 
     """The tensors of a workload, the same in every process. With a folder, K and V are files in it that all processes map: then the
     implementations read the same physical memory."""
     w, device = workload, torch.device(device)
-    shuffle, values = torch.Generator().manual_seed(0), torch.Generator(device).manual_seed(1)
+    values = torch.Generator(device).manual_seed(1)
     format, dtype = FORMATS[w.cache_format], FORMATS[w.dtype].dtype
-    lens = [new + context for new, context in w.sequences]
-    used = [-(-n // w.page_size) for n in lens]
-    pages = sum(used)
-    # Peers read past the end of a table's row without a mask: its width is rounded up, and its padding is the id of a page.
-    table = torch.zeros(len(w.sequences), -(-max(used) // 8) * 8, dtype=torch.int32, device="cpu")
-    for row, ids in zip(table, torch.randperm(pages, generator=shuffle, device="cpu").int().split(used)):
-        row[: len(ids)] = ids
-    starts = torch.tensor([0, *(new for new, _ in w.sequences)], device="cpu").cumsum(0).int()
-    batch = Batch(
-        table.to(device),
-        torch.tensor(lens, device="cpu").int().to(device),
-        starts.to(device),
-        max_q_len=max(new for new, _ in w.sequences),
-        max_kv_len=max(lens),
-    )
+    table, pages = features.page_table(w)
+    batch = _batch(w, table, device)
     slots = batch.slots_of_tokens(w.tokens, w.page_size)
-    shape = (pages, w.page_size, w.kv_heads, w.head_dim)
-    scales: list[Any] = [K_SCALE, V_SCALE] if format.quantised else [None, None]
+    shapes = [(pages, w.page_size, w.kv_heads, dim) for dim in ((w.head_dim,) if w.latent else (w.head_dim, w.value_dim))]
+    scales: list[Any] = list(_scales(w)) if format.quantised else [None, None]
     if w.operation == "write":
         batch.given_slots = slots
-        stored = [torch.zeros((*shape[:3], format.units_of(w.head_dim)), dtype=format.dtype, device=device) for _ in "kv"]
+        stored = [torch.zeros((*shape[:3], format.units_of(shape[3])), dtype=format.dtype, device=device) for shape in shapes]
     else:
         files = [None if folder is None else Path(folder, name) for name in "kv"]
-        stored = [_pages(shape, torch.float32 if format.quantised else dtype, values, file) for file in files]
+        exact = torch.float32 if format.quantised else dtype
+        stored = [_pages(shape, exact, values, file) for shape, file in zip(shapes, files)]
         if format.quantised:
             stored, scales = _quantised(stored, format, w.scales)
-    cache = KVCache.wrap(*stored, layout="nhd", format=format.name, k_scale=scales[0], v_scale=scales[1])
+    if w.latent:
+        cache = KVCache.wrap(stored[0], layout="nhd", format=format.name, k_scale=scales[0], v_in_k=w.v_dim)
+    else:
+        cache = KVCache.wrap(*stored, layout="nhd", format=format.name, k_scale=scales[0], v_scale=scales[1])
     if w.operation == "write":
         # One tensor of both, so that they can be copied as one.
         k, v = torch.randn(2, w.tokens, w.kv_heads, w.head_dim, dtype=dtype, device=device, generator=values).unbind()
     else:
         k, v = (x.to(dtype) for x in _numbers(cache, lambda x: x.flatten(0, 1)[slots]))
     q = torch.randn(w.tokens, w.q_heads, w.head_dim, generator=values, device=device).to(dtype)
-    return BenchCase(w, q, k, v, cache, batch, Options(window=w.window))
+    rope = Rope.make(w.head_dim, max_positions=max(map(sum, w.sequences)), device=device) if w.rope else None
+    return BenchCase(w, q, k, v, cache, batch, features.options(w, device), rope)
+
+
+def _batch(w: Workload, table: torch.Tensor, device: torch.device) -> Batch:
+    """The sequences of a workload, on a device."""
+    lens = [new + context for new, context in w.sequences]
+    starts = torch.tensor([0, *(new for new, _ in w.sequences)], device="cpu").cumsum(0).int()
+    spans, select = features.spans(w), features.select(w, device)
+    return Batch(
+        table.to(device),
+        torch.tensor(lens, device="cpu").int().to(device),
+        starts.to(device),
+        max_q_len=max(new for new, _ in w.sequences),
+        max_kv_len=max(lens),
+        spans=None if spans is None else spans.to(device),
+        select=select,
+        prefixes=features.prefixes(w, device),
+    )
+
+
+def _scales(w: Workload) -> tuple[float, float]:
+    """The scales of K and of V. A fused write of FlashInfer has one for both."""
+    return K_SCALE, K_SCALE if w.rope else V_SCALE
 
 
 def _quantised(parts: list[torch.Tensor], format: Format, kind: str) -> tuple[list[torch.Tensor], list[Any]]:

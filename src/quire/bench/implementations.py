@@ -2,31 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple
+from dataclasses import replace
+from functools import partial
 
 import torch
 
 from quire.attend import attend
+from quire.bench.bound import BoundImplementation, Implementation, Run
 from quire.bench.case import Q_SCALE, BenchCase
-from quire.options import Options
+from quire.bench.written import own_in_two_launches, own_rotation, stored_difference
 from quire.write import write
 
-Run = Callable[[], torch.Tensor]
-
-
-class BoundImplementation(NamedTuple):
-    """An implementation with its arguments prepared: only `run` is timed."""
-
-    run: Run
-    q_format: str
-    """The precision of its queries. Ratios compare with peers of the same one."""
-    difference: Callable[[], float] | None = None
-    """For a write or a copy, after `run`: the largest difference from the expected result, which must be 0."""
-
-
-Implementation = Callable[[BenchCase], BoundImplementation | None]
-"""Binds a case; None if it does not support it."""
+__all__ = ["BoundImplementation", "Implementation", "Run"]
 
 
 def own(case: BenchCase) -> BoundImplementation:
@@ -45,39 +32,36 @@ def own_with_fp8_queries(case: BenchCase) -> BoundImplementation | None:
     if case.workload.operation == "write" or not is_fp8 or case.workload.form == "context":
         return None
     q, out = case.query(format.name), case.out()
-    options = Options(window=case.workload.window, q_scale=Q_SCALE)
+    options = replace(case.options, q_scale=Q_SCALE)
     return BoundImplementation(lambda: attend(q, case.cache, case.batch, options, out=out), format.name)
 
 
+def own_without_prefixes(case: BenchCase) -> BoundImplementation | None:
+    """`quire.attend`, not told which sequences begin with the same pages."""
+    if case.batch.prefixes is None:
+        return None
+    batch, out = case.batch.with_prefixes(None), case.out()
+    return BoundImplementation(lambda: attend(case.q, case.cache, batch, case.options, out=out), case.workload.dtype)
+
+
 def _own_write(case: BenchCase) -> BoundImplementation:
-    cache, slots = case.cache, case.batch.given_slots
-    assert slots is not None
+    if case.rope is not None:
+        return own_rotation(case)
+    cache = case.cache
 
     def run() -> torch.Tensor:
         write(case.k, case.v, cache, case.batch)
         return cache.k
 
-    def difference() -> float:
-        worst = 0.0
-        for x, scale, pages in ((case.k, cache.k_scale, cache.k_bytes), (case.v, cache.v_scale, cache.v_bytes)):
-            want = cache.format.encode(x if scale is None else x.float() / scale)
-            got = pages.flatten(0, 1)[slots].view(want.dtype)
-            worst = max(worst, float((got.float() - want.float()).abs().max()), key=_nan_first)
-        return worst
-
-    return BoundImplementation(run, case.workload.dtype, difference)
-
-
-def _nan_first(error: float) -> float:
-    return float("inf") if error != error else error
+    return BoundImplementation(run, case.workload.dtype, partial(stored_difference, case))
 
 
 def device_copy(case: BenchCase) -> BoundImplementation | None:
     """What a write is compared with: a copy of as many bytes within the device's memory."""
     if case.workload.operation != "write":
         return None
-    both = torch.stack((case.k, case.v)).flatten()
-    source = both[: case.workload.bytes // 2 // both.itemsize]
+    given = torch.cat([x.flatten() for x in (case.k, case.v, *([case.q] if case.rope else []))])
+    source = given[: case.workload.bytes // 2 // given.itemsize]
     target = torch.zeros_like(source)
     return BoundImplementation(lambda: target.copy_(source), case.workload.dtype, lambda: float((target != source).sum()))
 
@@ -111,7 +95,7 @@ def gather_sdpa(case: BenchCase) -> BoundImplementation | None:
     """For each sequence: gather its pages with index_select, pack the group as query rows, call torch's SDPA. Masks are made
     beforehand and not timed."""
     q, cache, batch = case.q, case.cache, case.batch
-    if cache.format.quantised:
+    if cache.format.quantised or case.workload.features or case.workload.window is not None:
         return None
     table, size, kv_heads, dim = batch.page_table.long(), cache.page_size, cache.kv_heads, cache.head_dim
     group = q.shape[1] // kv_heads
@@ -164,4 +148,9 @@ CPU_IMPLEMENTATIONS: dict[str, Implementation] = {
     "vLLM": _vllm,
     "vLLM vec": _vllm_without_amx,
 }
-OWN_ON_CUDA: dict[str, Implementation] = {"quire": own, "quire fp8 q": own_with_fp8_queries}
+OWN_ON_CUDA: dict[str, Implementation] = {
+    "quire": own,
+    "quire fp8 q": own_with_fp8_queries,
+    "quire without prefixes": own_without_prefixes,
+    "quire in two launches": own_in_two_launches,
+}

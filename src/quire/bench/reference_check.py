@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
-from typing import NamedTuple
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
 
 import torch
 
@@ -11,15 +13,23 @@ from quire.bench.case import Q_SCALE, BenchCase
 from quire.cache.format import FORMATS, format_of
 from quire.conformance.cases.call import KernelCall
 from quire.conformance.oracle.budget import allowed, rounding_losses
-from quire.conformance.oracle.exact import Values, exact
+from quire.conformance.oracle.exact import Outcome, Values, exact
 from quire.conformance.runner.threads import one_thread
+from quire.options import NUMBERS, PER_HEAD, PLAIN, Options
 
 HEADS = 3
 """Key heads of each sequence that are compared. float64 is slow, so a result is compared in a sample."""
+GROUP = 16
+"""The most query heads that are compared of each of these key heads."""
+MOST_KEYS = 400_000
+"""If there are more keys at all places of all sequences, one key head of each sequence is compared, each time another one."""
 PLACES = 5
 """Places of each sequence at which queries are compared."""
 QUERIES = 16
 """Neighbouring queries at each place."""
+
+JOBS = 16
+"""The most samples that are computed at the same time."""
 
 
 class ReferenceSample(NamedTuple):
@@ -31,6 +41,10 @@ class ReferenceSample(NamedTuple):
     q: torch.Tensor
     k: torch.Tensor
     v: torch.Tensor
+    spans: torch.Tensor | None = None
+    """[queries, 2]: the keys that each query sees, if not those up to its own."""
+    positions: torch.Tensor | None = None
+    """[queries, 1, n]: the only keys that each query sees of these, or -1."""
 
 
 class SampleError(NamedTuple):
@@ -82,7 +96,7 @@ class BenchReference:
         if q_format not in self._expected:
             quantised = FORMATS[q_format].quantised
             parts = list(samples(self.case, self.case.query(q_format)))
-            self._expected[q_format] = expected(parts, self.case.q.dtype, self.case.options.sides, Q_SCALE if quantised else None)
+            self._expected[q_format] = expected(parts, self.case.q.dtype, self.case.options, Q_SCALE if quantised else None)
         return self._expected[q_format]
 
 
@@ -91,30 +105,35 @@ def worst_of(errors: Iterator[SampleError]) -> SampleError:
 
 
 def expected(
-    parts: list[ReferenceSample],
-    dtype: torch.dtype,
-    window: tuple[int | None, int | None] = (None, None),
-    q_scale: float | None = None,
+    parts: list[ReferenceSample], dtype: torch.dtype, options: Options = PLAIN, q_scale: float | None = None
 ) -> list[Expected]:
-    """What causal attention must give for some samples of one call, as `dtype`. As in the kit, the loss of a
-    straightforward computation is the worst over the call."""
-    calls = [sample_call(part, dtype, window, q_scale) for part in parts]
-    with one_thread():
-        lost = max(rounding_losses(call)[0] for call in calls)
-        outcomes = [exact(call) for call in calls]
+    """What attention must give for some samples of one call, as `dtype`. As in the kit, the loss of a straightforward computation
+    is the worst over the call."""
+
+    def compute(part: ReferenceSample) -> tuple[Outcome, float]:
+        call = sample_call(part, dtype, options, q_scale)
+        right = exact(call)
+        return right, rounding_losses(call, right=right)[0]
+
+    # Each sample in one thread, several at the same time.
+    with one_thread(), ThreadPoolExecutor(min(JOBS, os.cpu_count() or 1), "reference", torch.set_num_threads, (1,)) as pool:
+        found = list(pool.map(compute, parts))
+    lost = max((lost for _, lost in found), default=0.0)
     return [
         Expected(part.rows, part.q_heads.cpu(), outcome.out, allowed(lost, outcome.weighted, outcome.out, dtype))
-        for part, outcome in zip(parts, outcomes)
+        for part, (outcome, _) in zip(parts, found)
     ]
 
 
-def sample_call(
-    sample: ReferenceSample, dtype: torch.dtype, window: tuple[int | None, int | None], q_scale: float | None
-) -> KernelCall:
+def sample_call(sample: ReferenceSample, dtype: torch.dtype, options: Options, q_scale: float | None) -> KernelCall:
     """A sample as a call of the kit: one sequence, whose keys are one page."""
     q, k, v = sample.q.cpu(), sample.k.cpu().contiguous(), sample.v.cpu().contiguous()
     # The oracle keeps the keys and values that it gathered. Here they are gathered already, and gathering takes most of its time.
     gathered = {(0, number): Values(k.to(number), v.to(number)) for number in (torch.float64, torch.float32)}
+    given: dict[str, Any] = {name: getattr(options, name) for name in NUMBERS}
+    for name in PER_HEAD:
+        tensor = getattr(options, name)
+        given[name] = None if tensor is None else tensor.cpu()[sample.q_heads.cpu()]
     return KernelCall(
         q=q,
         k_pages=k[None],
@@ -123,28 +142,85 @@ def sample_call(
         kv_lens=torch.tensor([len(k)], dtype=torch.int32, device="cpu"),
         q_starts=torch.tensor([0, len(q)], dtype=torch.int32, device="cpu"),
         out=torch.empty(len(q), q.shape[1], v.shape[2], dtype=dtype, device="cpu"),
-        scale=q.shape[2] ** -0.5,
+        scale=q.shape[2] ** -0.5 if options.scale is None else options.scale,
         format=format_of(k.dtype).name,
-        window=window,
+        window=(None, None) if sample.spans is not None else options.sides,
+        **given,
         q_scale=q_scale,
+        spans=sample.spans,
+        select_positions=sample.positions,
         memo=dict(gathered),
     )
 
 
 def samples(case: BenchCase, q: torch.Tensor) -> Iterator[ReferenceSample]:
     """The same each time: the first queries of every sequence, the last, and some between."""
-    kv_heads, group = case.cache.kv_heads, q.shape[1] // case.cache.kv_heads
-    heads = torch.linspace(0, kv_heads - 1, min(HEADS, kv_heads), device="cpu").long().to(q.device)
-    q_heads = (heads[:, None] * group + torch.arange(group, device=heads.device)).flatten()
-    left, token = case.options.sides[0], 0
-    for (new, context), pages in zip(case.workload.sequences, case.page_lists()):
+    token = 0
+    for seq, ((new, _), pages) in enumerate(zip(case.workload.sequences, case.page_lists())):
+        heads, q_heads = _heads(case, seq)
         k, v = (x[:, heads] for x in case.keys_and_values(pages))
         count = min(QUERIES, new)
         for first in sorted({(new - count) * place // (PLACES - 1) for place in range(PLACES)}):
             rows = slice(token + first, token + first + count)
-            keys = slice(0 if left is None else max(0, context + first - left), context + first + count)
-            yield ReferenceSample(rows, q_heads, select(q[rows], q_heads), k[keys], v[keys])
+            keys, spans, positions = _seen(case, seq, first, rows)
+            yield ReferenceSample(rows, q_heads, select(q[rows], q_heads), k[keys], v[keys], spans, positions)
         token += new
+
+
+def _heads(case: BenchCase, seq: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The key heads of a sequence that are compared, and their query heads."""
+    kv_heads, group, device = case.cache.kv_heads, case.q.shape[1] // case.cache.kv_heads, case.q.device
+    reach = case.workload.window or max(map(sum, case.workload.sequences))
+    keys = sum(min(PLACES, new) * min(new + context, reach) for new, context in case.workload.sequences)
+    count = min(HEADS, kv_heads) if keys <= MOST_KEYS else 1
+    heads = torch.linspace(0, kv_heads - 1, count, device="cpu").long().to(device)
+    heads = heads if keys <= MOST_KEYS else (heads + seq) % kv_heads
+    own = torch.linspace(0, group - 1, min(GROUP, group), device="cpu").long().to(device)
+    return heads, (heads[:, None] * group + own).flatten()
+
+
+def _seen(
+    case: BenchCase, seq: int, first: int, rows: slice
+) -> tuple[slice | torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """The keys of a sequence that some neighbouring queries can see, and which of these each query sees, if causality and the
+    window do not say so: spans, and positions."""
+    w, batch, count = case.workload, case.batch, rows.stop - rows.start
+    new, context = w.sequences[seq]
+    whole = torch.tensor([[0, new + context]] * count, dtype=torch.int32, device="cpu")
+    if batch.spans is not None:
+        spans = batch.spans[rows].cpu()
+        begin, end = int(spans[:, 0].min()), int(spans[:, 1].max())
+        return slice(begin, end), spans - begin, None
+    if case.options.mask is not None:
+        mask = case.options.mask[rows, :new].cpu()
+        positions = torch.where(mask, torch.arange(context, context + new, device="cpu"), -1)
+        before = torch.arange(context, device="cpu").expand(count, -1)
+        return slice(0, new + context), whole, torch.cat((before, positions), 1)[:, None]
+    if w.part_causal and seq % 2:
+        return slice(0, new + context), whole, None
+    left, end = case.options.sides[0], context + first + count
+    if batch.select is not None:
+        return _only_selected(_selected(case, seq, rows).long(), context + first)
+    return slice(0 if left is None else max(0, context + first - left), end), None, None
+
+
+def _only_selected(positions: torch.Tensor, first: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """As `_seen`, of neighbouring queries from a position on, whose positions are selected: only these keys are compared."""
+    own = torch.arange(first, first + len(positions), device=positions.device)[:, None, None]
+    keys, places = torch.where(positions <= own, positions, -1).unique(return_inverse=True)
+    missing = int((keys == -1).sum())
+    whole = torch.tensor([[0, len(keys) - missing]] * len(positions), dtype=torch.int32, device="cpu")
+    return keys[missing:], whole, (places - missing).cpu()
+
+
+def _selected(case: BenchCase, seq: int, rows: slice) -> torch.Tensor:
+    """The positions that are selected for some queries of a sequence, `[queries, 1, n]`."""
+    select, size = case.batch.select, case.cache.page_size
+    assert select is not None
+    if select.kind == "positions":
+        return select.entries[rows]
+    keys = select.entries[seq, :, :, None].long() * size + torch.arange(size, device=select.entries.device)
+    return keys.flatten(1).expand(rows.stop - rows.start, 1, -1)
 
 
 def select(q: torch.Tensor, heads: torch.Tensor) -> torch.Tensor:

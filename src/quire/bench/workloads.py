@@ -12,6 +12,8 @@ from quire.errors import ArgumentError
 
 Lengths = tuple[tuple[int, int], ...]
 """(new tokens, context) of each sequence."""
+Levels = tuple[tuple[int, int], ...]
+"""From the first keys on, (how many neighbouring sequences have the same keys, how many keys)."""
 
 FP8 = "e4m3fn"
 """The cache format of the workloads with an 8-bit cache on GPUs: the one that all peers support."""
@@ -39,18 +41,51 @@ class Workload:
     """full: all keys come from the cache. context: the new tokens are arguments. The keys are the same."""
     operation: str = "attend"
     """attend, or write: the new tokens are stored."""
+    v_dim: int = 0
+    """Elements of a head of V, if not `head_dim`."""
+    latent: bool = False
+    """Whether V is the first `v_dim` elements of K (multi-head latent attention)."""
+    scale: float | None = None
+    """What multiplies q·k, if not `head_dim ** -0.5`."""
+    options: tuple[str, ...] = ()
+    """Names of numbers and of tensors `[q_heads]` of `quire.Options` that the layer has."""
+    tree: bool = False
+    """Whether the new tokens of a sequence are a binary tree in the order of its levels."""
+    part_causal: bool = False
+    """Whether every second sequence is causal, the first one among them, and the others are not."""
+    image: int = 0
+    """Tokens of an image. Every sequence is an image, as many tokens of text, an image, and so on; the tokens of an image see all
+    of it. Causality and the window are then spans."""
+    select: str = ""
+    """positions or columns: what selects the keys that each sequence sees."""
+    selected: int = 0
+    """How many positions or columns are selected."""
+    prefixes: Levels = ()
+    """The first keys of the sequences that are the same: a tree."""
+    rope: bool = False
+    """Whether a write rotates the keys, and as many queries."""
+    batch_invariant: bool = False
 
     @property
     def label(self) -> str:
         """The name, and parameters that are not the default."""
         unusual = {
             f"{self.q_heads}/{self.kv_heads} heads": (self.q_heads, self.kv_heads) != (32, 8),
-            f"head_dim {self.head_dim}": self.head_dim != 128,
+            f"head_dim {self.head_dim}": self.head_dim != 128 and not self.v_dim,
+            f"head_dim {self.head_dim}/{self.v_dim}": self.v_dim != 0,
+            "MLA": self.latent,
             f"pages of {self.page_size}": self.page_size != 16,
             f"{self.format} cache": bool(self.format),
             f"scales per {self.scales}": self.scales != "tensor",
             f"window {self.window}": self.window is not None,
             "context form": self.form == "context",
+            ", ".join(self.options): bool(self.options),
+            "tree mask": self.tree,
+            "every second sequence causal": self.part_causal,
+            f"images of {self.image}": self.image > 0,
+            f"{self.selected} {self.select} selected": bool(self.select),
+            "RoPE": self.rope,
+            "batch-invariant": self.batch_invariant,
         }
         return ", ".join([self.name, self.dtype, *(words for words, said in unusual.items() if said)])
 
@@ -63,30 +98,77 @@ class Workload:
         return sum(new for new, _ in self.sequences)
 
     @property
+    def value_dim(self) -> int:
+        """Elements of a head of V."""
+        return self.v_dim or self.head_dim
+
+    @property
+    def features(self) -> frozenset[str]:
+        """The features in use that an implementation may lack, by the names of their fields and options."""
+        return frozenset((*self.options, *(name for name in OPTIONAL if getattr(self, name))))
+
+    @property
     def bytes(self) -> int:
         """What must be read and written once: keys and values that a query sees, queries, outputs; for a write, what it is
-        given and what it stores."""
-        of_query, of_key = self.head_dim * FORMATS[self.dtype].itemsize, FORMATS[self.cache_format].bytes_of(self.head_dim)
-        of_key += 4 * (self.scales == "token")
+        given and what it stores. Keys that sequences share count once."""
+        width, stored = FORMATS[self.dtype].itemsize, FORMATS[self.cache_format].bytes_of
+        dims = (self.head_dim,) if self.latent else (self.head_dim, self.value_dim)
+        of_key = sum(stored(dim) + 4 * (self.scales == "token") for dim in dims)
         if self.operation == "write":
-            return 2 * self.tokens * self.kv_heads * (of_query + of_key)
-        reach = self.window or max(new + context for new, context in self.sequences)
-        keys = sum(min(new + context, new + reach - 1) for new, context in self.sequences)
-        return 2 * (keys * self.kv_heads * of_key + self.tokens * self.q_heads * of_query)
+            of_key += sum(dims) * width
+            return self.tokens * (self.kv_heads * of_key + self.rope * self.q_heads * 2 * self.head_dim * width)
+        keys = sum(map(self._keys, self.sequences)) - self._shared
+        return keys * self.kv_heads * of_key + self.tokens * self.q_heads * (self.head_dim + self.value_dim) * width
 
     @property
     def flops(self) -> int:
-        """Multiplications and additions of the two products over the keys that causality and the window leave."""
+        """Multiplications and additions of the two products over the visible (query, key) pairs."""
         if self.operation == "write":
             return 0
-        return 4 * sum(map(self._pairs, self.sequences)) * self.q_heads * self.head_dim
+        pairs = sum(self._pairs(lengths, not (self.part_causal and i % 2)) for i, lengths in enumerate(self.sequences))
+        return 2 * pairs * self.q_heads * (self.head_dim + self.value_dim)
 
-    def _pairs(self, lengths: tuple[int, int]) -> int:
+    @property
+    def _shared(self) -> int:
+        """How many keys are the same as those of another sequence."""
+        return sum((len(self.sequences) - -(-len(self.sequences) // size)) * keys for size, keys in self.prefixes)
+
+    def _keys(self, lengths: tuple[int, int]) -> int:
+        """The keys that the queries of a sequence see; with a selection for each query, at least so many."""
+        new, context = lengths
+        if self.select:
+            return min(new + context, self._selected(new + context))
+        return min(new + context, new + self.window - 1) if self.window else new + context
+
+    def _selected(self, length: int) -> int:
+        """The keys that a selection has of a sequence of this length. Of columns, one is the last."""
+        last = (length - 1) % self.page_size + 1
+        return self.selected if self.select == "positions" else (self.selected - 1) * self.page_size + last
+
+    def _pairs(self, lengths: tuple[int, int], causal: bool = True) -> int:
         """The (query, key) pairs of a sequence: a query at position p sees p + 1 keys, or as many as the window has."""
         new, context = lengths
+        if self.select:
+            return new * self._keys(lengths)
+        if self.tree:
+            return new * context + sum(map(depth, range(new)))
+        if self.image:
+            return sum(end - begin for begin, end in self.spans(new, context))
+        if not causal:
+            return new * (new + context)
         narrow = new if self.window is None else max(0, min(new, self.window - context))
         triangle = narrow * context + narrow * (narrow + 1) // 2
         return triangle + (new - narrow) * (self.window or 0)
+
+    def spans(self, new: int, context: int) -> list[tuple[int, int]]:
+        """The keys [begin, end) that each new token sees in a sequence with images."""
+        found = []
+        for p in range(context, context + new):
+            first = p - p % self.image
+            begin = 0 if self.window is None else max(0, p - self.window + 1)
+            is_text = p // self.image % 2 == 1
+            found.append((begin, p + 1) if is_text else (min(begin, first), min(first + self.image, context + new)))
+        return found
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -94,7 +176,17 @@ class Workload:
     @classmethod
     def from_json(cls, text: str) -> Workload:
         fields = json.loads(text)
-        return cls(**fields | {"sequences": tuple((new, context) for new, context in fields["sequences"])})
+        pairs = {name: tuple((first, second) for first, second in fields[name]) for name in ("sequences", "prefixes")}
+        return cls(**fields | pairs | {"options": tuple(fields["options"])})
+
+
+OPTIONAL = ("v_dim", "latent", "tree", "part_causal", "image", "select", "prefixes", "rope", "batch_invariant")
+"""The fields of a workload that an implementation may not support."""
+
+
+def depth(node: int) -> int:
+    """The level of a node in a binary tree whose nodes are numbered level by level, the root's level being 1."""
+    return (node + 1).bit_length()
 
 
 def parse_batch(spec: str) -> Workload:
@@ -119,7 +211,7 @@ def parse_batch(spec: str) -> Workload:
     return Workload(spec, tuple(sequences))
 
 
-def _ragged(count: int, most: int) -> Lengths:
+def ragged(count: int, most: int) -> Lengths:
     """Decoding sequences of all lengths up to `most`, repeatable."""
     return tuple((1, 1 + (i * 7919) % most) for i in range(count))
 
@@ -133,7 +225,7 @@ def _log_uniform(count: int, least: int, most: int) -> Lengths:
 _SHAPES = (
     Workload("decode 16 x 4096", ((1, 4095),) * 16),
     Workload("decode 1 x 32768", ((1, 32767),)),
-    Workload("decode 64 ragged to 1024", _ragged(64, 1024)),
+    Workload("decode 64 ragged to 1024", ragged(64, 1024)),
     Workload("prefill 512 over 512", ((512, 512),)),
     Workload("prefill 512 over 4096", ((512, 4096),)),
     Workload("mixed: 256 over 1024 + 15 decodes at 2048", ((256, 1024), *((1, 2047),) * 15)),

@@ -42,6 +42,7 @@ examples:
   quire bench                                       every workload of the CPU
   quire bench --device cuda --html out.html         every workload of the GPU, and a report with figures
   quire bench --only 'decode.*bf16'                 some of them
+  quire bench --device cuda --set features          other workloads: known (without --set), prefill, decode, features, all
   quire bench --vllm venv/bin/python                vLLM's CPU kernel, too, from its own environment
   quire bench --device cuda --batch 2q2k_32q1s1k    a batch of your own: 2 sequences of 2048 new tokens, 32 decodes at 1024
   quire bench --device cuda --peers fa3 --graph     one peer, and the same as captured graphs
@@ -63,11 +64,14 @@ are shown. Times do not affect it.
 """
 
 
+SETS = ("known", "prefill", "decode", "features", "all")
+"""The sets of workloads for GPUs: those of `quire.bench.cuda_workloads`, which imports torch."""
 _MODE, _STREAM, _WHERE, _HOW = "what is measured", "with --stream", "device and baselines", "how"
 PARAMETERS: list[click.Parameter] = [
     Option("--stream", type=ChoiceOf(("chat", "documents", "agents")), group=_MODE, help="the steps of a serving engine"),
     flag("--host", "host time of a call", _MODE),
     flag("--pool", "the page pool", _MODE),
+    Option("--set", type=ChoiceOf(SETS), group=_MODE, help="GPU: the set of workloads (known)"),
     Option("--only", metavar="REGEX", group=_MODE, help="workloads whose name matches"),
     Option(
         "--batch",
@@ -102,7 +106,7 @@ MODES = {
     "--stream": ("--device", "--peers", "--vllm", "--repetitions", "--seed", "--layers", "--steps", "--html"),
     "--host": ("--device",),
     "--pool": (),
-    "": ("--device", "--only", "--batch", "--peers", "--vllm", "--flex", "--repetitions", "--dirty", "--graph", "--html"),
+    "": ("--device", "--set", "--only", "--batch", "--peers", "--vllm", "--flex", "--repetitions", "--dirty", "--graph", "--html"),
 }
 """The options that can be combined with each mode; `--json` and `--output` can be combined with all."""
 
@@ -179,7 +183,7 @@ def _check_results(figures: Any) -> None:
 
 def _measure(args: Args) -> dict[str, Any]:
     mode, given, on_gpu = _mode(args), _given(args), args.device == "cuda"
-    for name in ("--peers", "--dirty", "--graph"):
+    for name in ("--set", "--peers", "--dirty", "--graph"):
         if name in given and not on_gpu:
             raise ArgumentError(name, _shown(given[name], "--device cpu"), "only with --device cuda")
     for name in ("--vllm", "--flex", *(("--repetitions",) if mode == "--stream" else ())):
@@ -315,7 +319,7 @@ def _measure_gpu(args: Args) -> dict[str, Any]:
     from quire.bench.report import report
     from quire.platform import Platform
 
-    chosen = _chosen(args, workloads.CUDA_WORKLOADS)
+    chosen = _chosen(args, workloads.CUDA_WORKLOADS if args.set is None else _set(args))
     platform = Platform.detect("cuda")
     peers, missing = load(None if args.peers is None else [name for name in args.peers.split(",") if name])
     from quire.bench.gpu_read import reads
@@ -335,6 +339,15 @@ def _measure_gpu(args: Args) -> dict[str, Any]:
         )
         how = {"software": _software(), "missing": missing}
         return _collect(args, measured, lambda rows: report("cuda", platform, bounds, rows, **how))
+
+
+def _set(args: Args) -> Sequence[Any]:
+    """The workloads of a set."""
+    from quire.bench import cuda_workloads
+
+    if args.batch:
+        raise ArgumentError("--set", repr(args.set), "none with --batch, whose batches replace the workloads")
+    return cuda_workloads.SETS[args.set]
 
 
 def _chosen(args: Args, workloads: Sequence[Any]) -> list[Any]:

@@ -11,12 +11,20 @@ from quire.batch import Batch
 from quire.bench.case import Q_SCALE, BenchCase
 from quire.bench.implementations import BoundImplementation, Implementation
 from quire.bench.peers import writer
+from quire.bench.peers.pages import pages_of
 from quire.bench.stream.implementations import StreamImplementation, copy_pages
 from quire.bench.stream.setup import Planned, Setup
+from quire.bench.workloads import Workload
 
 VERSION = 3
 MOST_SPLITS = 32
 """The number of splits of a captured graph, whose workspace must not change: vLLM's own choice."""
+SUPPORTED = {"v_dim", "latent", "softcap", "sinks", "select", "prefixes", "batch_invariant"}
+"""Prefixes are not shared: every sequence reads them."""
+LARGEST = 256
+"""The largest head_dim."""
+ROTATED = 64
+"""Elements of a latent key that are not values: the head_dim of the kernel, and values come with an argument of their own."""
 
 
 def load() -> Implementation:
@@ -67,34 +75,55 @@ def _schedule(
     return metadata
 
 
+def _supports(w: Workload) -> bool:
+    if w.operation != "attend" or w.features - SUPPORTED or w.format not in ("", "e4m3fn"):
+        return False
+    if w.latent:
+        return not w.format and w.head_dim - w.v_dim == ROTATED
+    if w.v_dim:
+        return not w.format and (w.head_dim, w.v_dim) == (192, 128)
+    return w.head_dim <= LARGEST and ("sinks" not in w.options or w.dtype == "bf16")
+
+
 def _bind(flash_attn: Any, case: BenchCase) -> BoundImplementation | None:
-    if case.workload.operation != "attend":
+    w, cache, pages = case.workload, case.cache, pages_of(case)
+    if pages is None or not _supports(w):
         return None
-    batch, cache, out, window = case.batch, case.cache, case.out(), case.workload.window
+    batch, out = pages.batch, case.out()
     # Over an 8-bit cache the queries are 8-bit too: quantised beforehand, as vLLM's attention layer does.
-    q_format = cache.format.name if cache.format.quantised else case.workload.dtype
-    q = case.query(q_format)
-    sides = (-1, -1) if window is None else (window - 1, 0)
-    scales = {}
+    q_format = cache.format.name if cache.format.quantised else w.dtype
+    q, k, v = case.query(q_format), pages.k, pages.v
+    given: dict[str, Any] = {}
+    if w.latent:
+        # As vLLM's MLA backend: the part that is also the value, and the rotated part.
+        given["q_v"] = q[..., : w.v_dim].contiguous()
+        q, k = q[..., w.v_dim :].contiguous(), k[..., w.v_dim :]
     if cache.k_scale is not None and cache.v_scale is not None:
         q_scale = torch.full((), Q_SCALE, device=q.device)
         by_name = {"q_descale": q_scale, "k_descale": cache.k_scale, "v_descale": cache.v_scale}
-        scales = {name: scale.expand(batch.seqs, cache.kv_heads) for name, scale in by_name.items()}
-    sizes = (q.shape[1], cache.kv_heads, q.shape[2], q.dtype, cache.page_size)
+        given |= {name: scale.expand(batch.seqs, cache.kv_heads) for name, scale in by_name.items()}
+    softcap, sinks = case.options.softcap, case.options.sinks
+    given |= {} if softcap is None else {"softcap": softcap}
+    given |= {} if sinks is None else {"s_aux": sinks}
+    schedule: dict[str, Any] = {"headdim_v": w.v_dim} if w.v_dim else {}
+    schedule |= {} if softcap is None else {"has_softcap": True}
+    sides = (-1, -1) if w.window is None else (w.window - 1, 0)
+    splits = 1 if w.batch_invariant else 0
+    sizes = (q.shape[1], cache.kv_heads, q.shape[2], q.dtype, pages.page_size)
     call = partial(
         flash_attn.flash_attn_varlen_func,
         q=q,
-        k=cache.k,
-        v=cache.v,
+        k=k,
+        v=v,
         out=out,
-        softmax_scale=q.shape[2] ** -0.5,
+        softmax_scale=case.q.shape[2] ** -0.5 if w.scale is None else w.scale,
         causal=True,
         window_size=list(sides),
-        scheduler_metadata=_schedule(flash_attn, batch, *sizes, window_size=sides, num_splits=0),
-        num_splits=0,
+        scheduler_metadata=_schedule(flash_attn, batch, *sizes, window_size=sides, num_splits=splits, **schedule),
+        num_splits=splits,
         fa_version=VERSION,
         **_lengths(batch),
-        **scales,
+        **given,
     )
 
     def run() -> torch.Tensor:

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from quire.batch import Batch
-from quire.bench.case import BenchCase
-from quire.bench.implementations import BoundImplementation, Implementation
+from quire.bench.implementations import Implementation
 from quire.bench.peers import writer
+from quire.bench.peers.flashinfer_calls import bind
 from quire.bench.stream.implementations import StreamImplementation, copy_pages
 from quire.bench.stream.setup import Planned, Setup
 
@@ -22,35 +22,7 @@ WORKSPACE = 1 << 30
 def load() -> Implementation:
     import flashinfer
 
-    def bind(case: BenchCase) -> BoundImplementation | None:
-        if case.workload.operation != "attend":
-            return None
-        batch, cache, q, out, window = case.batch, case.cache, case.q, case.out(), case.workload.window
-        lists = case.page_lists()
-        counts = torch.tensor([0, *map(len, lists)], device="cpu").cumsum(0).int().to(q.device)
-        last = (batch.kv_lens - 1) % cache.page_size + 1
-        pages = (counts, torch.cat(lists), last)
-        workspace = torch.zeros(WORKSPACE, dtype=torch.uint8, device=q.device)
-        heads = (q.shape[1], cache.kv_heads, q.shape[2], cache.page_size)
-        types = {"q_data_type": q.dtype, "kv_data_type": cache.k.dtype}
-        left = -1 if window is None else window - 1
-        if batch.max_q_len == 1:
-            wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD", use_tensor_cores=True)
-            wrapper.plan(*pages, *heads, window_left=left, **types)
-        else:
-            wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD")
-            wrapper.plan(batch.q_starts, *pages, *heads, causal=True, window_left=left, **types)
-        scales = {}
-        if cache.k_scale is not None and cache.v_scale is not None:
-            scales = {"k_scale": float(cache.k_scale), "v_scale": float(cache.v_scale)}
-
-        def run() -> torch.Tensor:
-            wrapper.run(q, (cache.k, cache.v), out=out, **scales)
-            return out
-
-        return BoundImplementation(run, case.workload.dtype)
-
-    return bind
+    return partial(bind, flashinfer, WORKSPACE)
 
 
 def stream() -> StreamImplementation:

@@ -20,7 +20,7 @@ def implementation(case: BenchCase) -> BoundImplementation | None:
     from torch.nn.attention.flex_attention import flex_attention
 
     w, q, cache = case.workload, case.q, case.cache
-    if w.operation != "attend" or w.form != "full" or w.window is not None or cache.format.quantised:
+    if w.operation != "attend" or w.form != "full" or w.window is not None or cache.format.quantised or w.features:
         return None
     dim = cache.head_dim
     k, v = (pages.flatten(0, 1).transpose(0, 1)[None] for pages in (cache.k, cache.v))

@@ -9,12 +9,18 @@ import torch
 from quire.bench.case import BenchCase
 from quire.bench.implementations import BoundImplementation, Implementation
 
+SUPPORTED = {"alibi", "sinks", "prefixes"}
+"""Prefixes are not shared: every sequence reads them."""
+PAGE = 16
+"""Page sizes are multiples of it."""
+
 
 def load() -> Implementation:
     from vllm.v1.attention.ops.chunked_prefill_paged_decode import chunked_prefill_paged_decode
 
     def bind(case: BenchCase) -> BoundImplementation | None:
-        if case.workload.operation != "attend":
+        w = case.workload
+        if w.operation != "attend" or w.features - SUPPORTED or w.page_size % PAGE or w.format not in ("", "e4m3fn"):
             return None
         batch, cache, out = case.batch, case.cache, case.out()
         one = torch.ones((), device=case.q.device)
@@ -38,7 +44,9 @@ def load() -> Implementation:
             max_query_len=batch.max_q_len,
             k_scale=one if cache.k_scale is None else cache.k_scale,
             v_scale=one if cache.v_scale is None else cache.v_scale,
-            sliding_window=case.workload.window,
+            alibi_slopes=case.options.alibi,
+            sliding_window=w.window,
+            sinks=case.options.sinks,
             sm_scale=case.q.shape[2] ** -0.5,
         )
 

@@ -28,7 +28,7 @@ def load(amx: bool) -> Implementation:
 
 def _bind(ops: Any, amx: bool, with_amx: bool, case: BenchCase) -> BoundImplementation | None:
     w, q = case.workload, case.q
-    if w.operation != "attend" or w.form != "full" or w.format not in FORMATS or w.window is not None:
+    if w.operation != "attend" or w.form != "full" or w.format not in FORMATS or w.window is not None or w.features:
         return None
     uses_amx = with_amx and q.dtype is torch.bfloat16
     supported = torch.cpu._is_amx_tile_supported()

@@ -18,6 +18,10 @@ from quire.bench.stream.setup import Planned, Setup
 LEAST_PROGRAMS = 128
 """Below so many (sequence, key head) pairs vLLM cuts each sequence into segments."""
 SEGMENTS = 16
+SUPPORTED = {"softcap", "alibi", "sinks", "part_causal", "prefixes"}
+"""Prefixes are not shared: every sequence reads them."""
+PAGE = 16
+"""Page sizes are multiples of it."""
 
 
 def load() -> Implementation:
@@ -25,7 +29,8 @@ def load() -> Implementation:
     from vllm.v1.kv_cache_interface import KVQuantMode
 
     def bind(case: BenchCase) -> BoundImplementation | None:
-        if case.workload.operation != "attend":
+        w = case.workload
+        if w.operation != "attend" or w.features - SUPPORTED or w.page_size % PAGE or w.format not in ("", "e4m3fn", "e5m2"):
             return None
         batch, cache, device, (_, q_heads, head_dim) = case.batch, case.cache, case.q.device, case.q.shape
         one, out, window = torch.ones((), device=device), case.out(), case.workload.window
@@ -41,10 +46,12 @@ def load() -> Implementation:
             seqused_k=batch.kv_lens,
             max_seqlen_k=batch.max_kv_len,
             softmax_scale=head_dim**-0.5,
-            causal=True,
+            causal=case.options.causal,
             window_size=(-1, -1) if window is None else (window - 1, 0),
             block_table=batch.page_table,
-            softcap=0.0,
+            softcap=case.options.softcap or 0.0,
+            alibi_slopes=case.options.alibi,
+            sinks=case.options.sinks,
             q_descale=None,
             k_descale=(one if cache.k_scale is None else cache.k_scale).expand(per_head),
             v_descale=(one if cache.v_scale is None else cache.v_scale).expand(per_head),

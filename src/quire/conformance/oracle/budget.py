@@ -70,10 +70,13 @@ def as_stored(call: KernelCall, outcome: Outcome) -> Outcome:
     return replace(outcome, out=out, weighted=outcome.weighted / call.out_scale)
 
 
-def rounding_losses(call: KernelCall, stages: Stages = PLAIN, factors: ReducedPrecision | None = None) -> tuple[float, float]:
+def rounding_losses(
+    call: KernelCall, stages: Stages = PLAIN, factors: ReducedPrecision | None = None, right: Outcome | None = None
+) -> tuple[float, float]:
     """The largest relative error of a straightforward computation in the precision of a kernel, and the largest error of its LSE.
-    `factors` is the type to which factors are rounded, by default that of the queries."""
-    right = exact(call, stages)
+    `factors` is the type to which factors are rounded, by default that of the queries; `right` is the exact outcome, if it is
+    known."""
+    right = exact(call, stages) if right is None else right
     rounded = factor_type(call) if factors is None else factors
     tries = [exact(call, stages, torch.float32)]
     if rounded is not None:
