@@ -24,6 +24,8 @@ REGISTERS = 504
 WHOLE_TILE = 40
 """With fewer registers a producer loads a tile in chunks of `FEW_KEYS` keys."""
 FEW_KEYS = 32
+ONCE_A_ROW = {"lse", "sinks"}
+"""Features that are computed once for each row, and not for each score."""
 UNITS = (OwnedPointer, BatchTensors, Cache, Features)
 PREFILL = (Out, OwnedPointer, Query, Cache, BatchTensors, New, Features, Number, Number)
 """The records of the kernels' arguments, or the types of single values."""
@@ -74,12 +76,12 @@ class HopperLauncher(AttendLauncher):
 
     def _registers(self) -> tuple[int, int]:
         assert self.row.registers is not None
-        problem, consumer = self.problem, self.row.registers
-        # What compiles with the fewest spilled registers. Consumers compute features; the producer selects between two sources of
-        # keys.
-        if problem.softcap or problem.alibi or problem.window != (None, None):
+        consumer, features = self.row.registers, set(self.problem.features)
+        # What compiles with the fewest spilled registers. Consumers compute features of single scores; in context form the producer
+        # selects between two sources of keys.
+        if features - ONCE_A_ROW - {"context-form"}:
             consumer += 8
-        elif problem.form == "context":
+        elif "context-form" in features:
             consumer -= 8
         return consumer, REGISTERS - 2 * consumer
 
