@@ -70,7 +70,7 @@ def test_exact_computation_equals_the_reference(case: Case) -> None:
         k, v = (torch.zeros(max(cached, 0), *pages.shape[2:], dtype=torch.float64) for pages in dense)
         k[at], v[at] = (pages[page, key % case.page_size] for pages in dense)
         if call.new is not None:
-            k, v = (torch.cat((x, fresh[rows].double())) for x, fresh in zip((k, v), call.new))
+            k, v = (torch.cat((x, fresh[rows].double())) for x, fresh in zip((k, v), (call.new_k, call.new_v)))
         want, lse = reference.attention(
             call.q[rows].double() * (call.q_scale or 1.0),
             k,

@@ -10,6 +10,7 @@ import torch
 
 from quire.conformance.cases.build import build
 from quire.conformance.cases.case import Case
+from quire.conformance.cases.formats import PACK
 from quire.conformance.cases.suite import cases_of
 from quire.conformance.diagnosis.attempt import Attempt
 from quire.conformance.oracle.budget import rounding_losses, truth
@@ -20,7 +21,7 @@ SPLIT = 256
 CASES = [
     case
     for case in cases_of("standard")
-    if case.name.startswith(("long-decode-", "extreme-long-decode")) and case.format != "int4"  # this kernel unpacks nothing
+    if case.name.startswith(("long-decode-", "extreme-long-decode")) and case.format not in PACK  # this kernel unpacks nothing
 ]
 
 

@@ -21,7 +21,7 @@ def _scaled(scale: Any) -> Stages:
     """Replaces the softmax scale by `scale(w)`."""
 
     def score(w: Work, q: torch.Tensor, k: torch.Tensor, heads: torch.Tensor) -> torch.Tensor:
-        return oracle.capped(w, oracle.products(oracle.scaled_queries(w, q, scale(w)), w.rounded(k), heads))
+        return oracle.capped(w, oracle.products(oracle.scaled_queries(w, q, scale(w)), w.rounded_for_logits(k), heads))
 
     return PLAIN.replace(score=score)
 
@@ -30,7 +30,7 @@ def _logits(change: Any) -> Stages:
     """Replaces logits by `change(w, products)`, where products are q·k without the scale."""
 
     def score(w: Work, q: torch.Tensor, k: torch.Tensor, heads: torch.Tensor) -> torch.Tensor:
-        return change(w, oracle.products(q, w.rounded(k), heads))
+        return change(w, oracle.products(q, w.rounded_for_logits(k), heads))
 
     return PLAIN.replace(score=score)
 

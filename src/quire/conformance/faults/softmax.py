@@ -146,8 +146,10 @@ def _other_base(splits: int | None = None, size: int | None = None) -> Stages:
             total = total + torch.exp2(extra - top)
         share = torch.where(total > 0, 1.0 / total, 0.0).transpose(0, 1)
         out, weighted = (sum((s.transpose(0, 1) * p[i] for s, p in zip(shares, parts)), torch.zeros(())) * share for i in (2, 3))
-        # Where the merge has an effect, the LSE may be in either base, or computed separately: it is not predicted there.
-        changed = ((out - right.out).abs() > 1e-9 * right.weighted).any(-1)
+        # Where the merge has an effect, the LSE may be in either base, or computed separately: it is not predicted there. Parts
+        # with the same maximum have the same weight in every base.
+        tops = [torch.where(p[1] > 0, p[0], torch.nan) for p in parts] + ([] if extra is None else [extra.expand(top.shape)])
+        changed = (torch.stack(tops).nan_to_num(-torch.inf).amax(0) > torch.stack(tops).nan_to_num(torch.inf).amin(0))[..., 0].T
         return SequenceResult(out, right.lse.masked_fill(changed, torch.nan), weighted)
 
     return _with_softmax(softmax)

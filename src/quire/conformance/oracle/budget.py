@@ -1,10 +1,11 @@
 """The error budget of a kernel: twice the error of a straightforward computation in the same precision on the same call.
 
 The straightforward computation is the exact pipeline in fp32. With 16-bit queries it is also run with queries, keys, weights and
-values each rounded once to that type before they are multiplied, as matrix units do. Its error, relative to the weighted magnitudes
-of the values, is the largest over the call, so that one accurate row does not tighten the budget. One rounding of the output is
-added. With `out_scale`, outputs and budgets are divided by the scale, and an output beyond the range of its fp8 type must be the
-largest number of the type.
+values each rounded once to that type before they are multiplied, as matrix units do. With 8-bit queries only weights and values
+are rounded to 8 bits, and factors of q·k to bf16. Its error, relative to the weighted magnitudes of the values, is the largest
+over the call, so that one accurate row does not tighten the budget. One rounding of the output is added. With `out_scale`,
+outputs and budgets are divided by the scale, and an output beyond the range of its fp8 type must be the largest number of the
+type.
 """
 
 from __future__ import annotations

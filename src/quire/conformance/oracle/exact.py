@@ -79,6 +79,10 @@ class Work:
             return self.factors(x)
         return x if self.factors is None else x.to(self.factors).to(self.number)
 
+    def rounded_for_logits(self, x: torch.Tensor) -> torch.Tensor:
+        """A factor of q·k. Kernels multiply queries of 8 bits as they are stored, or converted to 16 bits: never rounded to 8."""
+        return x.to(torch.bfloat16).to(self.number) if self.factors and self.call.q.dtype.itemsize == 1 else self.rounded(x)
+
 
 class Values(NamedTuple):
     """Keys and values of a sequence, [keys, kv_heads, dim]."""
@@ -259,12 +263,12 @@ def kv_head(w: Work) -> torch.Tensor:
 
 def score(w: Work, q: torch.Tensor, k: torch.Tensor, heads: torch.Tensor) -> torch.Tensor:
     """Logits [q_heads, queries, keys]."""
-    return capped(w, products(scaled_queries(w, q, w.call.scale), w.rounded(k), heads))
+    return capped(w, products(scaled_queries(w, q, w.call.scale), w.rounded_for_logits(k), heads))
 
 
 def scaled_queries(w: Work, q: torch.Tensor, scale: float) -> torch.Tensor:
     """Queries times the scale. Kernels that round them multiply by log2(e) before, for exp2, which affects the rounding."""
-    return q * scale if w.factors is None else w.rounded(q * (scale * LOG2E)) / LOG2E
+    return q * scale if w.factors is None else w.rounded_for_logits(q * (scale * LOG2E)) / LOG2E
 
 
 def products(q: torch.Tensor, k: torch.Tensor, heads: torch.Tensor) -> torch.Tensor:
