@@ -340,7 +340,7 @@ def test_completion_knows_commands_options_and_values() -> None:
     [
         ("quire help ex", ["example", "explain"]),
         ("quire example 01", ["01_first_batch"]),
-        ("quire conform nat", ["native"]),
+        ("quire conform nat", ["native-shared", "native"]),
         ("quire explain --arch h10", ["h100"]),
         ("quire explain --kernel tor", ["torch"]),
         ("quire explain --kv-dtype e4", ["e4m3fn", "e4m3fnuz"]),

@@ -16,7 +16,7 @@ from quire import launch
 from quire.cli import doctor, main, self_check
 from quire.contract.call import Call
 from quire.dispatch.catalogue import CATALOGUE
-from quire.dispatch.choose import choose, kernel_for
+from quire.dispatch.choose import kernel_for
 from quire.dispatch.kernel import Kernel
 from quire.kernels.native import library
 from quire.kernels.torch import attend
@@ -89,7 +89,7 @@ def a_row_is_not_written(call: Call) -> None:
 
 def the_last_key_is_missed(call: Call) -> None:
     batch = call.batch
-    shorter = type(batch)(batch.page_table, batch.kv_lens - (batch.kv_lens == 41).long(), batch.q_starts)
+    shorter = type(batch)(batch.page_table, batch.kv_lens - (batch.kv_lens == batch.kv_lens[1]).long(), batch.q_starts)
     attend.launch(call.q, call.cache, shorter, call.options, call.new, call.out, call.lse)
 
 
@@ -113,6 +113,14 @@ def test_a_wrong_attend_is_seen(
     assert main(["doctor", "--all"]) == 1
     text = capsys.readouterr().out
     assert "attend torch on cpu: WRONG in fp32" in text and "verdict: at least one kernel gives wrong results" in text
+
+
+@pytest.mark.skipif(not levels(), reason="the native library is not built")
+def test_a_kernel_for_shared_prefixes_reads_some(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its batch shares pages, and a fault of it is seen."""
+    assert [check["ok"] for check in doctor.self_check("native-shared", "cpu")["attend"]] == [True] * 3
+    spoil(monkeypatch, next(k for k in CATALOGUE if k.name == "native-shared"), the_last_key_is_missed)
+    assert [check["ok"] for check in doctor.self_check("native-shared", "cpu")["attend"]] == [False] * 3
 
 
 def a_slot_is_lost(call: Call) -> None:
@@ -141,7 +149,7 @@ def test_a_kernel_that_cannot_run_here_is_not_ill(
     gpu = Kernel("gpu", "attend", "for GPUs", "nowhere:launch", vendors=("nvidia",))
     plain = Kernel("plain", "attend", "without fp8", ATTEND.launcher, formats=("fp32", "bf16"))
     catalogue = (gpu, plain, *CATALOGUE)
-    monkeypatch.setattr(doctor, "choose", partial(choose, catalogue=catalogue))
+    monkeypatch.setattr(doctor, "CATALOGUE", catalogue)
     monkeypatch.setattr(launch, "kernel_for", partial(kernel_for, catalogue=catalogue))
     monkeypatch.setattr(self_check, "CATALOGUE", catalogue)
     assert main(["doctor", "--all"]) == 0

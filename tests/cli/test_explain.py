@@ -107,14 +107,33 @@ def test_flags_describe_the_problem(asked, flags: str, fields: dict[str, Any]) -
 @pytest.mark.parametrize(
     "flags, extent",
     [
-        ("", {"seqs": 1, "tokens": 1, "max_q_len": 1, "max_kv_len": 4096}),
-        ("--seqs 5 --max-q-len 3 --max-kv-len 5000", {"seqs": 5, "tokens": 15, "max_q_len": 3, "max_kv_len": 5000}),
-        ("--max-seq-len 5000", {"seqs": 1, "tokens": 1, "max_q_len": 1, "max_kv_len": 5000}),
+        ("", {"seqs": 1, "tokens": 1, "max_q_len": 1, "max_kv_len": 4096, "saved_keys": 0}),
+        (
+            "--seqs 5 --max-q-len 3 --max-kv-len 5000",
+            {"seqs": 5, "tokens": 15, "max_q_len": 3, "max_kv_len": 5000, "saved_keys": 0},
+        ),
+        ("--max-seq-len 5000", {"seqs": 1, "tokens": 1, "max_q_len": 1, "max_kv_len": 5000, "saved_keys": 0}),
+        (
+            "--seqs 5 --shared-prefix 1000",
+            {"seqs": 5, "tokens": 5, "max_q_len": 1, "max_kv_len": 4096, "saved_keys": 4 * 62 * 16},
+        ),
     ],
-    ids=["decode", "verify", "long"],
+    ids=["decode", "verify", "long", "shared prefix"],
 )
 def test_flags_describe_the_extent(asked, flags: str, extent: dict[str, int]) -> None:
     assert asked(flags)["extent"] == extent
+
+
+def test_a_shared_prefix_chooses_the_kernel_that_reads_it_once(asked, capsys: pytest.CaptureFixture[str]) -> None:
+    assert asked("--arch h100 --seqs 5 --shared-prefix 3000")["chosen"] == "triton-shared"
+    assert asked("--arch h100 --seqs 5 --shared-prefix 100")["chosen"] == "triton-decode"
+    for words, message in (
+        ("--shared-prefix 100", "--seqs: given 1 with --shared-prefix 100; allowed: 2 or more"),
+        ("--seqs 2 --shared-prefix 4096", "--shared-prefix: given 4096; allowed: at most 4095"),
+    ):
+        with pytest.raises(SystemExit):
+            asked(words)
+        assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

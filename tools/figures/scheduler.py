@@ -53,7 +53,7 @@ def division_kernel(shares, work, batch, workspace, T: tl.constexpr, C: tl.const
         for seq in range(batch.seqs):
             start = tl.load(batch.q_starts + seq)
             q_len = tl.load(batch.q_starts + seq + 1) - start
-            tl.store(work + seq, short_work(batch, start, q_len, tl.load(batch.kv_lens + seq), T, C))
+            tl.store(work + seq, short_work(batch, seq, start, q_len, tl.load(batch.kv_lens + seq), T, C))
 
 
 def divided(kernel: str, lengths: list[tuple[int, int]], multiprocessors: int) -> Division:

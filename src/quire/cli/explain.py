@@ -29,6 +29,7 @@ examples:
   quire explain                                              a plain decode on this machine
   quire explain --arch h100 --max-q-len 512 --kv-dtype fp8   a prefill over an fp8 cache on an H100
   quire explain --arch mi300x --operation step --all         the write and the attention, every limit of every kernel
+  quire explain --arch h100 --seqs 64 --shared-prefix 3000   decodes of 64 sequences over one prompt, whose pages they share
   quire explain --kernel torch --json                        one kernel by name, for programs
   quire explain --like gemma-4 --arch h100 --kv-dtype fp8    the layers of a known model, by kind
   quire explain call.safetensors --arch gfx942               a recorded call: which kernel ran, which would run on gfx942
@@ -70,6 +71,7 @@ PARAMETERS: list[click.Parameter] = [
     Option("--seqs", type=Count, default=1, group=_BATCH, help="sequences in the batch (1)"),
     Option("--max-q-len", type=Count, default=1, group=_BATCH, help="most new tokens of a sequence (1)"),
     Option("--max-kv-len", "--max-seq-len", type=Count, default=4096, group=_BATCH, help="most tokens of a sequence (4096)"),
+    Option("--shared-prefix", type=Count, metavar="TOKENS", group=_BATCH, help="first tokens whose pages all sequences share"),
     Option(
         "--like",
         metavar="MODEL",
@@ -157,8 +159,7 @@ def _show(args: Args, decision: Decision) -> None:
 
 
 def _as_quire(args: Args, platform: Platform) -> int:
-    problem = problem_of(args, platform)
-    decision = _decide(args, problem, extent_of(args), platform)
+    decision = _decide(args, problem_of(args, platform).replace(prefixes=bool(args.shared_prefix)), extent_of(args), platform)
     found = decision.to_dict() | {"related": [other.to_dict() for other in decision.related]}
     answer(args, found, lambda: _show(args, decision))
     return 0 if all(one.chosen for one in (decision, *decision.related)) else 1
@@ -200,14 +201,28 @@ def _decisions_of(args: Args, platform: Platform, kinds: tuple[AttentionLayers, 
         longest = args.max_kv_len if kind.chunk is None else min(args.max_kv_len, kind.chunk)
         shape |= {"window": kind.window or 0, "max_kv_len": longest, "max_q_len": min(args.max_q_len, longest)}
         layer = Args(**vars(args) | {name: getattr(kind, name) for name in ("q_heads", "kv_heads", "head_dim", "v_in_k")} | shape)
-        yield _decide(args, problem_of(layer, platform), extent_of(layer), platform)
+        if args.shared_prefix:
+            layer.shared_prefix = min(args.shared_prefix, longest - layer.max_q_len)
+        yield _decide(args, problem_of(layer, platform).replace(prefixes=bool(args.shared_prefix)), extent_of(layer), platform)
 
 
 def extent_of(args: Args) -> Extent:
     """How large a batch the options describe: every sequence has the most new tokens."""
     if args.max_q_len > args.max_kv_len and not args.non_causal:
         raise ArgumentError("--max-q-len", args.max_q_len, f"at most --max-kv-len {args.max_kv_len}: keys include the new tokens")
-    return Extent(args.seqs, args.seqs * args.max_q_len, args.max_q_len, args.max_kv_len)
+    return Extent(args.seqs, args.seqs * args.max_q_len, args.max_q_len, args.max_kv_len, _saved_keys(args))
+
+
+def _saved_keys(args: Args) -> int:
+    """How many reads of keys are saved if the whole pages of `--shared-prefix` are read once."""
+    if args.shared_prefix is None:
+        return 0
+    if args.seqs < 2:
+        raise ArgumentError("--seqs", f"{args.seqs} with --shared-prefix {args.shared_prefix}", "2 or more: sequences share it")
+    most = max(args.max_kv_len - args.max_q_len, 0)
+    if args.shared_prefix > most:
+        raise ArgumentError("--shared-prefix", args.shared_prefix, f"at most {most}: it lies before the new tokens")
+    return (args.seqs - 1) * (args.shared_prefix // args.page_size * args.page_size)
 
 
 def _as_vllm(args: Args, platform: Platform) -> int:
@@ -236,7 +251,7 @@ def _vllm_call(args: Args, platform: Platform) -> VllmCall:
     """The options in vLLM's terms. Options that its rule has no argument for are refused."""
     known = {"alibi", "sinks"}
     features = tuple(feature for feature in FEATURES if feature not in known)
-    for name in ("v_head_dim", "v_in_k", "v_dtype", *features, "spans", "lse", "kernel", "capturing"):
+    for name in ("v_head_dim", "v_in_k", "v_dtype", *features, "spans", "lse", "kernel", "capturing", "shared_prefix"):
         if getattr(args, name):
             raise ArgumentError(f"--{name.replace('_', '-')}", "with --as vllm", "nothing: vLLM's rule has no such argument")
     only: dict[str, Any] = {"operation": ("attend",), "form": ("full",), "scales": ("tensor",), "layout": ("nhd", "vllm_x")}

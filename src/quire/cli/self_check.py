@@ -22,7 +22,8 @@ def self_check(kernel: str, device: str) -> dict[str, list[dict[str, Any]]]:
     platform = Platform.detect(device)
     rows: dict[str, list[dict[str, Any]]] = {}
     for operation, measure in (("attend", _attend_error), ("write", _write_error), ("audit", _audit_error)):
-        if not any(k.name == kernel and k.operation == operation for k in CATALOGUE):
+        shares = [one.shares for one in CATALOGUE if one.name == kernel and one.operation == operation]
+        if not shares:
             continue
         for name, q_dtype, format, allowed in (
             ("fp32", torch.float32, "fp32", 1e-5),
@@ -37,7 +38,7 @@ def self_check(kernel: str, device: str) -> dict[str, list[dict[str, Any]]]:
                 "refused": None,
             }
             try:
-                row["error"] = measure(kernel, CheckBatch(q_dtype, FORMATS[format], device))
+                row["error"] = measure(kernel, CheckBatch(q_dtype, FORMATS[format], device, shares[0]))
                 row["ok"] = row["error"] <= row["allowed"]
             except quire.KernelError as error:
                 row["refused"] = str(error)
@@ -46,14 +47,19 @@ def self_check(kernel: str, device: str) -> dict[str, list[dict[str, Any]]]:
 
 
 class CheckBatch:
-    """A mixed batch of four sequences, the same in every run: a prefill, a chunk over a context, two decodes."""
+    """A mixed batch of four sequences, the same in every run: a prefill, a chunk over a context, two decodes. For kernels that
+    read shared prefixes once, all sequences begin with the same pages, so many that this saves at least `saved_keys` reads."""
 
-    q_lens, contexts = (5, 1, 12, 1), (0, 40, 21, 63)
-    page_size, pages, q_heads, kv_heads, head_dim = 16, 24, 8, 2, 64
+    q_lens = (5, 1, 12, 1)
+    page_size, q_heads, kv_heads, head_dim = 16, 8, 2, 64
 
-    def __init__(self, q_dtype: torch.dtype, format: Format, device: str):
+    def __init__(self, q_dtype: torch.dtype, format: Format, device: str, saved_keys: int = 0):
         self.format, self.device, self.scale = format, device, 0.5 if format.quantised else None
+        shared = -(-saved_keys // (len(self.q_lens) - 1) // self.page_size)  # columns of the table
+        common = shared * self.page_size
+        self.contexts = tuple(common + own for own in (0, 40, 21, 63))
         self.lens = [context + q_len for context, q_len in zip(self.contexts, self.q_lens)]
+        self.pages = shared + 24
         generator = torch.Generator().manual_seed(0)
 
         def normal(*shape: int) -> torch.Tensor:
@@ -61,9 +67,16 @@ class CheckBatch:
 
         self.q = normal(sum(self.q_lens), self.q_heads, self.head_dim).to(q_dtype)
         self.k, self.v = ([normal(n, self.kv_heads, self.head_dim).to(q_dtype) for n in self.lens] for _ in "kv")
-        self.table = torch.randperm(self.pages, generator=generator, device="cpu").view(len(self.lens), -1).to(device)
+        for part in (self.k, self.v):
+            for x in part[1:]:
+                x[:common] = part[0][:common]
+        ids = torch.randperm(self.pages, generator=generator, device="cpu").to(device)
+        own = ids[shared:].view(len(self.lens), -1)
+        self.table = torch.cat((ids[:shared].expand(len(own), -1), own), 1)
         starts = torch.tensor((0, *self.q_lens), device=device).cumsum(0)
-        self.batch = quire.Batch(self.table, torch.tensor(self.lens, device=device), starts)
+        everyone = range(len(self.lens))
+        prefixes = quire.Prefixes([(everyone, 0, shared)], len(self.lens), device) if shared else None
+        self.batch = quire.Batch(self.table, torch.tensor(self.lens, device=device), starts, prefixes=prefixes)
 
     def stored(self, x: torch.Tensor) -> torch.Tensor:
         """Keys or values as the cache holds them."""
