@@ -30,6 +30,7 @@ PLACES = (
     *("e4m3fnuz-tensor", "x-packed", "fp8-queries", "scale", "causal-mixed", "tree-window", "fp8-context", "long-random"),
     *("alibi-sinks", "extreme", "strided", "strided-context", "shard-tokens", "shard-tree", "spans-images", "cross"),
     *("int4-tokens", "nvfp4", "nvfp4-swizzled", "two-fp8-formats", "select-positions-heads", "select-columns-heads"),
+    *("prefixes-tree", "latent"),
 )
 CHAOTIC = ("fp16-read-as-bf16", "lse-without-log", "accumulated-in-16-bits")
 """Outputs that overflow, or consist of rounding errors: no prediction is within the budget everywhere."""
@@ -332,8 +333,8 @@ def test_faults_of_shards_are_identified(name: str) -> None:
     assert examine(case, injected(name)).findings[0].fault == name
 
 
-@pytest.mark.parametrize("name", [fault.name for fault in CATALOGUE if fault.group == "select"])
-def test_faults_of_selections_are_identified(name: str) -> None:
+@pytest.mark.parametrize("name", [fault.name for fault in CATALOGUE if fault.group in ("select", "prefixes", "latent")])
+def test_faults_of_features_are_identified(name: str) -> None:
     case = place_of(name)
-    assert case is not None and case.select != "none"
+    assert case is not None
     assert examine(case, injected(name)).findings[0].fault == name

@@ -14,7 +14,7 @@ COVER = (
     *("everything", "tree-window", "window-both-sides", "causal-mixed", "sinks", "int64-needle", "heads-4-3", "long-random"),
     *("cross", "fp32", "extreme", "strided", "strided-context", "invariant", "shard-tokens", "shard-tree"),
     *("spans-any", "spans-prefix"),
-    *("select-positions-heads", "select-columns-heads"),
+    *("select-positions-heads", "select-columns-heads", "prefixes-tree", "latent"),
     *("int4-tokens", "nvfp4-swizzled", "two-fp8-formats"),
 )
 """Cases that, with those of smoke, detect every fault; `quire conform --power --level standard` prints the matrix."""

@@ -26,7 +26,7 @@ from quire.conformance.cases.formats import (
     pairs,
     units_of,
 )
-from quire.conformance.cases.page_plan import PagePlan, generator, kept_positions, page_plan, page_table
+from quire.conformance.cases.page_plan import PagePlan, generator, kept_positions, page_plan, page_table, prefixes_of
 from quire.options import NUMBERS
 
 Q_SCALE = 0.25
@@ -93,6 +93,7 @@ def build(case: Case, device: torch.device | str = "cpu") -> KernelCall:
         q_scale=Q_SCALE if case.q_dtype in LARGEST else None,
         batch_invariant=case.batch_invariant,
         shard=None if case.shard[1] == 1 else (case.shard[0], case.shard[1], case.shard[2]),
+        prefixes=prefixes_of(plan) if case.prefixes else None,
         max_q_len=max_q_len,
         max_kv_len=max_kv_len,
         fill_byte=case.fill_byte,
@@ -188,6 +189,7 @@ def _alone(call: KernelCall, case: Case) -> KernelCall:
         q_starts=call.q_starts[i : i + 2] - first,
         out=guarded((last - first, *call.out.shape[1:]), call.out.dtype, call.device),
         lse=None if call.lse is None else guarded((last - first, call.lse.shape[1]), torch.float32, call.device),
+        prefixes=None if call.prefixes is None else (),
         max_q_len=max_q_len,
         max_kv_len=max_kv_len,
         case=case,

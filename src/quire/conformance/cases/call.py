@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from quire import Batch, KVCache, Options, Select
+from quire import Batch, KVCache, Options, Prefixes, Select
 from quire.cache.format import FORMATS
 from quire.cache.layout import layout_named
 from quire.conformance.cases.case import Case
@@ -71,6 +71,9 @@ class KernelCall:
     """[tokens, kv_heads or 1, n]: the positions of the only keys that each query sees, -1 for none; causality applies."""
     select_columns: torch.Tensor | None = None
     """[seqs, kv_heads or 1, n]: the same for all queries of a sequence, as columns of its page table."""
+    prefixes: tuple[tuple[tuple[int, ...], int, int], ...] | None = None
+    """(sequences, begin, end): these sequences have the same pages in columns [begin, end) of the page table, which are full pages
+    before their new tokens. A hint for kernels that read such pages once; the table of each sequence is complete."""
     max_q_len: int | None = None
     max_kv_len: int | None = None
     fill_byte: int = 0xCB
@@ -132,8 +135,9 @@ class KernelCall:
     def batch(self) -> Batch:
         index = self.page_table, self.kv_lens, self.q_starts
         select = selection_of(self.select_positions, self.select_columns)
-        lengths = self.max_q_len, self.max_kv_len
-        return Batch(*index, max_q_len=lengths[0], max_kv_len=lengths[1], shard=self.shard, spans=self.spans, select=select)
+        prefixes = None if self.prefixes is None else Prefixes(self.prefixes, self.seqs, self.device)
+        given: dict[str, Any] = {"shard": self.shard, "spans": self.spans, "select": select, "prefixes": prefixes}
+        return Batch(*index, max_q_len=self.max_q_len, max_kv_len=self.max_kv_len, **given)
 
     def options(self) -> Options:
         given = {name: getattr(self, name) for name in OPTIONS}

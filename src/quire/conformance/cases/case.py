@@ -80,6 +80,8 @@ class Case:
     table: str = "shuffled"
     """shuffled; shared: sequences start with the same pages; partly: some of them do; identity: ids in order; high: page ids above
     2^16; far: addresses above 2^31 elements; very-far: above 2^32."""
+    prefixes: bool = False
+    """Whether the call says which pages sequences share (with a table that is shared or partly)."""
     poison: str = "nan"
     """Value of slots that must not be read: nan, inf, zero, or numbers: like those of other slots (decoy, decoy2), or large."""
     fill_byte: int = 0xCB
@@ -109,6 +111,9 @@ class Case:
             raise ArgumentError("v_in_k", self.v_in_k, f"less than head_dim = {self.head_dim}")
         if len(self.shard) != 3 or not 0 <= self.shard[0] < self.shard[1] or self.shard[2] < 1:
             raise ArgumentError("shard", self.shard, "rank, ranks, interleave with 0 <= rank < ranks and interleave >= 1")
+        alone = [name for name in NOT_WITH_PREFIXES if getattr(self, name) != DEFAULTS[name]]
+        if self.prefixes and alone:
+            raise ArgumentError("prefixes", f"yes with {', '.join(alone)}", "no: not every query would see the keys of a prefix")
         for spec in fields(self):
             allowed = ALLOWED.get(spec.name)
             value = getattr(self, spec.name)
@@ -173,6 +178,7 @@ class Case:
             spans="none" if self.spans == "none" else self.index[1],
             select=self.select,
             select_index="" if self.select == "none" else self.index[0],
+            prefixes=self.prefixes,
             **features,
         )
 
@@ -204,6 +210,8 @@ class Case:
         return cls(name, **given)
 
 
+DEFAULTS = {spec.name: spec.default for spec in fields(Case)}
+NOT_WITH_PREFIXES = ("window", "mask", "spans", "select", "shard", "batch_invariant")
 ALLOWED: dict[str, tuple[str, ...]] = {
     "layout": ("nhd", "hnd", "vllm_x", "vllm_joint", "aiter"),
     "format": tuple(FORMATS),

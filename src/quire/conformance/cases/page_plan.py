@@ -69,6 +69,13 @@ def page_plan(case: Case) -> PagePlan:
     return plan
 
 
+def prefixes_of(plan: PagePlan) -> tuple[tuple[tuple[int, ...], int, int], ...]:
+    """The sequences that share pages, and the columns: those of fewer pages first, and where they end those of more."""
+    ends = sorted({pages for pages in plan.shared if pages})
+    members = [tuple(i for i, n in enumerate(plan.shared) if n >= end or i == plan.leader) for end in ends]
+    return tuple(zip(members, (0, *ends), ends))
+
+
 def _compact(case: Case, need: int) -> PagePlan:
     """As many pages as are needed, and four of no sequence."""
     pages = need + 4

@@ -9,10 +9,12 @@ from quire.conformance.faults.forms import FORMS
 from quire.conformance.faults.heads import HEADS
 from quire.conformance.faults.indices import INDICES
 from quire.conformance.faults.keys import KEYS
+from quire.conformance.faults.latent import LATENT
 from quire.conformance.faults.mask import MASK
 from quire.conformance.faults.output import OUTPUT
 from quire.conformance.faults.pages import PAGES
 from quire.conformance.faults.precision import PRECISION
+from quire.conformance.faults.prefixes import PREFIXES
 from quire.conformance.faults.scale import SCALE
 from quire.conformance.faults.select import SELECT
 from quire.conformance.faults.shard import SHARD
@@ -31,6 +33,8 @@ CATALOGUE: tuple[Fault, ...] = (
     *KEYS,
     *SHARD,
     *SELECT,
+    *PREFIXES,
+    *LATENT,
     *BIAS,
     *HEADS,
     *OUTPUT,

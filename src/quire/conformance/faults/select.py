@@ -29,12 +29,24 @@ def _has_own_heads(call: KernelCall) -> bool:
     return any(x is not None and x.shape[1] > 1 for x in (call.select_positions, call.select_columns))
 
 
+def _ignored() -> Stages:
+    return PLAIN.replace(selection=lambda w, sequence, keys: None)
+
+
 def _first_query() -> Stages:
     """All queries of a sequence have the entries of its first one."""
     return _entries(lambda w, entries: entries[:1].expand_as(entries))
 
 
 SELECT = (
+    Fault(
+        "select-ignored",
+        "select",
+        "queries attend to all keys",
+        "the selection is not passed",
+        _ignored,
+        _selects,
+    ),
     Fault(
         "select-neighbouring-head",
         "select",

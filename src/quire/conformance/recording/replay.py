@@ -122,7 +122,7 @@ def call_of(recorded: Recorded, with_lse: bool) -> KernelCall:
     options, cache, q = recorded.options, recorded.cache, recorded.q
     dtype = recorded.out.dtype if recorded.out is not None else default_out_dtype(q.dtype, options.out_scale is not None)
     new_k, new_v = (None, None) if recorded.new is None else with_values(recorded.new, cache)
-    select = recorded.batch.select
+    select, prefixes = recorded.batch.select, recorded.batch.prefixes
     return KernelCall(
         q=q,
         k_pages=cache.k,
@@ -147,6 +147,7 @@ def call_of(recorded: Recorded, with_lse: bool) -> KernelCall:
         spans=recorded.batch.spans,
         select_positions=select.entries if select is not None and select.kind == "positions" else None,
         select_columns=select.entries if select is not None and select.kind == "columns" else None,
+        prefixes=None if prefixes is None else tuple(prefixes.listed),
     ).take_checksums()
 
 

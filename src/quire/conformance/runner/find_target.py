@@ -57,14 +57,10 @@ def ours(name: str, device: str | None = None) -> Target:
         decision = quire.explain(
             call.q, call.cache(), call.batch(), call.options(), new=call.new, out=call.out, lse=call.lse is not None
         )
-        refusals = [
-            str(finding)
-            for found, findings in decision.candidates
-            if found.name == kernel
-            for finding in findings
-            if not finding.holds
-        ]
-        return "; ".join(refusals) or None
+        mine = [findings for found, findings in decision.candidates if found.name == kernel]
+        if not mine:
+            return "prefixes: given none, allowed some"
+        return "; ".join(str(finding) for finding in mine[0] if not finding.holds) or None
 
     return Target(name, run, device, limits, version=quire.__version__)
 

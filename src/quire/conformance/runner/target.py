@@ -41,7 +41,7 @@ from quire.problem import FIELDS, Extent, Problem
 NEEDED = ("q", "k_pages", "v_pages", "page_table", "kv_lens", "q_starts", "out", "scale")
 INDISPENSABLE = NEEDED[:6]
 """Without these the keys of a sequence cannot be found. A function may do without `out` and `scale`: it may return its output."""
-OPTIONAL = (*OPTIONAL_ARGUMENTS, "lse", "layout", "format", "max_q_len", "max_kv_len")
+OPTIONAL = (*OPTIONAL_ARGUMENTS, "prefixes", "lse", "layout", "format", "max_q_len", "max_kv_len")
 EXTENT = Extent._fields
 LIMITED = (*FIELDS, *EXTENT, "contiguous")
 """The keys that `SUPPORTS` may have."""
