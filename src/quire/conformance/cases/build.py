@@ -93,7 +93,7 @@ def build(case: Case, device: torch.device | str = "cpu") -> KernelCall:
         q_scale=Q_SCALE if case.q_dtype in LARGEST else None,
         batch_invariant=case.batch_invariant,
         shard=None if case.shard[1] == 1 else (case.shard[0], case.shard[1], case.shard[2]),
-        prefixes=prefixes_of(plan) if case.prefixes else None,
+        prefixes=prefixes_of(case, plan),
         max_q_len=max_q_len,
         max_kv_len=max_kv_len,
         fill_byte=case.fill_byte,

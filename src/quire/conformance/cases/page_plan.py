@@ -69,8 +69,10 @@ def page_plan(case: Case) -> PagePlan:
     return plan
 
 
-def prefixes_of(plan: PagePlan) -> tuple[tuple[tuple[int, ...], int, int], ...]:
-    """The sequences that share pages, and the columns: those of fewer pages first, and where they end those of more."""
+def prefixes_of(case: Case, plan: PagePlan) -> tuple[tuple[tuple[int, ...], int, int], ...] | None:
+    """The sequences that share pages, and the columns, if the call says so: first the columns that most of them share."""
+    if not case.prefixes:
+        return None
     ends = sorted({pages for pages in plan.shared if pages})
     members = [tuple(i for i, n in enumerate(plan.shared) if n >= end or i == plan.leader) for end in ends]
     return tuple(zip(members, (0, *ends), ends))
