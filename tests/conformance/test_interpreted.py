@@ -30,8 +30,9 @@ pytestmark = pytest.mark.skipif(
     [
         ("triton-mixed", ["mixed", "context-form", "tree", "everything"], []),
         ("triton-decode", ["decode-fp8", "decode-far", "decode-everything"], ["mixed"]),
+        ("triton-shared", ["prefixes-decode"], ["mixed", "prefixes"]),
     ],
-    ids=["mixed", "decode"],
+    ids=["mixed", "decode", "shared"],
 )
 def test_no_false_alarm(kernel: str, right: list[str], refused: list[str]) -> None:
     only = f"^({'|'.join((*right, *refused))})$"
