@@ -18,6 +18,9 @@ from quire.kernels.triton.device.features import (
 from quire.kernels.triton.device.formats import GROUPED_FACTOR, decode
 from quire.kernels.triton.device.groups import load_groups
 
+IN_WORD = tl.constexpr(8)
+"""Elements of 4 bits in a word."""
+
 
 @triton.jit
 def load_page_ids(batch, unit, key, end, C: tl.constexpr):
@@ -174,7 +177,7 @@ def attend_tiles(
                     from_pages &= exists
             page = page.to(tl.int64) if C.FAR else page.to(tl.int32)
             at = key_at(page[:, None], head, place[:, None], k_unit[None, :], C)
-            start = as_words(cache.k) if C.K_WORDS else cache.k
+            start = as_words(cache.k) if C.K_PACK == IN_WORD else cache.k
             if MASKED:
                 k = tl.load(start + at, mask=from_pages[:, None] & (k_unit < K_UNITS)[None, :], other=0)
             elif C.K_WIDTH != C.HEAD_DIM:
@@ -348,7 +351,7 @@ def _values(
         unit_of_dim = tl.arange(0, C.V_WIDTH // C.V_PACK)
         UNITS: tl.constexpr = C.V_DIM // C.V_PACK
         at = value_at(page[:, None], head, place[:, None], unit_of_dim[None, :], C)
-        start = as_words(cache.v) if C.V_WORDS else cache.v
+        start = as_words(cache.v) if C.V_PACK == IN_WORD else cache.v
         if MASKED:
             v = tl.load(start + at, mask=from_pages[:, None] & (unit_of_dim < UNITS)[None, :], other=0)
         elif C.V_WIDTH != C.V_DIM:
