@@ -55,7 +55,7 @@ def plain(q, latent, rope):
 
 sequence, latents, ropes = pool.sequence(), torch.randn(70, 1, LATENT), torch.randn(70, 1, ROPE)
 done = 0
-for tokens, how in ((40, prefill), (29, prefill), (1, None)):  # two chunks of a prompt, then a decode
+for tokens, how in ((40, prefill), (29, prefill), (1, None)):  # two chunks of a prompt, then a decode of one token
     rows, done = slice(done, done + tokens), done + tokens
     q, latent, rope, batch = torch.randn(tokens, HEADS, NOPE + ROPE), latents[rows], ropes[rows], pool.step({sequence: tokens})
     out = prefill(q, latent, rope, batch) if how else values_of(quire.step(absorbed(q), (latent, rope), None, cache, batch, scale))

@@ -92,7 +92,7 @@ def test_few_functions_lead_to_the_driver(tokens: int, seqs: int, longest: int, 
 
 @pytest.mark.parametrize("tokens, seqs, longest", [(7, 7, 1), (600, 3, 500)], ids=["decode", "mixed"])
 def test_the_first_call_of_a_layer(tokens: int, seqs: int, longest: int, launched: list[str]) -> None:
-    quire.attend(**call(1, 1))
+    quire.attend(**call(tokens, seqs, longest=longest))  # modules are imported once, whatever the layer
     for kept in (launch._known, launch._problem, choose.able_kernels):
         (kept.clear if isinstance(kept, dict) else kept.cache_clear)()
     first = call(tokens, seqs, longest=longest)

@@ -16,8 +16,8 @@ from quire import ArgumentError, Batch, ContractError, KVCache, PagePool, refere
 from support.kernels import each_kernel  # noqa: F401
 from support.scenario import LARGEST, TYPES, build, in_bytes
 
-EIGHT_BITS = [format for format in TYPES if format in LARGEST]
-FLOATS = [format for format in TYPES if format not in LARGEST]
+FORMATS = [format for format in TYPES if not format.startswith("nvfp4")]
+FLOATS = [format for format in FORMATS if format not in LARGEST]
 
 
 # Attention.
@@ -31,7 +31,7 @@ def drawn(seed: int) -> dict[str, Any]:
     q_lens = [min(r.choice([0, 1, 1, 2, 5, 20]), n) for n in kv_lens]
     q_lens[0] = max(q_lens[0], 1)
     head_dim, v_in_k = r.choice([(24, 16), (576, 512), (96, 64), (20, 12), (192, 128), (40, 34), (33, 32), (100, 2)])
-    format = r.choice([f for f in TYPES if f != "int4" or not (head_dim % 2 or v_in_k % 2)])
+    format = r.choice([f for f in FORMATS if f != "int4" or not (head_dim % 2 or v_in_k % 2)])
     features: dict[str, Any] = r.choice(
         [{}, {}, {"window": 20}, {"window": (7, 3), "causal": False}, {"spans": "chunks"}, {"mask": True}]
     )
@@ -121,7 +121,7 @@ def check_write(cache: KVCache, given: Any, k: torch.Tensor, format: str, layout
 @pytest.mark.usefixtures("each_kernel")
 @pytest.mark.parametrize("layout", ["nhd", "hnd"])
 @pytest.mark.parametrize("scales", ["tensor", "head", "token"])
-@pytest.mark.parametrize("format", TYPES)
+@pytest.mark.parametrize("format", FORMATS)
 def test_write(format: str, scales: str, layout: str) -> None:
     """Whole keys, and their parts as they are computed: the same bytes, one scale for both parts."""
     for dims in ((24, 16), (38, 2)):
@@ -258,6 +258,9 @@ def allocate(**given: Any) -> KVCache:
     ({"layout": "vllm_joint"}, "layout: given 'vllm_joint'; allowed: nhd or hnd with v_in_k"),
     ({"layout": "vllm_x"}, "layout"),
     ({"format": "int4", "k_scale": 0.5, "v_in_k": 15}, "v_in_k: given 15; allowed: a multiple of 2"),
+    ({"format": "nvfp4"}, "format: given 'nvfp4' with v_in_k; allowed: fp32, fp16, bf16, e4m3fn, e4m3fnuz, e5m2, int8, int4: "),
+    ({"k_format": "nvfp4", "head_dim": 576, "v_in_k": 512}, "format: given 'nvfp4' with v_in_k"),
+    ({"format": "nvfp4_swizzled", "head_dim": 576, "v_in_k": 512}, "format: given 'nvfp4_swizzled' with v_in_k"),
 ])  # fmt: skip
 def test_what_cannot_be_allocated(given: dict[str, Any], message: str) -> None:
     with pytest.raises(ArgumentError) as caught:
@@ -271,6 +274,9 @@ def test_what_cannot_be_wrapped() -> None:
     for given, name in (((pages, pages), "v_pages"), ((pages[:, :, 0],), "k_pages"), ((pages[..., :16],), "v_in_k")):
         with pytest.raises(ArgumentError, match=name):
             KVCache.wrap(*given, layout="nhd", v_in_k=16)
+    for format in ("nvfp4", "nvfp4_swizzled"):
+        with pytest.raises(ArgumentError, match=f"format: given '{format}' with v_in_k"):
+            KVCache.wrap(torch.zeros(4, 4, 1, 72, dtype=torch.uint8), layout="nhd", format=format, v_in_k=64)
 
 
 def test_what_cannot_be_written_or_attended() -> None:

@@ -71,24 +71,27 @@ def explain(
         'it is the first whose limits all hold'
     """
     _check_arguments(operation, cache, lse, platform)
-    keys: Any
-    values: Any
-    if operation in ("write", "step") and k is None and v is None and isinstance(q, torch.Tensor) and q.dim() == 3:
-        dtype = torch.bfloat16 if is_fp8(q.dtype) else q.dtype
-        keys, values = (q.new_empty((q.shape[0], cache.kv_heads, dim), dtype=dtype) for dim in cache.written_dims)
-    else:
-        keys, values = (None, None) if k is None and v is None else rows_to_write(k, v, cache)
+    keys, values = _new_rows(operation, q, k, v, cache)
     given = with_values(new, cache)
     if operation == "write":
-        call = Call(
-            cache, batch, k=keys, v=values, slots=slots, rope=rope, q_in=None if rope is None else q, rope_positions=positions
-        )
+        call = Call(cache, batch, k=keys, v=values, slots=slots)
     else:
         buffer = lse if isinstance(lse, torch.Tensor) else None
         options = PLAIN if options is None else options
         call = Call(cache, batch, q, options, given, out, keys, values, slots, lse=buffer, with_lse=lse is not False)
-        call.rope, call.q_in, call.rope_positions = rope, None if rope is None else q, positions
+    call.rope, call.q_in, call.rope_positions = rope, None if rope is None else q, positions
     return decide(operation, call, Platform.detect(cache.device) if platform is None else platform)
+
+
+def _new_rows(operation: str, q: Any, k: Any, v: Any, cache: KVCache) -> tuple[Any, Any]:
+    """What a write stores: from k and v or, by default, contiguous rows for those of q."""
+    if k is not None or v is not None:
+        return rows_to_write(k, v, cache)
+    if operation not in ("write", "step") or not isinstance(q, torch.Tensor) or q.dim() != 3:
+        return None, None
+    dtype = torch.bfloat16 if is_fp8(q.dtype) else q.dtype
+    first, second = (q.new_empty((q.shape[0], cache.kv_heads, dim), dtype=dtype) for dim in cache.written_dims)
+    return first, second
 
 
 def decide(operation: str, call: Call, platform: Platform) -> Decision:

@@ -7,7 +7,9 @@ that changes from batch to batch is: the Problem and the chosen kernel are the k
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields, replace
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -232,24 +234,7 @@ class Problem(Traits):
     @property
     def features(self) -> tuple[str, ...]:
         """The optional features this call uses, by name."""
-        names = [name for name in (*FEATURES, "lse", "shard", "prefixes") if getattr(self, name)]
-        if self.spans != "none":
-            names.append("spans")
-        if self.select != "none":
-            names.append("select")
-        if self.window != (None, None):
-            names.append("window")
-        if self.causal != "yes":
-            names.append("non-causal")
-        if self.form == "context":
-            names.append("context-form")
-        if self.rope is not None:
-            names.append("rope")
-        if self.mixed_formats:
-            names.append("mixed-formats")
-        if self.v_in_k:
-            names.append("v_in_k")
-        return tuple(names)
+        return tuple(name for name, is_used in _USES.items() if is_used(self))
 
     @property
     def index_types(self) -> tuple[str, str, str]:
@@ -294,6 +279,18 @@ class Problem(Traits):
         return ", ".join(parts)
 
 
+_USES: dict[str, Callable[[Problem], bool]] = {
+    **{name: attrgetter(name) for name in (*FEATURES, "lse", "shard", "prefixes")},
+    "spans": lambda problem: problem.spans != "none",
+    "select": lambda problem: problem.select != "none",
+    "window": lambda problem: problem.window != (None, None),
+    "non-causal": lambda problem: problem.causal != "yes",
+    "context-form": lambda problem: problem.form == "context",
+    "rope": lambda problem: problem.rope is not None,
+    "mixed-formats": attrgetter("mixed_formats"),
+    "v_in_k": attrgetter("v_in_k"),
+}
+"""The optional features, and whether a problem uses them."""
 FIELDS = tuple(field.name for field in fields(Problem))
 _NOT_OF_WRITES = frozenset(
     (*(field.name for field in fields(Traits)), "form", "lse", "new_dtype", "q_scale", "out_scale", "context_from", "only", "spans")

@@ -17,9 +17,9 @@ Place = tuple[str, int, int]
 
 
 CANNOT = {
-    "attend.attend_kernel: if C.PDL -> yes": "compiled: griddepcontrol.launch_dependents",
+    "attend.attend_sequences: if C.PDL -> yes": "compiled: griddepcontrol.launch_dependents",
     **{
-        f"attend.attend_kernel: if {test} -> {outcome}": "only on cards that launch dependent kernels early"
+        f"attend.attend_sequences: if {test} -> {outcome}": "only on cards that launch dependent kernels early"
         for test in ("workspace.overlapped != 0", "workspace.overlapped == 0", "program == 0")
         for outcome in ("yes", "no")
     },
@@ -28,7 +28,7 @@ CANNOT = {
     "features.reciprocal: if C.NVIDIA -> yes": "compiled: rcp.approx",
     "formats.encode_e4m3fn: if HARDWARE -> yes": "an instruction of cards: test_fp8_is_encoded_by_hardware_if_possible",
     "formats.encode_e5m2: if HARDWARE -> yes": "an instruction of cards: test_fp8_is_encoded_by_hardware_if_possible",
-    "attend.attend_kernel: if LONG is not None -> no": "without long rows there are no further programs",
+    "attend.attend_sequences: if LONG is not None -> no": "without long rows there are no further programs",
     "write.rope_kernel: if rope.q is not None -> no": "without queries there are no further programs",
 }
 """Outcomes that no run in the interpreter can have, and why. Behind 'compiled:' stands the instruction of a card that is found in

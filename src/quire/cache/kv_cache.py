@@ -667,11 +667,12 @@ def _check_sizes(
     for name, value, limit in (("kv_heads", kv_heads, 2**31 - 1), ("head_dim", head_dim, most), (v_name, v_head_dim, MOST_DIM)):
         if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= limit:
             raise ArgumentError(name, describe(value), f"1 to {limit}")
+    if v_in_k:
+        _check_format_of_parts(formats[0])
     for name, value, format in (("head_dim", head_dim, formats[0]), (v_name, v_head_dim, formats[1])):
         if value % format.unit:
             raise ArgumentError(name, value, f"a multiple of {format.unit} with {format}")
     if v_in_k:
-        _check_format_of_parts(formats[0])
         _check_parts(v_head_dim, head_dim)
 
 
@@ -702,7 +703,8 @@ def _first_of_k(k: torch.Tensor, order: Layout, v_in_k: int, format: Format) -> 
 def _check_format_of_parts(format: Format) -> None:
     """Raises if a part of K's storage does not hold a part of its elements."""
     if format.group:
-        raise ArgumentError("format", repr(format.name), "with v_in_k a format without scales of groups")
+        allowed = ", ".join(name for name, other in FORMATS.items() if not other.group)
+        raise ArgumentError("format", f"{format.name!r} with v_in_k", f"{allowed}: formats without scales of groups")
 
 
 def _check_parts(v_in_k: int, head_dim: int) -> None:

@@ -200,10 +200,10 @@ def _formats(args: Args, platform: Platform, q_dtype: str) -> tuple[str, str]:
             raise ArgumentError("--form", "context with --batch-invariant", f"full: over {name} the forms differ by a rounding")
     of_v = ("--v-in-k", args.v_in_k, v_format) if args.v_in_k else ("--v-head-dim", args.v_head_dim or args.head_dim, v_format)
     for word, dim, name in (("--head-dim", args.head_dim, format), of_v):
-        if dim % FORMATS[name].unit:
-            raise ArgumentError(word, dim, f"a multiple of {FORMATS[name].unit}, as {name} requires")
         if FORMATS[name].group and args.v_in_k:
             raise ArgumentError("--kv-dtype", name, "with --v-in-k a format without scales of groups")
+        if dim % FORMATS[name].unit:
+            raise ArgumentError(word, dim, f"a multiple of {FORMATS[name].unit}, as {name} requires")
         if FORMATS[name].group and args.layout not in LAYOUTS_OF_GROUPS:
             raise ArgumentError("--layout", args.layout, f"{' or '.join(LAYOUTS_OF_GROUPS)}, as {name} requires")
         if FORMATS[name].swizzled and args.page_size % SWIZZLE:

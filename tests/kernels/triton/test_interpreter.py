@@ -93,7 +93,7 @@ def named(branch: Branch, outcome: bool) -> str:
 def test_branches_are_found() -> None:
     found = [branch for module in kernel_modules() for branch in branches_of(module)]
     assert {
-        "attend.attend_kernel: if LONG is not None",
+        "attend.attend_sequences: if LONG is not None",
         "attend.short_sequences: while at < end",
         "schedule.as_count: ... if C.WIDE",
     } <= set(map(str, found))

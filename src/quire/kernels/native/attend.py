@@ -80,7 +80,7 @@ def launch(
 
 def launcher(problem: Problem, platform: Platform) -> Callable[[Any], None]:
     """The function that launches calls of a problem, each sequence by itself."""
-    return _launch_apart
+    return _launch_without_prefixes
 
 
 def shared_launcher(problem: Problem, platform: Platform) -> Callable[[Any], None]:
@@ -88,7 +88,7 @@ def shared_launcher(problem: Problem, platform: Platform) -> Callable[[Any], Non
     return _launch_call
 
 
-def _launch_apart(call: Any) -> None:
+def _launch_without_prefixes(call: Any) -> None:
     if call.batch.prefixes is not None:
         call.batch = call.batch.with_prefixes(None)
     _launch_call(call)

@@ -32,7 +32,7 @@ SAMPLES = [
     *(KernelSample("write", format=format) for format in FORMATS_SHOWN),
     KernelSample("audit"),
 ]
-HOPPER = [KernelSample("gluon", width, format) for width in (64, 128) for format in FORMATS_SHOWN]
+HOPPER = [KernelSample("gluon", width, format) for width in (64, 128, 256) for format in FORMATS_SHOWN]
 
 _HEAD = """# The GPU kernels
 

@@ -224,12 +224,9 @@ class AttendConstants(NamedTuple):
     """Whether K or V is stored in bytes."""
     K_FORMAT: str
     K_PACK: int
-    """Elements in one element of storage."""
-    K_WORDS: bool
-    """Whether an element of storage is a word of 32 bits, over bytes: strides and K_DIMS count words."""
+    """Elements in one element of storage. Eight are in a word of 32 bits, over bytes: strides and K_DIMS count words."""
     V_FORMAT: str
     V_PACK: int
-    V_WORDS: bool
     HARDWARE: bool
     """Whether the target converts fp8 in hardware."""
     K_SCALE_STEPS: tuple[int, ...] | None

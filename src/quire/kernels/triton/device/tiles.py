@@ -18,6 +18,9 @@ from quire.kernels.triton.device.features import (
 from quire.kernels.triton.device.formats import GROUPED_FACTOR, decode
 from quire.kernels.triton.device.groups import load_groups
 
+IN_WORD = tl.constexpr(8)
+"""Elements of 4 bits in a word."""
+
 
 @triton.jit
 def load_page_ids(batch, unit, key, end, C: tl.constexpr):
@@ -174,7 +177,7 @@ def attend_tiles(
                     from_pages &= exists
             page = page.to(tl.int64) if C.FAR else page.to(tl.int32)
             at = key_at(page[:, None], head, place[:, None], k_unit[None, :], C)
-            start = as_words(cache.k) if C.K_WORDS else cache.k
+            start = as_words(cache.k) if C.K_PACK == IN_WORD else cache.k
             if MASKED:
                 k = tl.load(start + at, mask=from_pages[:, None] & (k_unit < K_UNITS)[None, :], other=0)
             elif C.K_WIDTH != C.HEAD_DIM:
@@ -184,7 +187,7 @@ def attend_tiles(
             groups = None
             if C.K_GROUPS is not None:
                 at, inner = place[:, None] % C.PAGE_SIZE, from_pages[:, None]
-                groups = load_groups(cache.k, page[:, None], head, at, inner, C.K_WIDTH, C.HEAD_DIM, MASKED, C.K_GROUPS)
+                groups = load_groups(cache.k, page[:, None], head, at, inner, C.K_WIDTH, C.HEAD_DIM, MASKED, tl.constexpr(C.K_GROUPS))
             k = to_dot_type(decode(k, tl.constexpr(C.K_FORMAT), C.HARDWARE, tl.constexpr(C.DOT), groups), C)
             if C.REST_DIM is not None:
                 k_rest = _rest_of_keys(cache, page, head, place, from_pages, MASKED, C)
@@ -348,7 +351,7 @@ def _values(
         unit_of_dim = tl.arange(0, C.V_WIDTH // C.V_PACK)
         UNITS: tl.constexpr = C.V_DIM // C.V_PACK
         at = value_at(page[:, None], head, place[:, None], unit_of_dim[None, :], C)
-        start = as_words(cache.v) if C.V_WORDS else cache.v
+        start = as_words(cache.v) if C.V_PACK == IN_WORD else cache.v
         if MASKED:
             v = tl.load(start + at, mask=from_pages[:, None] & (unit_of_dim < UNITS)[None, :], other=0)
         elif C.V_WIDTH != C.V_DIM:
@@ -358,7 +361,7 @@ def _values(
         groups = None
         if C.V_GROUPS is not None:
             at, inner = place[:, None] % C.PAGE_SIZE, from_pages[:, None]
-            groups = load_groups(cache.v, page[:, None], head, at, inner, C.V_WIDTH, C.V_DIM, MASKED, C.V_GROUPS)
+            groups = load_groups(cache.v, page[:, None], head, at, inner, C.V_WIDTH, C.V_DIM, MASKED, tl.constexpr(C.V_GROUPS))
         v = decode(v, tl.constexpr(C.V_FORMAT), C.HARDWARE, tl.constexpr(C.DOT), groups)
         if v_scale is not None and not scales_weights(C):
             v = v.to(tl.float32) * v_scale[:, None]

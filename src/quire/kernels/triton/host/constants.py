@@ -15,6 +15,8 @@ FAR = 2**30
 BYTES = {"fp16": 2, "bf16": 2, "fp32": 4}
 WGMMA_WIDTH = 64
 """Elements of 16 bits that Hopper's matrix unit takes from one row of shared memory, in its widest arrangement."""
+WORD = 4
+"""Bytes of a word."""
 
 
 def dot_type(problem: Problem) -> tuple[str, bool]:
@@ -54,49 +56,25 @@ def widths_of(problem: Problem, platform: Platform) -> tuple[int, int]:
     return k_width, v_width
 
 
-def cache_constants(problem: Problem) -> dict[str, Any]:
-    """The constants of kernels that follow from the cache alone."""
-    k, v, (k_format, v_format) = problem.k_pages, problem.v_pages, (FORMATS[name] for name in problem.formats)
-    assert k is not None and v is not None
-    return {
+def cache_constants(problem: Problem, words: bool = False) -> dict[str, Any]:
+    """The constants of kernels that follow from the cache alone. With `words`, formats with scales of groups are read in words
+    where strides allow it: eight elements of 4 bits are converted by fewer instructions than four times two."""
+    constants: dict[str, Any] = {
         "KV_HEADS": problem.kv_heads,
         "HEAD_DIM": parts_of(problem)[0],
         "V_DIM": problem.v_head_dim,
         "PAGE_SIZE": problem.page_size,
-        "K_STEPS": k.strides,
-        "K_SLOTS": k.slot_part,
-        "K_DIMS": k.dim_part,
-        "V_STEPS": v.strides,
-        "V_SLOTS": v.slot_part,
-        "V_DIMS": v.dim_part,
-        "K_GROUPS": problem.group_places("k_pages"),
-        "V_GROUPS": problem.group_places("v_pages"),
-        "K_FORMAT": k_format.codec,
-        "K_PACK": k_format.pack,
-        "V_FORMAT": v_format.codec,
-        "V_PACK": v_format.pack,
         "K_SCALE_STEPS": problem.k_scale_strides or None,
         "V_SCALE_STEPS": problem.v_scale_strides or None,
     }
-
-
-WORD = 4
-"""Bytes of a word."""
-
-
-def with_words(constants: dict[str, Any], aligned: bool) -> dict[str, Any]:
-    """The constants of a kernel that reads codes of formats with scales of groups in words, where memory allows it: eight elements
-    of 4 bits are converted by fewer instructions than four times two."""
-    for part in "KV":
-        steps = constants[f"{part}_STEPS"]
-        words = (
-            aligned and constants[f"{part}_GROUPS"] is not None and not any(step % WORD for step in steps[:-1]) and steps[-1] == 1
-        )
-        if words:
-            constants[f"{part}_STEPS"] = (*(step // WORD for step in steps[:-1]), 1)
-            constants[f"{part}_DIMS"] //= WORD
-            constants[f"{part}_PACK"] *= WORD
-        constants[f"{part}_WORDS"] = words
+    for part, name in zip("kv", problem.formats):
+        (steps, slots, dims), format = getattr(problem, f"{part}_pages"), FORMATS[name]
+        groups, size = problem.group_places(f"{part}_pages"), 1
+        if words and groups is not None and steps[-1] == 1 and not any(step % WORD for step in steps[:-1]):
+            size = WORD
+        pages = {"STEPS": (*(step // size for step in steps[:-1]), steps[-1]), "SLOTS": slots, "DIMS": dims // size}
+        pages |= {"GROUPS": groups, "FORMAT": format.codec, "PACK": format.pack * size}
+        constants |= {f"{part.upper()}_{field}": value for field, value in pages.items()}
     return constants
 
 
@@ -108,7 +86,7 @@ def constants_of(problem: Problem, platform: Platform, row: Tuning, short: Trito
     left, right = problem.window
     q_format, out_format = (name if FORMATS[name].itemsize == 1 else "float" for name in (problem.q_dtype, problem.out_dtype))
     return AttendConstants(
-        **with_words(cache_constants(problem), aligned=not generic),
+        **cache_constants(problem, words=not generic),
         GROUP=problem.group,
         K_WIDTH=k_width,
         V_WIDTH=v_width,
