@@ -6,10 +6,11 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
+from triton.runtime import _allocation
 
 from quire.kernels.gluon.prefill import FIRST, SECOND, prefill_kernel
 from quire.kernels.gluon.units import FIELDS, HEADER, units_kernel
-from quire.kernels.triton.device.arguments import BatchTensors, Cache, New, Number, Out, OwnedPointer, Query
+from quire.kernels.triton.device.arguments import AttendConstants, BatchTensors, Cache, New, Number, Out, OwnedPointer, Query
 from quire.kernels.triton.device.features import Features
 from quire.kernels.triton.host.constants import constants_of
 from quire.kernels.triton.host.launcher import ANY_BATCH, At, AttendLauncher, Launch, arguments_of, balanced, finish_empty
@@ -24,6 +25,11 @@ REGISTERS = 504
 WHOLE_TILE = 40
 """With fewer registers a producer loads a tile in chunks of `FEW_KEYS` keys."""
 FEW_KEYS = 32
+SMALLEST_BOX = 8
+"""Rows of a box: those of the pattern in which shared memory is swizzled."""
+LARGEST_STEP = 2**39
+"""Elements of 16 bits: strides of a box have 40 bits."""
+TURNS = True
 ONCE_A_ROW = {"lse", "sinks"}
 """Features that are computed once for each row, and not for each score."""
 UNITS = (OwnedPointer, BatchTensors, Cache, Features)
@@ -51,6 +57,10 @@ class HopperTile(NamedTuple):
     """Units whose queries are in shared memory: if two, one is computed while the next is loaded."""
     ASYNC_COPIES: bool
     """Whether keys and values are copied asynchronously, sixteen bytes at a time."""
+    BOX: int
+    """Keys of a page that are copied by one instruction, 0 if keys are copied one by one."""
+    TURNS: bool
+    """Whether the consumers start their products in turn."""
 
 
 class HopperLauncher(AttendLauncher):
@@ -70,7 +80,9 @@ class HopperLauncher(AttendLauncher):
         consumer, producer = self._registers()
         # The addresses of a whole tile take more than 24 registers.
         chunk = min(self.long.KEYS, FEW_KEYS) if constants.BYTES or producer < WHOLE_TILE else self.long.KEYS
-        tile = HopperTile(*self.long, consumer, producer, CHUNK=chunk, QUEUE=queue, ASYNC_COPIES=self._copies())
+        copies = self._copies()
+        box = self._box(constants) if copies else 0
+        tile = HopperTile(*self.long, consumer, producer, chunk, queue, copies, box, TURNS)
         self.make_units = Program(units_kernel, UNITS, (tile, constants), self.units, self.warps)
         self.prefill = Program(prefill_kernel, PREFILL, (tile, constants), self.units, 4)
 
@@ -96,8 +108,32 @@ class HopperLauncher(AttendLauncher):
         )
         return paged and all(unit == 16 for unit in strides)
 
+    def _box(self, constants: AttendConstants) -> int:
+        """The keys of a box: a power of two that divides the page size."""
+        assert self.long is not None
+        steps = (*constants.K_STEPS[:4], *constants.V_STEPS[:4])
+        whole = constants.K_SLOTS >= constants.PAGE_SIZE and constants.V_SLOTS >= constants.PAGE_SIZE
+        whole = whole and constants.K_DIMS >= constants.HEAD_DIM and constants.V_DIMS >= constants.V_DIM
+        box = min(self.long.KEYS, constants.PAGE_SIZE & -constants.PAGE_SIZE)
+        return box if whole and not constants.BYTES and box >= SMALLEST_BOX and max(steps) < LARGEST_STEP else 0
+
     def all_launches(self, call: Any, at: At) -> Iterator[Launch]:
         return self.launches(call, ANY_BATCH, at)
+
+    def __call__(self, call: Any) -> None:
+        """As of every launcher. Descriptors of boxes are made on the device, in memory that Triton asks for. It is kept until all
+        launches are issued: a kernel that is launched early would otherwise be given the memory of one that still runs."""
+        kept = []
+
+        def allocate(size: int, alignment: int, stream: int | None) -> torch.Tensor:
+            kept.append(torch.empty(size, dtype=torch.uint8, device=call.q.device))
+            return kept[-1]
+
+        before = _allocation._allocator.set(allocate)
+        try:
+            super().__call__(call)
+        finally:
+            _allocation._allocator.reset(before)
 
     def launches(self, call: Any, extent: Extent, at: At) -> Iterator[Launch]:
         q = call.q

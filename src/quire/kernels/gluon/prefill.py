@@ -15,8 +15,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from quire.kernels.gluon.consumer import consume
-from quire.kernels.gluon.producer import produce
-from quire.kernels.gluon.ring_buffer import THREADS, SharedBuffers, bytes_of_tile, make_ring
+from quire.kernels.gluon.producer import make_boxes, produce
+from quire.kernels.gluon.ring_buffer import THREADS, SharedBuffers, bytes_of_tile, make_ring, make_turns
 
 FIRST = gl.constexpr(0)
 SECOND = gl.constexpr(1)
@@ -42,7 +42,9 @@ def prefill_kernel(
         make_ring(DTYPE, T.STAGES, T.KEYS, C.V_WIDTH, 1, PRODUCER_ARRIVALS),
         bytes_of_tile(T.KEYS, C.K_WIDTH) if STAGED else None,
         bytes_of_tile(T.KEYS, C.V_WIDTH) if STAGED else None,
+        make_turns() if T.TURNS else None,
     )
+    boxes = make_boxes(cache, T, C)
     count = gl.load(units + 1) * T.HEADS
     yields_processor = (launch == FIRST) & (gl.program_id(0) >= programs_kept) & (gl.load(units + 2) > 0)
     count = gl.where(yields_processor, 0, count)
@@ -50,7 +52,7 @@ def prefill_kernel(
         [
             (consume, (out, units, query, cache, batch, features, buffers, count, 0, T, C)),
             (consume, (out, units, query, cache, batch, features, buffers, count, 1, T, C)),
-            (produce, (units, query, cache, batch, new, features, buffers, count, T, C)),
+            (produce, (units, query, cache, batch, new, features, buffers, boxes, count, T, C)),
         ],
         [4, 4],
         [T.CONSUMER_REGISTERS, T.PRODUCER_REGISTERS],

@@ -8,12 +8,14 @@ waits for memory.
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_async_shared
+from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_async_shared, mbarrier, tma
 
-from quire.kernels.gluon.compat import async_load
-from quire.kernels.gluon.ring_buffer import acquire_free, key_tiles_of, load_unit, publish, publish_when_copied
+from quire.kernels.gluon.compat import async_load, box_load
+from quire.kernels.gluon.ring_buffer import THREADS, acquire_free, key_tiles_of, load_unit, publish, publish_when_copied
 from quire.kernels.triton.device.formats import decode
 from quire.kernels.triton.device.tiles import key_at, to_dot_type, value_at, within_table
 from quire.kernels.triton.device.units import make_unit
@@ -24,8 +26,36 @@ KEYS = gl.constexpr(0)
 VALUES = gl.constexpr(1)
 
 
+class Boxes(NamedTuple):
+    """Descriptors of K and V for copies of boxes."""
+
+    k: Any
+    v: Any
+
+
 @gluon.jit
-def produce(units, query, cache, batch, new, features, buffers, count, T: gl.constexpr, C: gl.constexpr):
+def make_boxes(cache, T: gl.constexpr, C: gl.constexpr):
+    """The descriptors of the caches; None if no box is loaded."""
+    if T.BOX > 0:
+        return Boxes(make_box(cache.k, cache.pages, KEYS, T, C), make_box(cache.v, cache.pages, VALUES, T, C))
+    else:
+        return Boxes(None, None)
+
+
+@gluon.jit
+def make_box(storage, pages, OF: gl.constexpr, T: gl.constexpr, C: gl.constexpr):
+    """A box has `T.BOX` keys of one page and head. What it has beyond the elements of a head is loaded as zeros."""
+    WIDTH: gl.constexpr = C.V_WIDTH if OF == VALUES else C.K_WIDTH
+    LENGTH: gl.constexpr = C.V_DIM if OF == VALUES else C.HEAD_DIM
+    STEPS: gl.constexpr = C.V_STEPS if OF == VALUES else C.K_STEPS
+    BLOCK: gl.constexpr = [1, 1, T.BOX, WIDTH]
+    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for(BLOCK, storage.dtype.element_ty)
+    shape = [pages, C.KV_HEADS, C.PAGE_SIZE, LENGTH]
+    return tma.make_tensor_descriptor(storage, shape, [STEPS[0], STEPS[1], STEPS[3], 1], BLOCK, layout)
+
+
+@gluon.jit
+def produce(units, query, cache, batch, new, features, buffers, boxes, count, T: gl.constexpr, C: gl.constexpr):
     ROW: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     STAGED: gl.constexpr = C.BYTES and T.ASYNC_COPIES
     nth = 0
@@ -44,31 +74,31 @@ def produce(units, query, cache, batch, new, features, buffers, count, T: gl.con
         ids = load_page_ids(batch, seq, first + T.KEYS, stop, T, C)
         if STAGED:
             stage(cache, new, unit, end, buffers, buffers.raw_k, first, tile, KEYS, T, C)
-            load(cache, new, unit, end, buffers, buffers.k, buffers.raw_k, first, tile, KEYS, 0, T, C)
+            load(cache, new, unit, end, stop, buffers, boxes.k, buffers.k, buffers.raw_k, first, tile, KEYS, 0, T, C)
             store_page_ids(buffers, tile + 1, ids)
             ids = load_page_ids(batch, seq, first + 2 * T.KEYS, stop, T, C)
             stage(cache, new, unit, end, buffers, buffers.raw_k, first + T.KEYS, tile + 1, KEYS, T, C)
             stage(cache, new, unit, end, buffers, buffers.raw_v, first, tile, VALUES, T, C)
         else:
-            load(cache, new, unit, end, buffers, buffers.k, None, first, tile, KEYS, 0, T, C)
+            load(cache, new, unit, end, stop, buffers, boxes.k, buffers.k, None, first, tile, KEYS, 0, T, C)
         load_queries(query, batch, features, buffers, seq, start, q_len, kv_len, q_tile, head, item, nth, T, C)
         for _ in range(1, tiles):
             # The keys of a tile are needed before the values of the tile before it.
             if STAGED:
-                load(cache, new, unit, end, buffers, buffers.k, buffers.raw_k, first + T.KEYS, tile + 1, KEYS, 1, T, C)
+                load(cache, new, unit, end, stop, buffers, boxes.k, buffers.k, buffers.raw_k, first + T.KEYS, tile + 1, KEYS, 1, T, C)
                 store_page_ids(buffers, tile + 2, ids)
                 ids = load_page_ids(batch, seq, first + 3 * T.KEYS, stop, T, C)
                 stage(cache, new, unit, end, buffers, buffers.raw_k, first + 2 * T.KEYS, tile + 2, KEYS, T, C)
-                load(cache, new, unit, end, buffers, buffers.v, buffers.raw_v, first, tile, VALUES, 1, T, C)
+                load(cache, new, unit, end, stop, buffers, boxes.v, buffers.v, buffers.raw_v, first, tile, VALUES, 1, T, C)
                 stage(cache, new, unit, end, buffers, buffers.raw_v, first + T.KEYS, tile + 1, VALUES, T, C)
             else:
                 store_page_ids(buffers, tile + 1, ids)
                 ids = load_page_ids(batch, seq, first + 2 * T.KEYS, stop, T, C)
-                load(cache, new, unit, end, buffers, buffers.k, None, first + T.KEYS, tile + 1, KEYS, 0, T, C)
-                load(cache, new, unit, end, buffers, buffers.v, None, first, tile, VALUES, 0, T, C)
+                load(cache, new, unit, end, stop, buffers, boxes.k, buffers.k, None, first + T.KEYS, tile + 1, KEYS, 0, T, C)
+                load(cache, new, unit, end, stop, buffers, boxes.v, buffers.v, None, first, tile, VALUES, 0, T, C)
             first += T.KEYS
             tile += 1
-        load(cache, new, unit, end, buffers, buffers.v, buffers.raw_v, first, tile, VALUES, 0, T, C)
+        load(cache, new, unit, end, stop, buffers, boxes.v, buffers.v, buffers.raw_v, first, tile, VALUES, 0, T, C)
         tile += 1
         nth += 1
         item = gl.atomic_add(units, 1)
@@ -100,11 +130,43 @@ def stage(cache, new, unit, end, buffers, raw, first, tile, OF: gl.constexpr, T:
 
 @gluon.jit
 def load(
+    cache, new, unit, end, stop, buffers, boxes, ring, raw, first, tile, OF: gl.constexpr, PENDING: gl.constexpr,
+    T: gl.constexpr, C: gl.constexpr,
+):  # fmt: skip
+    """Loads one tile of keys or values into its slot: in boxes if all of its keys are in pages and in sight, otherwise row by
+    row."""
+    if T.BOX > 0:
+        if (first >= unit.low) & (first + T.KEYS <= stop):
+            load_boxes(unit, buffers, boxes, ring, first, tile, OF, T, C)
+        else:
+            load_rows(cache, new, unit, end, buffers, ring, raw, first, tile, OF, PENDING, T, C)
+    else:
+        load_rows(cache, new, unit, end, buffers, ring, raw, first, tile, OF, PENDING, T, C)
+
+
+@gluon.jit
+def load_boxes(unit, buffers, boxes, ring, first, tile, OF: gl.constexpr, T: gl.constexpr, C: gl.constexpr):
+    """Loads a tile by boxes of `T.BOX` keys of one page. One thread starts the copies, and arrives for all threads."""
+    ALONE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    WIDTH: gl.constexpr = C.V_WIDTH if OF == VALUES else C.K_WIDTH
+    slot = ring.slots.index(tile % T.STAGES).reshape([1, 1, T.KEYS, WIDTH])
+    full = ring.full.index(tile % T.STAGES)
+    pages = buffers.pages.index(tile % 2)
+    acquire_free(ring, tile, T.STAGES)
+    mbarrier.expect(full, T.KEYS * WIDTH * (boxes.dtype.primitive_bitwidth // 8))
+    for i in gl.static_range(T.KEYS // T.BOX):
+        page = gl.max(pages.slice(i * T.BOX, 1).load(ALONE), 0)
+        box_load(boxes, [page, unit.kv_head, (first + i * T.BOX) % C.PAGE_SIZE, 0], full, slot.slice(i * T.BOX, T.BOX, dim=2))
+    mbarrier.arrive(full, count=THREADS - 1)
+
+
+@gluon.jit
+def load_rows(
     cache, new, unit, end, buffers, ring, raw, first, tile, OF: gl.constexpr, PENDING: gl.constexpr, T: gl.constexpr,
     C: gl.constexpr,
 ):  # fmt: skip
-    """Loads one tile of keys or values into its slot; zeros where no query sees the key. If bytes are staged, PENDING tiles were
-    started after this one. What is neither 16 bits wide nor staged, or not aligned, passes through registers."""
+    """Loads a tile row by row; zeros where no query sees the key. If bytes are staged, PENDING tiles were started after this one.
+    What is neither 16 bits wide nor staged, or not aligned, passes through registers."""
     LAYOUT: gl.constexpr = chunk_layout(OF, C)
     if C.BYTES and T.ASYNC_COPIES:
         async_copy.wait_group(PENDING)

@@ -41,6 +41,8 @@ class SharedBuffers(NamedTuple):
     raw_k: Any
     """A tile of keys as bytes, before they are converted; None if they are not staged."""
     raw_v: Any
+    turns: Any
+    """A barrier for each consumer: whether it is its turn to start products. None if they do not take turns."""
 
 
 @gluon.jit
@@ -61,6 +63,31 @@ def make_ring(
         mbarrier.init(full.index(i), count=PRODUCER_ARRIVALS)
         mbarrier.init(free.index(i), count=CONSUMERS)
     return RingBuffer(slots, full, free)
+
+
+@gluon.jit
+def make_turns():
+    """Barriers with which the consumers start their products in turn, the first one first."""
+    turns = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(CONSUMERS):
+        mbarrier.init(turns.index(i), count=1)
+    mbarrier.arrive(turns.index(0), count=1)
+    return turns
+
+
+@gluon.jit
+def await_turn(buffers, iteration, PART: gl.constexpr, T: gl.constexpr):
+    """Waits until the other consumer has started its products. Each then computes scores' softmax while the matrix unit computes
+    the other's products."""
+    if T.TURNS:
+        mbarrier.wait(buffers.turns.index(PART), iteration & 1)
+
+
+@gluon.jit
+def pass_turn(buffers, PART: gl.constexpr, T: gl.constexpr):
+    if T.TURNS:
+        barrier()
+        mbarrier.arrive(buffers.turns.index(1 - PART), count=1)
 
 
 @gluon.jit
