@@ -9,7 +9,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
-from quire.kernels.gluon.ring_buffer import acquire_full, await_turn, key_tiles_of, load_unit, pass_turn, release
+from quire.kernels.gluon.ring_buffer import acquire_full, key_tiles_of, load_unit, release
 from quire.kernels.triton.device.features import has_left_edge, is_visible, per_row, transform_scores
 from quire.kernels.triton.device.tiles import headroom
 from quire.kernels.triton.device.units import finish, make_unit, store
@@ -45,13 +45,11 @@ def consume(out, units, query, cache, batch, features, buffers, count, PART: gl.
         acquire_full(buffers.v, tile, T.STAGES)
 
         state = (weight, acc, row_max, row_sum)
-        # The first tile of a unit is computed without a turn.
-        turn = tile - nth - 1
         if has_left_edge(C):
-            state = attend_tiles(state, queries, buffers, tile, turn, key, 1, some, scale, unit, features, True, PART, T, C)
-        state = attend_tiles(state, queries, buffers, tile, turn, key, some, every, scale, unit, features, False, PART, T, C)
+            state = attend_tiles(state, queries, buffers, tile, key, 1, some, scale, unit, features, True, T, C)
+        state = attend_tiles(state, queries, buffers, tile, key, some, every, scale, unit, features, False, T, C)
         weight, acc, row_max, row_sum = attend_tiles(
-            state, queries, buffers, tile, turn, key, every, tiles, scale, unit, features, True, PART, T, C
+            state, queries, buffers, tile, key, every, tiles, scale, unit, features, True, T, C
         )
         release(buffers.q, nth, T.QUEUE)
         tile += tiles
@@ -92,8 +90,7 @@ def scale_of(query, cache, features, unit, C: gl.constexpr):
 
 @gluon.jit
 def attend_tiles(
-    state, queries, buffers, tile, turn, key, begin, end, scale, unit, features, MASKED: gl.constexpr, PART: gl.constexpr,
-    T: gl.constexpr, C: gl.constexpr,
+    state, queries, buffers, tile, key, begin, end, scale, unit, features, MASKED: gl.constexpr, T: gl.constexpr, C: gl.constexpr
 ):  # fmt: skip
     """Key tiles [begin, end) of a unit, begin is at least 1: computes the scores of a tile, and accumulates the tile before it,
     whose weights are in the state."""
@@ -102,10 +99,8 @@ def attend_tiles(
     VALUES: gl.constexpr = acc.type.layout
     for i in range(begin, end):
         now = tile + i
-        await_turn(buffers, turn + i, PART, T)
         scores = start_scores(queries, buffers.k, now, SCORES, T)
         accumulation = start_accumulate(weight, acc, buffers.v, now - 1, queries.dtype, T)
-        pass_turn(buffers, PART, T)
         score = warpgroup_mma_wait(1, deps=(scores,))
         release(buffers.k, now, T.STAGES)
         weight, row_max, row_sum, rescale = softmax_tile(

@@ -29,7 +29,6 @@ SMALLEST_BOX = 8
 """Rows of a box: those of the pattern in which shared memory is swizzled."""
 LARGEST_STEP = 2**39
 """Elements of 16 bits: strides of a box have 40 bits."""
-TURNS = True
 ONCE_A_ROW = {"lse", "sinks"}
 """Features that are computed once for each row, and not for each score."""
 UNITS = (OwnedPointer, BatchTensors, Cache, Features)
@@ -59,8 +58,6 @@ class HopperTile(NamedTuple):
     """Whether keys and values are copied asynchronously, sixteen bytes at a time."""
     BOX: int
     """Keys of a page that are copied by one instruction, 0 if keys are copied one by one."""
-    TURNS: bool
-    """Whether the consumers start their products in turn."""
 
 
 class HopperLauncher(AttendLauncher):
@@ -78,11 +75,12 @@ class HopperLauncher(AttendLauncher):
         constants = constants_of(problem, platform, self.row, self.tiles.short[1, 1], self.long)
         queue = 2 if constants.K_WIDTH <= 128 else 1
         consumer, producer = self._registers()
-        # The addresses of a whole tile take more than 24 registers.
-        chunk = min(self.long.KEYS, FEW_KEYS) if constants.BYTES or producer < WHOLE_TILE else self.long.KEYS
         copies = self._copies()
         box = self._box(constants) if copies else 0
-        tile = HopperTile(*self.long, consumer, producer, chunk, queue, copies, box, TURNS)
+        # The addresses of a whole tile take more than 24 registers. With boxes, few tiles are copied row by row.
+        few = box or constants.BYTES or producer < WHOLE_TILE
+        chunk = min(self.long.KEYS, FEW_KEYS) if few else self.long.KEYS
+        tile = HopperTile(*self.long, consumer, producer, chunk, queue, copies, box)
         self.make_units = Program(units_kernel, UNITS, (tile, constants), self.units, self.warps)
         self.prefill = Program(prefill_kernel, PREFILL, (tile, constants), self.units, 4)
 
@@ -115,7 +113,7 @@ class HopperLauncher(AttendLauncher):
         whole = constants.K_SLOTS >= constants.PAGE_SIZE and constants.V_SLOTS >= constants.PAGE_SIZE
         whole = whole and constants.K_DIMS >= constants.HEAD_DIM and constants.V_DIMS >= constants.V_DIM
         box = min(self.long.KEYS, constants.PAGE_SIZE & -constants.PAGE_SIZE)
-        return box if whole and not constants.BYTES and box >= SMALLEST_BOX and max(steps) < LARGEST_STEP else 0
+        return box if whole and box >= SMALLEST_BOX and max(steps) < LARGEST_STEP else 0
 
     def all_launches(self, call: Any, at: At) -> Iterator[Launch]:
         return self.launches(call, ANY_BATCH, at)

@@ -15,13 +15,23 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_async_shared, mbarrier, tma
 
 from quire.kernels.gluon.compat import async_load, box_load
-from quire.kernels.gluon.ring_buffer import THREADS, acquire_free, key_tiles_of, load_unit, publish, publish_when_copied
+from quire.kernels.gluon.ring_buffer import (
+    THREADS,
+    acquire_free,
+    acquire_full,
+    key_tiles_of,
+    load_unit,
+    publish,
+    publish_when_copied,
+)
 from quire.kernels.triton.device.formats import decode
 from quire.kernels.triton.device.tiles import key_at, to_dot_type, value_at, within_table
 from quire.kernels.triton.device.units import make_unit
 
 ROWS = gl.constexpr(32)
 """Queries that are loaded at a time."""
+BOXES_AT_A_TIME = gl.constexpr(4)
+"""Page ids that are looked up at once: registers are few."""
 KEYS = gl.constexpr(0)
 VALUES = gl.constexpr(1)
 
@@ -31,15 +41,6 @@ class Boxes(NamedTuple):
 
     k: Any
     v: Any
-
-
-@gluon.jit
-def make_boxes(cache, T: gl.constexpr, C: gl.constexpr):
-    """The descriptors of the caches; None if no box is loaded."""
-    if T.BOX > 0:
-        return Boxes(make_box(cache.k, cache.pages, KEYS, T, C), make_box(cache.v, cache.pages, VALUES, T, C))
-    else:
-        return Boxes(None, None)
 
 
 @gluon.jit
@@ -70,35 +71,72 @@ def produce(units, query, cache, batch, new, features, buffers, boxes, count, T:
         unit = make_unit(batch, features, seq, start, q_len, kv_len, q_tile, head, row, T, C)
         first, end, tiles = key_tiles_of(unit, invalid, T)
         stop = within_table(batch, gl.minimum(end, unit.cached), C)
-        store_page_ids(buffers, tile, load_page_ids(batch, seq, first, stop, T, C))
+        store_page_ids(buffers, tile, load_page_ids(batch, seq, first, stop, T, C), T)
         ids = load_page_ids(batch, seq, first + T.KEYS, stop, T, C)
         if STAGED:
-            stage(cache, new, unit, end, buffers, buffers.raw_k, first, tile, KEYS, T, C)
-            load(cache, new, unit, end, stop, buffers, boxes.k, buffers.k, buffers.raw_k, first, tile, KEYS, 0, T, C)
-            store_page_ids(buffers, tile + 1, ids)
+            copy(cache, new, batch, unit, end, stop, buffers.pages, boxes.k, buffers.raw_k, first, tile, KEYS, T, C)
+            convert(buffers.raw_k, buffers.k, tile, KEYS, T, C)
+            store_page_ids(buffers, tile + 1, ids, T)
             ids = load_page_ids(batch, seq, first + 2 * T.KEYS, stop, T, C)
-            stage(cache, new, unit, end, buffers, buffers.raw_k, first + T.KEYS, tile + 1, KEYS, T, C)
-            stage(cache, new, unit, end, buffers, buffers.raw_v, first, tile, VALUES, T, C)
+            if tiles > 1:
+                copy(
+                    cache, new, batch, unit, end, stop, buffers.pages, boxes.k, buffers.raw_k, first + T.KEYS, tile + 1, KEYS, T, C
+                )
+            copy(cache, new, batch, unit, end, stop, buffers.pages, boxes.v, buffers.raw_v, first, tile, VALUES, T, C)
         else:
-            load(cache, new, unit, end, stop, buffers, boxes.k, buffers.k, None, first, tile, KEYS, 0, T, C)
+            load(cache, new, batch, unit, end, stop, buffers.pages, boxes.k, buffers.k, first, tile, KEYS, T, C)
         load_queries(query, batch, features, buffers, seq, start, q_len, kv_len, q_tile, head, item, nth, T, C)
-        for _ in range(1, tiles):
+        for i in range(1, tiles):
             # The keys of a tile are needed before the values of the tile before it.
             if STAGED:
-                load(cache, new, unit, end, stop, buffers, boxes.k, buffers.k, buffers.raw_k, first + T.KEYS, tile + 1, KEYS, 1, T, C)
-                store_page_ids(buffers, tile + 2, ids)
+                convert(buffers.raw_k, buffers.k, tile + 1, KEYS, T, C)
+                store_page_ids(buffers, tile + 2, ids, T)
                 ids = load_page_ids(batch, seq, first + 3 * T.KEYS, stop, T, C)
-                stage(cache, new, unit, end, buffers, buffers.raw_k, first + 2 * T.KEYS, tile + 2, KEYS, T, C)
-                load(cache, new, unit, end, stop, buffers, boxes.v, buffers.v, buffers.raw_v, first, tile, VALUES, 1, T, C)
-                stage(cache, new, unit, end, buffers, buffers.raw_v, first + T.KEYS, tile + 1, VALUES, T, C)
+                if i + 1 < tiles:
+                    copy(
+                        cache,
+                        new,
+                        batch,
+                        unit,
+                        end,
+                        stop,
+                        buffers.pages,
+                        boxes.k,
+                        buffers.raw_k,
+                        first + 2 * T.KEYS,
+                        tile + 2,
+                        KEYS,
+                        T,
+                        C,
+                    )
+                convert(buffers.raw_v, buffers.v, tile, VALUES, T, C)
+                copy(
+                    cache,
+                    new,
+                    batch,
+                    unit,
+                    end,
+                    stop,
+                    buffers.pages,
+                    boxes.v,
+                    buffers.raw_v,
+                    first + T.KEYS,
+                    tile + 1,
+                    VALUES,
+                    T,
+                    C,
+                )
             else:
-                store_page_ids(buffers, tile + 1, ids)
+                store_page_ids(buffers, tile + 1, ids, T)
                 ids = load_page_ids(batch, seq, first + 2 * T.KEYS, stop, T, C)
-                load(cache, new, unit, end, stop, buffers, boxes.k, buffers.k, None, first + T.KEYS, tile + 1, KEYS, 0, T, C)
-                load(cache, new, unit, end, stop, buffers, boxes.v, buffers.v, None, first, tile, VALUES, 0, T, C)
+                load(cache, new, batch, unit, end, stop, buffers.pages, boxes.k, buffers.k, first + T.KEYS, tile + 1, KEYS, T, C)
+                load(cache, new, batch, unit, end, stop, buffers.pages, boxes.v, buffers.v, first, tile, VALUES, T, C)
             first += T.KEYS
             tile += 1
-        load(cache, new, unit, end, stop, buffers, boxes.v, buffers.v, buffers.raw_v, first, tile, VALUES, 0, T, C)
+        if STAGED:
+            convert(buffers.raw_v, buffers.v, tile, VALUES, T, C)
+        else:
+            load(cache, new, batch, unit, end, stop, buffers.pages, boxes.v, buffers.v, first, tile, VALUES, T, C)
         tile += 1
         nth += 1
         item = gl.atomic_add(units, 1)
@@ -108,86 +146,126 @@ def produce(units, query, cache, batch, new, features, buffers, boxes, count, T:
 
 @gluon.jit
 def load_page_ids(batch, seq, first, stop, T: gl.constexpr, C: gl.constexpr):
-    """The page of each key of a tile, one per thread. It exists: `units_kernel` has checked it."""
-    key = first + gl.arange(0, T.KEYS, gl.BlockedLayout([1], [32], [4], [0]))
+    """The page of each key of a tile, one per thread. It exists: `units_kernel` has checked it. Boxes look up their own."""
+    if T.BOX == 0:
+        key = first + gl.arange(0, T.KEYS, gl.BlockedLayout([1], [32], [4], [0]))
+        return page_ids(batch, seq, key, stop, C)
+    else:
+        return first
+
+
+@gluon.jit
+def page_ids(batch, seq, key, stop, C: gl.constexpr):
     column = seq.to(gl.int64) * batch.table_row + key // C.PAGE_SIZE * batch.table_step
     return gl.load(batch.page_table + column, mask=key < stop, other=0).to(gl.int32)
 
 
 @gluon.jit
-def store_page_ids(buffers, tile, ids):
-    buffers.pages.index(tile % 2).store(ids)
+def store_page_ids(buffers, tile, ids, T: gl.constexpr):
+    if T.BOX == 0:
+        buffers.pages.index(tile % 2).store(ids)
 
 
 @gluon.jit
-def stage(cache, new, unit, end, buffers, raw, first, tile, OF: gl.constexpr, T: gl.constexpr, C: gl.constexpr):
-    """Starts to copy the bytes of a tile. What the buffer held before has been read by the threads that wrote it."""
-    for i in gl.static_range(T.KEYS // T.CHUNK):
-        at, mask = addresses(cache, new, unit, end, buffers, first, tile, i, chunk_layout(OF, C), OF, T, C)
-        async_load(raw.slice(i * T.CHUNK, T.CHUNK), at, mask=mask)
-    async_copy.commit_group()
+def load(cache, new, batch, unit, end, stop, pages, boxes, ring, first, tile, OF: gl.constexpr, T: gl.constexpr, C: gl.constexpr):
+    """Loads one tile of keys or values into its slot. What cannot be copied asynchronously passes through registers."""
+    if T.ASYNC_COPIES:
+        copy(cache, new, batch, unit, end, stop, pages, boxes, ring, first, tile, OF, T, C)
+    else:
+        slot = ring.slots.index(tile % T.STAGES)
+        for i in gl.static_range(T.KEYS // T.CHUNK):
+            at, mask = addresses(cache, new, batch, unit, end, stop, pages, first, tile, i, OF, T, C)
+            if i == 0:
+                # The first addresses are computed while the slot is still in use.
+                acquire_free(ring, tile, T.STAGES)
+            store_chunk(slot, i, gl.load(at, mask=mask, other=0), T, C)
+        fence_async_shared()
+        publish(ring, tile, T.STAGES)
 
 
 @gluon.jit
-def load(
-    cache, new, unit, end, stop, buffers, boxes, ring, raw, first, tile, OF: gl.constexpr, PENDING: gl.constexpr,
-    T: gl.constexpr, C: gl.constexpr,
-):  # fmt: skip
-    """Loads one tile of keys or values into its slot: in boxes if all of its keys are in pages and in sight, otherwise row by
-    row."""
+def copy(cache, new, batch, unit, end, stop, pages, boxes, ring, first, tile, OF: gl.constexpr, T: gl.constexpr, C: gl.constexpr):
+    """Starts to copy one tile of keys or values as they are: in boxes if all of its keys are in pages and in sight, otherwise row
+    by row, with zeros where no query sees the key."""
+    # Bytes are copied to memory of the producer, which has converted them when it copies the next ones.
+    SLOTS: gl.constexpr = 1 if C.BYTES else T.STAGES
     if T.BOX > 0:
         if (first >= unit.low) & (first + T.KEYS <= stop):
-            load_boxes(unit, buffers, boxes, ring, first, tile, OF, T, C)
+            copy_boxes(batch, unit, boxes, ring, first, tile, SLOTS, OF, T, C)
         else:
-            load_rows(cache, new, unit, end, buffers, ring, raw, first, tile, OF, PENDING, T, C)
+            copy_rows(cache, new, batch, unit, end, stop, pages, ring, first, tile, SLOTS, OF, T, C)
     else:
-        load_rows(cache, new, unit, end, buffers, ring, raw, first, tile, OF, PENDING, T, C)
+        copy_rows(cache, new, batch, unit, end, stop, pages, ring, first, tile, SLOTS, OF, T, C)
 
 
 @gluon.jit
-def load_boxes(unit, buffers, boxes, ring, first, tile, OF: gl.constexpr, T: gl.constexpr, C: gl.constexpr):
-    """Loads a tile by boxes of `T.BOX` keys of one page. One thread starts the copies, and arrives for all threads."""
-    ALONE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+def copy_boxes(
+    batch, unit, boxes, ring, first, tile, SLOTS: gl.constexpr, OF: gl.constexpr, T: gl.constexpr, C: gl.constexpr
+):  # fmt: skip
+    """Boxes of `T.BOX` keys of one page. One thread starts the copies, and arrives for all threads."""
     WIDTH: gl.constexpr = C.V_WIDTH if OF == VALUES else C.K_WIDTH
-    slot = ring.slots.index(tile % T.STAGES).reshape([1, 1, T.KEYS, WIDTH])
-    full = ring.full.index(tile % T.STAGES)
-    pages = buffers.pages.index(tile % 2)
-    acquire_free(ring, tile, T.STAGES)
-    mbarrier.expect(full, T.KEYS * WIDTH * (boxes.dtype.primitive_bitwidth // 8))
-    for i in gl.static_range(T.KEYS // T.BOX):
-        page = gl.max(pages.slice(i * T.BOX, 1).load(ALONE), 0)
-        box_load(boxes, [page, unit.kv_head, (first + i * T.BOX) % C.PAGE_SIZE, 0], full, slot.slice(i * T.BOX, T.BOX, dim=2))
+    slot = ring.slots.index(tile % SLOTS).reshape([1, 1, T.KEYS, WIDTH])
+    full = ring.full.index(tile % SLOTS)
+    row = batch.page_table + unit.seq.to(gl.int64) * batch.table_row
+    BOXES: gl.constexpr = T.KEYS // T.BOX
+    FEW: gl.constexpr = min(BOXES, BOXES_AT_A_TIME)
+    for i in gl.static_range(0, BOXES, FEW):
+        pages = ()
+        for j in gl.static_range(FEW):
+            pages = pages + (gl.load(row + (first + (i + j) * T.BOX) // C.PAGE_SIZE * batch.table_step).to(gl.int32),)
+        if i == 0:
+            if not C.BYTES:
+                acquire_free(ring, tile, SLOTS)
+            mbarrier.expect(full, T.KEYS * WIDTH * (boxes.dtype.primitive_bitwidth // 8))
+        for j in gl.static_range(FEW):
+            at = [pages[j], unit.kv_head, (first + (i + j) * T.BOX) % C.PAGE_SIZE, 0]
+            box_load(boxes, at, full, slot.slice((i + j) * T.BOX, T.BOX, dim=2))
     mbarrier.arrive(full, count=THREADS - 1)
 
 
 @gluon.jit
-def load_rows(
-    cache, new, unit, end, buffers, ring, raw, first, tile, OF: gl.constexpr, PENDING: gl.constexpr, T: gl.constexpr,
+def copy_rows(
+    cache,
+    new,
+    batch,
+    unit,
+    end,
+    stop,
+    pages,
+    ring,
+    first,
+    tile,
+    SLOTS: gl.constexpr,
+    OF: gl.constexpr,
+    T: gl.constexpr,
     C: gl.constexpr,
-):  # fmt: skip
-    """Loads a tile row by row; zeros where no query sees the key. If bytes are staged, PENDING tiles were started after this one.
-    What is neither 16 bits wide nor staged, or not aligned, passes through registers."""
-    LAYOUT: gl.constexpr = chunk_layout(OF, C)
-    if C.BYTES and T.ASYNC_COPIES:
-        async_copy.wait_group(PENDING)
+):
+    """Chunks of `T.CHUNK` keys. Every thread arrives when its copies have completed."""
+    slot = ring.slots.index(tile % SLOTS)
+    for i in gl.static_range(T.KEYS // T.CHUNK):
+        at, mask = addresses(cache, new, batch, unit, end, stop, pages, first, tile, i, OF, T, C)
+        if i == 0 and not C.BYTES:
+            acquire_free(ring, tile, SLOTS)
+        async_load(slot.slice(i * T.CHUNK, T.CHUNK), at, mask=mask)
+    publish_when_copied(ring.full.index(tile % SLOTS))
+
+
+@gluon.jit
+def convert(raw, ring, tile, OF: gl.constexpr, T: gl.constexpr, C: gl.constexpr):
+    """Converts a tile of bytes on its way to its slot."""
+    acquire_full(raw, tile, 1)
+    acquire_free(ring, tile, T.STAGES)
     slot = ring.slots.index(tile % T.STAGES)
     for i in gl.static_range(T.KEYS // T.CHUNK):
-        part = slot.slice(i * T.CHUNK, T.CHUNK)
-        if not T.ASYNC_COPIES or not C.BYTES:
-            at, mask = addresses(cache, new, unit, end, buffers, first, tile, i, LAYOUT, OF, T, C)
-        if i == 0:
-            # The first addresses are computed while the slot is still in use.
-            acquire_free(ring, tile, T.STAGES)
-        if T.ASYNC_COPIES and not C.BYTES:
-            async_load(part, at, mask=mask)
-        else:
-            x = raw.slice(i * T.CHUNK, T.CHUNK).load(LAYOUT) if T.ASYNC_COPIES else gl.load(at, mask=mask, other=0)
-            part.store(to_dot_type(decode(x, gl.constexpr(C.K_FORMAT), C.HARDWARE, gl.constexpr(C.DOT)), C))
-    if T.ASYNC_COPIES and not C.BYTES:
-        publish_when_copied(ring, tile, T.STAGES)
-    else:
-        fence_async_shared()
-        publish(ring, tile, T.STAGES)
+        store_chunk(slot, i, raw.slots.index(0).slice(i * T.CHUNK, T.CHUNK).load(chunk_layout(OF, C)), T, C)
+    fence_async_shared()
+    publish(ring, tile, T.STAGES)
+
+
+@gluon.jit
+def store_chunk(slot, PART: gl.constexpr, x, T: gl.constexpr, C: gl.constexpr):
+    x = to_dot_type(decode(x, gl.constexpr(C.K_FORMAT), C.HARDWARE, gl.constexpr(C.DOT)), C)
+    slot.slice(PART * T.CHUNK, T.CHUNK).store(x)
 
 
 @gluon.constexpr_function
@@ -200,16 +278,19 @@ def chunk_layout(of, c):
 
 @gluon.jit
 def addresses(
-    cache, new, unit, end, buffers, first, tile, PART: gl.constexpr, LAYOUT: gl.constexpr, OF: gl.constexpr, T: gl.constexpr,
-    C: gl.constexpr,
-):  # fmt: skip
+    cache, new, batch, unit, end, stop, pages, first, tile, PART: gl.constexpr, OF: gl.constexpr, T: gl.constexpr, C: gl.constexpr
+):
     """The addresses of the keys or values of a chunk `[CHUNK, width]`, and which exist and are seen by some query."""
+    LAYOUT: gl.constexpr = chunk_layout(OF, C)
     WIDTH: gl.constexpr = C.V_WIDTH if OF == VALUES else C.K_WIDTH
     LENGTH: gl.constexpr = C.V_DIM if OF == VALUES else C.HEAD_DIM
     BEGIN: gl.constexpr = PART * T.CHUNK
     key = first + BEGIN + gl.arange(0, T.CHUNK, gl.SliceLayout(1, LAYOUT))
     dim = gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))
-    page = buffers.pages.index(tile % 2).slice(BEGIN, T.CHUNK).load(gl.SliceLayout(1, LAYOUT))
+    if T.BOX > 0:
+        page = page_ids(batch, unit.seq, key, stop, C)
+    else:
+        page = pages.index(tile % 2).slice(BEGIN, T.CHUNK).load(gl.SliceLayout(1, LAYOUT))
     if C.FAR:
         page = page.to(gl.int64)
     step: gl.constexpr = C.V_STEPS[5] if OF == VALUES else C.K_STEPS[5]
@@ -273,5 +354,5 @@ def publish_end(buffers, item, nth, T: gl.constexpr):
 def publish_item(buffers, item, nth, T: gl.constexpr):
     ALONE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     buffers.items.index(nth % T.QUEUE).store(gl.full([1], 0, gl.int32, ALONE) + item)
-    publish_when_copied(buffers.q, nth, T.QUEUE)
+    publish_when_copied(buffers.q.full.index(nth % T.QUEUE))
     publish(buffers.q, nth, T.QUEUE)

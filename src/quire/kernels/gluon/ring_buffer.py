@@ -34,15 +34,13 @@ class SharedBuffers(NamedTuple):
     items: Any
     """The work item of each slot of queries."""
     pages: Any
-    """The page of each key of two tiles."""
+    """The page of each key of two tiles; None if boxes are copied."""
     q: Any
     k: Any
     v: Any
     raw_k: Any
-    """A tile of keys as bytes, before they are converted; None if they are not staged."""
+    """A ring of one tile of keys as bytes, before they are converted; None if they are not staged."""
     raw_v: Any
-    turns: Any
-    """A barrier for each consumer: whether it is its turn to start products. None if they do not take turns."""
 
 
 @gluon.jit
@@ -66,37 +64,6 @@ def make_ring(
 
 
 @gluon.jit
-def make_turns():
-    """Barriers with which the consumers start their products in turn, the first one first."""
-    turns = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(CONSUMERS):
-        mbarrier.init(turns.index(i), count=1)
-    mbarrier.arrive(turns.index(0), count=1)
-    return turns
-
-
-@gluon.jit
-def await_turn(buffers, iteration, PART: gl.constexpr, T: gl.constexpr):
-    """Waits until the other consumer has started its products. Each then computes scores' softmax while the matrix unit computes
-    the other's products."""
-    if T.TURNS:
-        mbarrier.wait(buffers.turns.index(PART), iteration & 1)
-
-
-@gluon.jit
-def pass_turn(buffers, PART: gl.constexpr, T: gl.constexpr):
-    if T.TURNS:
-        barrier()
-        mbarrier.arrive(buffers.turns.index(1 - PART), count=1)
-
-
-@gluon.jit
-def bytes_of_tile(ROWS: gl.constexpr, WIDTH: gl.constexpr):
-    """Memory for a tile of bytes. Each thread reads only what it has copied."""
-    return gl.allocate_shared_memory(gl.uint8, [ROWS, WIDTH], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
-
-
-@gluon.jit
 def acquire_full(ring, iteration, SLOTS: gl.constexpr):
     mbarrier.wait(ring.full.index(iteration % SLOTS), iteration // SLOTS & 1)
 
@@ -108,9 +75,9 @@ def acquire_free(ring, iteration, SLOTS: gl.constexpr):
 
 
 @gluon.jit
-def publish_when_copied(ring, iteration, SLOTS: gl.constexpr):
-    """Each thread arrives at the barrier when its asynchronous copies have completed."""
-    async_copy.mbarrier_arrive(ring.full.index(iteration % SLOTS), increment_count=False)
+def publish_when_copied(full):
+    """Each thread arrives at a barrier when its asynchronous copies have completed."""
+    async_copy.mbarrier_arrive(full, increment_count=False)
 
 
 @gluon.jit
