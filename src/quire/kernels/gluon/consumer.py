@@ -10,13 +10,15 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
-from quire.kernels.gluon.ring_buffer import acquire_full, key_tiles_of, load_unit, release
+from quire.kernels.gluon.ring_buffer import acquire_full, key_tiles_of, load_unit, next_item, release
 from quire.kernels.triton.device.features import has_left_edge, is_visible, per_row, transform_scores
 from quire.kernels.triton.device.tiles import headroom
 from quire.kernels.triton.device.units import finish, make_unit, store
 
 SWIZZLED = 64
 """Elements of 16 bits in the rows of the swizzled layout of shared memory: parts begin at multiples of it."""
+WIDEST = 256
+"""The most elements of a part. Four warp groups do not have the registers for it."""
 
 
 @gluon.jit
@@ -45,9 +47,9 @@ def consume(out, units, query, cache, batch, features, buffers, count, PART: gl.
         row_sum = gl.full([HALF], 0.0, gl.float32, gl.SliceLayout(1, SCORES))
         weight, row_max, row_sum, _ = softmax_tile(score, row_max, row_sum, scale, unit, features, key, True, C)
         acc = ()
-        for part in gl.static_range(parts(C.V_DIM, C.V_WIDTH)):
+        for part in gl.static_range(parts(C.V_DIM, C.V_WIDTH, C.BYTES)):
             acc = acc + (
-                gl.full([HALF, width_of_part(C.V_DIM, C.V_WIDTH, part)], 0.0, gl.float32, layout_of_part(C.V_DIM, C.V_WIDTH, part)),
+                gl.full([HALF, width_of_part(C.V_DIM, C.V_WIDTH, part, C.BYTES)], 0.0, gl.float32, layout_of_part(C.V_DIM, C.V_WIDTH, part, C.BYTES)),
             )
         acquire_full(buffers.v, tile, T.STAGES)
 
@@ -63,8 +65,8 @@ def consume(out, units, query, cache, batch, features, buffers, count, PART: gl.
         acc = wait_for_all(start_accumulate(weight, acc, buffers.v, tile - 1, queries.dtype, T, C))
         release(buffers.v, tile - 1, T.STAGES)
 
-        for part in gl.static_range(parts(C.V_DIM, C.V_WIDTH)):
-            at = gl.arange(0, HALF, gl.SliceLayout(1, layout_of_part(C.V_DIM, C.V_WIDTH, part))) + PART * HALF
+        for part in gl.static_range(parts(C.V_DIM, C.V_WIDTH, C.BYTES)):
+            at = gl.arange(0, HALF, gl.SliceLayout(1, layout_of_part(C.V_DIM, C.V_WIDTH, part, C.BYTES))) + PART * HALF
             mine = make_unit(batch, features, seq, start, q_len, kv_len, q_tile, head, at, T, C)
             store_part(acc[part], row_max, row_sum, out, mine, features, cache, invalid, part, C)
         nth += 1
@@ -78,15 +80,8 @@ def store_part(acc, row_max, row_sum, out, unit, features, cache, invalid, PART:
     row_max = gl.convert_layout(row_max, gl.SliceLayout(1, LAYOUT))
     row_sum = gl.convert_layout(row_sum, gl.SliceLayout(1, LAYOUT))
     result, lse = finish(acc, row_max, row_sum, unit.head, unit.live, features, cache, unit.kv_head, C)
-    dim = begin_of_part(C.V_DIM, C.V_WIDTH, PART) + gl.arange(0, acc.shape[1], gl.SliceLayout(0, LAYOUT))
+    dim = begin_of_part(C.V_DIM, C.V_WIDTH, PART, C.BYTES) + gl.arange(0, acc.shape[1], gl.SliceLayout(0, LAYOUT))
     store(out, unit.token, unit.head, unit.live, result, lse, invalid != 0, dim, C)
-
-
-@gluon.jit
-def next_item(buffers, nth, T: gl.constexpr):
-    """The next work item, whose queries are in shared memory."""
-    acquire_full(buffers.q, nth, T.QUEUE)
-    return gl.max(buffers.items.index(nth % T.QUEUE).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
 
 
 @gluon.jit
@@ -115,7 +110,7 @@ def attend_tiles(
         now = tile + i
         scores = start_scores(queries, buffers.k, now, SCORES, T, C)
         accumulation = start_accumulate(weight, acc, buffers.v, now - 1, queries.dtype, T, C)
-        score = warpgroup_mma_wait(parts(C.V_DIM, C.V_WIDTH), deps=(scores,))
+        score = warpgroup_mma_wait(parts(C.V_DIM, C.V_WIDTH, C.BYTES), deps=(scores,))
         release(buffers.k, now, T.STAGES)
         weight, row_max, row_sum, rescale = softmax_tile(
             score, row_max, row_sum, scale, unit, features, key + i * T.KEYS, MASKED, C
@@ -126,7 +121,7 @@ def attend_tiles(
         done = wait_for_all(accumulation)
         release(buffers.v, now - 1, T.STAGES)
         acc = ()
-        for part in gl.static_range(parts(C.V_DIM, C.V_WIDTH)):
+        for part in gl.static_range(parts(C.V_DIM, C.V_WIDTH, C.BYTES)):
             acc = acc + (done[part] * gl.convert_layout(rescale, gl.SliceLayout(1, done[part].type.layout))[:, None],)
     return weight, acc, row_max, row_sum
 
@@ -137,15 +132,15 @@ def start_scores(queries, k, tile, SCORES: gl.constexpr, T: gl.constexpr, C: gl.
     acquire_full(k, tile, T.STAGES)
     keys = k.slots.index(tile % T.STAGES)
     score = gl.full([T.ROWS // 2, T.KEYS], 0.0, gl.float32, SCORES)
-    for part in gl.static_range(parts(C.HEAD_DIM, C.K_WIDTH)):
+    for part in gl.static_range(parts(C.HEAD_DIM, C.K_WIDTH, C.BYTES)):
         score = start_part_of_scores(queries, keys, score, part, C)
     return score
 
 
 @gluon.jit
 def start_part_of_scores(queries, keys, score, PART: gl.constexpr, C: gl.constexpr):
-    BEGIN: gl.constexpr = begin_of_part(C.HEAD_DIM, C.K_WIDTH, PART)
-    WIDTH: gl.constexpr = width_of_part(C.HEAD_DIM, C.K_WIDTH, PART)
+    BEGIN: gl.constexpr = begin_of_part(C.HEAD_DIM, C.K_WIDTH, PART, C.BYTES)
+    WIDTH: gl.constexpr = width_of_part(C.HEAD_DIM, C.K_WIDTH, PART, C.BYTES)
     keys = keys.slice(BEGIN, WIDTH, dim=1).permute([1, 0])
     return warpgroup_mma(queries.slice(BEGIN, WIDTH, dim=1), keys, score, use_acc=PART > 0, is_async=True)
 
@@ -155,9 +150,9 @@ def start_accumulate(weight, acc, v, tile, DTYPE: gl.constexpr, T: gl.constexpr,
     """Starts the product of weights and the values of a tile, which are in shared memory."""
     values = v.slots.index(tile % T.STAGES)
     sums = ()
-    for part in gl.static_range(parts(C.V_DIM, C.V_WIDTH)):
+    for part in gl.static_range(parts(C.V_DIM, C.V_WIDTH, C.BYTES)):
         factors = gl.convert_layout(weight.to(DTYPE), gl.DotOperandLayout(0, acc[part].type.layout, 2))
-        values_of_part = values.slice(begin_of_part(C.V_DIM, C.V_WIDTH, part), width_of_part(C.V_DIM, C.V_WIDTH, part), dim=1)
+        values_of_part = values.slice(begin_of_part(C.V_DIM, C.V_WIDTH, part, C.BYTES), width_of_part(C.V_DIM, C.V_WIDTH, part, C.BYTES), dim=1)
         sums = sums + (warpgroup_mma(factors, values_of_part, acc[part], is_async=True),)
     return sums
 
@@ -175,29 +170,30 @@ def wait_for_all(sums):
 
 
 @gluon.constexpr_function
-def width_of_part(dim, width, part):
-    """The elements of the first part of `dim` elements, or of the second, 0 if there is none; `width` are those in shared memory."""
+def width_of_part(dim, width, part, halved):
+    """The elements of the first part of `dim` elements, or of the second, 0 if there is none. `width` are those in shared memory;
+    the widest heads are `halved` if registers are few."""
     first = width // 2
     rest = max(16, triton.next_power_of_2(dim - first)) if first < dim else width
-    if first < SWIZZLED or first + rest >= width:
+    if first < SWIZZLED or (first + rest >= width and (width < WIDEST or not halved)):
         first, rest = width, 0
     return rest if part else first
 
 
 @gluon.constexpr_function
-def begin_of_part(dim, width, part):
-    return width_of_part(dim, width, 0) if part else 0
+def begin_of_part(dim, width, part, halved):
+    return width_of_part(dim, width, 0, halved) if part else 0
 
 
 @gluon.constexpr_function
-def parts(dim, width):
-    return 2 if width_of_part(dim, width, 1) else 1
+def parts(dim, width, halved):
+    return 2 if width_of_part(dim, width, 1, halved) else 1
 
 
 @gluon.constexpr_function
-def layout_of_part(dim, width, part):
+def layout_of_part(dim, width, part, halved):
     """The layout of sums of values."""
-    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, width_of_part(dim, width, part), 16])
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, width_of_part(dim, width, part, halved), 16])
 
 
 @gluon.jit

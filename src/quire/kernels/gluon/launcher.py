@@ -20,8 +20,8 @@ from quire.kernels.triton.host.tuning import Tuning
 from quire.platform import Platform
 from quire.problem import Extent, Problem
 
-REGISTERS = 504
-"""The registers of three warp groups, one thread of each: those of a multiprocessor, in steps of eight."""
+REGISTERS, REGISTERS_OF_FOUR = 504, 512
+"""The registers of three warp groups or of four, one thread of each: those of a multiprocessor, in steps of eight."""
 WHOLE_TILE = 40
 """With fewer registers a producer loads a tile in chunks of `FEW_KEYS` keys."""
 FEW_KEYS = 32
@@ -74,8 +74,8 @@ class HopperLauncher(AttendLauncher):
         self.tiles.short, self.programs = {(1, 1): self.decode.tiles.short[1, 1]}, {}
         constants = constants_of(problem, platform, self.row, self.tiles.short[1, 1], self.long)
         queue = 2 if constants.K_WIDTH <= 128 else 1
-        consumer, producer = self._registers()
         copies = self._copies()
+        consumer, producer = self._registers(copies and constants.BYTES)
         box = self._box(constants) if copies else 0
         # The addresses of a whole tile take more than 24 registers. With boxes, few tiles are copied row by row.
         few = box or constants.BYTES or producer < WHOLE_TILE
@@ -84,7 +84,7 @@ class HopperLauncher(AttendLauncher):
         self.make_units = Program(units_kernel, UNITS, (tile, constants), self.units, self.warps)
         self.prefill = Program(prefill_kernel, PREFILL, (tile, constants), self.units, 4)
 
-    def _registers(self) -> tuple[int, int]:
+    def _registers(self, staged: bool) -> tuple[int, int]:
         assert self.row.registers is not None
         consumer, features = self.row.registers, set(self.problem.features)
         # What compiles with the fewest spilled registers. Consumers compute features of single scores; in context form the producer
@@ -93,6 +93,8 @@ class HopperLauncher(AttendLauncher):
             consumer += 8
         elif "context-form" in features:
             consumer -= 8
+        if staged:
+            return consumer, REGISTERS_OF_FOUR // 2 - consumer
         return consumer, REGISTERS - 2 * consumer
 
     def _copies(self) -> bool:

@@ -15,8 +15,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from quire.kernels.gluon.consumer import consume
-from quire.kernels.gluon.producer import KEYS, VALUES, Boxes, make_box, produce
-from quire.kernels.gluon.ring_buffer import THREADS, SharedBuffers, make_ring
+from quire.kernels.gluon.copies import KEYS, VALUES, Boxes, make_box
+from quire.kernels.gluon.producer import produce, produce_keys, produce_values
+from quire.kernels.gluon.ring_buffer import CONSUMERS, THREADS, SharedBuffers, make_ring
 
 FIRST = gl.constexpr(0)
 SECOND = gl.constexpr(1)
@@ -36,8 +37,8 @@ def prefill_kernel(
     STAGED: gl.constexpr = T.ASYNC_COPIES and C.BYTES
     buffers = SharedBuffers(
         gl.allocate_shared_memory(gl.int32, [T.QUEUE, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])),
-        gl.allocate_shared_memory(gl.int32, [2, T.KEYS], gl.SwizzledSharedLayout(1, 1, 1, [0])) if T.BOX == 0 else None,
-        make_ring(DTYPE, T.QUEUE, T.ROWS // 2, C.K_WIDTH, 2, THREADS + 1),
+        gl.allocate_shared_memory(gl.int32, [2, T.KEYS], gl.SwizzledSharedLayout(1, 1, 1, [0])) if T.BOX == 0 and not STAGED else None,
+        make_ring(DTYPE, T.QUEUE, T.ROWS // 2, C.K_WIDTH, 2, THREADS + 1, CONSUMERS + 1 if STAGED else CONSUMERS),
         make_ring(DTYPE, T.STAGES, T.KEYS, C.K_WIDTH, 1, PRODUCER_ARRIVALS),
         make_ring(DTYPE, T.STAGES, T.KEYS, C.V_WIDTH, 1, PRODUCER_ARRIVALS),
         make_ring(gl.uint8, 1, T.KEYS, C.K_WIDTH, 1, THREADS) if STAGED else None,
@@ -50,15 +51,27 @@ def prefill_kernel(
             make_box(cache.k, cache.pages, KEYS, T, C) if T.BOX > 0 else None,
             make_box(cache.v, cache.pages, VALUES, T, C) if T.BOX > 0 else None,
         )
-        gl.warp_specialize(
-            [
-                (consume, (out, units, query, cache, batch, features, buffers, count, 0, T, C)),
-                (consume, (out, units, query, cache, batch, features, buffers, count, 1, T, C)),
-                (produce, (units, query, cache, batch, new, features, buffers, boxes, count, T, C)),
-            ],
-            [4, 4],
-            [T.CONSUMER_REGISTERS, T.PRODUCER_REGISTERS],
-        )
+        if STAGED:
+            gl.warp_specialize(
+                [
+                    (consume, (out, units, query, cache, batch, features, buffers, count, 0, T, C)),
+                    (consume, (out, units, query, cache, batch, features, buffers, count, 1, T, C)),
+                    (produce_keys, (units, query, cache, batch, new, features, buffers, boxes, count, T, C)),
+                    (produce_values, (units, cache, batch, new, features, buffers, boxes, count, T, C)),
+                ],
+                [4, 4, 4],
+                [T.CONSUMER_REGISTERS, T.PRODUCER_REGISTERS, T.PRODUCER_REGISTERS],
+            )
+        else:
+            gl.warp_specialize(
+                [
+                    (consume, (out, units, query, cache, batch, features, buffers, count, 0, T, C)),
+                    (consume, (out, units, query, cache, batch, features, buffers, count, 1, T, C)),
+                    (produce, (units, query, cache, batch, new, features, buffers, boxes, count, T, C)),
+                ],
+                [4, 4],
+                [T.CONSUMER_REGISTERS, T.PRODUCER_REGISTERS],
+            )
     if C.PDL:
         if launch != FIRST:
             # The next kernel waits for this launch only: so this one waits for the one before it, and that one for the first.

@@ -51,15 +51,17 @@ def make_ring(
     WIDTH: gl.constexpr,
     PARTS: gl.constexpr,
     PRODUCER_ARRIVALS: gl.constexpr,
+    READERS: gl.constexpr = CONSUMERS,
 ):
-    """A ring buffer of tiles, each in PARTS parts. A slot is full after PRODUCER_ARRIVALS arrivals at its barrier."""
+    """A ring buffer of tiles, each in PARTS parts. A slot is full after PRODUCER_ARRIVALS arrivals at
+    its barrier, and free after READERS arrivals."""
     layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, WIDTH], DTYPE)
     slots = gl.allocate_shared_memory(DTYPE, [SLOTS * PARTS, ROWS, WIDTH], layout)
     full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(SLOTS):
         mbarrier.init(full.index(i), count=PRODUCER_ARRIVALS)
-        mbarrier.init(free.index(i), count=CONSUMERS)
+        mbarrier.init(free.index(i), count=READERS)
     return RingBuffer(slots, full, free)
 
 
@@ -91,6 +93,13 @@ def publish(ring, iteration, SLOTS: gl.constexpr):
 def release(ring, iteration, SLOTS: gl.constexpr):
     barrier()
     mbarrier.arrive(ring.free.index(iteration % SLOTS), count=1)
+
+
+@gluon.jit
+def next_item(buffers, nth, T: gl.constexpr):
+    """The next work item, whose queries are in shared memory."""
+    acquire_full(buffers.q, nth, T.QUEUE)
+    return gl.max(buffers.items.index(nth % T.QUEUE).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
 
 
 @gluon.jit
