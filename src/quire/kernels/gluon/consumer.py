@@ -48,9 +48,7 @@ def consume(out, units, query, cache, batch, features, buffers, count, PART: gl.
         weight, row_max, row_sum, _ = softmax_tile(score, row_max, row_sum, scale, unit, features, key, True, C)
         acc = ()
         for part in gl.static_range(parts(C.V_DIM, C.V_WIDTH, C.BYTES)):
-            acc = acc + (
-                gl.full([HALF, width_of_part(C.V_DIM, C.V_WIDTH, part, C.BYTES)], 0.0, gl.float32, layout_of_part(C.V_DIM, C.V_WIDTH, part, C.BYTES)),
-            )
+            acc += (zeros(part, T, C),)
         acquire_full(buffers.v, tile, T.STAGES)
 
         state = (weight, acc, row_max, row_sum)
@@ -122,8 +120,14 @@ def attend_tiles(
         release(buffers.v, now - 1, T.STAGES)
         acc = ()
         for part in gl.static_range(parts(C.V_DIM, C.V_WIDTH, C.BYTES)):
-            acc = acc + (done[part] * gl.convert_layout(rescale, gl.SliceLayout(1, done[part].type.layout))[:, None],)
+            acc += (done[part] * gl.convert_layout(rescale, gl.SliceLayout(1, done[part].type.layout))[:, None],)
     return weight, acc, row_max, row_sum
+
+
+@gluon.jit
+def zeros(PART: gl.constexpr, T: gl.constexpr, C: gl.constexpr):
+    LAYOUT: gl.constexpr = layout_of_part(C.V_DIM, C.V_WIDTH, PART, C.BYTES)
+    return gl.full([T.ROWS // 2, width_of_part(C.V_DIM, C.V_WIDTH, PART, C.BYTES)], 0.0, gl.float32, LAYOUT)
 
 
 @gluon.jit
@@ -152,8 +156,10 @@ def start_accumulate(weight, acc, v, tile, DTYPE: gl.constexpr, T: gl.constexpr,
     sums = ()
     for part in gl.static_range(parts(C.V_DIM, C.V_WIDTH, C.BYTES)):
         factors = gl.convert_layout(weight.to(DTYPE), gl.DotOperandLayout(0, acc[part].type.layout, 2))
-        values_of_part = values.slice(begin_of_part(C.V_DIM, C.V_WIDTH, part, C.BYTES), width_of_part(C.V_DIM, C.V_WIDTH, part, C.BYTES), dim=1)
-        sums = sums + (warpgroup_mma(factors, values_of_part, acc[part], is_async=True),)
+        values_of_part = values.slice(
+            begin_of_part(C.V_DIM, C.V_WIDTH, part, C.BYTES), width_of_part(C.V_DIM, C.V_WIDTH, part, C.BYTES), dim=1
+        )
+        sums += (warpgroup_mma(factors, values_of_part, acc[part], is_async=True),)
     return sums
 
 

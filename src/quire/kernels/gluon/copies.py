@@ -95,7 +95,7 @@ def copy_boxes(batch, unit, boxes, ring, first, tile, OF: gl.constexpr, T: gl.co
     for i in gl.static_range(0, BOXES, FEW):
         ids = ()
         for j in gl.static_range(FEW):
-            ids = ids + (gl.load(row + (first + (i + j) * T.BOX) // C.PAGE_SIZE * batch.table_step).to(gl.int32),)
+            ids += (gl.load(row + (first + (i + j) * T.BOX) // C.PAGE_SIZE * batch.table_step).to(gl.int32),)
         if i == 0:
             if not C.BYTES:
                 acquire_free(ring, tile, SLOTS)
@@ -193,5 +193,3 @@ def addresses(
     inside = (key >= unit.low) & (key < limits[0])
     mask = inside[:, None] if LENGTH == WIDTH else inside[:, None] & (dim < LENGTH)[None, :]
     return at[:, None] + dim[None, :] * step, mask
-
-

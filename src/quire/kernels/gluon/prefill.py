@@ -1,7 +1,8 @@
-"""Long sequences on Hopper, with specialised warps. A persistent program takes the next work item until none is left. It has three
-warp groups, which synchronise only at the barriers of the ring buffers:
+"""Long sequences on Hopper, with specialised warps. A persistent program takes the next work item until none is left. Its warp
+groups synchronise only at the barriers of the ring buffers:
 
-    one producer     loads queries, then keys and values tile by tile, page by page, into ring buffers in shared memory
+    one producer     loads queries, then keys and values tile by tile, page by page, into ring buffers in shared memory; of 8-bit
+                     caches, a second one loads the values
     two consumers    compute half of the item's query rows each
 
 The kernel is launched twice, before the short sequences and after them. If there are short sequences, some programs of the first
@@ -35,9 +36,10 @@ def prefill_kernel(
     COPIED: gl.constexpr = T.ASYNC_COPIES and not C.BYTES
     PRODUCER_ARRIVALS: gl.constexpr = THREADS if COPIED else 1
     STAGED: gl.constexpr = T.ASYNC_COPIES and C.BYTES
+    PREFETCHED: gl.constexpr = T.BOX == 0 and not STAGED
     buffers = SharedBuffers(
         gl.allocate_shared_memory(gl.int32, [T.QUEUE, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])),
-        gl.allocate_shared_memory(gl.int32, [2, T.KEYS], gl.SwizzledSharedLayout(1, 1, 1, [0])) if T.BOX == 0 and not STAGED else None,
+        gl.allocate_shared_memory(gl.int32, [2, T.KEYS], gl.SwizzledSharedLayout(1, 1, 1, [0])) if PREFETCHED else None,
         make_ring(DTYPE, T.QUEUE, T.ROWS // 2, C.K_WIDTH, 2, THREADS + 1, CONSUMERS + 1 if STAGED else CONSUMERS),
         make_ring(DTYPE, T.STAGES, T.KEYS, C.K_WIDTH, 1, PRODUCER_ARRIVALS),
         make_ring(DTYPE, T.STAGES, T.KEYS, C.V_WIDTH, 1, PRODUCER_ARRIVALS),

@@ -112,8 +112,8 @@ def locate(units, batch, features, item, count, T: gl.constexpr, C: gl.constexpr
     return unit, limits, first, tiles, (seq, start, q_len, kv_len, q_tile, head)
 
 
-# The page of each key of a tile is looked up by one thread, a tile ahead, and passed to the others through shared memory. Boxes, and
-# bytes, are looked up when they are copied.
+# The page of each key of a tile is looked up by one thread, a tile ahead, and passed to the others through shared memory. Pages of
+# boxes and of bytes are looked up when these are copied.
 
 
 @gluon.jit
