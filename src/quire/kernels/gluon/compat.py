@@ -5,8 +5,8 @@
     box_load      async_copy_global_to_shared    async_copy_global_to_shared    async_load
     barrier       thread_barrier                 barrier                        barrier
 
-`async_load` is that of `async_copy`, `box_load` that of `tma`. 3.8 still has their old names; in 3.9 these raise. Everything else that
-the kernels use is the same in all four.
+`async_load` is that of `async_copy`, `box_load` that of `tma`. 3.8 still has their old names; in 3.9 these raise. Everything else
+that the kernels use is the same in all four.
 """
 
 from __future__ import annotations

@@ -38,10 +38,10 @@ def make_box(storage, pages, OF: gl.constexpr, T: gl.constexpr, C: gl.constexpr)
     WIDTH: gl.constexpr = C.V_WIDTH if OF == VALUES else C.K_WIDTH
     LENGTH: gl.constexpr = C.V_DIM if OF == VALUES else C.HEAD_DIM
     STEPS: gl.constexpr = C.V_STEPS if OF == VALUES else C.K_STEPS
-    BLOCK: gl.constexpr = [1, 1, T.BOX, WIDTH]
-    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for(BLOCK, storage.dtype.element_ty)
+    SHAPE: gl.constexpr = [1, 1, T.BOX, WIDTH]
+    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for(SHAPE, storage.dtype.element_ty)
     shape = [pages, C.KV_HEADS, C.PAGE_SIZE, LENGTH]
-    return tma.make_tensor_descriptor(storage, shape, [STEPS[0], STEPS[1], STEPS[3], 1], BLOCK, layout)
+    return tma.make_tensor_descriptor(storage, shape, [STEPS[0], STEPS[1], STEPS[3], 1], SHAPE, layout)
 
 
 @gluon.jit
