@@ -32,8 +32,8 @@ SANITIZER_LIMIT = 45
 TOOLS = ("memcheck", "racecheck")
 HANDED = ("prefill.py",)
 """Kernels whose warps have different work. The compiler hands it to them through shared memory, at barriers that racecheck does not
-follow, and says of that code that it stands in these files. What is ours in shared memory is not there, but in `rings.py`,
-`loader.py` and `computer.py`."""
+follow, and says of that code that it stands in these files. What is ours in shared memory is not there, but in
+`ring_buffer.py`, `copies.py`, `producer.py` and `consumer.py`."""
 
 
 def environment(**more: str) -> dict[str, str]:

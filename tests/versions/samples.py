@@ -62,7 +62,7 @@ def faults(arch: str, sample: KernelSample, found: list[Compiled] | str) -> list
     for kernel in found:
         wanted = set()
         if kernel.kernel == "prefill_kernel":
-            wanted = {"wgmma.mma_async"} | ({"cp.async.cg.shared.global"} if sample.format in ("bf16", "fp16") else set())
+            wanted = {"wgmma.mma_async", "cp.async.cg.shared.global", "cp.async.bulk.tensor"}
         wrong += [f"{kernel.kernel} lacks {name}" for name in sorted(wanted - set(kernel.instructions))]
         if kernel.kernel == "attend_kernel" and not kernel.matrix:
             wrong.append("the products of attend_kernel are not matrix instructions")

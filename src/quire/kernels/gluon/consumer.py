@@ -5,21 +5,26 @@ While the matrix unit accumulates the values of one tile of keys, the consumer c
 
 from __future__ import annotations
 
+import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
-from quire.kernels.gluon.ring_buffer import acquire_full, key_tiles_of, load_unit, release
+from quire.kernels.gluon.ring_buffer import acquire_full, key_tiles_of, load_unit, next_item, release
 from quire.kernels.triton.device.features import has_left_edge, is_visible, per_row, transform_scores
 from quire.kernels.triton.device.tiles import headroom
 from quire.kernels.triton.device.units import finish, make_unit, store
+
+SWIZZLED = 64
+"""Elements of 16 bits in the rows of the swizzled layout of shared memory: parts begin at multiples of it."""
+WIDEST = 256
+"""The most elements of a part. Four warp groups do not have the registers for it."""
 
 
 @gluon.jit
 def consume(out, units, query, cache, batch, features, buffers, count, PART: gl.constexpr, T: gl.constexpr, C: gl.constexpr):
     HALF: gl.constexpr = T.ROWS // 2
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, T.KEYS, 16])
-    VALUES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.V_WIDTH, 16])
     index = gl.arange(0, HALF, gl.SliceLayout(1, SCORES)) + PART * HALF
     key_in_tile = gl.arange(0, T.KEYS, gl.SliceLayout(0, SCORES))
     nth = 0
@@ -36,12 +41,14 @@ def consume(out, units, query, cache, batch, features, buffers, count, PART: gl.
         some = gl.maximum(gl.minimum((unit.all_from - begin + T.KEYS - 1) // T.KEYS, tiles), 1)
         every = gl.maximum(gl.minimum((gl.minimum(unit.all_to, end) - begin) // T.KEYS, tiles), some)
 
-        score = warpgroup_mma_wait(0, deps=(start_scores(queries, buffers.k, tile, SCORES, T),))
+        score = warpgroup_mma_wait(0, deps=(start_scores(queries, buffers.k, tile, SCORES, T, C),))
         release(buffers.k, tile, T.STAGES)
         row_max = gl.full([HALF], float("-inf"), gl.float32, gl.SliceLayout(1, SCORES))
         row_sum = gl.full([HALF], 0.0, gl.float32, gl.SliceLayout(1, SCORES))
         weight, row_max, row_sum, _ = softmax_tile(score, row_max, row_sum, scale, unit, features, key, True, C)
-        acc = gl.full([HALF, C.V_WIDTH], 0.0, gl.float32, VALUES)
+        acc = ()
+        for part in gl.static_range(parts(C.V_DIM, C.V_WIDTH, C.BYTES)):
+            acc += (zeros(part, T, C),)
         acquire_full(buffers.v, tile, T.STAGES)
 
         state = (weight, acc, row_max, row_sum)
@@ -53,25 +60,26 @@ def consume(out, units, query, cache, batch, features, buffers, count, PART: gl.
         )
         release(buffers.q, nth, T.QUEUE)
         tile += tiles
-        acc = warpgroup_mma_wait(0, deps=(start_accumulate(weight, acc, buffers.v, tile - 1, queries.dtype, T),))
+        acc = wait_for_all(start_accumulate(weight, acc, buffers.v, tile - 1, queries.dtype, T, C))
         release(buffers.v, tile - 1, T.STAGES)
 
-        at = gl.arange(0, HALF, gl.SliceLayout(1, VALUES)) + PART * HALF
-        mine = make_unit(batch, features, seq, start, q_len, kv_len, q_tile, head, at, T, C)
-        row_max = gl.convert_layout(row_max, gl.SliceLayout(1, VALUES))
-        row_sum = gl.convert_layout(row_sum, gl.SliceLayout(1, VALUES))
-        result, lse = finish(acc, row_max, row_sum, mine.head, mine.live, features, cache, mine.kv_head, C)
-        dim = gl.arange(0, C.V_WIDTH, gl.SliceLayout(0, VALUES))
-        store(out, mine.token, mine.head, mine.live, result, lse, invalid != 0, dim, C)
+        for part in gl.static_range(parts(C.V_DIM, C.V_WIDTH, C.BYTES)):
+            at = gl.arange(0, HALF, gl.SliceLayout(1, layout_of_part(C.V_DIM, C.V_WIDTH, part, C.BYTES))) + PART * HALF
+            mine = make_unit(batch, features, seq, start, q_len, kv_len, q_tile, head, at, T, C)
+            store_part(acc[part], row_max, row_sum, out, mine, features, cache, invalid, part, C)
         nth += 1
         item = next_item(buffers, nth, T)
 
 
 @gluon.jit
-def next_item(buffers, nth, T: gl.constexpr):
-    """The next work item, whose queries are in shared memory."""
-    acquire_full(buffers.q, nth, T.QUEUE)
-    return gl.max(buffers.items.index(nth % T.QUEUE).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
+def store_part(acc, row_max, row_sum, out, unit, features, cache, invalid, PART: gl.constexpr, C: gl.constexpr):
+    """Stores the output of some elements of every head."""
+    LAYOUT: gl.constexpr = acc.type.layout
+    row_max = gl.convert_layout(row_max, gl.SliceLayout(1, LAYOUT))
+    row_sum = gl.convert_layout(row_sum, gl.SliceLayout(1, LAYOUT))
+    result, lse = finish(acc, row_max, row_sum, unit.head, unit.live, features, cache, unit.kv_head, C)
+    dim = begin_of_part(C.V_DIM, C.V_WIDTH, PART, C.BYTES) + gl.arange(0, acc.shape[1], gl.SliceLayout(0, LAYOUT))
+    store(out, unit.token, unit.head, unit.live, result, lse, invalid != 0, dim, C)
 
 
 @gluon.jit
@@ -96,12 +104,11 @@ def attend_tiles(
     whose weights are in the state."""
     weight, acc, row_max, row_sum = state
     SCORES: gl.constexpr = weight.type.layout
-    VALUES: gl.constexpr = acc.type.layout
     for i in range(begin, end):
         now = tile + i
-        scores = start_scores(queries, buffers.k, now, SCORES, T)
-        accumulation = start_accumulate(weight, acc, buffers.v, now - 1, queries.dtype, T)
-        score = warpgroup_mma_wait(1, deps=(scores,))
+        scores = start_scores(queries, buffers.k, now, SCORES, T, C)
+        accumulation = start_accumulate(weight, acc, buffers.v, now - 1, queries.dtype, T, C)
+        score = warpgroup_mma_wait(parts(C.V_DIM, C.V_WIDTH, C.BYTES), deps=(scores,))
         release(buffers.k, now, T.STAGES)
         weight, row_max, row_sum, rescale = softmax_tile(
             score, row_max, row_sum, scale, unit, features, key + i * T.KEYS, MASKED, C
@@ -109,25 +116,90 @@ def attend_tiles(
         # These values are needed in the next iteration. The assembler does not move instructions across this wait, as it does
         # across the following one: so the softmax is computed while the matrix unit accumulates.
         acquire_full(buffers.v, now, T.STAGES)
-        acc = warpgroup_mma_wait(0, deps=(accumulation,))
+        done = wait_for_all(accumulation)
         release(buffers.v, now - 1, T.STAGES)
-        acc = acc * gl.convert_layout(rescale, gl.SliceLayout(1, VALUES))[:, None]
+        acc = ()
+        for part in gl.static_range(parts(C.V_DIM, C.V_WIDTH, C.BYTES)):
+            acc += (done[part] * gl.convert_layout(rescale, gl.SliceLayout(1, done[part].type.layout))[:, None],)
     return weight, acc, row_max, row_sum
 
 
 @gluon.jit
-def start_scores(queries, k, tile, SCORES: gl.constexpr, T: gl.constexpr):
-    """Starts the product of queries and the keys of a tile, once they are in shared memory."""
-    acquire_full(k, tile, T.STAGES)
-    score = gl.full([T.ROWS // 2, T.KEYS], 0.0, gl.float32, SCORES)
-    return warpgroup_mma(queries, k.slots.index(tile % T.STAGES).permute([1, 0]), score, use_acc=False, is_async=True)
+def zeros(PART: gl.constexpr, T: gl.constexpr, C: gl.constexpr):
+    LAYOUT: gl.constexpr = layout_of_part(C.V_DIM, C.V_WIDTH, PART, C.BYTES)
+    return gl.full([T.ROWS // 2, width_of_part(C.V_DIM, C.V_WIDTH, PART, C.BYTES)], 0.0, gl.float32, LAYOUT)
 
 
 @gluon.jit
-def start_accumulate(weight, acc, v, tile, DTYPE: gl.constexpr, T: gl.constexpr):
+def start_scores(queries, k, tile, SCORES: gl.constexpr, T: gl.constexpr, C: gl.constexpr):
+    """Starts the product of queries and the keys of a tile, once they are in shared memory."""
+    acquire_full(k, tile, T.STAGES)
+    keys = k.slots.index(tile % T.STAGES)
+    score = gl.full([T.ROWS // 2, T.KEYS], 0.0, gl.float32, SCORES)
+    for part in gl.static_range(parts(C.HEAD_DIM, C.K_WIDTH, C.BYTES)):
+        score = start_part_of_scores(queries, keys, score, part, C)
+    return score
+
+
+@gluon.jit
+def start_part_of_scores(queries, keys, score, PART: gl.constexpr, C: gl.constexpr):
+    BEGIN: gl.constexpr = begin_of_part(C.HEAD_DIM, C.K_WIDTH, PART, C.BYTES)
+    WIDTH: gl.constexpr = width_of_part(C.HEAD_DIM, C.K_WIDTH, PART, C.BYTES)
+    keys = keys.slice(BEGIN, WIDTH, dim=1).permute([1, 0])
+    return warpgroup_mma(queries.slice(BEGIN, WIDTH, dim=1), keys, score, use_acc=PART > 0, is_async=True)
+
+
+@gluon.jit
+def start_accumulate(weight, acc, v, tile, DTYPE: gl.constexpr, T: gl.constexpr, C: gl.constexpr):
     """Starts the product of weights and the values of a tile, which are in shared memory."""
-    factors = gl.convert_layout(weight.to(DTYPE), gl.DotOperandLayout(0, acc.type.layout, 2))
-    return warpgroup_mma(factors, v.slots.index(tile % T.STAGES), acc, is_async=True)
+    values = v.slots.index(tile % T.STAGES)
+    sums = ()
+    for part in gl.static_range(parts(C.V_DIM, C.V_WIDTH, C.BYTES)):
+        factors = gl.convert_layout(weight.to(DTYPE), gl.DotOperandLayout(0, acc[part].type.layout, 2))
+        values_of_part = values.slice(
+            begin_of_part(C.V_DIM, C.V_WIDTH, part, C.BYTES), width_of_part(C.V_DIM, C.V_WIDTH, part, C.BYTES), dim=1
+        )
+        sums += (warpgroup_mma(factors, values_of_part, acc[part], is_async=True),)
+    return sums
+
+
+@gluon.jit
+def wait_for_all(sums):
+    """Waits for all products that have been started. Returns a tuple of their sums."""
+    if len(sums) == 1:
+        return (warpgroup_mma_wait(0, deps=(sums[0],)),)
+    else:
+        return warpgroup_mma_wait(0, deps=(sums[0], sums[1]))
+
+
+# Shapes are powers of two. A head of 96 elements is not computed as one of 128 but in two parts, of 64 and 32.
+
+
+@gluon.constexpr_function
+def width_of_part(dim, width, part, halved):
+    """The elements of the first part of `dim` elements, or of the second, 0 if there is none. `width` are those in shared memory;
+    the widest heads are `halved` if registers are few."""
+    first = width // 2
+    rest = max(16, triton.next_power_of_2(dim - first)) if first < dim else width
+    if first < SWIZZLED or (first + rest >= width and (width < WIDEST or not halved)):
+        first, rest = width, 0
+    return rest if part else first
+
+
+@gluon.constexpr_function
+def begin_of_part(dim, width, part, halved):
+    return width_of_part(dim, width, 0, halved) if part else 0
+
+
+@gluon.constexpr_function
+def parts(dim, width, halved):
+    return 2 if width_of_part(dim, width, 1, halved) else 1
+
+
+@gluon.constexpr_function
+def layout_of_part(dim, width, part, halved):
+    """The layout of sums of values."""
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, width_of_part(dim, width, part, halved), 16])
 
 
 @gluon.jit

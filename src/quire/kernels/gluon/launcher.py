@@ -6,10 +6,11 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
+from triton.runtime import _allocation
 
 from quire.kernels.gluon.prefill import FIRST, SECOND, prefill_kernel
 from quire.kernels.gluon.units import FIELDS, HEADER, units_kernel
-from quire.kernels.triton.device.arguments import BatchTensors, Cache, New, Number, Out, OwnedPointer, Query
+from quire.kernels.triton.device.arguments import AttendConstants, BatchTensors, Cache, New, Number, Out, OwnedPointer, Query
 from quire.kernels.triton.device.features import Features
 from quire.kernels.triton.host.constants import constants_of
 from quire.kernels.triton.host.launcher import ANY_BATCH, At, AttendLauncher, Launch, arguments_of, balanced, finish_empty
@@ -19,11 +20,15 @@ from quire.kernels.triton.host.tuning import Tuning
 from quire.platform import Platform
 from quire.problem import Extent, Problem
 
-REGISTERS = 504
-"""The registers of three warp groups, one thread of each: those of a multiprocessor, in steps of eight."""
+REGISTERS, REGISTERS_OF_FOUR = 504, 512
+"""The registers of three warp groups or of four, one thread of each: those of a multiprocessor, in steps of eight."""
 WHOLE_TILE = 40
 """With fewer registers a producer loads a tile in chunks of `FEW_KEYS` keys."""
 FEW_KEYS = 32
+SMALLEST_BOX = 8
+"""Rows of a box: those of the pattern in which shared memory is swizzled."""
+LARGEST_STEP = 2**39
+"""Elements of 16 bits: strides of a box have 40 bits."""
 ONCE_A_ROW = {"lse", "sinks"}
 """Features that are computed once for each row, and not for each score."""
 UNITS = (OwnedPointer, BatchTensors, Cache, Features)
@@ -51,6 +56,8 @@ class HopperTile(NamedTuple):
     """Units whose queries are in shared memory: if two, one is computed while the next is loaded."""
     ASYNC_COPIES: bool
     """Whether keys and values are copied asynchronously, sixteen bytes at a time."""
+    BOX: int
+    """Keys of a page that are copied by one instruction, 0 if keys are copied one by one."""
 
 
 class HopperLauncher(AttendLauncher):
@@ -67,14 +74,17 @@ class HopperLauncher(AttendLauncher):
         self.tiles.short, self.programs = {(1, 1): self.decode.tiles.short[1, 1]}, {}
         constants = constants_of(problem, platform, self.row, self.tiles.short[1, 1], self.long)
         queue = 2 if constants.K_WIDTH <= 128 else 1
-        consumer, producer = self._registers()
-        # The addresses of a whole tile take more than 24 registers.
-        chunk = min(self.long.KEYS, FEW_KEYS) if constants.BYTES or producer < WHOLE_TILE else self.long.KEYS
-        tile = HopperTile(*self.long, consumer, producer, CHUNK=chunk, QUEUE=queue, ASYNC_COPIES=self._copies())
+        copies = self._copies()
+        consumer, producer = self._registers(copies and constants.BYTES)
+        box = self._box(constants) if copies else 0
+        # The addresses of a whole tile take more than 24 registers. With boxes, few tiles are copied row by row.
+        few = box or constants.BYTES or producer < WHOLE_TILE
+        chunk = min(self.long.KEYS, FEW_KEYS) if few else self.long.KEYS
+        tile = HopperTile(*self.long, consumer, producer, chunk, queue, copies, box)
         self.make_units = Program(units_kernel, UNITS, (tile, constants), self.units, self.warps)
         self.prefill = Program(prefill_kernel, PREFILL, (tile, constants), self.units, 4)
 
-    def _registers(self) -> tuple[int, int]:
+    def _registers(self, staged: bool) -> tuple[int, int]:
         assert self.row.registers is not None
         consumer, features = self.row.registers, set(self.problem.features)
         # What compiles with the fewest spilled registers. Consumers compute features of single scores; in context form the producer
@@ -83,6 +93,8 @@ class HopperLauncher(AttendLauncher):
             consumer += 8
         elif "context-form" in features:
             consumer -= 8
+        if staged:
+            return consumer, REGISTERS_OF_FOUR // 2 - consumer
         return consumer, REGISTERS - 2 * consumer
 
     def _copies(self) -> bool:
@@ -96,8 +108,32 @@ class HopperLauncher(AttendLauncher):
         )
         return paged and all(unit == 16 for unit in strides)
 
+    def _box(self, constants: AttendConstants) -> int:
+        """The keys of a box: a power of two that divides the page size."""
+        assert self.long is not None
+        steps = (*constants.K_STEPS[:4], *constants.V_STEPS[:4])
+        whole = constants.K_SLOTS >= constants.PAGE_SIZE and constants.V_SLOTS >= constants.PAGE_SIZE
+        whole = whole and constants.K_DIMS >= constants.HEAD_DIM and constants.V_DIMS >= constants.V_DIM
+        box = min(self.long.KEYS, constants.PAGE_SIZE & -constants.PAGE_SIZE)
+        return box if whole and box >= SMALLEST_BOX and max(steps) < LARGEST_STEP else 0
+
     def all_launches(self, call: Any, at: At) -> Iterator[Launch]:
         return self.launches(call, ANY_BATCH, at)
+
+    def __call__(self, call: Any) -> None:
+        """As of every launcher. Descriptors of boxes are made on the device, in memory that Triton asks for. It is kept until all
+        launches are issued: a kernel that is launched early would otherwise be given the memory of one that still runs."""
+        kept = []
+
+        def allocate(size: int, alignment: int, stream: int | None) -> torch.Tensor:
+            kept.append(torch.empty(size, dtype=torch.uint8, device=call.q.device))
+            return kept[-1]
+
+        before = _allocation._allocator.set(allocate)
+        try:
+            super().__call__(call)
+        finally:
+            _allocation._allocator.reset(before)
 
     def launches(self, call: Any, extent: Extent, at: At) -> Iterator[Launch]:
         q = call.q

@@ -1,9 +1,7 @@
-"""The producer: takes work items, and loads their queries, keys and values into shared memory.
+"""The producers: they take work items, and load their queries, keys and values into shared memory, tile by tile.
 
-One thread looks up the page of each key, a tile ahead, and passes it to the others through shared memory. A tile is loaded in
-chunks of `T.CHUNK` keys: registers hold the addresses of one chunk, and all other registers are the consumers'. Bytes are first
-copied as they are, one tile of keys and one of values ahead, and converted on their way to the ring buffers, so that no thread
-waits for memory.
+Keys and values of 16 bits have one producer. Those of 8 bits have two, which convert them at the same time. They are first copied
+as bytes, one tile ahead.
 """
 
 from __future__ import annotations
@@ -13,171 +11,128 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_async_shared
 
 from quire.kernels.gluon.compat import async_load
-from quire.kernels.gluon.ring_buffer import acquire_free, key_tiles_of, load_unit, publish, publish_when_copied
-from quire.kernels.triton.device.formats import decode
-from quire.kernels.triton.device.tiles import key_at, to_dot_type, value_at, within_table
+from quire.kernels.gluon.copies import KEYS, VALUES, convert, copy, load, page_ids
+from quire.kernels.gluon.ring_buffer import acquire_free, key_tiles_of, load_unit, next_item, publish, publish_when_copied, release
+from quire.kernels.triton.device.tiles import within_table
 from quire.kernels.triton.device.units import make_unit
 
 ROWS = gl.constexpr(32)
 """Queries that are loaded at a time."""
-KEYS = gl.constexpr(0)
-VALUES = gl.constexpr(1)
 
 
 @gluon.jit
-def produce(units, query, cache, batch, new, features, buffers, count, T: gl.constexpr, C: gl.constexpr):
-    ROW: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    STAGED: gl.constexpr = C.BYTES and T.ASYNC_COPIES
+def produce(units, query, cache, batch, new, features, buffers, boxes, count, T: gl.constexpr, C: gl.constexpr):
+    """Loads queries, keys and values."""
     nth = 0
     tile = 0
-    item = count
-    if count > 0:
-        item = gl.atomic_add(units, 1)
+    item = take_item(units, count)
     while item < count:
-        head, seq, q_tile, start, q_len, kv_len, invalid = load_unit(units, item, count, T)
-        # Only what all rows have in common is used of this unit.
-        row = gl.arange(0, T.ROWS, ROW)
-        unit = make_unit(batch, features, seq, start, q_len, kv_len, q_tile, head, row, T, C)
-        first, end, tiles = key_tiles_of(unit, invalid, T)
-        stop = within_table(batch, gl.minimum(end, unit.cached), C)
-        store_page_ids(buffers, tile, load_page_ids(batch, seq, first, stop, T, C))
-        ids = load_page_ids(batch, seq, first + T.KEYS, stop, T, C)
-        if STAGED:
-            stage(cache, new, unit, end, buffers, buffers.raw_k, first, tile, KEYS, T, C)
-            load(cache, new, unit, end, buffers, buffers.k, buffers.raw_k, first, tile, KEYS, 0, T, C)
-            store_page_ids(buffers, tile + 1, ids)
-            ids = load_page_ids(batch, seq, first + 2 * T.KEYS, stop, T, C)
-            stage(cache, new, unit, end, buffers, buffers.raw_k, first + T.KEYS, tile + 1, KEYS, T, C)
-            stage(cache, new, unit, end, buffers, buffers.raw_v, first, tile, VALUES, T, C)
-        else:
-            load(cache, new, unit, end, buffers, buffers.k, None, first, tile, KEYS, 0, T, C)
-        load_queries(query, batch, features, buffers, seq, start, q_len, kv_len, q_tile, head, item, nth, T, C)
+        unit, limits, first, tiles, where = locate(units, batch, features, item, count, T, C)
+        store_page_ids(buffers, tile, load_page_ids(batch, unit, first, limits, T, C), T)
+        ids = load_page_ids(batch, unit, first + T.KEYS, limits, T, C)
+        load(cache, new, batch, unit, limits, buffers.pages, boxes.k, buffers.k, first, tile, KEYS, T, C)
+        load_queries(query, batch, features, buffers, where, item, nth, T, C)
         for _ in range(1, tiles):
             # The keys of a tile are needed before the values of the tile before it.
-            if STAGED:
-                load(cache, new, unit, end, buffers, buffers.k, buffers.raw_k, first + T.KEYS, tile + 1, KEYS, 1, T, C)
-                store_page_ids(buffers, tile + 2, ids)
-                ids = load_page_ids(batch, seq, first + 3 * T.KEYS, stop, T, C)
-                stage(cache, new, unit, end, buffers, buffers.raw_k, first + 2 * T.KEYS, tile + 2, KEYS, T, C)
-                load(cache, new, unit, end, buffers, buffers.v, buffers.raw_v, first, tile, VALUES, 1, T, C)
-                stage(cache, new, unit, end, buffers, buffers.raw_v, first + T.KEYS, tile + 1, VALUES, T, C)
-            else:
-                store_page_ids(buffers, tile + 1, ids)
-                ids = load_page_ids(batch, seq, first + 2 * T.KEYS, stop, T, C)
-                load(cache, new, unit, end, buffers, buffers.k, None, first + T.KEYS, tile + 1, KEYS, 0, T, C)
-                load(cache, new, unit, end, buffers, buffers.v, None, first, tile, VALUES, 0, T, C)
+            store_page_ids(buffers, tile + 1, ids, T)
+            ids = load_page_ids(batch, unit, first + 2 * T.KEYS, limits, T, C)
+            load(cache, new, batch, unit, limits, buffers.pages, boxes.k, buffers.k, first + T.KEYS, tile + 1, KEYS, T, C)
+            load(cache, new, batch, unit, limits, buffers.pages, boxes.v, buffers.v, first, tile, VALUES, T, C)
             first += T.KEYS
             tile += 1
-        load(cache, new, unit, end, buffers, buffers.v, buffers.raw_v, first, tile, VALUES, 0, T, C)
+        load(cache, new, batch, unit, limits, buffers.pages, boxes.v, buffers.v, first, tile, VALUES, T, C)
         tile += 1
         nth += 1
-        item = gl.atomic_add(units, 1)
+        item = take_item(units, count)
     publish_end(buffers, item, nth, T)
     async_copy.wait_group(0)
 
 
 @gluon.jit
-def load_page_ids(batch, seq, first, stop, T: gl.constexpr, C: gl.constexpr):
-    """The page of each key of a tile, one per thread. It exists: `units_kernel` has checked it."""
-    key = first + gl.arange(0, T.KEYS, gl.BlockedLayout([1], [32], [4], [0]))
-    column = seq.to(gl.int64) * batch.table_row + key // C.PAGE_SIZE * batch.table_step
-    return gl.load(batch.page_table + column, mask=key < stop, other=0).to(gl.int32)
+def produce_keys(units, query, cache, batch, new, features, buffers, boxes, count, T: gl.constexpr, C: gl.constexpr):
+    """Loads queries, and keys of 8 bits."""
+    nth = 0
+    tile = 0
+    item = take_item(units, count)
+    while item < count:
+        unit, limits, first, tiles, where = locate(units, batch, features, item, count, T, C)
+        copy(cache, new, batch, unit, limits, None, boxes.k, buffers.raw_k, first, tile, KEYS, T, C)
+        load_queries(query, batch, features, buffers, where, item, nth, T, C)
+        for i in range(tiles):
+            convert(buffers.raw_k, buffers.k, tile, KEYS, T, C)
+            first += T.KEYS
+            tile += 1
+            if i + 1 < tiles:
+                copy(cache, new, batch, unit, limits, None, boxes.k, buffers.raw_k, first, tile, KEYS, T, C)
+        nth += 1
+        item = take_item(units, count)
+    publish_end(buffers, item, nth, T)
+    async_copy.wait_group(0)
 
 
 @gluon.jit
-def store_page_ids(buffers, tile, ids):
-    buffers.pages.index(tile % 2).store(ids)
+def produce_values(units, cache, batch, new, features, buffers, boxes, count, T: gl.constexpr, C: gl.constexpr):
+    """Loads values of 8 bits for the items that the other producer takes."""
+    nth = 0
+    tile = 0
+    item = next_item(buffers, nth, T)
+    while item < count:
+        release(buffers.q, nth, T.QUEUE)
+        unit, limits, first, tiles, _ = locate(units, batch, features, item, count, T, C)
+        copy(cache, new, batch, unit, limits, None, boxes.v, buffers.raw_v, first, tile, VALUES, T, C)
+        for i in range(tiles):
+            convert(buffers.raw_v, buffers.v, tile, VALUES, T, C)
+            first += T.KEYS
+            tile += 1
+            if i + 1 < tiles:
+                copy(cache, new, batch, unit, limits, None, boxes.v, buffers.raw_v, first, tile, VALUES, T, C)
+        nth += 1
+        item = next_item(buffers, nth, T)
+    async_copy.wait_group(0)
 
 
 @gluon.jit
-def stage(cache, new, unit, end, buffers, raw, first, tile, OF: gl.constexpr, T: gl.constexpr, C: gl.constexpr):
-    """Starts to copy the bytes of a tile. What the buffer held before has been read by the threads that wrote it."""
-    for i in gl.static_range(T.KEYS // T.CHUNK):
-        at, mask = addresses(cache, new, unit, end, buffers, first, tile, i, chunk_layout(OF, C), OF, T, C)
-        async_load(raw.slice(i * T.CHUNK, T.CHUNK), at, mask=mask)
-    async_copy.commit_group()
+def take_item(units, count):
+    """The number of the next work item. If there are none, the count of taken ones is left as it is."""
+    item = count
+    if count > 0:
+        item = gl.atomic_add(units, 1)
+    return item
 
 
 @gluon.jit
-def load(
-    cache, new, unit, end, buffers, ring, raw, first, tile, OF: gl.constexpr, PENDING: gl.constexpr, T: gl.constexpr,
-    C: gl.constexpr,
-):  # fmt: skip
-    """Loads one tile of keys or values into its slot; zeros where no query sees the key. If bytes are staged, PENDING tiles were
-    started after this one. What is neither 16 bits wide nor staged, or not aligned, passes through registers."""
-    LAYOUT: gl.constexpr = chunk_layout(OF, C)
-    if C.BYTES and T.ASYNC_COPIES:
-        async_copy.wait_group(PENDING)
-    slot = ring.slots.index(tile % T.STAGES)
-    for i in gl.static_range(T.KEYS // T.CHUNK):
-        part = slot.slice(i * T.CHUNK, T.CHUNK)
-        if not T.ASYNC_COPIES or not C.BYTES:
-            at, mask = addresses(cache, new, unit, end, buffers, first, tile, i, LAYOUT, OF, T, C)
-        if i == 0:
-            # The first addresses are computed while the slot is still in use.
-            acquire_free(ring, tile, T.STAGES)
-        if T.ASYNC_COPIES and not C.BYTES:
-            async_load(part, at, mask=mask)
-        else:
-            x = raw.slice(i * T.CHUNK, T.CHUNK).load(LAYOUT) if T.ASYNC_COPIES else gl.load(at, mask=mask, other=0)
-            part.store(to_dot_type(decode(x, gl.constexpr(C.K_FORMAT), C.HARDWARE, gl.constexpr(C.DOT)), C))
-    if T.ASYNC_COPIES and not C.BYTES:
-        publish_when_copied(ring, tile, T.STAGES)
+def locate(units, batch, features, item, count, T: gl.constexpr, C: gl.constexpr):
+    """The unit of a work item, of which only what all rows have in common is used; the limits of its keys, as in `load`; where its
+    first tile of keys begins, and their number; and what locates its queries."""
+    head, seq, q_tile, start, q_len, kv_len, invalid = load_unit(units, item, count, T)
+    row = gl.arange(0, T.ROWS, gl.BlockedLayout([1], [32], [4], [0]))
+    unit = make_unit(batch, features, seq, start, q_len, kv_len, q_tile, head, row, T, C)
+    first, end, tiles = key_tiles_of(unit, invalid, T)
+    limits = (end, within_table(batch, gl.minimum(end, unit.cached), C))
+    return unit, limits, first, tiles, (seq, start, q_len, kv_len, q_tile, head)
+
+
+# The page of each key of a tile is looked up by one thread, a tile ahead, and passed to the others through shared memory. Pages of
+# boxes and of bytes are looked up when these are copied.
+
+
+@gluon.jit
+def load_page_ids(batch, unit, first, limits, T: gl.constexpr, C: gl.constexpr):
+    if T.BOX == 0:
+        key = first + gl.arange(0, T.KEYS, gl.BlockedLayout([1], [32], [4], [0]))
+        return page_ids(batch, unit.seq, key, limits, C)
     else:
-        fence_async_shared()
-        publish(ring, tile, T.STAGES)
-
-
-@gluon.constexpr_function
-def chunk_layout(of, c):
-    """Sixteen bytes per thread, and up to eight threads per cache line."""
-    vector, width = 16 if c.BYTES else 8, c.V_WIDTH if of == VALUES else c.K_WIDTH
-    lanes = min(8, width // vector)
-    return gl.BlockedLayout([1, vector], [32 // lanes, lanes], [4, 1], [1, 0])
+        return first
 
 
 @gluon.jit
-def addresses(
-    cache, new, unit, end, buffers, first, tile, PART: gl.constexpr, LAYOUT: gl.constexpr, OF: gl.constexpr, T: gl.constexpr,
-    C: gl.constexpr,
-):  # fmt: skip
-    """The addresses of the keys or values of a chunk `[CHUNK, width]`, and which exist and are seen by some query."""
-    WIDTH: gl.constexpr = C.V_WIDTH if OF == VALUES else C.K_WIDTH
-    LENGTH: gl.constexpr = C.V_DIM if OF == VALUES else C.HEAD_DIM
-    BEGIN: gl.constexpr = PART * T.CHUNK
-    key = first + BEGIN + gl.arange(0, T.CHUNK, gl.SliceLayout(1, LAYOUT))
-    dim = gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))
-    page = buffers.pages.index(tile % 2).slice(BEGIN, T.CHUNK).load(gl.SliceLayout(1, LAYOUT))
-    if C.FAR:
-        page = page.to(gl.int64)
-    step: gl.constexpr = C.V_STEPS[5] if OF == VALUES else C.K_STEPS[5]
-    if OF == VALUES:
-        at = cache.v + value_at(page, unit.kv_head, key, 0, C)
-    else:
-        at = cache.k + key_at(page, unit.kv_head, key, 0, C)
-    if C.NEW:
-        token = (unit.start + key - unit.context).to(gl.int64)
-        if OF == VALUES:
-            row = new.v + (token * new.v_token + unit.kv_head * new.v_head)
-            if step != new.v_dim:
-                step = gl.where(key >= unit.cached, new.v_dim, step)[:, None]
-        else:
-            row = new.k + (token * new.k_token + unit.kv_head * new.k_head)
-            if step != new.k_dim:
-                step = gl.where(key >= unit.cached, new.k_dim, step)[:, None]
-        at = gl.where(key >= unit.cached, row, at)
-        if T.ASYNC_COPIES:
-            # The launcher has checked it. Since Triton 3.8 the compiler does not derive the alignment of a select of two addresses.
-            at = gl.multiple_of(at, 16)
-    inside = (key >= unit.low) & (key < end)
-    mask = inside[:, None] if LENGTH == WIDTH else inside[:, None] & (dim < LENGTH)[None, :]
-    return at[:, None] + dim[None, :] * step, mask
+def store_page_ids(buffers, tile, ids, T: gl.constexpr):
+    if T.BOX == 0:
+        buffers.pages.index(tile % 2).store(ids)
 
 
 @gluon.jit
-def load_queries(
-    query, batch, features, buffers, seq, start, q_len, kv_len, q_tile, head, item, nth, T: gl.constexpr, C: gl.constexpr
-):  # fmt: skip
+def load_queries(query, batch, features, buffers, where, item, nth, T: gl.constexpr, C: gl.constexpr):
     """Loads a unit's queries, half for each consumer, and publishes the work item they belong to."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     HALF: gl.constexpr = T.ROWS // 2
@@ -187,6 +142,7 @@ def load_queries(
         queries = buffers.q.slots.index(nth % T.QUEUE * 2 + half)
         for i in gl.static_range(HALF // ROWS):
             index = gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT)) + (half * HALF + i * ROWS)
+            seq, start, q_len, kv_len, q_tile, head = where
             mine = make_unit(batch, features, seq, start, q_len, kv_len, q_tile, head, index, T, C)
             at = mine.token.to(gl.int64)[:, None] * query.token + mine.head[:, None] * query.head + dim[None, :] * query.dim
             mask = mine.live[:, None] & (dim < C.HEAD_DIM)[None, :]
@@ -211,5 +167,5 @@ def publish_end(buffers, item, nth, T: gl.constexpr):
 def publish_item(buffers, item, nth, T: gl.constexpr):
     ALONE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     buffers.items.index(nth % T.QUEUE).store(gl.full([1], 0, gl.int32, ALONE) + item)
-    publish_when_copied(buffers.q, nth, T.QUEUE)
+    publish_when_copied(buffers.q.full.index(nth % T.QUEUE))
     publish(buffers.q, nth, T.QUEUE)

@@ -34,12 +34,12 @@ class SharedBuffers(NamedTuple):
     items: Any
     """The work item of each slot of queries."""
     pages: Any
-    """The page of each key of two tiles."""
+    """The page of each key of two tiles; None if boxes are copied."""
     q: Any
     k: Any
     v: Any
     raw_k: Any
-    """A tile of keys as bytes, before they are converted; None if they are not staged."""
+    """A ring of one tile of keys as bytes, before they are converted; None if they are not staged."""
     raw_v: Any
 
 
@@ -51,22 +51,18 @@ def make_ring(
     WIDTH: gl.constexpr,
     PARTS: gl.constexpr,
     PRODUCER_ARRIVALS: gl.constexpr,
+    READERS: gl.constexpr = CONSUMERS,
 ):
-    """A ring buffer of tiles, each in PARTS parts. A slot is full after PRODUCER_ARRIVALS arrivals at its barrier."""
+    """A ring buffer of tiles, each in PARTS parts. A slot is full after PRODUCER_ARRIVALS arrivals at
+    its barrier, and free after READERS arrivals."""
     layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, WIDTH], DTYPE)
     slots = gl.allocate_shared_memory(DTYPE, [SLOTS * PARTS, ROWS, WIDTH], layout)
     full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(SLOTS):
         mbarrier.init(full.index(i), count=PRODUCER_ARRIVALS)
-        mbarrier.init(free.index(i), count=CONSUMERS)
+        mbarrier.init(free.index(i), count=READERS)
     return RingBuffer(slots, full, free)
-
-
-@gluon.jit
-def bytes_of_tile(ROWS: gl.constexpr, WIDTH: gl.constexpr):
-    """Memory for a tile of bytes. Each thread reads only what it has copied."""
-    return gl.allocate_shared_memory(gl.uint8, [ROWS, WIDTH], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
 
 
 @gluon.jit
@@ -81,9 +77,9 @@ def acquire_free(ring, iteration, SLOTS: gl.constexpr):
 
 
 @gluon.jit
-def publish_when_copied(ring, iteration, SLOTS: gl.constexpr):
-    """Each thread arrives at the barrier when its asynchronous copies have completed."""
-    async_copy.mbarrier_arrive(ring.full.index(iteration % SLOTS), increment_count=False)
+def publish_when_copied(full):
+    """Each thread arrives at a barrier when its asynchronous copies have completed."""
+    async_copy.mbarrier_arrive(full, increment_count=False)
 
 
 @gluon.jit
@@ -97,6 +93,13 @@ def publish(ring, iteration, SLOTS: gl.constexpr):
 def release(ring, iteration, SLOTS: gl.constexpr):
     barrier()
     mbarrier.arrive(ring.free.index(iteration % SLOTS), count=1)
+
+
+@gluon.jit
+def next_item(buffers, nth, T: gl.constexpr):
+    """The next work item, whose queries are in shared memory."""
+    acquire_full(buffers.q, nth, T.QUEUE)
+    return gl.max(buffers.items.index(nth % T.QUEUE).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
 
 
 @gluon.jit

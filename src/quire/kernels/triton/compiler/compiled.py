@@ -20,7 +20,8 @@ ARCHES = ("sm80", "sm89", "sm90", "sm100", "gfx90a", "gfx942", "gfx950", "gfx110
 
 _MATRIX = r"wgmma\.mma_async|mma\.sync|tcgen05\.mma|v_mfma_\w+|v_wmma_\w+"
 _NOTABLE = re.compile(
-    rf"{_MATRIX}|griddepcontrol\.\w+|redux\.sync|rcp\.approx|cvt\.\w+\.f16x2\.\w+|cvt\.rn\.satfinite\.\w+\.\w+|cp\.async\.c[ag]\.shared\.global"
+    rf"{_MATRIX}|griddepcontrol\.\w+|redux\.sync|rcp\.approx|cvt\.\w+\.f16x2\.\w+|cvt\.rn\.satfinite\.\w+\.\w+|"
+    r"cp\.async\.c[ag]\.shared\.global|cp\.async\.bulk\.tensor(?=\.\dd\.shared)"
 )
 
 
