@@ -439,7 +439,7 @@ def cap_scores(score, scale, features, C: tl.constexpr):
     """softcap * tanh(score * scale / softcap). Returns the tanh, and the softcap in units of log 2 as the scale that remains."""
     cap = features.softcap * LOG2E
     score = score * per_row(tl.minimum(scale / cap, LARGEST_SCALE))
-    if C.NVIDIA and C.DOT != "fp32":
+    if C.DOT != "fp32":
         # Its error is absolute: softcap times 2^-22 in a logit.
         if features.softcap <= MODERATE_CAP:
             score = tanh_by_exponential(score, C)
@@ -452,7 +452,7 @@ def cap_scores(score, scale, features, C: tl.constexpr):
 
 @triton.jit
 def tanh_by_exponential(x, C: tl.constexpr):
-    """Within 2^-22 of tanh(x), in five instructions; two of them are of the special function unit."""
+    """Within 2^-22 of tanh(x), in five instructions on NVIDIA's GPUs; two of them are of the special function unit."""
     return 1.0 - 2.0 * reciprocal(1.0 + tl.exp2(x * (2.0 * LOG2E)), C)
 
 

@@ -187,7 +187,9 @@ def attend_tiles(
             groups = None
             if C.K_GROUPS is not None:
                 at, inner = place[:, None] % C.PAGE_SIZE, from_pages[:, None]
-                groups = load_groups(cache.k, page[:, None], head, at, inner, C.K_WIDTH, C.HEAD_DIM, MASKED, tl.constexpr(C.K_GROUPS))
+                groups = load_groups(
+                    cache.k, page[:, None], head, at, inner, C.K_WIDTH, C.HEAD_DIM, MASKED, tl.constexpr(C.K_GROUPS)
+                )
             k = to_dot_type(decode(k, tl.constexpr(C.K_FORMAT), C.HARDWARE, tl.constexpr(C.DOT), groups), C)
             if C.REST_DIM is not None:
                 k_rest = _rest_of_keys(cache, page, head, place, from_pages, MASKED, C)
