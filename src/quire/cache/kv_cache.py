@@ -15,6 +15,7 @@ import torch
 from quire.cache.copies import AppliedCopies, Copies
 from quire.cache.format import FORMATS, Format, formats_given, formats_of_storage
 from quire.cache.groups import check_layout, check_pages, split
+from quire.cache.latent_rows import check_latent_pages, check_latent_sizes, rotated_view
 from quire.cache.layout import Layout, layout_named
 from quire.cache.ledger import Ledger
 from quire.cache.memory import overlaps_itself, share_memory
@@ -129,15 +130,21 @@ class KVCache:
         """Number of heads."""
         self.page_size: int = slot_hi * slot_lo
         """Slots of a page."""
-        self.head_dim: int = self.k_view.shape[4] * self.k_view.shape[5] * self.k_format.pack
+        self.head_dim: int = self.k_format.elements_in(self.k_view.shape[4] * self.k_view.shape[5])
         """Size of a head of K."""
-        self.v_head_dim: int = self.v_view.shape[4] * self.v_view.shape[5] * self.v_format.pack
+        self.v_head_dim: int = self.v_format.elements_in(self.v_view.shape[4] * self.v_view.shape[5])
         """Size of a head of V."""
         self.v_in_k: int | None = self.v_head_dim if v_in_k else None
         """The number of elements of a key that are also its value; None if V is stored by itself."""
         self.written_dims, self.written_views = (self.head_dim, self.v_head_dim), (self.k_view, self.v_view)
         """The sizes and the views of what a write stores: K and V, or the first `v_in_k` elements of K and the others."""
-        if v_in_k:
+        self.written_formats = (self.k_format, self.v_format)
+        """Their formats."""
+        if self.k_format.latent:
+            self.written_dims = self.v_head_dim, self.head_dim - self.v_head_dim
+            self.written_views = self.v_view, rotated_view(self.k_view, self.k_format)
+            self.written_formats = self.k_format, FORMATS["bf16"]
+        elif v_in_k:
             self.written_dims = self.v_head_dim, self.head_dim - self.v_head_dim
             self.written_views = self.v_view, self.k_view[..., self.v_view.shape[5] :]
         self.ledger: Ledger | None = Ledger(pages, self.page_size, k.device, pool) if ledger else None
@@ -286,6 +293,8 @@ class KVCache:
             _check_v_in_k(v_in_k, order, v_head_dim=v_head_dim, v_format=v_format, v_scale=v_scale)
             v_format, dims = k_format, (head_dim, v_in_k)
         formats = formats_given(dtype, format, k_format, v_format)
+        for one in formats:
+            check_latent_sizes(one, head_dim, v_in_k)
         _check_sizes(order, kv_heads, *dims, formats, of_k)
         place, size = _device(device, pool.device), (pool.pages, pool.page_size, kv_heads)
         pages = _allocated(order, size, dims[:1] if of_k else dims, formats, x, dtype, place)
@@ -342,6 +351,8 @@ class KVCache:
             v_format = k_format
         formats = formats_of_storage(k_pages, k_pages if v_pages is None else v_pages, format, k_format, v_format)
         _check_layout(order, formats)
+        for one in formats:
+            check_latent_pages(k_pages, one, v_in_k)
         k, v = _storage_of(order, k_pages, v_pages, head_dim, v_in_k, formats[0])
         if k.device != v.device:
             raise ArgumentError("v_pages", describe(v), f"the device of k_pages, {describe(k)}")
@@ -692,11 +703,11 @@ def _first_of_k(k: torch.Tensor, order: Layout, v_in_k: int, format: Format) -> 
         allowed = f"{len(order.k.names)} axes: [{', '.join(order.k.names)}]"
         raise ArgumentError("k_pages", describe(k), allowed)
     _check_format_of_parts(format)
-    head_dim = k.shape[-1] * format.pack
+    head_dim = format.elements_in(k.shape[-1])
     if v_in_k % format.pack:
         raise ArgumentError("v_in_k", v_in_k, f"a multiple of {format.pack}: {format} stores {format.pack} elements in a byte")
     _check_parts(v_in_k, head_dim)
-    return k[..., : v_in_k // format.pack]
+    return k[..., : format.units_of(v_in_k)]
 
 
 def _check_format_of_parts(format: Format) -> None:
@@ -734,11 +745,11 @@ def _token_scales(
     """Scales of 1 for each token and head, `[pages, page_size, kv_heads]`; None for what is not quantised."""
     if not (isinstance(scales, str) and scales == "token"):
         raise ArgumentError("scales", describe(scales), "'token', or None for the scales given")
-    if not any(format.quantised for format in formats) or k_scale is not None or v_scale is not None:
+    if not any(format.scaled for format in formats) or k_scale is not None or v_scale is not None:
         names = "/".join(dict.fromkeys(format.name for format in formats))
         given = f"'token' with format {names}, k_scale {describe(k_scale)} and v_scale {describe(v_scale)}"
         raise ArgumentError("scales", given, "'token' for a quantised format, without other scales")
-    return tuple(torch.ones(size, dtype=torch.float32, device=device) if format.quantised else None for format in formats)
+    return tuple(torch.ones(size, dtype=torch.float32, device=device) if format.scaled else None for format in formats)
 
 
 def _common_size(
@@ -787,9 +798,10 @@ def _scale(
     name: str, value: Scale, format: Format, shapes: dict[str, tuple[int, ...]], device: torch.device
 ) -> torch.Tensor | None:
     """One scale as an fp32 tensor of an allowed shape. In host memory values are checked: a zero or NaN scale is rejected."""
-    if not format.quantised:
+    if not format.scaled:
         if value is not None:
-            raise ArgumentError(name, describe(value), f"None: format {format} is not quantised")
+            why = "has its scales in the pages" if format.quantised else "is not quantised"
+            raise ArgumentError(name, describe(value), f"None: format {format} {why}")
         return None
     if value is None:
         if format.integer:
