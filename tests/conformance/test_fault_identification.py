@@ -30,6 +30,7 @@ PLACES = (
     *("e4m3fnuz-tensor", "x-packed", "fp8-queries", "scale", "causal-mixed", "tree-window", "fp8-context", "long-random"),
     *("alibi-sinks", "extreme", "strided", "strided-context", "shard-tokens", "shard-tree", "spans-images", "cross"),
     *("int4-tokens", "nvfp4", "nvfp4-swizzled", "two-fp8-formats", "select-positions-heads", "select-columns-heads"),
+    "latent-ds-mla",
 )
 CHAOTIC = ("fp16-read-as-bf16", "lse-without-log", "accumulated-in-16-bits")
 """Outputs that overflow, or consist of rounding errors: no prediction is within the budget everywhere."""
@@ -330,6 +331,12 @@ def test_faults_of_shards_are_identified(name: str) -> None:
     case = place_of(name)
     assert case is not None and case.shard[1] > 1
     assert examine(case, injected(name)).findings[0].fault == name
+
+
+@pytest.mark.parametrize("name", [fault.name for fault in CATALOGUE if fault.group == "latent"])
+def test_faults_of_latent_caches_are_identified(name: str) -> None:
+    first = examine(BY_NAME["latent-ds-mla"], injected(name)).findings[0]
+    assert _is_named(name, first), first
 
 
 @pytest.mark.parametrize("name", [fault.name for fault in CATALOGUE if fault.group == "select"])

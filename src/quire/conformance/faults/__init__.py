@@ -9,6 +9,7 @@ from quire.conformance.faults.forms import FORMS
 from quire.conformance.faults.heads import HEADS
 from quire.conformance.faults.indices import INDICES
 from quire.conformance.faults.keys import KEYS
+from quire.conformance.faults.latent import LATENT
 from quire.conformance.faults.mask import MASK
 from quire.conformance.faults.output import OUTPUT
 from quire.conformance.faults.pages import PAGES
@@ -37,6 +38,7 @@ CATALOGUE: tuple[Fault, ...] = (
     *SOFTMAX,
     *BEHAVIOUR,
     *PRECISION,
+    *LATENT,
 )
 BY_NAME = {fault.name: fault for fault in CATALOGUE}
 
