@@ -50,3 +50,16 @@ def encoded(x: torch.Tensor) -> Stored:
     codes = nearest(value.abs().nan_to_num(0.0).clamp(max=448.0).double(), _e4m3()) + 128 * torch.signbit(value)
     codes = torch.where(value.isnan(), NAN, codes)
     return Stored(codes.flatten(-2).to(torch.uint8), scales, x[..., LATENT:].float().to(torch.bfloat16))
+
+
+def decoded(rows: torch.Tensor) -> torch.Tensor:
+    """Heads of 656 bytes, or of 528 without the rotated part, as numbers."""
+    flat = rows.reshape(-1, rows.shape[-1])
+    more = f"{(rows.shape[-1] - 528) // 2}H"
+    found = [struct.unpack(f"<512B4f{more}", bytes(row.tolist())) for row in flat]
+    table = torch.cat((_e4m3(), torch.tensor([float("nan")]).double()))
+    codes = torch.tensor([row[:LATENT] for row in found])
+    scales = torch.tensor([row[LATENT : LATENT + 4] for row in found], dtype=torch.float64)
+    rotated = (torch.tensor([row[LATENT + 4 :] for row in found], dtype=torch.int32) << 16).view(torch.float32).double()
+    number = torch.where(codes >= 128, -table[codes % 128], table[codes % 128]) * scales.repeat_interleave(GROUP, -1)
+    return torch.cat((number, rotated), -1).view(*rows.shape[:-1], -1)

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from quire.cache.latent_rows import decode_latent, encode_latent, scale_bytes
+from quire.cache.latent_rows import GROUP as LATENT_GROUP
+from quire.cache.latent_rows import SMALLEST_SCALE, scale_bytes
 from quire.errors import ArgumentError, describe
 
 
@@ -160,6 +161,31 @@ def decode_groups(codes: torch.Tensor, scales: torch.Tensor, group: int) -> torc
     values = table[torch.stack((codes & 0xF, codes >> 4), -1).long()].flatten(-2)
     scale = scales.contiguous().view(torch.float8_e4m3fn).float()
     return (values.unflatten(-1, (-1, group)) * scale.unsqueeze(-1)).flatten(-2)
+
+
+def encode_latent(x: torch.Tensor, latent: int) -> torch.Tensor:
+    """Heads `[.., latent + rotated]` as bytes. The scale of a group is its largest magnitude / 448, at least the smallest normal
+    number, so that nothing is divided by 0; NaN if the group contains NaN."""
+    groups = x[..., :latent].float().unflatten(-1, (-1, LATENT_GROUP))
+    scales = (groups.abs().amax(-1) / E4M3_LARGEST).clamp(min=SMALLEST_SCALE)
+    codes = (groups / scales.unsqueeze(-1)).clamp(-E4M3_LARGEST, E4M3_LARGEST).to(torch.float8_e4m3fn).flatten(-2)
+    rotated = x[..., latent:].to(torch.bfloat16)
+    return torch.cat([_typed(part, torch.uint8) for part in (codes, scales, rotated)], -1)
+
+
+def decode_latent(rows: torch.Tensor, latent: int) -> torch.Tensor:
+    """The inverse of `encode_latent`, fp32, also of rows without a rotated part."""
+    end = latent + scale_bytes(latent)
+    groups = rows[..., :latent].view(torch.float8_e4m3fn).float().unflatten(-1, (-1, LATENT_GROUP))
+    numbers = (groups * _typed(rows[..., latent:end], torch.float32).unsqueeze(-1)).flatten(-2)
+    if rows.shape[-1] == end:
+        return numbers
+    return torch.cat((numbers, _typed(rows[..., end:], torch.bfloat16).float()), -1)
+
+
+def _typed(part: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A copy of bytes as numbers. `contiguous` would keep strides of axes of length 1, which `view` refuses."""
+    return part.clone(memory_format=torch.contiguous_format).view(dtype)
 
 
 FORMATS: dict[str, Format] = {

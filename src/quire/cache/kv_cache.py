@@ -136,17 +136,8 @@ class KVCache:
         """Size of a head of V."""
         self.v_in_k: int | None = self.v_head_dim if v_in_k else None
         """The number of elements of a key that are also its value; None if V is stored by itself."""
-        self.written_dims, self.written_views = (self.head_dim, self.v_head_dim), (self.k_view, self.v_view)
-        """The sizes and the views of what a write stores: K and V, or the first `v_in_k` elements of K and the others."""
-        self.written_formats = (self.k_format, self.v_format)
-        """Their formats."""
-        if self.k_format.latent:
-            self.written_dims = self.v_head_dim, self.head_dim - self.v_head_dim
-            self.written_views = self.v_view, rotated_view(self.k_view, self.k_format)
-            self.written_formats = self.k_format, FORMATS["bf16"]
-        elif v_in_k:
-            self.written_dims = self.v_head_dim, self.head_dim - self.v_head_dim
-            self.written_views = self.v_view, self.k_view[..., self.v_view.shape[5] :]
+        self.written_dims, self.written_views, self.written_formats = self._written()
+        """The sizes, the views and the formats of what a write stores: K and V, or the first `v_in_k` elements of K and the others."""
         self.ledger: Ledger | None = Ledger(pages, self.page_size, k.device, pool) if ledger else None
         """A `Ledger` that records every write, or None."""
         self.packed: Any = None
@@ -155,6 +146,14 @@ class KVCache:
         """The ids of the copies that were applied."""
         self.copied: deque[tuple[tuple[int, int], ...]] = deque(maxlen=256)
         """The last copies without an id that were applied, compared by identity."""
+
+    def _written(self) -> tuple[tuple[int, int], tuple[torch.Tensor, torch.Tensor], tuple[Format, Format]]:
+        if self.v_in_k is None:
+            return (self.head_dim, self.v_head_dim), (self.k_view, self.v_view), (self.k_format, self.v_format)
+        dims = self.v_head_dim, self.head_dim - self.v_head_dim
+        if self.k_format.latent:
+            return dims, (self.v_view, rotated_view(self.k_view, self.k_format)), (self.k_format, FORMATS["bf16"])
+        return dims, (self.v_view, self.k_view[..., self.v_view.shape[5] :]), (self.k_format, self.k_format)
 
     # Views and sizes are computed once, so k and v cannot be assigned. The getters are Python functions because torch.compile
     # cannot trace operator.attrgetter.
@@ -293,8 +292,6 @@ class KVCache:
             _check_v_in_k(v_in_k, order, v_head_dim=v_head_dim, v_format=v_format, v_scale=v_scale)
             v_format, dims = k_format, (head_dim, v_in_k)
         formats = formats_given(dtype, format, k_format, v_format)
-        for one in formats:
-            check_latent_sizes(one, head_dim, v_in_k)
         _check_sizes(order, kv_heads, *dims, formats, of_k)
         place, size = _device(device, pool.device), (pool.pages, pool.page_size, kv_heads)
         pages = _allocated(order, size, dims[:1] if of_k else dims, formats, x, dtype, place)
@@ -674,6 +671,8 @@ def _check_sizes(
     order: Layout, kv_heads: int, head_dim: int, v_head_dim: int, formats: tuple[Format, Format], v_in_k: bool
 ) -> None:
     _check_layout(order, formats)
+    for one in formats:
+        check_latent_sizes(one, head_dim, v_head_dim if v_in_k else None)
     most, v_name = (MOST_LATENT, "v_in_k") if v_in_k else (MOST_DIM, "v_head_dim")
     for name, value, limit in (("kv_heads", kv_heads, 2**31 - 1), ("head_dim", head_dim, most), (v_name, v_head_dim, MOST_DIM)):
         if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= limit:

@@ -1,6 +1,6 @@
 """The rows of `fp8_ds_mla`: how vLLM and FlashMLA store a latent and the rotated part of a key in one head of 656 bytes.
 
-    bytes 0 to 511     512 elements of the latent, e4m3fn
+    bytes 0 to 511     512 elements of the latent, fp8 with 3 mantissa bits
     bytes 512 to 527   4 scales, fp32, each of 128 elements
     bytes 528 to 655   64 rotated elements, bf16
 
@@ -21,7 +21,6 @@ GROUP = 128
 """Elements of the latent that share a scale."""
 ROTATED = 64
 """Elements of the rotated part."""
-LARGEST = 448.0
 SMALLEST_SCALE = torch.finfo(torch.float32).smallest_normal
 WORD = 4
 """Rows begin at multiples of this number of bytes: scales are read as fp32."""
@@ -30,31 +29,6 @@ WORD = 4
 def scale_bytes(latent: int) -> int:
     """The bytes of the scales of so many elements."""
     return latent // GROUP * 4
-
-
-def encode_latent(x: torch.Tensor, latent: int) -> torch.Tensor:
-    """Heads `[.., latent + rotated]` as bytes. The scale of a group is its largest magnitude / 448, at least the smallest normal
-    number, so that nothing is divided by 0; NaN if the group contains NaN."""
-    groups = x[..., :latent].float().unflatten(-1, (-1, GROUP))
-    scales = (groups.abs().amax(-1) / LARGEST).clamp(min=SMALLEST_SCALE)
-    codes = (groups / scales.unsqueeze(-1)).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn).flatten(-2)
-    rotated = x[..., latent:].to(torch.bfloat16)
-    return torch.cat([_typed(part, torch.uint8) for part in (codes, scales, rotated)], -1)
-
-
-def decode_latent(rows: torch.Tensor, latent: int) -> torch.Tensor:
-    """The inverse of `encode_latent`, fp32, also of rows without a rotated part."""
-    end = latent + scale_bytes(latent)
-    groups = rows[..., :latent].view(torch.float8_e4m3fn).float().unflatten(-1, (-1, GROUP))
-    numbers = (groups * _typed(rows[..., latent:end], torch.float32).unsqueeze(-1)).flatten(-2)
-    if rows.shape[-1] == end:
-        return numbers
-    return torch.cat((numbers, _typed(rows[..., end:], torch.bfloat16).float()), -1)
-
-
-def _typed(part: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A copy of bytes as numbers. `contiguous` would keep strides of axes of length 1, which `view` refuses."""
-    return part.clone(memory_format=torch.contiguous_format).view(dtype)
 
 
 def rotated_view(k_view: torch.Tensor, format: Format) -> torch.Tensor:

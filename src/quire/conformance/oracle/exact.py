@@ -199,7 +199,7 @@ def numbers_at(w: Work, part: str, raw: torch.Tensor, page: torch.Tensor, offset
 
 def latent_numbers(w: Work, part: str, raw: torch.Tensor, page: torch.Tensor, offset: torch.Tensor) -> torch.Tensor:
     """Elements of `fp8_ds_mla` without their scales. `raw` has the first byte of each."""
-    codes = raw[..., :512].view(torch.float8_e4m3fn).double()
+    codes = numbers_of_scales(raw[..., :512])  # of the same type as the scales of groups
     second = 1 + latent_byte(torch.arange(512, w.dims[part]).view(1, 1, -1))
     pair = raw[..., 512:].int() + 256 * load(w, part, unit_address(w, part, page, offset, second)).int()
     return torch.cat((codes, (pair << 16).view(torch.float32).double()), -1)

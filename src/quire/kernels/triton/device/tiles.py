@@ -15,9 +15,9 @@ from quire.kernels.triton.device.features import (
     selected_keys,
     transform_scores,
 )
-from quire.kernels.triton.device.formats import GROUPED_FACTOR, decode
+from quire.kernels.triton.device.formats import GROUPED_FACTOR, decode, decode_latent
 from quire.kernels.triton.device.groups import load_groups
-from quire.kernels.triton.device.latent import decode_latent, is_latent, load_latent_rest, load_latent_scales
+from quire.kernels.triton.device.latent import is_latent, load_latent_rest, load_latent_scales
 
 
 @triton.jit

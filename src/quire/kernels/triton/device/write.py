@@ -9,9 +9,9 @@ import triton.language as tl
 
 from quire.kernels.triton.device.arguments import KStride, Number, Pointer, Stride, UnitStride, VectorPointer, VStride
 from quire.kernels.triton.device.features import is_in_shard, keys_before
-from quire.kernels.triton.device.formats import encode, encode_nvfp4
+from quire.kernels.triton.device.formats import encode, encode_latent, encode_nvfp4
 from quire.kernels.triton.device.groups import group_at
-from quire.kernels.triton.device.latent import encode_latent, is_latent, rest_in, scales_in
+from quire.kernels.triton.device.latent import is_latent, rest_in, scales_in
 from quire.kernels.triton.device.rope import RopeConstants, rotated, rows_of_tables
 
 
