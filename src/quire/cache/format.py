@@ -207,7 +207,7 @@ FORMATS: dict[str, Format] = {
 
 FLOAT_NAMES = tuple(f.name for f in FORMATS.values() if not f.quantised)
 FP8_NAMES = tuple(f.name for f in FORMATS.values() if f.fp8)
-QUANTISED_NAMES = tuple(f.name for f in FORMATS.values() if f.quantised)
+SCALED_NAMES = tuple(f.name for f in FORMATS.values() if f.scaled)
 FP8_TYPES = frozenset(f.dtype for f in FORMATS.values() if f.fp8)
 BYTE_NAMES = tuple(f.name for f in FORMATS.values() if f.quantised and f.uniform)
 """The formats with one element in a byte."""
