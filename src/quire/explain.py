@@ -9,7 +9,7 @@ import torch
 
 from quire.batch import Batch
 from quire.cache.kv_cache import KVCache
-from quire.cache.latent import Keys, rows_to_write, with_values
+from quire.cache.latent import Keys, as_read, rows_to_write
 from quire.contract.call import Call
 from quire.contract.check import enforce_static
 from quire.dispatch.choose import choose
@@ -78,7 +78,7 @@ def explain(
         keys, values = (q.new_empty((q.shape[0], cache.kv_heads, dim), dtype=dtype) for dim in cache.written_dims)
     else:
         keys, values = (None, None) if k is None and v is None else rows_to_write(k, v, cache)
-    given = with_values(new, cache)
+    q, given = as_read(q, new, cache)
     if operation == "write":
         call = Call(
             cache, batch, k=keys, v=values, slots=slots, rope=rope, q_in=None if rope is None else q, rope_positions=positions

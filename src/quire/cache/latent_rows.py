@@ -47,9 +47,10 @@ def check_latent_sizes(format: Format, head_dim: int, v_in_k: int | None) -> Non
         raise ArgumentError("head_dim", head_dim, f"{format.latent + ROTATED} with {format}")
 
 
-def check_latent_pages(k_pages: torch.Tensor, format: Format, v_in_k: int | None) -> None:
-    """Raises ArgumentError unless pages can have the rows of a format of latents."""
-    if not format.latent:
+def check_latent_pages(k_pages: torch.Tensor, formats: tuple[Format, Format], v_in_k: int | None) -> None:
+    """Raises ArgumentError unless pages can have the rows of a format of latents, if one is given."""
+    format = next((format for format in formats if format.latent), None)
+    if format is None:
         return
     row = format.units_of(format.latent + ROTATED)
     if k_pages.shape[-1:] != (row,):
