@@ -1,5 +1,5 @@
-"""Caches in vLLM's `fp8_ds_mla`: reads and writes of every kernel of this CPU against an independent decoding of the bytes, and what
-is refused."""
+"""Caches in vLLM's `fp8_ds_mla`: reads and writes of every kernel of this CPU against an independent decoding of the bytes, and
+what is refused."""
 
 from __future__ import annotations
 
@@ -185,8 +185,9 @@ def test_what_cannot_be_allocated(given: dict[str, Any], message: str) -> None:
     (BYTES.view(torch.float8_e4m3fn), {}, "format"),
 ], ids=["short", "no v_in_k", "strides", "offset", "scale", "type"])  # fmt: skip
 def test_what_cannot_be_wrapped(pages: torch.Tensor, given: dict[str, Any], message: str) -> None:
+    how: dict[str, Any] = {"layout": "nhd", "format": ds_mla.NAME, "v_in_k": 512} | given
     with pytest.raises(ArgumentError) as caught:
-        KVCache.wrap(pages, **{"layout": "nhd", "format": ds_mla.NAME, "v_in_k": 512} | given)
+        KVCache.wrap(pages, **how)
     assert message in str(caught.value)
 
 

@@ -42,7 +42,7 @@ def test_a_nan_stays_in_its_row() -> None:
 
 def drawn(outliers: bool, tokens: int = 90) -> tuple[torch.Tensor, ...]:
     g = torch.Generator().manual_seed(3)
-    q, k, v = torch.randn(tokens, 8, 64, generator=g), torch.randn(tokens, 2, 64, generator=g), torch.randn(tokens, 2, 64, generator=g)
+    q, k, v = (torch.randn(tokens, heads, 64, generator=g) for heads in (8, 2, 2))
     if outliers:
         k[..., :2] *= 10
         q[..., :2] /= 10
@@ -168,10 +168,10 @@ def test_what_is_refused() -> None:
     q, k, v = (x[:3] for x in drawn(False))
     rope = quire.Rope(torch.ones(4, 32), torch.zeros(4, 32))
     for call in (lambda: quire.write(k, v, cache, batch, rope=rope), lambda: quire.step(q, k, v, cache, batch, rope=rope)):
-        with pytest.raises(ArgumentError, match="rope.*rope.rotate"):
+        with pytest.raises(ArgumentError, match=r"rope.*rope\.rotate"):
             call()
     quire.write(k, v, cache, batch)
-    with pytest.raises(ArgumentError, match="q: .*fp8 would be rounded again"):
+    with pytest.raises(ArgumentError, match=r"q: .*fp8 would be rounded again"):
         quire.attend(q.to(torch.float8_e4m3fn), cache, batch, quire.Options(q_scale=1.0))
     with pytest.raises(quire.ContractError, match="q"):
         quire.attend(q[..., :32], cache, batch)

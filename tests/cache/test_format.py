@@ -111,7 +111,7 @@ def test_bytes_of_a_group():
 
 
 def test_bytes_of_a_latent():
-    """Worked out by hand: 7 of 448 is the scale 1/64; a group of zeros has the smallest normal scale; 1.5 of a key's end is bf16."""
+    """Worked out by hand: 7 of 448 is the scale 1/64; a group of zeros has the smallest normal scale; the end of a key is bf16."""
     x = torch.zeros(576)
     x[0], x[1], x[128], x[512], x[575] = 7.0, -3.5, 448.0, 1.5, -2.0
     stored = FORMATS["fp8_ds_mla"].encode(x)

@@ -1,5 +1,5 @@
 """The Hadamard transform of keys before they are quantised (`KVCache.hadamard`). Queries are transformed alike: the transform is
-orthogonal, so no score changes, and a large dim is spread over all dims of a head, so that it does not set the scale of the others."""
+orthogonal, so no score changes. A large dim is spread over all dims of a head and does not set the scale of the others."""
 
 from __future__ import annotations
 

@@ -140,7 +140,7 @@ class KVCache:
         self.v_in_k: int | None = self.v_head_dim if v_in_k else None
         """The number of elements of a key that are also its value; None if V is stored by itself."""
         self.written_dims, self.written_views, self.written_formats = self._written()
-        """The sizes, the views and the formats of what a write stores: K and V, or the first `v_in_k` elements of K and the others."""
+        """Sizes, views and formats of what a write stores: K and V, or the first `v_in_k` elements of K and the others."""
         self.ledger: Ledger | None = Ledger(pages, self.page_size, k.device, pool) if ledger else None
         """A `Ledger` that records every write, or None."""
         self.packed: Any = None

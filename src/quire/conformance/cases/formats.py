@@ -66,8 +66,8 @@ def numbers_of_scales(scales: torch.Tensor) -> torch.Tensor:
 
 
 def encode_latent(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Numbers as bytes, and the numbers that they stand for, fp64. The scale of 128 elements maps their largest magnitude to 448; it
-    is at least the smallest normal number."""
+    """Numbers as bytes, and the numbers that they stand for, fp64. The scale of 128 elements maps their largest magnitude to 448;
+    it is at least the smallest normal number."""
     groups = x[..., :512].float().unflatten(-1, (4, 128))
     scale = (groups.abs().amax(-1, keepdim=True) / 448).clamp(min=2.0**-126)
     codes = (groups / scale).clamp(-448, 448).to(torch.float8_e4m3fn)

@@ -20,8 +20,8 @@ WGMMA_WIDTH = 64
 def dot_type(problem: Problem) -> tuple[str, bool]:
     """The type of the products, and whether queries are balanced for it.
 
-    Every format that is stored in bytes, except those of latents, fits into fp16 and into bf16, and hardware converts to fp16 faster. Two different 16-bit
-    types are multiplied in fp32."""
+    Every format that is stored in bytes, except for latents, fits into fp16 and into bf16, and hardware converts to fp16 faster.
+    Two different 16-bit types are multiplied in fp32."""
     floats = {name for name in (problem.q_dtype, *problem.formats, problem.new_dtype) if name in BYTES}
     in_bytes = all(FORMATS[name].itemsize == 1 for name in problem.formats)
     latent = any(FORMATS[name].latent for name in problem.formats)
