@@ -12,6 +12,7 @@ import torch
 
 import quire
 from quire.cache.format import FORMATS
+from quire.cache.hadamard import hadamard
 
 HEADS, DIM, GROUP, KEYS, QUERIES = 8, 128, 4, 2048, 16
 
@@ -23,19 +24,18 @@ CACHES: dict[str, dict[str, Any]] = {
     "K int8, V int4, scale per token and head": {"k_format": "int8", "v_format": "int4", "scales": "token"},
     "K bf16, V int4, scale per token and head": {"v_format": "int4", "scales": "token"},
     "int4, scale per token and head": {"format": "int4", "scales": "token"},
-    "int4, scale per token and head, queries and keys rotated": {"format": "int4", "scales": "token", "rotate": True},
+    "int4, scale per token and head, hadamard": {"format": "int4", "scales": "token", "hadamard": True},
+    "K int4, V int8, scale per token and head": {"k_format": "int4", "v_format": "int8", "scales": "token"},
+    "K int4, V int8, scale per token and head, hadamard": {
+        "k_format": "int4",
+        "v_format": "int8",
+        "scales": "token",
+        "hadamard": True,
+    },
     "nvfp4, one scale": {"format": "nvfp4", "fit": True},
-    "nvfp4, one scale, queries and keys rotated": {"format": "nvfp4", "fit": True, "rotate": True},
+    "nvfp4, one scale, hadamard": {"format": "nvfp4", "fit": True, "hadamard": True},
     "K e4m3fn, V nvfp4, one scale": {"k_format": "e4m3fn", "v_format": "nvfp4", "fit": True},
 }
-
-
-def hadamard(n: int) -> torch.Tensor:
-    """An orthogonal matrix of ±1 / sqrt(n), n a power of two: it spreads a large dim over all dims."""
-    h = torch.ones(1, 1)
-    while h.shape[0] < n:
-        h = torch.cat((torch.cat((h, h), 1), torch.cat((h, -h), 1)))
-    return h / n**0.5
 
 
 def data(outliers: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -53,12 +53,11 @@ def data(outliers: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 def measure(how: dict[str, Any], q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[float, float]:
     """Bytes of the cache for one token and head of K and V, and the error."""
     pool = quire.PagePool(pages=KEYS // 16, page_size=16)
-    given = {name: value for name, value in how.items() if name not in ("fit", "rotate")}
+    given = {name: value for name, value in how.items() if name != "fit"}
     want, _ = quire.reference.attention(q, k, v)
-    if "rotate" in how:
-        q, k = q @ hadamard(DIM), k @ hadamard(DIM)
     if "fit" in how:
-        for part, x in (("k", k), ("v", v)):
+        stored = hadamard(k) if "hadamard" in how else k
+        for part, x in (("k", stored), ("v", v)):
             largest = FORMATS[how.get(f"{part}_format", how.get("format"))].largest
             given[f"{part}_scale"] = float(x.abs().max()) / largest
     cache = quire.KVCache.allocate(pool, kv_heads=HEADS, head_dim=DIM, **given)

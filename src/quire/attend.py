@@ -8,7 +8,7 @@ import torch
 
 from quire.batch import Batch
 from quire.cache.kv_cache import KVCache
-from quire.cache.latent import with_values
+from quire.cache.latent import as_read
 from quire.contract.call import Call
 from quire.contract.check import Level
 from quire.errors import ArgumentError
@@ -48,8 +48,7 @@ def attend(
 
     Args:
         q: Queries `[tokens, q_heads, head_dim]`, fp32, fp16, bf16, or fp8 with `Options(q_scale=...)`. Any strides are allowed.
-        cache: The keys and values of the layer.
-        batch: The sequences: pages, lengths, and their rows of q. Rows from `batch.q_starts[-1]` on are padding.
+        cache, batch: The layer's keys and values, and the sequences. Rows of q from `batch.q_starts[-1]` on are padding.
         options: Window, softmax options, masks and scales of the layer. Default: causal attention with scale `head_dim ** -0.5`.
         new: The new keys and values `(k, v)`, `[tokens, kv_heads, dim]`; `(k, None)` if V is a part of K. If given, the cache holds
             only the tokens before the new ones (context form). Default: the cache holds all tokens (full form).
@@ -80,7 +79,8 @@ def attend(
         refuse_unknown(attend, unknown)
     if lse is None:
         raise ArgumentError("lse", None, "True, False or a tensor [tokens, q_heads] of fp32")
-    given, new = None if lse is True or lse is False else lse, new if new is None else with_values(new, cache)
+    given = None if lse is True or lse is False else lse
+    q, new = (q, new) if new is None and not getattr(cache, "hadamard", False) else as_read(q, new, cache)
     if (torch.compiler.is_dynamo_compiling() or type(q) is not torch.Tensor) and is_traced(q):
         from quire import ops
 

@@ -9,7 +9,7 @@ import torch
 
 from quire.batch import Batch
 from quire.cache.kv_cache import KVCache
-from quire.cache.latent import Keys, rows_to_write, with_values
+from quire.cache.latent import Keys, as_read, rows_to_write
 from quire.contract.call import Call
 from quire.contract.check import enforce_static
 from quire.dispatch.choose import choose
@@ -72,7 +72,7 @@ def explain(
     """
     _check_arguments(operation, cache, lse, platform)
     keys, values = _new_rows(operation, q, k, v, cache)
-    given = with_values(new, cache)
+    q, given = as_read(q, new, cache)
     if operation == "write":
         call = Call(cache, batch, k=keys, v=values, slots=slots)
     else:

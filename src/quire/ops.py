@@ -287,7 +287,7 @@ def _cache(
 ) -> KVCache:
     formats = (FORMATS[k_format], FORMATS[v_format])
     if v_in_k is not None:
-        v = k[..., : v_in_k // formats[0].pack]
+        v = k[..., : formats[0].units_of(v_in_k)]
     cache = KVCache(k, v, LAYOUTS[layout], formats, k_scale, v_scale, None, False, v_in_k is not None)
     cache.check_memory()
     return cache

@@ -196,7 +196,7 @@ class Problem(Traits):
         return PageStrides.of(split(order.view(storage), k if name == "k_pages" else v, order)[0])
 
     def _allocated_scales(self, name: str) -> tuple[int, ...]:
-        if not FORMATS[self.formats[name == "v_scale_strides"]].quantised and self.mixed_formats:
+        if not FORMATS[self.formats[name == "v_scale_strides"]].scaled and self.mixed_formats:
             return ()
         per_token = (self.page_size * self.kv_heads, self.kv_heads, 1)
         return {"none": (), "tensor": (0, 0, 0), "head": (0, 0, 1), "token": per_token}[self.scales]

@@ -8,6 +8,7 @@ import torch
 
 from quire.attend import Result, is_traced
 from quire.batch import Batch
+from quire.cache.hadamard import transformed
 from quire.cache.kv_cache import KVCache
 from quire.cache.latent import Keys, rows_to_write
 from quire.contract.call import Call
@@ -80,7 +81,7 @@ def step(
         refuse_unknown(step, unknown)
     if lse is None:
         raise ArgumentError("lse", None, "True, False or a tensor [tokens, q_heads] of fp32")
-    keys, values = rows_to_write(k, v, cache)
+    q, (keys, values) = transformed("q", q, cache), rows_to_write(k, v, cache, rope)
     if is_traced(q):
         from quire import ops
 

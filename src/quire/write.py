@@ -80,7 +80,7 @@ def write(
     """
     if unknown:
         refuse_unknown(write, unknown)
-    (keys, values), known, rotation = rows_to_write(k, v, cache), batch is not None, (rope, q, q_out, positions)
+    (keys, values), known, rotation = rows_to_write(k, v, cache, rope), batch is not None, (rope, q, q_out, positions)
     rotates = any(given is not None for given in rotation)
     batch = _without_batch(keys, slots) if batch is None else batch
     if is_traced(keys):

@@ -82,8 +82,8 @@ def test_peers_are_called_as_their_users_call_them(name: str, workload: Workload
 
 _OF_VLLM = r"pages of (1|7)$|int4|nvfp4|head_dim \S+/|tree mask|images|selected|batch-invariant|^write"
 UNSUPPORTED = {
-    "fa3": r"head_dim 512|e5m2|int4|nvfp4|MLA.*e4m3|alibi|tree mask|every second|images|^write",
-    "flashinfer": r"^prefill.*head_dim 512|head_dim (80|96)|int4|nvfp4|MLA.*e4m3|^write 8192, bf16(, e4m3fn cache)?$",
+    "fa3": r"head_dim 512|e5m2|int4|nvfp4|MLA.*(e4m3|fp8_ds)|alibi|tree mask|every second|images|^write",
+    "flashinfer": r"^prefill.*head_dim 512|head_dim (80|96)|int4|nvfp4|MLA.*(e4m3|fp8_ds)|^write 8192, bf16(, e4m3fn cache)?$",
     "vllm_unified": _OF_VLLM,
     "vllm_chunked": _OF_VLLM + "|e5m2|softcap|every second",
 }

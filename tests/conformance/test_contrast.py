@@ -67,6 +67,15 @@ def test_fact(fails: Fails, said: str, asks: bool) -> None:
     assert ("passes without" in found) == asks
 
 
+def test_a_fact_of_latent_caches() -> None:
+    """Changes that such a case cannot have, such as a head_dim of its v_in_k, are not run."""
+    latent = Case("latent", **LENS, kv_heads=1, head_dim=96, v_in_k=64)
+    found = [*results(lambda case: False), Result(latent, "wrong")]
+    assert contrast_of(found, lambda case: case.v_in_k == 0).startswith("only with a head_dim that is no power of two")
+    found.append(Result(Case("wide", **LENS, head_dim=96), "correct"))
+    assert contrast_of(found, lambda case: case.v_in_k == 0).startswith("only with values that are a part of keys")
+
+
 def test_threshold_is_bisected() -> None:
     def fails(case: Case) -> bool:
         return max(case.kv_lens) > 1024

@@ -14,6 +14,7 @@ from quire.conformance.cases.case import Case
 from quire.conformance.cases.suite import cases_of
 from quire.conformance.oracle.exact import exact
 from quire.conformance.runner.threads import one_thread
+from support import ds_mla
 
 SMALL = [
     case
@@ -52,7 +53,9 @@ def test_exact_computation_equals_the_reference(case: Case) -> None:
     for view, groups, scale, format in parts:
         rows = [part.flatten(4).flatten(2, 3).transpose(1, 2) for part in (view, groups) if part is not None]
         stored = (torch.cat(rows, -1) if len(rows) > 1 else rows[0].contiguous()).view(format.dtype)
-        numbers = (format.unpack(stored) if format.pack > 1 else stored).double()
+        numbers = (stored if format.uniform else format.unpack(stored)).double()
+        if format.latent:
+            numbers = ds_mla.decoded(stored)  # not rounded to fp32
         if scale is not None:
             numbers = numbers * (scale.double()[..., None] if scale.dim() == 3 else scale.double().reshape(-1, 1))
         dense.append(numbers)

@@ -30,7 +30,7 @@ PLACES = (
     *("e4m3fnuz-tensor", "x-packed", "fp8-queries", "scale", "causal-mixed", "tree-window", "fp8-context", "long-random"),
     *("alibi-sinks", "extreme", "strided", "strided-context", "shard-tokens", "shard-tree", "spans-images", "cross"),
     *("int4-tokens", "nvfp4", "nvfp4-swizzled", "two-fp8-formats", "select-positions-heads", "select-columns-heads"),
-    *("prefixes-tree", "latent"),
+    *("prefixes-tree", "latent", "latent-ds-mla"),
 )
 CHAOTIC = ("fp16-read-as-bf16", "lse-without-log", "accumulated-in-16-bits")
 """Outputs that overflow, or consist of rounding errors: no prediction is within the budget everywhere."""

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import quire
-from quire.cache.format import FORMATS, QUANTISED_NAMES
+from quire.cache.format import FORMATS, SCALED_NAMES
 from quire.errors import ArgumentError, QuantisationWarning
 
 POOL = quire.PagePool(4, page_size=16)
@@ -54,7 +54,7 @@ def test_scales_of_values_alone_are_checked() -> None:
         quire.attend(k, cache, batch, quire.Options(batch_invariant=True), new=(k, k))
 
 
-@pytest.mark.parametrize("format", QUANTISED_NAMES)
+@pytest.mark.parametrize("format", SCALED_NAMES)
 def test_saturation_is_counted_and_stored_as_the_largest_number(format: str) -> None:
     largest = FORMATS[format].largest
     assert largest is not None
@@ -66,7 +66,7 @@ def test_saturation_is_counted_and_stored_as_the_largest_number(format: str) -> 
     assert stored[0, 1, 0, 3] == largest and stored[0, 2, 1, 5] == -largest
 
 
-@pytest.mark.parametrize("format", QUANTISED_NAMES)
+@pytest.mark.parametrize("format", SCALED_NAMES)
 def test_underflow_is_counted_by_token_and_head(format: str) -> None:
     k = torch.ones(3, 2, 64)
     k[1, 1] = 1e-9

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from quire import Batch, KVCache, Options, Prefixes, Select, reference
-from support import nvfp4
+from support import ds_mla, nvfp4
 
 TYPES = {
     "fp32": torch.float32,
@@ -117,13 +117,15 @@ def build(
     select: str | None = None,
     select_heads: int = 1,
     prefixes: list[tuple[tuple[int, ...], int, int]] | None = None,
+    read_as: torch.dtype = torch.float64,
     **features: Any,
 ) -> Scenario:
     """A batch of sequences of these lengths. `features` are fields of Options; tensors among them are made here. In context form,
     sequences with fewer new tokens than `context_from` have them in the cache all the same, and not beside it. With a shard the
     cache holds the keys of one rank; queries, keys and values are those of the same call without it. `spans` has those of the live
     tokens, or is the name of a kind of them. `select` is positions or columns, for each of `select_heads`. Those of `prefixes` have
-    the same pages in the columns [begin, end). With `v_in_k`, V is the first elements of K."""
+    the same pages in the columns [begin, end). With `v_in_k`, V is the first elements of K. A kernel may round what it reads from
+    pages to `read_as`."""
     g, shuffle = torch.Generator().manual_seed(seed), random.Random(seed).shuffle
     v_head_dim = v_in_k or v_head_dim or head_dim
     formats = {"k": format, "v": v_format or format}
@@ -199,6 +201,7 @@ def build(
         read = stored[part].double()
         if scale[part] is not None:
             read = read * (scale[part].double().unsqueeze(-1) if scales == "token" else scale[part].double().reshape(-1, 1))
+        read = read.to(read_as).double()
         for i, row in enumerate(owned):
             key = cached[i][kept[i]].nonzero().flatten()
             dense[part][i][kept[i][key]] = read[torch.tensor(row, dtype=torch.long)[key // page_size], key % page_size]
@@ -451,7 +454,9 @@ def _scales(
     return torch.full((pages, page_size, kv_heads), poison)
 
 
-def _stored(content: torch.Tensor, format: str, scale: torch.Tensor | None) -> torch.Tensor | nvfp4.Grouped:
+def _stored(content: torch.Tensor, format: str, scale: torch.Tensor | None) -> torch.Tensor | nvfp4.Grouped | ds_mla.Stored:
+    if format == ds_mla.NAME:
+        return ds_mla.encoded(content)
     if scale is None:
         return content.to(TYPES[format])
     wide = scale.unsqueeze(-1) if scale.dim() == 3 else scale.reshape(-1, 1)
@@ -463,8 +468,10 @@ def _stored(content: torch.Tensor, format: str, scale: torch.Tensor | None) -> t
     return x if format == "int4" else x.to(TYPES[format])
 
 
-def in_bytes(stored: torch.Tensor, format: str) -> torch.Tensor:
+def in_bytes(stored: torch.Tensor | ds_mla.Stored, format: str) -> torch.Tensor:
     """Elements as integers of their size. Two of int4 make a byte, the even one below."""
+    if isinstance(stored, ds_mla.Stored):
+        return stored.bytes()
     if format != "int4":
         return stored.view(_bits(format))
     codes = stored.to(torch.int16) % 16
@@ -496,7 +503,7 @@ def _wrap(
         # Every page followed by a gap, as engines leave it for alignment; the gap is poisoned too.
         tensors = [torch.cat((t, torch.full_like(t[:, :1], -1)), 1)[:, :-1] for t in tensors]
     if storage != "bytes":
-        tensors = [t.view(TYPES[format]) for t, format in zip(tensors, formats.values())]
+        tensors = [t.view(TYPES.get(format, torch.uint8)) for t, format in zip(tensors, formats.values())]
     names: dict[str, Any] = {f"{part}_format": format for part, format in formats.items()}
     names |= {f"{part}_scale": None if one is None else one.to(device) for part, one in scale.items()}
     return KVCache.wrap(*(t.to(device) for t in tensors), layout=layout, head_dim=head_dim, v_in_k=v_in_k, **names)

@@ -61,6 +61,8 @@ class BenchCase:
 def _numbers(cache: KVCache, chosen: Callable[[torch.Tensor], torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
     """The numbers of the tokens that `chosen` takes from `[pages, page_size, ...]`, their scales applied."""
     k, v = chosen(cache.k_bytes).view(cache.k.dtype), chosen(cache.v_bytes).view(cache.v.dtype)
+    if cache.k_format.latent:
+        return cache.k_format.unpack(k), cache.k_format.unpack(v)
     if cache.k_scale is None or cache.v_scale is None:
         return k, v
     if cache.k_groups is not None and cache.v_groups is not None:
@@ -92,7 +94,7 @@ def build(workload: Workload, device: torch.device | str = "cpu", folder: str | 
     batch = _batch(w, table, device)
     slots = batch.slots_of_tokens(w.tokens, w.page_size)
     shapes = [(pages, w.page_size, w.kv_heads, dim) for dim in ((w.head_dim,) if w.latent else (w.head_dim, w.value_dim))]
-    scales: list[Any] = list(_scales(w)) if format.quantised else [None, None]
+    scales: list[Any] = list(_scales(w)) if format.scaled else [None, None]
     if w.operation == "write":
         batch.given_slots = slots
         stored = [torch.zeros((*shape[:3], format.units_of(shape[3])), dtype=format.dtype, device=device) for shape in shapes]
@@ -141,6 +143,8 @@ def _scales(w: Workload) -> tuple[float, float]:
 def _quantised(parts: list[torch.Tensor], format: Format, kind: str) -> tuple[list[torch.Tensor], list[Any]]:
     """K and V in a format, and their scales."""
     assert format.largest is not None
+    if format.latent:
+        return [format.encode(x) for x in parts], [None]
     scales: list[Any] = [K_SCALE, V_SCALE]
     if kind != "tensor":
         scales = [(x.abs().amax(-1) / format.largest).clamp(min=1e-6) for x in parts]

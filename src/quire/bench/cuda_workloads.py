@@ -114,6 +114,7 @@ FEATURES: tuple[Workload, ...] = (
     _LATENT,
     replace(_LATENT, q_heads=16),
     replace(_LATENT, format=FP8),
+    replace(_LATENT, format="fp8_ds_mla"),
     replace(_LATENT, name="decode 1 x 16384", sequences=((1, 16383),)),
     replace(_LATENT, name="verify 16 x 4 over 4096", sequences=((4, 4096),) * 16),
     replace(_LATENT, name="prefill 1 x 2048", sequences=((2048, 0),)),

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
+from quire.cache.latent_rows import GROUP as LATENT_GROUP
+from quire.cache.latent_rows import SMALLEST_SCALE, scale_bytes
 from quire.errors import ArgumentError, describe
 
 
@@ -28,12 +30,25 @@ class Format:
     page follow all of its codes (`quire.cache.groups`)."""
     group_dtype: torch.dtype = torch.float8_e4m3fn
     """The type of these scales."""
+    latent: int = 0
+    """The first elements of a head, e4m3 with scales in the head (`quire.cache.latent_rows`), of a format that stores the others in
+    another type; 0 for other formats. V is these elements."""
     swizzled: bool = False
     """Whether the group scales of each four tokens are permuted, as TensorRT-LLM's kernels for SM100 read those of V."""
 
     @property
     def quantised(self) -> bool:
         return self.largest is not None
+
+    @property
+    def scaled(self) -> bool:
+        """Whether a cache has scales beside its pages."""
+        return self.quantised and not self.latent
+
+    @property
+    def uniform(self) -> bool:
+        """Whether an element of storage is one of a head."""
+        return self.pack == 1 and not self.latent
 
     @property
     def itemsize(self) -> int:
@@ -48,19 +63,28 @@ class Format:
     @property
     def unit(self) -> int:
         """What a head's elements must be a multiple of."""
-        return 4 * self.group if self.swizzled else self.group or self.pack
+        return 64 if self.latent else 4 * self.group if self.swizzled else self.group or self.pack
 
     def codes_of(self, elements: int) -> int:
         """The elements of storage that hold the codes of a number of elements."""
         return elements // self.pack
 
+    def elements_in(self, codes: int) -> int:
+        """The elements that so many elements of storage hold, scales of groups in other places not counted."""
+        return self.elements_of(codes) if self.latent else codes * self.pack
+
     def units_of(self, elements: int) -> int:
         """The elements of storage of a head with a number of elements: codes, and scales of groups."""
+        if self.latent:
+            return min(elements, self.latent) + scale_bytes(min(elements, self.latent)) + 2 * max(elements - self.latent, 0)
         scales = elements // self.group * self.group_dtype.itemsize // self.itemsize if self.group else 0
         return elements // self.pack + scales
 
     def elements_of(self, units: int) -> int:
         """The elements of a head of a number of elements of storage: the inverse of `units_of`, rounded down."""
+        if self.latent:
+            whole = self.units_of(self.latent)
+            return min(units, whole) * self.latent // whole + max(units - whole, 0) // 2
         return units * self.unit // self.units_of(self.unit)
 
     def bytes_of(self, elements: int) -> int:
@@ -70,7 +94,7 @@ class Format:
     @property
     def integer(self) -> bool:
         """Whether elements are integers, so that a scale is required."""
-        return not self.dtype.is_floating_point and not self.group
+        return not self.dtype.is_floating_point and not self.group and not self.latent
 
     @property
     def fp8(self) -> bool:
@@ -82,6 +106,8 @@ class Format:
         format packs elements, the last axis of the result is shorter; scales of groups follow the codes."""
         if self.largest is None:
             return x.to(self.dtype)
+        if self.latent:
+            return encode_latent(x, self.latent)
         x = x.clamp(-self.largest, self.largest)
         if self.group:
             return torch.cat(encode_groups(x, self.group), -1)
@@ -95,6 +121,8 @@ class Format:
     def unpack(self, stored: torch.Tensor) -> torch.Tensor:
         """The elements of storage, bytes as uint8, of a format that packs two in each: int8, the last axis twice as long. With
         scales of groups behind the codes: fp32, multiplied by them."""
+        if self.latent:
+            return decode_latent(stored, self.latent)
         if self.group:
             codes = self.codes_of(self.elements_of(stored.shape[-1]))
             return decode_groups(stored[..., :codes], stored[..., codes:], self.group)
@@ -135,6 +163,31 @@ def decode_groups(codes: torch.Tensor, scales: torch.Tensor, group: int) -> torc
     return (values.unflatten(-1, (-1, group)) * scale.unsqueeze(-1)).flatten(-2)
 
 
+def encode_latent(x: torch.Tensor, latent: int) -> torch.Tensor:
+    """Heads `[.., latent + rotated]` as bytes. The scale of a group is its largest magnitude / 448, at least the smallest normal
+    number, so that nothing is divided by 0; NaN if the group contains NaN."""
+    groups = x[..., :latent].float().unflatten(-1, (-1, LATENT_GROUP))
+    scales = (groups.abs().amax(-1) / E4M3_LARGEST).clamp(min=SMALLEST_SCALE)
+    codes = (groups / scales.unsqueeze(-1)).clamp(-E4M3_LARGEST, E4M3_LARGEST).to(torch.float8_e4m3fn).flatten(-2)
+    rotated = x[..., latent:].to(torch.bfloat16)
+    return torch.cat([_typed(part, torch.uint8) for part in (codes, scales, rotated)], -1)
+
+
+def decode_latent(rows: torch.Tensor, latent: int) -> torch.Tensor:
+    """The inverse of `encode_latent`, fp32, also of rows without a rotated part."""
+    end = latent + scale_bytes(latent)
+    groups = rows[..., :latent].view(torch.float8_e4m3fn).float().unflatten(-1, (-1, LATENT_GROUP))
+    numbers = (groups * _typed(rows[..., latent:end], torch.float32).unsqueeze(-1)).flatten(-2)
+    if rows.shape[-1] == end:
+        return numbers
+    return torch.cat((numbers, _typed(rows[..., end:], torch.bfloat16).float()), -1)
+
+
+def _typed(part: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A copy of bytes as numbers. `contiguous` would keep strides of axes of length 1, which `view` refuses."""
+    return part.clone(memory_format=torch.contiguous_format).view(dtype)
+
+
 FORMATS: dict[str, Format] = {
     f.name: f
     for f in (
@@ -148,14 +201,15 @@ FORMATS: dict[str, Format] = {
         Format("int4", torch.uint8, 7.0, pack=2),
         Format("nvfp4", torch.uint8, E4M3_LARGEST * E2M1[-1], pack=2, group=16),
         Format("nvfp4" + SWIZZLED, torch.uint8, E4M3_LARGEST * E2M1[-1], pack=2, group=16, swizzled=True),
+        Format("fp8_ds_mla", torch.uint8, E4M3_LARGEST, latent=512),
     )
 }
 
 FLOAT_NAMES = tuple(f.name for f in FORMATS.values() if not f.quantised)
 FP8_NAMES = tuple(f.name for f in FORMATS.values() if f.fp8)
-QUANTISED_NAMES = tuple(f.name for f in FORMATS.values() if f.quantised)
+SCALED_NAMES = tuple(f.name for f in FORMATS.values() if f.scaled)
 FP8_TYPES = frozenset(f.dtype for f in FORMATS.values() if f.fp8)
-BYTE_NAMES = tuple(f.name for f in FORMATS.values() if f.quantised and f.pack == 1)
+BYTE_NAMES = tuple(f.name for f in FORMATS.values() if f.quantised and f.uniform)
 """The formats with one element in a byte."""
 QUERY_NAMES = (*FLOAT_NAMES, *FP8_NAMES)
 """The types that queries may have."""
@@ -163,7 +217,7 @@ QUERY_NAMES = (*FLOAT_NAMES, *FP8_NAMES)
 OCP_FP8, FNUZ_FP8 = FORMATS["e4m3fn"], FORMATS["e4m3fnuz"]
 """The fp8 formats with 3 mantissa bits: of the Open Compute Project, and of AMD's gfx94 GPUs."""
 
-_BY_DTYPE = {f.dtype: f for f in FORMATS.values() if f.pack == 1}
+_BY_DTYPE = {f.dtype: f for f in FORMATS.values() if f.uniform}
 _NAMES = {dtype: f.name for dtype, f in _BY_DTYPE.items()}
 
 

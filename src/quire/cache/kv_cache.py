@@ -15,6 +15,8 @@ import torch
 from quire.cache.copies import AppliedCopies, Copies
 from quire.cache.format import FORMATS, Format, formats_given, formats_of_storage
 from quire.cache.groups import check_layout, check_pages, split
+from quire.cache.hadamard import checked_hadamard
+from quire.cache.latent_rows import check_latent_pages, check_latent_sizes, rotated_view
 from quire.cache.layout import Layout, layout_named
 from quire.cache.ledger import Ledger
 from quire.cache.memory import overlaps_itself, share_memory
@@ -110,6 +112,8 @@ class KVCache:
         """The order of the axes of a page; `layout.name` is nhd, hnd, vllm_x, vllm_joint or aiter."""
         self.k_format, self.v_format = format if isinstance(format, tuple) else (format, format)
         """How an element of K and of V is stored; `name` is a key of `quire.cache.format.FORMATS`, such as bf16 or nvfp4."""
+        self.hadamard: bool = False
+        """Whether `write` and `attend` transform keys and queries by a Hadamard matrix."""
         self.pool: PagePool | None = pool
         """The pool that allocates the pages, or None."""
         self.number: int = 0
@@ -129,17 +133,14 @@ class KVCache:
         """Number of heads."""
         self.page_size: int = slot_hi * slot_lo
         """Slots of a page."""
-        self.head_dim: int = self.k_view.shape[4] * self.k_view.shape[5] * self.k_format.pack
+        self.head_dim: int = self.k_format.elements_in(self.k_view.shape[4] * self.k_view.shape[5])
         """Size of a head of K."""
-        self.v_head_dim: int = self.v_view.shape[4] * self.v_view.shape[5] * self.v_format.pack
+        self.v_head_dim: int = self.v_format.elements_in(self.v_view.shape[4] * self.v_view.shape[5])
         """Size of a head of V."""
         self.v_in_k: int | None = self.v_head_dim if v_in_k else None
         """The number of elements of a key that are also its value; None if V is stored by itself."""
-        self.written_dims, self.written_views = (self.head_dim, self.v_head_dim), (self.k_view, self.v_view)
-        """The sizes and the views of what a write stores: K and V, or the first `v_in_k` elements of K and the others."""
-        if v_in_k:
-            self.written_dims = self.v_head_dim, self.head_dim - self.v_head_dim
-            self.written_views = self.v_view, self.k_view[..., self.v_view.shape[5] :]
+        self.written_dims, self.written_views, self.written_formats = self._written()
+        """Sizes, views and formats of what a write stores: K and V, or the first `v_in_k` elements of K and the others."""
         self.ledger: Ledger | None = Ledger(pages, self.page_size, k.device, pool) if ledger else None
         """A `Ledger` that records every write, or None."""
         self.packed: Any = None
@@ -148,6 +149,14 @@ class KVCache:
         """The ids of the copies that were applied."""
         self.copied: deque[tuple[tuple[int, int], ...]] = deque(maxlen=256)
         """The last copies without an id that were applied, compared by identity."""
+
+    def _written(self) -> tuple[tuple[int, int], tuple[torch.Tensor, torch.Tensor], tuple[Format, Format]]:
+        if self.v_in_k is None:
+            return (self.head_dim, self.v_head_dim), (self.k_view, self.v_view), (self.k_format, self.v_format)
+        dims = self.v_head_dim, self.head_dim - self.v_head_dim
+        if self.k_format.latent:
+            return dims, (self.v_view, rotated_view(self.k_view, self.k_format)), (self.k_format, FORMATS["bf16"])
+        return dims, (self.v_view, self.k_view[..., self.v_view.shape[5] :]), (self.k_format, self.k_format)
 
     # Views and sizes are computed once, so k and v cannot be assigned. The getters are Python functions because torch.compile
     # cannot trace operator.attrgetter.
@@ -250,6 +259,7 @@ class KVCache:
         k_scale: Scale = None,
         v_scale: Scale = None,
         scales: str | None = None,
+        hadamard: bool = False,
         ledger: bool = False,
         device: torch.device | str | None = None,
     ) -> KVCache:
@@ -258,8 +268,7 @@ class KVCache:
         Args:
             pool: The pool that allocates the pages.
             kv_heads, head_dim, v_head_dim: Sizes; 1 to 512 for the dims. `v_head_dim` defaults to `head_dim`.
-            v_in_k: V is the first `v_in_k` elements of K (multi-head latent attention), with K's format and scale. It is less than
-                `head_dim`, by 512 at most, which is then 576 at most. Layout nhd or hnd.
+            v_in_k: V is the first `v_in_k` elements of K, 576 at most (multi-head latent attention). Layout nhd or hnd.
             dtype: The storage type, which determines the format. Default: that of the format, bf16 without one.
             format: The name of the format; required for torch.uint8 and optional otherwise.
             k_format, v_format: The format of K and of V, where it is not `format` or that of `dtype`.
@@ -267,6 +276,7 @@ class KVCache:
             x: The length of the split axis, for layouts that split one, in elements of storage. Default: 16 bytes.
             k_scale, v_scale: For quantised formats: a number, or fp32 `[]` or `[kv_heads]`. Default: 1 for fp8 and nvfp4.
             scales: "token": `write` computes one scale for each token and head of what is quantised.
+            hadamard: Whether keys are Hadamard-transformed before they are quantised, and queries alike: less error with 4 bits.
             ledger: Whether to record every write, so that a read of a slot that was never written, or is stale, is detected.
             device: Default: the pool's device.
 
@@ -279,8 +289,7 @@ class KVCache:
             >>> quire.KVCache.allocate(pool, kv_heads=2, head_dim=64, dtype=torch.float16, layout="hnd").k.shape
             torch.Size([8, 2, 16, 64])
         """
-        if not all(isinstance(getattr(pool, name, None), int) for name in ("pages", "page_size")):
-            raise ArgumentError("pool", describe(pool), "a quire.PagePool; for memory without a pool use KVCache.wrap")
+        _check_pool(pool)
         order, dims, of_k = layout_named(layout), (head_dim, head_dim if v_head_dim is None else v_head_dim), v_in_k is not None
         if v_in_k is not None:
             _check_v_in_k(v_in_k, order, v_head_dim=v_head_dim, v_format=v_format, v_scale=v_scale)
@@ -292,7 +301,7 @@ class KVCache:
         both = (k_scale, v_scale) if scales is None else _token_scales(scales, formats, k_scale, v_scale, size, place)
         how: dict[str, Any] = {"layout": layout, "k_format": formats[0].name, "head_dim": head_dim, "k_scale": both[0]}
         how |= {"v_in_k": v_in_k} if of_k else {"v_format": formats[1].name, "v_scale": both[1]}
-        return cls.wrap(*pages, **how, pool=pool, ledger=ledger)
+        return cls.wrap(*pages, **how, hadamard=hadamard, pool=pool, ledger=ledger)
 
     @classmethod
     @with_pointers
@@ -309,6 +318,7 @@ class KVCache:
         v_in_k: int | None = None,
         k_scale: Scale = None,
         v_scale: Scale = None,
+        hadamard: bool = False,
         pool: PagePool | None = None,
         ledger: bool = False,
     ) -> KVCache:
@@ -324,7 +334,7 @@ class KVCache:
             v_in_k: As in `allocate`: V is the first elements of `k_pages`, the one tensor.
             k_scale, v_scale: For quantised formats: a number, or fp32 `[]`, `[kv_heads]` or `[pages, page_size, kv_heads]`.
             pool: The pool that allocates these pages, if there is one.
-            ledger: As in `allocate`.
+            hadamard, ledger: As in `allocate`.
 
         Raises:
             ArgumentError: A tensor does not fit the layout, the format or the other arguments, or elements overlap.
@@ -342,6 +352,7 @@ class KVCache:
             v_format = k_format
         formats = formats_of_storage(k_pages, k_pages if v_pages is None else v_pages, format, k_format, v_format)
         _check_layout(order, formats)
+        check_latent_pages(k_pages, formats, v_in_k)
         k, v = _storage_of(order, k_pages, v_pages, head_dim, v_in_k, formats[0])
         if k.device != v.device:
             raise ArgumentError("v_pages", describe(v), f"the device of k_pages, {describe(k)}")
@@ -351,6 +362,7 @@ class KVCache:
             raise ArgumentError("pool", f"{pool.pages} pages of {pool.page_size}", allowed)
         scale = _scales(k_scale, v_scale if v_in_k is None else k_scale, formats, size, k.device)
         cache = cls(k, v, order, formats, *scale, pool, ledger, v_in_k is not None)
+        cache.hadamard = checked_hadamard(hadamard, cache.head_dim, formats[0], v_in_k)
         cache.check_memory()
         return cache
 
@@ -420,7 +432,7 @@ class KVCache:
         memory, parts = pack([tensor.index_select(0, index) for tensor in self._swapped_data()])
         if memory.device.type == "cuda":
             memory = torch.empty_like(memory, device="cpu", pin_memory=True).copy_(memory, non_blocking=True)
-        return HostPages(memory.cpu(), tuple(parts), self.formats, self.layout.name)
+        return HostPages(memory.cpu(), tuple(parts), self._stored_as(), self.layout.name)
 
     def swap_in(self, host: HostPages, pages: Iterable[int]) -> None:
         """Copies pages from host memory back, into other pages of this cache or of one of the same kind. To a GPU this is one
@@ -435,7 +447,7 @@ class KVCache:
                 twice.
         """
         index, tensors = self._page_index(pages), self._swapped_data()
-        kind = self.formats, self.layout.name, tuple((t.dtype, tuple(t.shape[1:])) for t in tensors)
+        kind = self._stored_as(), self.layout.name, tuple((t.dtype, tuple(t.shape[1:])) for t in tensors)
         if not isinstance(host, HostPages) or host.kind != kind:
             raise ArgumentError("host", describe(host), f"pages that swap_out of a cache as this one returned: {self}")
         if len(index) != host.pages:
@@ -443,6 +455,10 @@ class KVCache:
         memory = host.memory.to(self.device, non_blocking=True)
         for tensor, part in zip(tensors, host.parts):
             tensor.index_copy_(0, index, part.of(memory))
+
+    def _stored_as(self) -> str:
+        """The formats in words, and whether keys are transformed."""
+        return f"hadamard {self.formats}" if self.hadamard else self.formats
 
     def _page_data(self) -> list[torch.Tensor]:
         """What a page holds, each `[pages, ...]`: K, V and the scales per token and head."""
@@ -511,6 +527,7 @@ class KVCache:
             "device": self.device,
             "ledger": self.ledger is not None,
             "v_in_k": self.v_in_k,
+            "hadamard": self.hadamard,
         }
         scales = (None if t is None else "token" if t.dim() == 3 else t.cpu().numpy() for t in (self.k_scale, self.v_scale))
         return _restored, (described, tuple(scales))
@@ -529,6 +546,7 @@ class KVCache:
         pool = copy.deepcopy(self.pool, memo)
         formats = (self.k_format, self.v_format)
         cache = KVCache(k, v, self.layout, formats, k_scale, v_scale, pool, self.ledger is not None, self.v_in_k is not None)
+        cache.hadamard = self.hadamard
         memo[id(self)] = cache
         cache.applied, cache.copied = copy.deepcopy(self.applied), deque(self.copied, maxlen=self.copied.maxlen)
         if self.ledger is not None and cache.ledger is not None:
@@ -551,7 +569,7 @@ class KVCache:
             dims = f"{self.head_dim} (v_in_k={self.v_in_k})"
         scales = "" if self.scale_kind == "none" else f", scales={self.scale_kind}"
         return (
-            f"KVCache({self.pages} pages x {self.page_size} slots x {self.kv_heads} heads x {dims}, {self.formats}, "
+            f"KVCache({self.pages} pages x {self.page_size} slots x {self.kv_heads} heads x {dims}, {self._stored_as()}, "
             f"layout={self.layout}{scales}, {self.device})"
         )
 
@@ -585,6 +603,11 @@ def _allocated(
     x_of = [(16 // found.itemsize if x is None else x) if order.splits else 1 for found in formats]
     types = [dtype if dtype is torch.uint8 and found.itemsize == 1 else found.dtype for found in formats]
     return _zeros(order, size, [found.units_of(dim) for dim, found in zip(dims, formats)], x_of, types, device)
+
+
+def _check_pool(pool: object) -> None:
+    if not all(isinstance(getattr(pool, name, None), int) for name in ("pages", "page_size")):
+        raise ArgumentError("pool", describe(pool), "a quire.PagePool; for memory without a pool use KVCache.wrap")
 
 
 def _check_pages(k_pages: object, v_pages: object, head_dim: object) -> None:
@@ -629,6 +652,7 @@ def _restored(described: dict[str, Any], scales: tuple[Any, ...]) -> KVCache:
         k_format=k_format,
         v_format=v_format,
         v_in_k=d["v_in_k"],
+        hadamard=d["hadamard"],
         head_dim=d["dims"][0],
         k_scale=k_scale,
         v_scale=v_scale,
@@ -663,6 +687,8 @@ def _check_sizes(
     order: Layout, kv_heads: int, head_dim: int, v_head_dim: int, formats: tuple[Format, Format], v_in_k: bool
 ) -> None:
     _check_layout(order, formats)
+    for one in formats:
+        check_latent_sizes(one, head_dim, v_head_dim if v_in_k else None)
     most, v_name = (MOST_LATENT, "v_in_k") if v_in_k else (MOST_DIM, "v_head_dim")
     for name, value, limit in (("kv_heads", kv_heads, 2**31 - 1), ("head_dim", head_dim, most), (v_name, v_head_dim, MOST_DIM)):
         if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= limit:
@@ -693,11 +719,11 @@ def _first_of_k(k: torch.Tensor, order: Layout, v_in_k: int, format: Format) -> 
         allowed = f"{len(order.k.names)} axes: [{', '.join(order.k.names)}]"
         raise ArgumentError("k_pages", describe(k), allowed)
     _check_format_of_parts(format)
-    head_dim = k.shape[-1] * format.pack
+    head_dim = format.elements_in(k.shape[-1])
     if v_in_k % format.pack:
         raise ArgumentError("v_in_k", v_in_k, f"a multiple of {format.pack}: {format} stores {format.pack} elements in a byte")
     _check_parts(v_in_k, head_dim)
-    return k[..., : v_in_k // format.pack]
+    return k[..., : format.units_of(v_in_k)]
 
 
 def _check_format_of_parts(format: Format) -> None:
@@ -736,11 +762,11 @@ def _token_scales(
     """Scales of 1 for each token and head, `[pages, page_size, kv_heads]`; None for what is not quantised."""
     if not (isinstance(scales, str) and scales == "token"):
         raise ArgumentError("scales", describe(scales), "'token', or None for the scales given")
-    if not any(format.quantised for format in formats) or k_scale is not None or v_scale is not None:
+    if not any(format.scaled for format in formats) or k_scale is not None or v_scale is not None:
         names = "/".join(dict.fromkeys(format.name for format in formats))
         given = f"'token' with format {names}, k_scale {describe(k_scale)} and v_scale {describe(v_scale)}"
         raise ArgumentError("scales", given, "'token' for a quantised format, without other scales")
-    return tuple(torch.ones(size, dtype=torch.float32, device=device) if format.quantised else None for format in formats)
+    return tuple(torch.ones(size, dtype=torch.float32, device=device) if format.scaled else None for format in formats)
 
 
 def _common_size(
@@ -789,9 +815,10 @@ def _scale(
     name: str, value: Scale, format: Format, shapes: dict[str, tuple[int, ...]], device: torch.device
 ) -> torch.Tensor | None:
     """One scale as an fp32 tensor of an allowed shape. In host memory values are checked: a zero or NaN scale is rejected."""
-    if not format.quantised:
+    if not format.scaled:
         if value is not None:
-            raise ArgumentError(name, describe(value), f"None: format {format} is not quantised")
+            why = "has its scales in the pages" if format.quantised else "is not quantised"
+            raise ArgumentError(name, describe(value), f"None: format {format} {why}")
         return None
     if value is None:
         if format.integer:

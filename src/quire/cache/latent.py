@@ -6,17 +6,19 @@ from typing import Any
 
 import torch
 
+from quire.cache.hadamard import refuse_rope, transformed
 from quire.errors import ArgumentError, describe
 
 Keys = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 """New keys, whole or in two parts."""
 
 
-def rows_to_write(k: Any, v: Any, cache: Any) -> tuple[Any, Any]:
+def rows_to_write(k: Any, v: Any, cache: Any, rope: object = None) -> tuple[Any, Any]:
     """What a write stores: k and v or, if V is a part of K, the first `v_in_k` elements of k and the others, as views."""
     first = getattr(cache, "v_in_k", None)
+    refuse_rope(rope, cache)
     if first is None:
-        return k, v
+        return transformed("k", k, cache), v
     _refuse_values("v", v, first)
     sizes = f"[tokens, kv_heads, {first}] and [tokens, kv_heads, {cache.head_dim - first}]"
     if isinstance(k, (tuple, list)):
@@ -31,15 +33,22 @@ def rows_to_write(k: Any, v: Any, cache: Any) -> tuple[Any, Any]:
 def with_values(new: Any, cache: Any) -> Any:
     """New keys and values of an attend. If V is a part of K, values are not given: they are made, a view of the keys."""
     first = getattr(cache, "v_in_k", None)
-    if first is None or not isinstance(new, (tuple, list)) or len(new) != 2:
+    if not isinstance(new, (tuple, list)) or len(new) != 2:
         return new
     k, v = new
+    if first is None:
+        return transformed("new[0]", k, cache), v
     _refuse_values("new[1]", v, first)
     if not isinstance(k, torch.Tensor) or k.dim() != 3:
         raise ArgumentError(
             "new[0]", describe(k), f"[tokens, kv_heads, {cache.head_dim}]: its first {first} elements are the values"
         )
     return k, k[..., :first]
+
+
+def as_read(q: Any, new: Any, cache: Any) -> tuple[Any, Any]:
+    """Queries, and new keys and values, as a kernel takes them."""
+    return transformed("q", q, cache), None if new is None else with_values(new, cache)
 
 
 def as_given(k: Any, v: Any, cache: Any) -> tuple[Any, Any]:

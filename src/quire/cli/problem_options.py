@@ -9,6 +9,7 @@ import click
 from quire.cache.format import FORMATS
 from quire.cache.groups import LAYOUTS_OF_GROUPS, SWIZZLE
 from quire.cache.kv_cache import MOST_DIM, MOST_LATENT
+from quire.cache.latent_rows import ROTATED
 from quire.cache.layout import LAYOUTS
 from quire.cli.command import Args, ChoiceOf, Count, Number, OneOfNames, Option, Whole, flag
 from quire.errors import ArgumentError
@@ -21,7 +22,7 @@ Q_TYPES = tuple(name for name, format in FORMATS.items() if format.dtype.is_floa
 _WORDS = {"float": "fp32", "half": "fp16"}
 SPELLINGS = {
     **{word: name for word, name in _WORDS.items() if name in FORMATS},
-    **{str(format.dtype).removeprefix("torch."): name for name, format in FORMATS.items() if format.pack == 1},
+    **{str(format.dtype).removeprefix("torch."): name for name, format in FORMATS.items() if format.uniform},
     **{f"fp8_{name}": name for name in Q_TYPES if FORMATS[name].itemsize == 1},
 }
 """Other spellings of a type. fp8 alone is not among them: it means the platform's own."""
@@ -154,7 +155,7 @@ def problem_of(args: Args, platform: Platform) -> Problem:
         format=format,
         v_format=v_format,
         layout=args.layout,
-        scales=args.scales if FORMATS[format].quantised or FORMATS[v_format].quantised else "none",
+        scales=args.scales if FORMATS[format].scaled or FORMATS[v_format].scaled else "none",
         form=args.form,
         causal="no" if args.non_causal else "yes",
         window=(side, side),
@@ -200,6 +201,10 @@ def _formats(args: Args, platform: Platform, q_dtype: str) -> tuple[str, str]:
             raise ArgumentError("--form", "context with --batch-invariant", f"full: over {name} the forms differ by a rounding")
     of_v = ("--v-in-k", args.v_in_k, v_format) if args.v_in_k else ("--v-head-dim", args.v_head_dim or args.head_dim, v_format)
     for word, dim, name in (("--head-dim", args.head_dim, format), of_v):
+        latent, rest = FORMATS[name].latent, FORMATS[name].latent + ROTATED
+        if latent and (args.v_in_k, args.head_dim) != (latent, rest):
+            given = f"{name} with --head-dim {args.head_dim} and --v-in-k {args.v_in_k}"
+            raise ArgumentError("--kv-dtype", given, f"it with --head-dim {rest} and --v-in-k {latent}, as --like deepseek-v3")
         if FORMATS[name].group and args.v_in_k:
             raise ArgumentError("--kv-dtype", name, "with --v-in-k a format without scales of groups")
         if dim % FORMATS[name].unit:

@@ -21,7 +21,7 @@ def warn_of_losses(call: Call) -> None:
     if cache.v_in_k is not None:
         parts = [(torch.cat((call.k, call.v), -1), cache.k_scale, cache.k_format)]
     for name, (x, scale, format) in zip("kv", parts):
-        for message in losses(name, x[slots >= 0], scale, format) if format.quantised else ():
+        for message in losses(name, x[slots >= 0], scale, format) if format.scaled else ():
             warnings.warn(message, QuantisationWarning, stacklevel=4)
 
 

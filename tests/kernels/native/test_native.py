@@ -21,7 +21,7 @@ from support.kernels import NO_LIBRARY, levels
 from support.scenario import LARGEST, TYPES, build
 
 pytestmark = pytest.mark.skipif(not library.FILE.exists(), reason=NO_LIBRARY)
-BYTES = [name for name, format in FORMATS.items() if format.itemsize == format.pack == 1]
+BYTES = [name for name, format in FORMATS.items() if format.itemsize == 1 and format.uniform]
 
 
 @pytest.fixture(params=levels())

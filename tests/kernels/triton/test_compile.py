@@ -80,6 +80,9 @@ PLAIN |= {
     "mixed-latent-new": KernelSample("mixed", new=True, **LATENT | {"format": "e4m3fn"}, problem=OF_K),
     "mixed-latent-generic": KernelSample("mixed", **LATENT, problem=OF_K | {"memory": "generic"}),
     "mixed-latent-64": KernelSample("mixed", **LATENT, problem={"v_in_k": True, "v_head_dim": 64}),
+    "decode-latent-ds-mla": KernelSample("decode", **LATENT | {"format": "fp8_ds_mla"}, problem=OF_K),
+    "mixed-latent-ds-mla": KernelSample("mixed", new=True, **LATENT | {"format": "fp8_ds_mla"}, problem=OF_K),
+    "write-latent-ds-mla": KernelSample("write", **LATENT | {"format": "fp8_ds_mla"}, problem=OF_K),
     "write-latent": KernelSample("write", **LATENT | {"format": "int8"}, scales="token", problem=OF_K),
 }
 TREE = {"window": [100, 0], "mask": True, "positions": "int64"}
@@ -174,6 +177,9 @@ CHOICE = {
     "sm90": [
         "decode-latent-bf16",
         "decode-latent-e4m3fn",
+        "decode-latent-ds-mla",
+        "mixed-latent-ds-mla",
+        "write-latent-ds-mla",
         "mixed-latent-bf16",
         "mixed-latent-64",
         "write-latent",
@@ -193,6 +199,9 @@ CHOICE = {
     "gfx90a": ["decode-128-int8", "decode-256-bf16", "mixed-512-fp32"],
     "gfx942": [
         "decode-latent-bf16",
+        "decode-latent-ds-mla",
+        "mixed-latent-ds-mla",
+        "write-latent-ds-mla",
         "mixed-latent-bf16",
         "mixed-latent-new",
         "write-rope",

@@ -79,6 +79,7 @@ LAYERS = {
     "batch-invariant": Layer(options={"batch_invariant": True}),
     "rope": Layer(rope=True),
     "latent": Layer(kv_heads=1, group=128, head_dim=576, v_in_k=512, page_size=64),
+    "latent, fp8_ds_mla": Layer(kv_heads=1, group=16, head_dim=576, v_in_k=512, page_size=64, format="fp8_ds_mla"),
     "latent context form": Layer(kv_heads=1, group=16, head_dim=576, v_in_k=512, context=True, format="e4m3fn", scales="token"),
 }
 
@@ -110,7 +111,7 @@ class Draws:
         size = (pages, layer.page_size, layer.kv_heads)
         k, v = (nothing(*size, format.units_of(layer.head_dim), dtype=format.dtype) for format in formats)
         one = () if layer.scales == "tensor" else size
-        scales = [nothing(*one) if format.quantised else None for format in formats]
+        scales = [nothing(*one) if format.scaled else None for format in formats]
         names: dict[str, Any] = {"k_format": formats[0].name, "v_format": formats[1].name, "v_scale": scales[1]}
         parts = (k, v)
         if layer.v_in_k is not None:

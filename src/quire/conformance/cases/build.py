@@ -16,11 +16,13 @@ import torch
 from quire.conformance.cases.call import KernelCall, checksum, guarded
 from quire.conformance.cases.case import Case
 from quire.conformance.cases.formats import (
+    DS_MLA,
     GROUP,
     LARGEST,
     PACK,
     TYPES,
     encode_groups,
+    encode_latent,
     grouped_at,
     numbers_of_groups,
     pairs,
@@ -439,6 +441,11 @@ def _store(
     wide: torch.Tensor | None = None
     if scale is not None:
         wide = scale[plan.touched.clamp(min=0)].unsqueeze(-1) if scale.dim() == 3 else scale.reshape(-1, 1)
+    if format == DS_MLA:
+        stored, read = encode_latent(content)
+        for i, (at, page, offset) in enumerate(spots):
+            dense[i][at] = read[page, offset]
+        return stored, None
     if format in GROUP:
         codes, groups = encode_groups(content.float() / (1.0 if wide is None else wide), LARGEST[format])
         read = numbers_of_groups(codes, groups).double() * (1.0 if wide is None else wide.double())

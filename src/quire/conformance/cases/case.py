@@ -109,6 +109,9 @@ class Case:
             raise ArgumentError("v_in_k", self.v_in_k, "0 with v_head_dim, v_format or a layout other than nhd and hnd")
         if not 0 <= self.v_in_k < self.head_dim:
             raise ArgumentError("v_in_k", self.v_in_k, f"less than head_dim = {self.head_dim}")
+        sizes = (self.head_dim, self.v_in_k, self.scales)
+        if self.format == "fp8_ds_mla" and sizes != (576, 512, "none"):
+            raise ArgumentError("format", f"fp8_ds_mla with head_dim, v_in_k and scales {sizes}", "it with 576, 512 and none")
         if len(self.shard) != 3 or not 0 <= self.shard[0] < self.shard[1] or self.shard[2] < 1:
             raise ArgumentError("shard", self.shard, "rank, ranks, interleave with 0 <= rank < ranks and interleave >= 1")
         alone = [name for name in NOT_WITH_PREFIXES if getattr(self, name) != DEFAULTS[name]]

@@ -17,6 +17,7 @@ TYPES = {
     "int4": torch.uint8,
     "nvfp4": torch.uint8,
     "nvfp4_swizzled": torch.uint8,
+    "fp8_ds_mla": torch.uint8,
 }
 LARGEST = {"e4m3fn": 448.0, "e4m3fnuz": 240.0, "e5m2": 57344.0, "int8": 127.0, "int4": 7.0}
 LARGEST |= {"nvfp4": 448.0 * 6, "nvfp4_swizzled": 448.0 * 6}
@@ -24,6 +25,8 @@ PACK = {"int4": 2, "nvfp4": 2, "nvfp4_swizzled": 2}
 """Elements in a byte, the first in the lowest bits; 1 in other formats."""
 GROUP = {"nvfp4": 16, "nvfp4_swizzled": 16}
 """Elements that share a scale in the page."""
+DS_MLA = "fp8_ds_mla"
+"""vLLM's and FlashMLA's: 512 bytes of e4m3, 4 scales of 128 of them in fp32, and the elements from 512 on in bf16."""
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """The magnitudes of codes 0 to 7; 8 more is the negative number."""
 SMALLEST, LARGEST_SCALE = 2.0**-9, 448.0
@@ -32,6 +35,8 @@ NAN = 0x7F
 
 def units_of(format: str, dim: int) -> int:
     """The elements of storage of a head: codes, and scales of groups."""
+    if format == DS_MLA:
+        return 528 + 2 * (dim - 512)
     return dim // PACK.get(format, 1) + (dim // GROUP[format] if format in GROUP else 0)
 
 
@@ -58,6 +63,23 @@ def numbers_of_codes(codes: torch.Tensor) -> torch.Tensor:
 
 def numbers_of_scales(scales: torch.Tensor) -> torch.Tensor:
     return scales.contiguous().view(torch.float8_e4m3fn).double()
+
+
+def encode_latent(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Numbers as bytes, and the numbers that they stand for, fp64. The scale of 128 elements maps their largest magnitude to 448;
+    it is at least the smallest normal number."""
+    groups = x[..., :512].float().unflatten(-1, (4, 128))
+    scale = (groups.abs().amax(-1, keepdim=True) / 448).clamp(min=2.0**-126)
+    codes = (groups / scale).clamp(-448, 448).to(torch.float8_e4m3fn)
+    rest = x[..., 512:].float().to(torch.bfloat16)
+    parts = [codes.flatten(-2), scale.squeeze(-1), rest]
+    numbers = torch.cat(((codes.double() * scale.double()).flatten(-2), rest.double()), -1)
+    return torch.cat([part.clone(memory_format=torch.contiguous_format).view(torch.uint8) for part in parts], -1), numbers
+
+
+def latent_byte(dim: torch.Tensor) -> torch.Tensor:
+    """Where an element begins in its head."""
+    return torch.where(dim < 512, dim, 528 + 2 * (dim - 512))
 
 
 def pairs(codes: torch.Tensor) -> torch.Tensor:

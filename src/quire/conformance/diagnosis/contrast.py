@@ -10,10 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
+from typing import Any
 
 from quire.conformance.cases.case import Case
 from quire.conformance.diagnosis.facts import Fact, field_facts, queried, sequence_facts, shape_facts, thresholds
 from quire.conformance.reporting.report import Result
+from quire.errors import ArgumentError
 
 RunCase = Callable[[Case], "bool | None"]
 """Runs a case: whether it passes; None if the target cannot run it."""
@@ -106,6 +108,14 @@ def _separating(evidence: Evidence) -> Iterator[tuple[Fact, ...]]:
     yield from _pairs([*useful, *of_sequences], sequences[1])
 
 
+def _changed(change: Callable[..., Case | None], *given: Any) -> Case | None:
+    """A changed case; None if there is none, for example with a head_dim below its v_in_k."""
+    try:
+        return change(*given)
+    except ArgumentError:
+        return None
+
+
 def _pairs(facts: list[Fact], good: list[Place]) -> Iterator[tuple[Fact, ...]]:
     held = {id(fact): {n for n, place in enumerate(good) if fact.holds(*place)} for fact in facts}
     for a, b in combinations(facts, 2):
@@ -128,7 +138,7 @@ def _tested(facts: tuple[Fact, ...], evidence: Evidence) -> str:
     """The statement, with the runs that confirm it; empty if one refutes it."""
     case, confirmed = evidence.smallest, True
     for fact in facts:
-        passes = evidence.passes(fact.without(case))
+        passes = evidence.passes(_changed(fact.without, case))
         if passes is False:
             return ""
         confirmed &= passes is True
@@ -148,7 +158,7 @@ def _sharpened(fact: Fact, evidence: Evidence) -> Fact:
     low, high = limit.passing, limit.value
     while high - low > 1:
         middle = (low + high) // 2
-        passes = evidence.passes(limit.set_to(evidence.smallest, middle))
+        passes = evidence.passes(_changed(limit.set_to, evidence.smallest, middle))
         if passes is None:
             return fact
         low, high = (middle, high) if passes else (low, middle)
@@ -168,7 +178,7 @@ def _necessary(evidence: Evidence) -> str:
         good = sequences[1] if fact.of_sequence else cases[1]
         if sum(fact.holds(*place) for place in good) * 2 > len(good):
             continue  # it holds for most passing cases, so it explains nothing
-        if evidence.passes(fact.without(evidence.smallest)) is True:
+        if evidence.passes(_changed(fact.without, evidence.smallest)) is True:
             found.append(fact)
     if not found:
         return ""

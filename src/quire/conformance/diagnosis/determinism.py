@@ -20,8 +20,8 @@ REPEATS = 8
 OTHER = Case("other", q_lens=(3, 1), kv_lens=(9, 70), seed=7)
 """A call to make between two others."""
 KEPT = (
-    *("kv_heads", "group", "head_dim", "v_head_dim", "page_size", "layout", "x", "format", "scales", "storage", "q_dtype", "index"),
-    "strides",
+    *("kv_heads", "group", "head_dim", "v_head_dim", "v_in_k", "page_size", "layout", "x", "format"),
+    *("scales", "storage", "q_dtype", "index", "strides"),
 )
 """Fields that such a call takes from the case under test."""
 

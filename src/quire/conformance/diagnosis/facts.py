@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
+from quire.cache.kv_cache import MOST_DIM
 from quire.conformance.cases.case import Case
 
 IGNORED = ("name", "q_lens", "kv_lens", "seed", "fill_byte", "x", "poison", "only")
@@ -198,6 +199,11 @@ def shape_facts() -> Iterator[Fact]:
         "with values of another head_dim than keys",
         lambda case, i: case.v_head_dim not in (0, case.head_dim),
         lambda case: case.replace(v_head_dim=0),
+    )
+    yield Fact(
+        "with values that are a part of keys",
+        lambda case, i: case.v_in_k > 0,
+        lambda case: case.replace(v_in_k=0, head_dim=min(case.head_dim, MOST_DIM)),
     )
     yield Fact(
         "with a sequence without queries",

@@ -41,6 +41,7 @@ CATALOGUE: tuple[Fault, ...] = (
     *SOFTMAX,
     *BEHAVIOUR,
     *PRECISION,
+    *LATENT,
 )
 BY_NAME = {fault.name: fault for fault in CATALOGUE}
 

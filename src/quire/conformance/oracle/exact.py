@@ -30,7 +30,7 @@ import torch
 
 from quire.conformance.cases.build import LAYOUT_INDEX, flat_of
 from quire.conformance.cases.call import KernelCall
-from quire.conformance.cases.formats import GROUP, PACK, TYPES, grouped_at, numbers_of_codes, numbers_of_scales
+from quire.conformance.cases.formats import DS_MLA, GROUP, PACK, TYPES, grouped_at, latent_byte, numbers_of_codes, numbers_of_scales
 from quire.conformance.oracle.rounding import ReducedPrecision
 
 LOG2E = 1.4426950408889634
@@ -151,18 +151,23 @@ def locate(w: Work, indices: Indices, sequence: BatchSequence, positions: torch.
 
 def address(w: Work, part: str, page: torch.Tensor, offset: torch.Tensor) -> torch.Tensor:
     """Addresses of elements relative to page 0, counted in elements, [keys, kv_heads, dim]."""
-    tensor = w.pages[part]
-    h = torch.arange(w.call.kv_heads).view(1, -1, 1)
     d = torch.arange(w.dims[part]).view(1, 1, -1) // PACK.get(w.call.formats[part], 1)
     if w.call.formats[part] in GROUP:
         return grouped_address(w, part, page, offset, d)
+    return unit_address(w, part, page, offset, latent_byte(d) if w.call.formats[part] == DS_MLA else d)
+
+
+def unit_address(w: Work, part: str, page: torch.Tensor, offset: torch.Tensor, d: torch.Tensor) -> torch.Tensor:
+    """The same for elements `d` of storage of a head, `[1, 1, dim]`."""
+    tensor = w.pages[part]
+    h = torch.arange(w.call.kv_heads).view(1, -1, 1)
     index = LAYOUT_INDEX[w.call.layout][part == "v"](
         page.view(-1, 1, 1), offset.view(-1, 1, 1), h, d, w.x if part == "k" else w.v_x
     )
     total = torch.zeros((), dtype=torch.int64)
     for i, stride in zip(index, tensor.stride()):
         total = total + i * stride
-    return total.expand(page.numel(), w.call.kv_heads, w.dims[part])
+    return total.expand(page.numel(), w.call.kv_heads, d.numel())
 
 
 def grouped_address(
@@ -189,9 +194,31 @@ def decode(w: Work, part: str, raw: torch.Tensor, page: torch.Tensor, offset: to
 
 def numbers_at(w: Work, part: str, raw: torch.Tensor, page: torch.Tensor, offset: torch.Tensor) -> torch.Tensor:
     """Stored elements as numbers, before the scale of the cache, with the scales of their groups."""
+    if w.call.formats[part] == DS_MLA:
+        return (latent_numbers(w, part, raw, page, offset) * latent_scales(w, part, page, offset)).to(w.number)
     if w.call.formats[part] not in GROUP:
         return as_numbers(raw, w.call.formats[part], w.number)
     return (numbers_of_codes(nibbles(raw)) * numbers_of_scales(group_scales(w, part, page, offset))).to(w.number)
+
+
+def latent_numbers(w: Work, part: str, raw: torch.Tensor, page: torch.Tensor, offset: torch.Tensor) -> torch.Tensor:
+    """Elements of `fp8_ds_mla` without their scales. `raw` has the first byte of each."""
+    codes = numbers_of_scales(raw[..., :512])  # of the same type as the scales of groups
+    second = 1 + latent_byte(torch.arange(512, w.dims[part]).view(1, 1, -1))
+    pair = raw[..., 512:].int() + 256 * load(w, part, unit_address(w, part, page, offset, second)).int()
+    return torch.cat((codes, (pair << 16).view(torch.float32).double()), -1)
+
+
+def latent_scales(
+    w: Work, part: str, page: torch.Tensor, offset: torch.Tensor, change: Callable[[torch.Tensor], torch.Tensor] | None = None
+) -> torch.Tensor:
+    """The scale of each element of `fp8_ds_mla`, 1 of those that have none. Only faults use that of another group."""
+    group = torch.arange(4)
+    group = group if change is None else change(group)
+    bytes_of = (512 + 4 * group[:, None] + torch.arange(4)).view(1, 1, -1)
+    scales = load(w, part, unit_address(w, part, page, offset, bytes_of)).contiguous().view(torch.float32).double()
+    one = scales.new_ones(*scales.shape[:2], w.dims[part] - 512)
+    return torch.cat((scales.repeat_interleave(128, -1), one), -1)
 
 
 def group_scales(

@@ -228,10 +228,11 @@ class Recorded:
             slots = _renumbered(slots, self.page_ids, self.cache.page_size)
         rows = (slots >= 0).nonzero().flatten()
         wrong = torch.zeros(len(rows), dtype=torch.bool, device=self.q.device)
-        for x, view, groups, scale, format in (
-            (self.written["k"], self.cache.written_views[0], self.cache.k_groups, self.cache.k_scale, self.cache.k_format),
-            (self.written["v"], self.cache.written_views[1], self.cache.v_groups, self.cache.v_scale, self.cache.v_format),
-        ):
+        cache = self.cache
+        groups_and_scales = ((cache.k_groups, cache.k_scale), (cache.v_groups, cache.v_scale))
+        parts = zip("kv", cache.written_views, groups_and_scales, cache.written_formats)
+        for name, view, (groups, scale), format in parts:
+            x = self.written[name]
             page, slot = slots[rows] // self.cache.page_size, slots[rows] % self.cache.page_size
             held = view[page, :, slot // view.shape[3], slot % view.shape[3]].flatten(2)
             if groups is not None:
@@ -278,7 +279,7 @@ def _cache(own: dict[str, torch.Tensor], metadata: dict[str, Any]) -> KVCache:
     v_in_k = metadata.get("v_in_k")
     if v_in_k is None:
         return KVCache(own["k_pages"], own["v_pages"], layout, (k_format, v_format), *scales, None, False)
-    v_pages = own["k_pages"][..., : v_in_k // k_format.pack]
+    v_pages = own["k_pages"][..., : k_format.units_of(v_in_k)]
     return KVCache(own["k_pages"], v_pages, layout, (k_format, v_format), *scales, None, False, True)
 
 

@@ -12,13 +12,20 @@ constexpr int64_t UNBOUNDED = INT64_MAX;
 constexpr int64_t MOST_DIM = 576;  // the largest size of a head
 
 // The formats, in the order of `FORMATS` of quire/cache/format.py: `codec.h` converts them.
-enum Type : int64_t { FP32, FP16, BF16, E4M3FN, E4M3FNUZ, E5M2, INT8, INT4, NVFP4, TYPES };
+enum Type : int64_t { FP32, FP16, BF16, E4M3FN, E4M3FNUZ, E5M2, INT8, INT4, NVFP4, FP8_DS_MLA, TYPES };
 
-constexpr uint64_t NANS[TYPES] = {0x7FC00000, 0x7E00, 0x7FC0, 0x7F, 0x80, 0x7F, 0, 0, 0};  // a NaN of each type, the lowest bytes first
+constexpr uint64_t NANS[TYPES] = {0x7FC00000, 0x7E00, 0x7FC0, 0x7F, 0x80, 0x7F, 0, 0, 0, 0};  // a NaN of each type, the lowest bytes first
 
 // Bytes of an element of storage. One of INT4 and NVFP4 has two elements, the even one in the low four bits.
 INLINE int64_t size_of(int64_t type) { return type == FP32 ? 4 : type < E4M3FN ? 2 : 1; }
-INLINE int64_t stored(int64_t type, int64_t elements) { return type >= INT4 ? elements / 2 : elements; }  // elements of storage
+
+// A head of FP8_DS_MLA: the latent in e4m3, an fp32 scale for each of its groups and, if it is a key, rotated elements in bf16.
+constexpr int64_t LATENT = 512, LATENT_GROUP = 128, LATENT_BYTES = LATENT + LATENT / LATENT_GROUP * 4;
+
+INLINE int64_t stored(int64_t type, int64_t elements) {  // elements of storage
+    if (type == FP8_DS_MLA) return LATENT_BYTES + (elements - LATENT) * 2;
+    return type == INT4 || type == NVFP4 ? elements / 2 : elements;
+}
 
 struct Array {  // [tokens, heads, dim]; strides in elements
     uint8_t* data;

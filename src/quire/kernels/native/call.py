@@ -18,7 +18,7 @@ from quire.cache.kv_cache import KVCache
 _CODECS = tuple(dict.fromkeys(format.codec for format in FORMATS.values()))
 TYPES = {name: _CODECS.index(format.codec) for name, format in FORMATS.items()}
 """The values of the enum `Type` of call.h, which has the codecs in the same order."""
-TYPE_OF = {format.dtype: TYPES[name] for name, format in FORMATS.items() if format.pack == 1}
+TYPE_OF = {format.dtype: TYPES[name] for name, format in FORMATS.items() if format.uniform}
 UNBOUNDED = 2**63 - 1
 Words = tuple[int, ...]
 ABSENT: Words = (0, 0, 0, 0)
@@ -134,13 +134,16 @@ def _packed(cache: KVCache) -> Packed:
         return known
     contents = [
         CACHE.pack(
-            *_pages(k_view, cache.k_groups, cache.k_format, k_scale),
-            *_pages(v_view, cache.v_groups, cache.v_format, v_scale),
+            *_pages(views[0], cache.k_groups, formats[0], k_scale),
+            *_pages(views[1], cache.v_groups, formats[1], v_scale),
             cache.pages,
             cache.page_size,
             cache.kv_heads,
         )
-        for k_view, v_view in ((cache.k_view, cache.v_view), cache.written_views)
+        for views, formats in (
+            ((cache.k_view, cache.v_view), (cache.k_format, cache.v_format)),
+            (cache.written_views, cache.written_formats),
+        )
     ]
     cache.packed = packed = Packed(k_scale, v_scale, _places(cache), *contents)
     return packed
@@ -160,7 +163,7 @@ def _pages(view: torch.Tensor, groups: torch.Tensor | None, format: Format, scal
     if scale is not None:
         strides = {0: (0, 0, 0), 1: (0, 0, *scale.stride()), 3: scale.stride()}[scale.dim()]
     pointer = 0 if scale is None else scale.data_ptr()
-    dim = dim_high * dim_part * format.pack
+    dim = format.elements_in(dim_high * dim_part)
     own = (view.data_ptr(), *view.stride(), slot_part, dim_part, dim, TYPES[format.name], pointer, *strides)
     if groups is None:
         return *own, *(0,) * 8

@@ -285,7 +285,7 @@ struct DecodeKernel {
 
     // Rows are multiplied in place, unless their elements are not contiguous, would be decoded again for every strip, or have scales
     // of groups.
-    bool in_place(const RowReads& r) const { return r.whole && r.type != NVFP4 && (padded_rows == strip || r.type == F::TYPE); }
+    bool in_place(const RowReads& r) const { return r.whole && r.type < NVFP4 && (padded_rows == strip || r.type == F::TYPE); }
 
     int64_t heads_at_once(const RowReads& k, const RowReads& v) const {
         if (!in_place(k) || !in_place(v) || !k.heads_contiguous || !v.heads_contiguous) return 1;

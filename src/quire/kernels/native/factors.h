@@ -205,12 +205,32 @@ INLINE void grouped_row_as_units(const uint8_t* row, const GroupRow& groups, int
     for (; d < padded * F::PER_UNIT; d += STEP) store(to + d / F::PER_UNIT, vi{});
 }
 
+// The same for a row of FP8_DS_MLA, whose elements are fp32.
+template <class F>
+INLINE void latent_row_as_units(const uint8_t* row, int64_t dim, int32_t* to, int64_t padded) {
+    for (int64_t d = 0; d < padded * F::PER_UNIT; d += 2 * W) {
+        vf number[2] = {};
+        UNROLL for (int i = 0; i < 2; i++) {
+            int64_t at = d + i * W;
+            if (at < LATENT) {
+                float scale;
+                memcpy(&scale, row + LATENT + at / LATENT_GROUP * 4, 4);
+                number[i] = decode<E4M3FN>(row + at) * splat(scale);
+            } else if (at < dim) {
+                number[i] = decode<BF16>(row + LATENT_BYTES + (at - LATENT) * 2, dim - at);
+            }
+        }
+        F::put(to, d, number[0], number[1]);
+    }
+}
+
 // Whether every element of a type is exact as a factor of this kind, and can be converted alone.
 template <class F, int T>
 constexpr bool FITS = T != NVFP4 && (F::PER_UNIT == 1 || (T != FP32 && T != FP16));
 
 template <class F>
 INLINE void as_units(const uint8_t* row, int64_t type, int64_t dim, int32_t* to, int64_t padded, GroupRow groups = {}) {
+    if (type == FP8_DS_MLA) return latent_row_as_units<F>(row, dim, to, padded);
     if (type == NVFP4) return grouped_row_as_units<F>(row, groups, dim, to, padded);
     with_type(type, [&](auto t) {
         if constexpr (FITS<F, t.value>) row_as_units<F, t.value>(row, dim, to, padded);

@@ -12,7 +12,7 @@ namespace QUIRE_LEVEL {
 // more precise than bf16.
 template <class Do>
 static INLINE auto with_factors(const Attend& call, Do f) {
-    auto fits = [](int64_t type) { return type != FP32 && type != FP16; };
+    auto fits = [](int64_t type) { return type != FP32 && type != FP16 && type != FP8_DS_MLA; };
     bool fit = fits(call.q.type) && fits(call.out.type) && fits(call.cache.k.type) && fits(call.cache.v.type) &&
                (!call.new_k.data || (fits(call.new_k.type) && fits(call.new_v.type)));
 #if QUIRE_BF16

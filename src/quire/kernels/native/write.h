@@ -29,6 +29,18 @@ static void divide_by_groups(const Pages& pages, uint8_t* to, float* number) {
     }
 }
 
+// Stores a latent with the scales of its groups: the largest magnitude of a group over the largest number of e4m3, at least the
+// smallest normal number, so that nothing is divided by 0; NaN if it has a NaN.
+static void store_latent(const float* number, uint8_t* to) {
+    constexpr float LARGEST = Number<E4M3FN>::LARGEST, SMALLEST = __FLT_MIN__;
+    for (int64_t g = 0; g < LATENT / LATENT_GROUP; g++, number += LATENT_GROUP) {
+        float scale = largest_of(number, LATENT_GROUP) / LARGEST;
+        if (scale < SMALLEST) scale = SMALLEST;
+        memcpy(to + LATENT + g * 4, &scale, 4);
+        for (int64_t d = 0; d < LATENT_GROUP; d += W) encode<E4M3FN>(load(number + d) / scale, to + g * LATENT_GROUP + d);
+    }
+}
+
 // One head of one token as contiguous elements: in place, or a copy in `to`.
 static const uint8_t* row_of(const Array& from, int64_t token, int64_t head, int64_t dim, uint8_t* to) {
     const int64_t size = size_of(from.type);
@@ -56,6 +68,10 @@ static void store_row(const Array& from, const Pages& pages, int64_t token, int6
         return;
     }
     const uint8_t* row = row_of(from, token, head, dim, code);
+    if (pages.type == FP8_DS_MLA) {
+        as_numbers(from, row, dim, number);
+        return store_latent(number, to);
+    }
     if (from.type == pages.type && !pages.scale) {
         if (row != code) memcpy(code, row, dim * size);
     } else {

@@ -17,7 +17,7 @@ def decode(stored: torch.Tensor, format: Format, out: torch.Tensor, groups: torc
     if groups is not None:
         out.copy_(decode_groups(stored.flatten(-2), groups, format.group).view(out.shape))
         return
-    if format.pack > 1:
+    if not format.uniform:
         out.copy_(format.unpack(stored))
         return
     power = {OCP_FP8: 256.0, FNUZ_FP8: 128.0}.get(format)

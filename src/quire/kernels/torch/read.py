@@ -46,8 +46,8 @@ class Reader:
         self.storage = storage.view(torch.uint8) if format.itemsize == 1 else storage
         self.view, self.groups = split(order.view(self.storage), format, order)
         _, self.heads, slot_hi, slot_lo, dim_hi, dim_lo = self.view.shape
-        self.page_size, self.dim = slot_hi * slot_lo, dim_hi * dim_lo * format.pack
-        self.dims = (dim_hi, dim_lo * format.pack)
+        self.page_size, self.dim = slot_hi * slot_lo, format.elements_in(dim_hi * dim_lo)
+        self.dims = (dim_hi, self.dim // dim_hi)
         self.whole_pages = self.page_size < SLICE_FROM
         count = -(-tile // self.page_size) + 1 if self.whole_pages else 0
         # Buffers for gathered pages and for the tile.
@@ -100,7 +100,7 @@ class Reader:
             raw = self.raw[:pages]
             view, groups = split(self.order.view(raw), self.format, self.order)
             view = view.unflatten(0, (parts, -1)).transpose(1, 2)
-            tile_view = self.buffer[: view.numel() * self.format.pack].view(*view.shape[:-2], *self.dims)
+            tile_view = self.buffer[: view[..., 0, 0].numel() * self.dim].view(*view.shape[:-2], *self.dims)
             self.frames[pages, parts] = Frame(raw, view, groups, tile_view, tile_view.view(parts, self.heads, -1, self.dim))
         return self.frames[pages, parts]
 

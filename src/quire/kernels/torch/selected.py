@@ -148,7 +148,7 @@ class AttendSelected:
         head = torch.arange(cache.kv_heads, device=page.device)[heads].view(1, -1, 1)
         raw = view[page, head, offset // view.shape[3], offset % view.shape[3]].flatten(3)
         format = self.formats[part]
-        made = torch.empty((*raw.shape[:-1], raw.shape[-1] * format.pack), dtype=torch.float32, device=raw.device)
+        made = torch.empty((*raw.shape[:-1], format.elements_in(raw.shape[-1])), dtype=torch.float32, device=raw.device)
         groups = self.groups[part]
         if groups is not None:
             groups = groups[page, head, offset // groups.shape[3], offset % groups.shape[3]].flatten(3)

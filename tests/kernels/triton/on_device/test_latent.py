@@ -13,6 +13,7 @@ from quire.cache.latent import rows_to_write
 from quire.kernels.torch import write as plain
 from quire.kernels.triton.host.tuning import SMALLEST
 from quire.slot_batch import slots_batch
+from support import ds_mla
 from support.launched import attend, bits, card, write
 from support.scenario import LARGEST, TYPES
 
@@ -54,6 +55,44 @@ def test_units_that_are_split(device: str) -> None:
 def test_the_sizes_of_deepseek(device: str) -> None:
     case: dict[str, Any] = {"q_lens": [1, 2], "kv_lens": [40, 20], "kv_heads": 1, "group": 16, "page_size": 64}
     attend("mixed", device, head_dim=576, v_in_k=512, format="bf16", q_dtype="bf16", **case)
+
+
+DS_MLA: dict[str, dict[str, Any]] = {
+    "fp32": {"q_dtype": "fp32"},
+    "bf16": {"q_dtype": "bf16", "read_as": torch.bfloat16, "group": 8},
+    "fp16": {"q_dtype": "fp16", "layout": "hnd"},
+    "fp8 queries": {"q_dtype": "e4m3fn", "q_scale": 0.5, "read_as": torch.bfloat16},
+    "context": {"q_dtype": "bf16", "read_as": torch.bfloat16, "form": "context", "window": 20},
+    "select": {"q_dtype": "fp32", "select": "positions"},
+    "padded": {"q_dtype": "bf16", "read_as": torch.bfloat16, "storage": "padded", "kv_heads": 1, "group": 80},
+}
+
+
+@pytest.mark.parametrize("kernel", ["mixed", "decode"])
+@pytest.mark.parametrize("name", DS_MLA)
+def test_fp8_ds_mla(name: str, kernel: str, device: str) -> None:
+    """With 16-bit queries, what is read is rounded to bf16 once."""
+    lens: dict[str, Any] = {"q_lens": [1, 9, 0], "kv_lens": [35, 40, 7], "padding": 2, "page_size": 8}
+    attend(kernel, device, **{"head_dim": 576, "v_in_k": 512, "format": ds_mla.NAME} | lens | DS_MLA[name])
+
+
+@pytest.mark.parametrize("layout", ["nhd", "hnd"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_write_of_fp8_ds_mla(dtype: torch.dtype, layout: str, device: str) -> None:
+    how: dict[str, Any] = {"kv_heads": 2, "head_dim": 576, "v_in_k": 512, "format": ds_mla.NAME, "layout": layout}
+    caches = [KVCache.allocate(PagePool(6, 4), device=device, **how) for _ in range(2)]
+    g = torch.Generator().manual_seed(7)
+    k = torch.randn(7, 2, 576, generator=g) * 4.0 ** torch.randint(-6, 6, (7, 2, 1), generator=g)
+    k[3], k[4, 0, 9], k[5, 1, 130] = 0.0, torch.nan, torch.inf
+    whole, slots = k.to(dtype).to(device), torch.tensor([5, -1, 23, 0, 9, 10, 11], device=device)
+    batch = batch_of(7, device)
+    plain.launch(*rows_to_write(whole, None, caches[0]), caches[0], batch, slots)
+    write(*rows_to_write(whole, None, caches[1]), caches[1], batch, slots)
+    read = [cache.k_format.unpack(cache.k) for cache in caches]
+    assert torch.equal(*(numbers.nan_to_num(7e30) for numbers in read))
+    finite = ~read[0].isnan()[..., :512].unflatten(-1, (4, 128)).any(-1)
+    scales = [cache.k[..., 512:528].contiguous().view(torch.float32)[finite] for cache in caches]
+    assert torch.equal(*scales)
 
 
 @pytest.mark.parametrize("scales", ["tensor", "head", "token"])

@@ -73,7 +73,7 @@ class KernelSample:
             "format": self.format,
             "q_dtype": self.q_dtype,
             "out_dtype": self.out_dtype,
-            "scales": self.scales if FORMATS[self.format].quantised else "none",
+            "scales": self.scales if FORMATS[self.format].scaled else "none",
             "form": "context" if self.new else "full",
             "index": self.index,
             "lse": self.lse,

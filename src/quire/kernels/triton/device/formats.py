@@ -11,8 +11,16 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from quire.cache.latent_rows import GROUP
+from quire.cache.latent_rows import SMALLEST_SCALE as SMALLEST
+
 GROUPED_FACTOR = tl.constexpr(128.0)
 """What elements of formats with scales of groups are divided by when they are decoded: the scale of the cache makes up for it."""
+
+
+LATENT_GROUP = tl.constexpr(GROUP)
+"""Elements of a latent that share a scale."""
+SMALLEST_SCALE = tl.constexpr(SMALLEST)
 
 
 @triton.jit
@@ -187,6 +195,30 @@ def encode_nvfp4(x, GROUP: tl.constexpr, HARDWARE: tl.constexpr):
     codes = tl.reshape((byte & 7) | ((byte >> 4) & 8), [ROWS, GROUPS * GROUP // 2, 2])
     low, high = tl.split(codes)
     return low | (high << 4), groups
+
+
+@triton.jit
+def decode_latent(codes, scales, HARDWARE: tl.constexpr):
+    """Codes `[rows, dim]` and scales `[rows, groups]` as fp32."""
+    ROWS: tl.constexpr = codes.shape[0]
+    DIM: tl.constexpr = codes.shape[1]
+    numbers = tl.reshape(decode_e4m3fn(codes, HARDWARE).to(tl.float32), [ROWS, DIM // LATENT_GROUP, LATENT_GROUP])
+    return tl.reshape(numbers * scales[:, :, None], [ROWS, DIM])
+
+
+@triton.jit
+def encode_latent(x, HARDWARE: tl.constexpr):
+    """The codes of a latent `[rows, dim]`, and its scales `[rows, groups]`."""
+    ROWS: tl.constexpr = x.shape[0]
+    DIM: tl.constexpr = x.shape[1]
+    groups = tl.reshape(x.to(tl.float32), [ROWS, DIM // LATENT_GROUP, LATENT_GROUP])
+    largest = tl.max(tl.abs(groups), 2)
+    scales = tl.div_rn(largest, tl.full(largest.shape, 448.0, tl.float32))
+    scales = tl.maximum(scales, SMALLEST_SCALE)
+    # A maximum ignores NaN; the scale of a group with a NaN must be NaN.
+    scales = tl.where(tl.max((groups != groups).to(tl.int32), 2) > 0, float("nan"), scales)
+    codes = encode_e4m3fn(tl.div_rn(groups, tl.broadcast_to(scales[:, :, None], groups.shape)), HARDWARE)
+    return tl.reshape(codes, [ROWS, DIM]), scales
 
 
 @triton.jit

@@ -15,8 +15,9 @@ from quire.kernels.triton.device.features import (
     selected_keys,
     transform_scores,
 )
-from quire.kernels.triton.device.formats import GROUPED_FACTOR, decode
+from quire.kernels.triton.device.formats import GROUPED_FACTOR, decode, decode_latent
 from quire.kernels.triton.device.groups import load_groups
+from quire.kernels.triton.device.latent import is_latent, load_latent_rest, load_latent_scales
 
 IN_WORD = tl.constexpr(8)
 """Elements of 4 bits in a word."""
@@ -190,8 +191,14 @@ def attend_tiles(
                 groups = load_groups(
                     cache.k, page[:, None], head, at, inner, C.K_WIDTH, C.HEAD_DIM, MASKED, tl.constexpr(C.K_GROUPS)
                 )
-            k = to_dot_type(decode(k, tl.constexpr(C.K_FORMAT), C.HARDWARE, tl.constexpr(C.DOT), groups), C)
-            if C.REST_DIM is not None:
+            if is_latent(C):
+                rows = cache.k + key_at(page[:, None], head, place[:, None], 0, C)
+                k = decode_latent(k, load_latent_scales(rows, from_pages, C.HEAD_DIM, MASKED), C.HARDWARE)
+                k_rest = to_dot_type(load_latent_rest(rows, from_pages, C.HEAD_DIM, C.REST_DIM, MASKED), C)
+            else:
+                k = decode(k, tl.constexpr(C.K_FORMAT), C.HARDWARE, tl.constexpr(C.DOT), groups)
+            k = to_dot_type(k, C)
+            if C.REST_DIM is not None and not is_latent(C):
                 k_rest = _rest_of_keys(cache, page, head, place, from_pages, MASKED, C)
         if SOURCE != "pages":
             token = (unit.start + k_position - unit.context).to(tl.int64)[:, None]

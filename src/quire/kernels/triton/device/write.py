@@ -9,8 +9,9 @@ import triton.language as tl
 
 from quire.kernels.triton.device.arguments import KStride, Number, Pointer, Stride, UnitStride, VectorPointer, VStride
 from quire.kernels.triton.device.features import is_in_shard, keys_before
-from quire.kernels.triton.device.formats import encode, encode_nvfp4
+from quire.kernels.triton.device.formats import encode, encode_latent, encode_nvfp4
 from quire.kernels.triton.device.groups import group_at
+from quire.kernels.triton.device.latent import is_latent, rest_in, scales_in
 from quire.kernels.triton.device.rope import RopeConstants, rotated, rows_of_tables
 
 
@@ -161,6 +162,10 @@ def write_rows(pages, tokens, rope, S: tl.constexpr):
     if S.K_GROUPS is not None:
         k = grouped(k, pages.k, page, head, slot, live, S.HEAD_DIM, tl.constexpr(S.K_GROUPS), S)
     place = page * S.K_STEPS[0] + head * S.K_STEPS[1] + (slot // S.K_SLOTS) * S.K_STEPS[2] + (slot % S.K_SLOTS) * S.K_STEPS[3]
+    rows_at = pages.k + place[:, None]
+    if is_latent(S):
+        k, of_groups = encode_latent(k, S.HARDWARE)
+        tl.store(scales_in(rows_at, S.HEAD_DIM), of_groups, mask=live[:, None])
     unit = tl.arange(0, S.K_WIDTH // S.K_PACK)
     mask = live[:, None] & (unit < S.HEAD_DIM // S.K_PACK)[None, :]
     at = place[:, None] + ((unit // S.K_DIMS) * S.K_STEPS[4] + (unit % S.K_DIMS) * S.K_STEPS[5])[None, :]
@@ -168,6 +173,16 @@ def write_rows(pages, tokens, rope, S: tl.constexpr):
 
     if v is None:
         v = values(tokens, token, head, live, S)
+    if is_latent(S):
+        dim = tl.arange(0, S.V_WIDTH)
+        tl.store(rest_in(rows_at, dim, S.HEAD_DIM), v.to(tl.bfloat16), mask=live[:, None] & (dim < S.V_DIM)[None, :])
+    else:
+        store_values(pages, v, first, page, head, slot, live, S)
+
+
+@triton.jit
+def store_values(pages, v, first, page, head, slot, live, S: tl.constexpr):
+    """Stores values, or the second part of keys whose first one is `first`."""
     if S.V_LARGEST is not None:
         scale = pages.v_scale + page * S.V_SCALE_STEPS[0] + slot * S.V_SCALE_STEPS[1] + head * S.V_SCALE_STEPS[2]
         v = quantised(v, first, scale, live, S.V_LARGEST, tl.constexpr(S.V_FORMAT), S)

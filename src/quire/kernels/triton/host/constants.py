@@ -22,11 +22,15 @@ WORD = 4
 def dot_type(problem: Problem) -> tuple[str, bool]:
     """The type of the products, and whether queries are balanced for it.
 
-    Every format that is stored in bytes fits into fp16 and into bf16, and hardware converts to fp16 faster. Two different 16-bit
-    types are multiplied in fp32."""
+    Every format that is stored in bytes, except for latents, fits into fp16 and into bf16, and hardware converts to fp16 faster.
+    Two different 16-bit types are multiplied in fp32."""
     floats = {name for name in (problem.q_dtype, *problem.formats, problem.new_dtype) if name in BYTES}
     in_bytes = all(FORMATS[name].itemsize == 1 for name in problem.formats)
-    if floats == {"bf16"} and in_bytes and problem.form == "full" and problem.scales != "token":
+    latent = any(FORMATS[name].latent for name in problem.formats)
+    if latent:
+        # Elements have scales in fp32, or are stored in bf16: they do not fit into fp16.
+        floats.add("bf16")
+    if floats == {"bf16"} and in_bytes and not latent and problem.form == "full" and problem.scales != "token":
         return "fp16", True
     if len(floats) > 1 or "fp32" in floats:
         return "fp32", False

@@ -38,8 +38,8 @@ class WriteLauncher(Launcher):
             **of_cache,
             K_WIDTH=k_width,
             V_WIDTH=power_of_two(of_cache["V_DIM"]),
-            K_LARGEST=FORMATS[problem.format].largest,
-            V_LARGEST=FORMATS[problem.v_format].largest,
+            K_LARGEST=largest_of(problem.format),
+            V_LARGEST=largest_of(problem.v_format),
             HARDWARE=platform.encodes_fp8,
             PER_TOKEN=problem.scales == "token",
             V_AT=0 if rest is None else first // FORMATS[problem.format].pack,
@@ -84,6 +84,11 @@ class WriteLauncher(Launcher):
             return
         q_programs = 0 if call.q_in is None else -(-extent.tokens * self.problem.q_heads // self.rows)
         yield self.program, (programs + q_programs, 1, 1), (pages, tokens, rotation_of(call, at, programs)), False
+
+
+def largest_of(format: str) -> float | None:
+    """The largest magnitude of elements that are divided by scales of the cache; None without such scales."""
+    return FORMATS[format].largest if FORMATS[format].scaled else None
 
 
 def rotation_of(call: Any, at: At, k_programs: int) -> tuple[Any, ...]:
