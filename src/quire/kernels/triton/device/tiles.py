@@ -187,7 +187,8 @@ def attend_tiles(
             groups = None
             if C.K_GROUPS is not None:
                 at, inner = place[:, None] % C.PAGE_SIZE, from_pages[:, None]
-                groups = load_groups(cache.k, page[:, None], head, at, inner, C.K_WIDTH, C.HEAD_DIM, MASKED, tl.constexpr(C.K_GROUPS))
+                K_PLACES: tl.constexpr = C.K_GROUPS
+                groups = load_groups(cache.k, page[:, None], head, at, inner, C.K_WIDTH, C.HEAD_DIM, MASKED, K_PLACES)
             k = to_dot_type(decode(k, tl.constexpr(C.K_FORMAT), C.HARDWARE, tl.constexpr(C.DOT), groups), C)
             if C.REST_DIM is not None:
                 k_rest = _rest_of_keys(cache, page, head, place, from_pages, MASKED, C)
@@ -361,7 +362,8 @@ def _values(
         groups = None
         if C.V_GROUPS is not None:
             at, inner = place[:, None] % C.PAGE_SIZE, from_pages[:, None]
-            groups = load_groups(cache.v, page[:, None], head, at, inner, C.V_WIDTH, C.V_DIM, MASKED, tl.constexpr(C.V_GROUPS))
+            V_PLACES: tl.constexpr = C.V_GROUPS
+            groups = load_groups(cache.v, page[:, None], head, at, inner, C.V_WIDTH, C.V_DIM, MASKED, V_PLACES)
         v = decode(v, tl.constexpr(C.V_FORMAT), C.HARDWARE, tl.constexpr(C.DOT), groups)
         if v_scale is not None and not scales_weights(C):
             v = v.to(tl.float32) * v_scale[:, None]
