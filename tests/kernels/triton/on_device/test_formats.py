@@ -34,7 +34,7 @@ def test_eight_bits(format: str, kernel: str, form: str, scales: str, q_dtype: s
     (("bf16", "int4"), "decode", "full", "token", "bf16", "nhd", (16, 16)),
     (("bf16", "e4m3fn"), "mixed", "full", "head", "bf16", "nhd", (16, 16)),
     (("nvfp4", "nvfp4"), "decode", "full", "tensor", "bf16", "nhd", (64, 48)),
-    (("nvfp4", "nvfp4"), "mixed", "full", "head", "bf16", "hnd", (16, 32)),
+    (("nvfp4", "nvfp4"), "mixed", "full", "head", "bf16", "hnd", (48, 32)),
     (("nvfp4", "nvfp4_swizzled"), "mixed", "context", "tensor", "bf16", "hnd", (32, 64)),
     (("nvfp4_swizzled", "nvfp4"), "decode", "full", "token", "bf16", "nhd", (64, 16)),
     (("int8", "nvfp4"), "mixed", "context", "token", "fp32", "nhd", (24, 16)),
@@ -52,6 +52,11 @@ def test_formats_of_keys_and_values(
 ) -> None:
     stored = {"format": formats[0], "v_format": formats[1], "head_dim": dims[0], "v_head_dim": dims[1], "layout": layout}
     attend(kernel, device, **LENS, **stored, form=form, scales=scales, q_dtype=q_dtype)
+
+
+def test_codes_that_are_not_in_words(device: str) -> None:
+    """Pages of 9 bytes do not begin at multiples of four."""
+    attend("mixed", device, **LENS, format="nvfp4", head_dim=16, kv_heads=1, page_size=1, q_dtype="bf16")
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "int4 tokens": {"head_dim": 24, "v_in_k": 16, "format": "int4", "q_dtype": "fp16", "scales": "token"},
     "context": {"head_dim": 24, "v_in_k": 16, "form": "context", "group": 3},
     "context tokens": {"head_dim": 20, "v_in_k": 12, "form": "context", "format": "int8", "scales": "token"},
+    "new keys": {"head_dim": 32, "v_in_k": 16, "form": "context", "causal": False, "q_lens": [1, 70], "kv_lens": [35, 80]},
     "window": {"head_dim": 24, "v_in_k": 16, "window": 20, "alibi": True, "causal": "mixed"},
     "tree": {"head_dim": 24, "v_in_k": 16, "mask": True, "softcap": 3.0, "sinks": True},
     "spans": {"head_dim": 24, "v_in_k": 16, "spans": "images"},

@@ -26,6 +26,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "fp8-heads": {"format": "e4m3fn", "scales": "head", "q_dtype": "bf16"},
     "context": {"form": "context", "format": "int8", "scales": "head"},
     "group": {"group": 20},
+    "large group": {"group": 40},
     "negative": {"scale": -0.3, "kv_heads": 1, "head_dim": 24},
 }
 

@@ -426,9 +426,7 @@ def load_slopes(features, context, q_head, live):
 @triton.jit
 def add_alibi(score, unit, features, key, k_position):
     """Subtracts the slope times the distance of query and key."""
-    if features.alibi is not None:
-        score -= unit.slope[:, None] * tl.abs(distance_of(unit, features, key, k_position)).to(tl.float32)
-    return score
+    return score - unit.slope[:, None] * tl.abs(distance_of(unit, features, key, k_position)).to(tl.float32)
 
 
 # Softcap

@@ -188,9 +188,8 @@ def attend_tiles(
             groups = None
             if C.K_GROUPS is not None:
                 at, inner = place[:, None] % C.PAGE_SIZE, from_pages[:, None]
-                groups = load_groups(
-                    cache.k, page[:, None], head, at, inner, C.K_WIDTH, C.HEAD_DIM, MASKED, tl.constexpr(C.K_GROUPS)
-                )
+                K_PLACES: tl.constexpr = C.K_GROUPS
+                groups = load_groups(cache.k, page[:, None], head, at, inner, C.K_WIDTH, C.HEAD_DIM, MASKED, K_PLACES)
             if is_latent(C):
                 rows = cache.k + key_at(page[:, None], head, place[:, None], 0, C)
                 k = decode_latent(k, load_latent_scales(rows, from_pages, C.HEAD_DIM, MASKED), C.HARDWARE)
@@ -370,7 +369,8 @@ def _values(
         groups = None
         if C.V_GROUPS is not None:
             at, inner = place[:, None] % C.PAGE_SIZE, from_pages[:, None]
-            groups = load_groups(cache.v, page[:, None], head, at, inner, C.V_WIDTH, C.V_DIM, MASKED, tl.constexpr(C.V_GROUPS))
+            V_PLACES: tl.constexpr = C.V_GROUPS
+            groups = load_groups(cache.v, page[:, None], head, at, inner, C.V_WIDTH, C.V_DIM, MASKED, V_PLACES)
         v = decode(v, tl.constexpr(C.V_FORMAT), C.HARDWARE, tl.constexpr(C.DOT), groups)
         if v_scale is not None and not scales_weights(C):
             v = v.to(tl.float32) * v_scale[:, None]

@@ -160,7 +160,8 @@ def write_rows(pages, tokens, rope, S: tl.constexpr):
         scale = pages.k_scale + page * S.K_SCALE_STEPS[0] + slot * S.K_SCALE_STEPS[1] + head * S.K_SCALE_STEPS[2]
         k = quantised(k, v, scale, live, S.K_LARGEST, tl.constexpr(S.K_FORMAT), S)
     if S.K_GROUPS is not None:
-        k = grouped(k, pages.k, page, head, slot, live, S.HEAD_DIM, tl.constexpr(S.K_GROUPS), S)
+        K_PLACES: tl.constexpr = S.K_GROUPS
+        k = grouped(k, pages.k, page, head, slot, live, S.HEAD_DIM, K_PLACES, S)
     place = page * S.K_STEPS[0] + head * S.K_STEPS[1] + (slot // S.K_SLOTS) * S.K_STEPS[2] + (slot % S.K_SLOTS) * S.K_STEPS[3]
     rows_at = pages.k + place[:, None]
     if is_latent(S):
@@ -187,7 +188,8 @@ def store_values(pages, v, first, page, head, slot, live, S: tl.constexpr):
         scale = pages.v_scale + page * S.V_SCALE_STEPS[0] + slot * S.V_SCALE_STEPS[1] + head * S.V_SCALE_STEPS[2]
         v = quantised(v, first, scale, live, S.V_LARGEST, tl.constexpr(S.V_FORMAT), S)
     if S.V_GROUPS is not None:
-        v = grouped(v, pages.v, page, head, slot, live, S.V_DIM, tl.constexpr(S.V_GROUPS), S)
+        V_PLACES: tl.constexpr = S.V_GROUPS
+        v = grouped(v, pages.v, page, head, slot, live, S.V_DIM, V_PLACES, S)
     place = page * S.V_STEPS[0] + head * S.V_STEPS[1] + (slot // S.V_SLOTS) * S.V_STEPS[2] + (slot % S.V_SLOTS) * S.V_STEPS[3]
     unit = tl.arange(0, S.V_WIDTH // S.V_PACK)
     mask = live[:, None] & (unit < S.V_DIM // S.V_PACK)[None, :]
