@@ -70,7 +70,7 @@ class HopperLauncher(AttendLauncher):
         consumer, producer = self._registers()
         # The addresses of a whole tile take more than 24 registers.
         chunk = min(self.long.KEYS, FEW_KEYS) if constants.BYTES or producer < WHOLE_TILE else self.long.KEYS
-        tile = HopperTile(*self.long, consumer, producer, CHUNK=chunk, QUEUE=queue, ASYNC_COPIES=self._copies())
+        tile = HopperTile(*self.long[:-1], consumer, producer, CHUNK=chunk, QUEUE=queue, ASYNC_COPIES=self._copies())
         self.make_units = Program(units_kernel, UNITS, (tile, constants), self.units, self.warps)
         self.prefill = Program(prefill_kernel, PREFILL, (tile, constants), self.units, 4)
 
@@ -123,7 +123,7 @@ class HopperLauncher(AttendLauncher):
         long = (out, units, ready, cache, sequences, new, features)
         yield self.prefill, (workers, 1, 1), (*long, FIRST.value, workers // 2), False
         partials = torch.empty(schedule.workspace, dtype=torch.float32, device=q.device)
-        workspace = (at(partials), programs, 0, 1, self.decode.row.many or 0, 1)
+        workspace = (at(partials), programs, 0, 1, self.decode.row.many or 0, 1, None)
         yield self.decode.programs[tile], (programs, 1, 1), (out, workspace, given, cache, sequences, new, features), True
         yield self.prefill, (workers, 1, 1), (*long, SECOND.value, workers // 2), True
         numbers = (tile.ROWS, tile.HEADS_PER_TILE, tile.TOKENS, tile.HEADS)

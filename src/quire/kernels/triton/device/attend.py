@@ -19,20 +19,30 @@ from quire.kernels.triton.device.features import end_in_pages, first_needed_key,
 from quire.kernels.triton.device.prefixes import add_shared, read_prefixes
 from quire.kernels.triton.device.schedule import (
     find_sequence,
-    key_tiles,
+    key_pieces,
     lengths,
+    number_of_piece,
     plan_splits,
+    rows_of_partial,
     short_totals,
     short_work,
     split_begin,
     split_containing,
     split_of_program,
-    tile_of_piece,
     total_work,
     uniform,
 )
 from quire.kernels.triton.device.tiles import attend_tiles, attend_unit, clamp_page_ids, key_in_tile, load_page_ids
-from quire.kernels.triton.device.units import finish, initial_state, load_queries, locate_unit, store, workspace_views
+from quire.kernels.triton.device.units import (
+    HEADER,
+    finish,
+    initial_state,
+    load_queries,
+    locate_unit,
+    merged,
+    store,
+    workspace_views,
+)
 
 
 @triton.jit
@@ -78,34 +88,41 @@ def short_sequences(out, workspace, query, cache, batch, new, features, program,
     head_begin = at // tl.maximum(one_head, 1) * one_head
     seq, seq_begin = find_sequence(batch, at - head_begin, False, T, C)
     seq_begin += head_begin
-    store_header(workspace, split, 0, 0, 0, 0, 0, T, C)
+    store_header(workspace, split, 0, 0, 0, 0, 0, 0, T, C)
+    if C.INVARIANT:
+        rows = rows_of_partial(batch, T, C)
+        divided = total.to(tl.int64) * rows <= workspace.rows
     while at < end:
         start, q_len, kv_len = lengths(batch, seq, True)
         work = short_work(batch, seq, start, q_len, kv_len, T, C)
         if work > 0:
-            first, tiles = key_tiles(batch, seq, start, q_len, kv_len, T, C)
-            pieces = tl.where(C.INVARIANT, 1, tiles + C.UNIT_OVERHEAD)
+            first, pieces = key_pieces(batch, seq, start, q_len, kv_len, T, C)
+            pieces += C.UNIT_OVERHEAD
             q_tile = ((at - seq_begin) // pieces).to(tl.int32)
             piece = (at - seq_begin - q_tile * pieces).to(tl.int32)
             count = tl.minimum(pieces - piece, end - at).to(tl.int32)
+            if C.INVARIANT:
+                # A unit of which other programs have pieces: each piece is a partial result. Without memory for these, the program
+                # that has the unit's first piece computes all of it.
+                alone = (count == pieces) | ~divided
+                count = tl.where(alone, tl.where(piece == 0, pieces, count), 1)
             q_tiles = (q_len + T.TOKENS - 1) // T.TOKENS
             head = (at // one_head).to(tl.int32)
             unit = locate_unit(batch, features, seq, q_tile, head, T, C)
-            if C.INVARIANT:
-                lowest = unit.low // T.STEP * T.STEP
-                highest = unit.high
-            else:
-                lowest = tile_of_piece(batch, q_len, kv_len, first + tl.maximum(piece - C.UNIT_OVERHEAD, 0), T, C) * T.STEP
-                lowest = tl.maximum(lowest, unit.low // T.STEP * T.STEP)
-                highest = tile_of_piece(batch, q_len, kv_len, first + tl.maximum(piece + count - C.UNIT_OVERHEAD, 0), T, C)
-                highest = tl.minimum(highest * T.STEP, unit.high)
+            lowest = number_of_piece(batch, q_len, kv_len, first + tl.maximum(piece - C.UNIT_OVERHEAD, 0), T, C) * T.PIECE
+            lowest = tl.maximum(lowest, unit.low // T.STEP * T.STEP)
+            highest = number_of_piece(batch, q_len, kv_len, first + tl.maximum(piece + count - C.UNIT_OVERHEAD, 0), T, C)
+            highest = tl.minimum(highest * T.PIECE, unit.high)
             invalid = table_too_short(batch, cache, unit, C)
             if C.SHARED:
                 # It would share new tokens, or tokens that it does not have.
                 invalid |= (unit.low > 0) & (unit.low > unit.context)
             if q_tiles > 1:
                 invalid |= has_missing_page(batch, cache, unit, C)
-            if invalid:
+            computed = True
+            if C.INVARIANT:
+                computed = divided | (piece == 0)
+            if invalid | ~computed:
                 highest = lowest
             # Page ids are loaded before queries: keys depend on them, and queries are needed only by the first product.
             page = load_page_ids(batch, unit, lowest + key_in_tile(T), highest, C)
@@ -117,8 +134,8 @@ def short_sequences(out, workspace, query, cache, batch, new, features, program,
             )
             if T.HEADS_PER_TILE > 1:
                 state = recompute_per_head(state, q, scale, page, unit, batch, cache, new, features, lowest, highest, SOURCE, T, C)
-            acc, row_max, row_sum, missing = state
-            invalid |= tl.max(missing.to(tl.int32)) > 0
+            acc, row_max, row_sum = state[0], state[1], state[2]
+            invalid |= tl.max(state[3].to(tl.int32)) > 0
             if C.SHARED:
                 # Exactly one program has the first piece of a unit.
                 if piece == 0:
@@ -126,17 +143,27 @@ def short_sequences(out, workspace, query, cache, batch, new, features, program,
                         acc, row_max, row_sum, batch, seq, q_len, unit.token, unit.head, unit.live, C
                     )
             if count == pieces:
+                acc, row_max, row_sum = merged(state, C)
                 kv_head = unit.kv_head if T.HEADS_PER_TILE == 1 else unit.kv_head + unit.member
                 result, lse = finish(acc, row_max, row_sum, unit.head, unit.live, features, cache, kv_head, C)
                 store(out, unit.token, unit.head, unit.live, result, lse, invalid, tl.arange(0, C.V_WIDTH), C)
-            else:
-                store_partial(workspace, split, at != begin, acc, row_max, row_sum, invalid, T, C)
-                if piece == 0:
-                    last = split_containing(at + pieces - 1, splits, T, C)
-                    nth = q_tile * T.TOKENS
-                    store_header(
-                        workspace, split, last - split + 1, (at != begin).to(tl.int32), start + nth, q_len - nth, head, T, C
+            elif computed:
+                nth = q_tile * T.TOKENS
+                if C.INVARIANT:
+                    store_partial(workspace, at.to(tl.int32) * rows, 1, rows, acc, row_max, row_sum, invalid, T, C)
+                    if piece == 0:
+                        store_header(
+                            workspace, split, pieces, at.to(tl.int32) * rows, start + nth, q_len - nth, head, rows, T, C
+                        )
+                else:
+                    # A split has at most two units that it shares: its first and its last.
+                    second = (at != begin).to(tl.int32)
+                    store_partial(
+                        workspace, split * 2 + second, 2 * workspace.programs, T.ROWS, acc, row_max, row_sum, invalid, T, C
                     )
+                    if piece == 0:
+                        last = split_containing(at + pieces - 1, splits, T, C)
+                        store_header(workspace, split, last - split + 1, second, start + nth, q_len - nth, head, 0, T, C)
             at += count
         if at == seq_begin + work:
             seq_begin = at
@@ -162,27 +189,30 @@ def recompute_per_head(
 
 
 @triton.jit
-def store_partial(workspace, split, second, acc, row_max, row_sum, invalid, T: tl.constexpr, C: tl.constexpr):
-    """Stores the partial result of a unit that several splits share. A split has at most two such units: its first and its last."""
+def store_partial(workspace, first, step, rows, acc, row_max, row_sum, invalid, T: tl.constexpr, C: tl.constexpr):
+    """Stores the partial result of a unit: its row i at place first + i * step, `rows` rows."""
     index = tl.arange(0, T.ROWS)
     dim = tl.arange(0, C.V_WIDTH)
-    place = index * (2 * workspace.programs) + (split * 2 + second.to(tl.int32))
+    place = index * step + first
     row_maxima, row_sums, _ = workspace_views(workspace, T.ROWS, C)
-    tl.store(workspace.at + place[:, None] * C.V_WIDTH + dim[None, :], acc)
-    tl.store(row_maxima + place, row_max)
-    tl.store(row_sums + place, tl.where(invalid, float("nan"), row_sum))
+    here = index < rows
+    tl.store(workspace.at + place[:, None] * C.V_WIDTH + dim[None, :], acc, mask=here[:, None])
+    tl.store(row_maxima + place, row_max, mask=here)
+    tl.store(row_sums + place, tl.where(invalid, float("nan"), row_sum), mask=here)
 
 
 @triton.jit
-def store_header(workspace, split, parts, second, token, tokens, head, T: tl.constexpr, C: tl.constexpr):
+def store_header(workspace, split, parts, first, token, tokens, head, rows, T: tl.constexpr, C: tl.constexpr):
     """Stores the header of a split: of the unit whose first part this split has computed, the number of parts, which of the split's
-    two places has its own part, and where its queries are. 0 parts: there is no such unit."""
+    two places has its own part, and where its queries are. 0 parts: there is no such unit. In a batch-invariant call, the place of
+    the first row of the first part, and the rows of a part."""
     _, _, headers = workspace_views(workspace, T.ROWS, C)
-    tl.store(headers + split * 5, parts)
-    tl.store(headers + split * 5 + 1, second)
-    tl.store(headers + split * 5 + 2, token)
-    tl.store(headers + split * 5 + 3, tokens)
-    tl.store(headers + split * 5 + 4, head)
+    tl.store(headers + split * HEADER, parts)
+    tl.store(headers + split * HEADER + 1, first)
+    tl.store(headers + split * HEADER + 2, token)
+    tl.store(headers + split * HEADER + 3, tokens)
+    tl.store(headers + split * HEADER + 4, head)
+    tl.store(headers + split * HEADER + 5, rows)
 
 
 @triton.jit
@@ -201,11 +231,10 @@ def long_sequence(out, query, cache, batch, new, features, program, T: tl.conste
         invalid = table_too_short(batch, cache, unit, C) or has_missing_page(batch, cache, unit, C)
         if invalid:
             end = begin
-        acc, row_max, row_sum, missing = attend_unit(
-            initial_state(T, C), q, scale, unit, batch, cache, new, features, begin, end, T, C
-        )
+        state = attend_unit(initial_state(T, C), q, scale, unit, batch, cache, new, features, begin, end, T, C)
         if leaves_gaps(C):
-            invalid |= tl.max(missing.to(tl.int32)) > 0
+            invalid |= tl.max(state[3].to(tl.int32)) > 0
+        acc, row_max, row_sum = merged(state, C)
         result, lse = finish(acc, row_max, row_sum, unit.head, unit.live, features, cache, unit.kv_head, C)
         store(out, unit.token, unit.head, unit.live, result, lse, invalid, tl.arange(0, C.V_WIDTH), C)
 

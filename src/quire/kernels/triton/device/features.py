@@ -472,7 +472,7 @@ def add_sink(acc, row_max, row_sum, head, live, features):
         new_max = tl.maximum(row_max, sink)
         base = tl.where(new_max == float("-inf"), 0.0, new_max)
         rescale = tl.exp2(row_max - base)
-        row_sum = row_sum * rescale + tl.exp2(sink - base)
+        row_sum = tl.fma(row_sum, rescale, tl.exp2(sink - base))
         acc = acc * rescale[:, None]
         row_max = new_max
     return acc, row_max, row_sum

@@ -122,7 +122,10 @@ def attend_tiles(
 
     MASKED: some queries may not see some of these keys. SOURCE: 'pages', 'new' or 'both'. CHECK_PAGES: page ids were not checked
     before. Keys of pages that do not exist are flagged in the state, and the last page is read in their place."""
-    acc, row_max, row_sum, missing = state
+    if C.INVARIANT:
+        acc, row_max, row_sum, missing, merged_acc, merged_max, merged_sum = state
+    else:
+        acc, row_max, row_sum, missing = state
     STEP: tl.constexpr = T.STEP
     # New tokens need no page id: the pipeline has one stage less. Reading from both sources takes twice the shared memory. With
     # 8-bit pages and new tokens in one loop there is no pipeline: Triton 3.6 made one that gave NaN on an H200, with a tree mask,
@@ -135,6 +138,11 @@ def attend_tiles(
     K_UNITS: tl.constexpr = C.HEAD_DIM // C.K_PACK
     for first in tl.range(begin, end, STEP, num_stages=STAGES if only_head is None else 1):
         first = tl.multiple_of(first, STEP)
+        if C.INVARIANT:
+            if first % T.PIECE == 0:
+                # A piece begins. What was not yet merged belongs to those before.
+                merged_acc, merged_max, merged_sum = merge_softmax(merged_acc, merged_max, merged_sum, acc, row_max, row_sum)
+                acc, row_max, row_sum = empty_softmax(T, C)
         key = first + key_in_tile(T)
         # The number from which the slot in a page follows.
         place = key
@@ -241,7 +249,31 @@ def attend_tiles(
         if scales_weights(C) and v_scale is not None:
             weight *= v_scale[None, :]
         acc = dot(to_dot_type(weight, C), v, acc * rescale[:, None], C)
-    return acc, row_max, row_sum, missing
+    if C.INVARIANT:
+        return acc, row_max, row_sum, missing, merged_acc, merged_max, merged_sum
+    else:
+        return acc, row_max, row_sum, missing
+
+
+@triton.jit
+def empty_softmax(T: tl.constexpr, C: tl.constexpr):
+    """The accumulator, row maxima and row sums of no keys."""
+    ROWS: tl.constexpr = T.ROWS
+    WIDTH: tl.constexpr = C.V_WIDTH
+    return tl.zeros([ROWS, WIDTH], tl.float32), tl.full([ROWS], float("-inf"), tl.float32), tl.zeros([ROWS], tl.float32)
+
+
+@triton.jit
+def merge_softmax(acc, row_max, row_sum, next_acc, next_max, next_sum):
+    """The softmax state of some keys and of the next ones. The order of roundings is fixed by `fma`: a compiler could otherwise
+    contract either product with the sum, another one in another kernel. Merging the state of no keys changes no bit."""
+    new_max = tl.maximum(row_max, next_max)
+    base = tl.where(new_max == float("-inf"), 0.0, new_max)
+    rescale = tl.exp2(row_max - base)
+    fraction = tl.exp2(next_max - base)
+    row_sum = tl.fma(row_sum, rescale, next_sum * fraction)
+    acc = tl.fma(acc, rescale[:, None], next_acc * fraction[:, None])
+    return acc, new_max, row_sum
 
 
 @triton.constexpr_function

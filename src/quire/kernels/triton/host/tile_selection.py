@@ -14,6 +14,8 @@ QUERIES = 64 * 1024
 IN_REGISTERS = 8 * 1024
 """The same for products in fp32, which no matrix unit computes: each thread has whole rows of its queries in registers. With 64
 rows of 128 NVIDIA's assembler spilled 3 to 7 KB per thread."""
+PIECE = 256
+"""Keys of a piece in a batch-invariant call: docs/batch_invariance.md."""
 MAX_DECODE_TOKENS = 16
 """The most new tokens of a sequence that the tiles of short sequences are made for."""
 PROCESSORS = 100
@@ -32,10 +34,14 @@ class Tiles:
     """The tiles of a problem on a platform, from an entry of the tuning table."""
 
     def __init__(self, kernel: str, problem: Problem, platform: Platform, tuning: Tuning | None = None):
-        self.all_decode = kernel == "decode"
+        self.all_decode = kernel == "decode" and not problem.batch_invariant
         dot, _ = dot_type(problem)
         width, element = max(*widths_of(problem, platform), width_of(parts_of(problem)[1] or 1)), BYTES[dot]
-        self.sizes = width, element, stored_bytes(problem), problem.v_in_k
+        stored = stored_bytes(problem)
+        if problem.batch_invariant:
+            # One warp, as entries for bytes have, does not hold two accumulators of many rows.
+            stored = max(stored, 2)
+        self.sizes = width, element, stored, problem.v_in_k
         """By which the tuning table is read, besides the kernel and the GPU."""
         self.row = row = tuning or tuning_for(kernel, platform.arch, *self.sizes)
         self.problem = problem
@@ -48,7 +54,10 @@ class Tiles:
         self.by_query = problem.select == "positions"
         """Whether each query sees keys of its own: then a tile has one token, and every sequence is short."""
         self.long = None
-        if not self.all_decode and not self.by_query:
+        if problem.batch_invariant and not self.by_query:
+            # As the tile of short sequences, so that both have the same products and sums.
+            self.long = self._tile(self.most, 1, False)
+        elif not self.all_decode and not self.by_query:
             self.long = TritonTile.of(row.long_rows, row.long_keys, row.long_stages, False, problem.group, problem.kv_heads)
         self.short: dict[tuple[int, int], TritonTile] = {}
         """All tiles of short sequences, by the most new tokens, a power of two, and by key heads per tile."""
@@ -56,10 +65,15 @@ class Tiles:
             rows = self.most if problem.batch_invariant else max(row.rows, min(self.most, power_of_two(few * problem.group)))
             heads = 1
             while heads <= max(1, min(self.heads_per_tile, rows // (few * problem.group))) and problem.kv_heads % heads == 0:
-                self.short[few, heads] = TritonTile.of(rows, row.keys, row.stages, True, problem.group, problem.kv_heads, heads)
+                self.short[few, heads] = self._tile(rows, heads, True)
                 if self.by_query:
                     self.short[few, heads] = self.short[few, heads]._replace(TOKENS=1)
                 heads *= 2
+
+    def _tile(self, rows: int, heads: int, few: bool) -> TritonTile:
+        row, problem = self.row, self.problem
+        piece = PIECE if problem.batch_invariant else 0
+        return TritonTile.of(rows, row.keys, row.stages, few, problem.group, problem.kv_heads, heads, piece)
 
 
 def _token_counts(problem: Problem) -> tuple[int, ...]:
