@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 
 from quire.kernels.triton.device.features import end_in_pages, first_needed_key, leaves_gaps, needs_pages
+from quire.kernels.triton.device.partials import store_header, store_partial
 from quire.kernels.triton.device.prefixes import add_shared, read_prefixes
 from quire.kernels.triton.device.schedule import (
     find_sequence,
@@ -33,16 +34,7 @@ from quire.kernels.triton.device.schedule import (
     uniform,
 )
 from quire.kernels.triton.device.tiles import attend_tiles, attend_unit, clamp_page_ids, key_in_tile, load_page_ids
-from quire.kernels.triton.device.units import (
-    HEADER,
-    finish,
-    initial_state,
-    load_queries,
-    locate_unit,
-    merged,
-    store,
-    workspace_views,
-)
+from quire.kernels.triton.device.units import finish, initial_state, load_queries, locate_unit, merged, store
 
 
 @triton.jit
@@ -102,64 +94,64 @@ def short_sequences(out, workspace, query, cache, batch, new, features, program,
             piece = (at - seq_begin - q_tile * pieces).to(tl.int32)
             count = tl.minimum(pieces - piece, end - at).to(tl.int32)
             if C.INVARIANT:
-                # A unit of which other programs have pieces: each piece is a partial result. Without memory for these, the program
-                # that has the unit's first piece computes all of it.
-                alone = (count == pieces) | ~divided
-                count = tl.where(alone, tl.where(piece == 0, pieces, count), 1)
+                # Without memory for partial results the program that has a unit's first piece computes all of it.
+                count = tl.where((piece == 0) & ~divided, pieces, count)
             q_tiles = (q_len + T.TOKENS - 1) // T.TOKENS
             head = (at // one_head).to(tl.int32)
             unit = locate_unit(batch, features, seq, q_tile, head, T, C)
-            lowest = number_of_piece(batch, q_len, kv_len, first + tl.maximum(piece - C.UNIT_OVERHEAD, 0), T, C) * T.PIECE
-            lowest = tl.maximum(lowest, unit.low // T.STEP * T.STEP)
-            highest = number_of_piece(batch, q_len, kv_len, first + tl.maximum(piece + count - C.UNIT_OVERHEAD, 0), T, C)
-            highest = tl.minimum(highest * T.PIECE, unit.high)
             invalid = table_too_short(batch, cache, unit, C)
             if C.SHARED:
                 # It would share new tokens, or tokens that it does not have.
                 invalid |= (unit.low > 0) & (unit.low > unit.context)
             if q_tiles > 1:
                 invalid |= has_missing_page(batch, cache, unit, C)
-            computed = True
+            nth = q_tile * T.TOKENS
             if C.INVARIANT:
-                computed = divided | (piece == 0)
-            if invalid | ~computed:
-                highest = lowest
-            # Page ids are loaded before queries: keys depend on them, and queries are needed only by the first product.
-            page = load_page_ids(batch, unit, lowest + key_in_tile(T), highest, C)
-            q, scale = load_queries(query, cache, features, unit, T, C)
-            SOURCE: tl.constexpr = "both" if C.NEW else "pages"
-            state = initial_state(T, C)
-            state = attend_tiles(
-                state, q, scale, page, None, unit, batch, cache, new, features, lowest, highest, True, SOURCE, True, T, C
-            )
-            if T.HEADS_PER_TILE > 1:
-                state = recompute_per_head(state, q, scale, page, unit, batch, cache, new, features, lowest, highest, SOURCE, T, C)
-            acc, row_max, row_sum = state[0], state[1], state[2]
-            invalid |= tl.max(state[3].to(tl.int32)) > 0
-            if C.SHARED:
-                # Exactly one program has the first piece of a unit.
-                if piece == 0:
-                    acc, row_max, row_sum = add_shared(
-                        acc, row_max, row_sum, batch, seq, q_len, unit.token, unit.head, unit.live, C
+                if (count == pieces) | divided:
+                    attend_pieces(
+                        out, workspace, query, cache, batch, new, features, unit, invalid, q_len, kv_len,
+                        first + piece, count, count == pieces, at.to(tl.int32) * rows, rows, T, C,
+                    )  # fmt: skip
+                    if (piece == 0) & (count < pieces):
+                        place = at.to(tl.int32) * rows
+                        store_header(workspace, split, pieces, place, start + nth, q_len - nth, head, rows, T, C)
+            else:
+                lowest = number_of_piece(batch, q_len, kv_len, first + tl.maximum(piece - C.UNIT_OVERHEAD, 0), T, C) * T.PIECE
+                lowest = tl.maximum(lowest, unit.low // T.STEP * T.STEP)
+                highest = number_of_piece(batch, q_len, kv_len, first + tl.maximum(piece + count - C.UNIT_OVERHEAD, 0), T, C)
+                highest = tl.minimum(highest * T.PIECE, unit.high)
+                if invalid:
+                    highest = lowest
+                # Page ids are loaded before queries: keys depend on them, and queries are needed only by the first product.
+                page = load_page_ids(batch, unit, lowest + key_in_tile(T), highest, C)
+                q, scale = load_queries(query, cache, features, unit, T, C)
+                SOURCE: tl.constexpr = "both" if C.NEW else "pages"
+                state = initial_state(T, C)
+                state = attend_tiles(
+                    state, q, scale, page, None, unit, batch, cache, new, features, lowest, highest, True, SOURCE, True, T, C
+                )
+                if T.HEADS_PER_TILE > 1:
+                    state = recompute_per_head(
+                        state, q, scale, page, unit, batch, cache, new, features, lowest, highest, SOURCE, T, C
                     )
-            if count == pieces:
-                acc, row_max, row_sum = merged(state, C)
-                kv_head = unit.kv_head if T.HEADS_PER_TILE == 1 else unit.kv_head + unit.member
-                result, lse = finish(acc, row_max, row_sum, unit.head, unit.live, features, cache, kv_head, C)
-                store(out, unit.token, unit.head, unit.live, result, lse, invalid, tl.arange(0, C.V_WIDTH), C)
-            elif computed:
-                nth = q_tile * T.TOKENS
-                if C.INVARIANT:
-                    store_partial(workspace, at.to(tl.int32) * rows, 1, rows, acc, row_max, row_sum, invalid, T, C)
+                acc, row_max, row_sum, missing = state
+                invalid |= tl.max(missing.to(tl.int32)) > 0
+                if C.SHARED:
+                    # Exactly one program has the first piece of a unit.
                     if piece == 0:
-                        store_header(
-                            workspace, split, pieces, at.to(tl.int32) * rows, start + nth, q_len - nth, head, rows, T, C
+                        acc, row_max, row_sum = add_shared(
+                            acc, row_max, row_sum, batch, seq, q_len, unit.token, unit.head, unit.live, C
                         )
+                if count == pieces:
+                    kv_head = unit.kv_head if T.HEADS_PER_TILE == 1 else unit.kv_head + unit.member
+                    result, lse = finish(acc, row_max, row_sum, unit.head, unit.live, features, cache, kv_head, C)
+                    store(out, unit.token, unit.head, unit.live, result, lse, invalid, tl.arange(0, C.V_WIDTH), C)
                 else:
                     # A split has at most two units that it shares: its first and its last.
                     second = (at != begin).to(tl.int32)
+                    row_sum = tl.where(invalid, float("nan"), row_sum)
                     store_partial(
-                        workspace, split * 2 + second, 2 * workspace.programs, T.ROWS, acc, row_max, row_sum, invalid, T, C
+                        workspace, split * 2 + second, 2 * workspace.programs, T.ROWS, acc, row_max, row_sum, T, C
                     )
                     if piece == 0:
                         last = split_containing(at + pieces - 1, splits, T, C)
@@ -168,6 +160,36 @@ def short_sequences(out, workspace, query, cache, batch, new, features, program,
         if at == seq_begin + work:
             seq_begin = at
             seq = tl.where(seq + 1 == batch.seqs, 0, seq + 1)
+
+
+@triton.jit
+def attend_pieces(
+    out, workspace, query, cache, batch, new, features, unit, invalid, q_len, kv_len, first, count, whole, place, rows,
+    T: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    """Pieces [first, first + count) of a unit in a batch-invariant call. If these are all, they are merged and the output is stored.
+    Otherwise each becomes a partial result, the first at `place`, with a number of rows."""
+    q, scale = load_queries(query, cache, features, unit, T, C)
+    SOURCE: tl.constexpr = "both" if C.NEW else "pages"
+    for nth in range(tl.where(whole, 1, count)):
+        lowest = number_of_piece(batch, q_len, kv_len, first + nth, T, C) * T.PIECE
+        highest = tl.where(whole, unit.high, tl.minimum(lowest + T.PIECE, unit.high))
+        lowest = tl.maximum(lowest, unit.low // T.STEP * T.STEP)
+        if invalid:
+            highest = lowest
+        page = load_page_ids(batch, unit, lowest + key_in_tile(T), highest, C)
+        state = initial_state(T, C)
+        state = attend_tiles(
+            state, q, scale, page, None, unit, batch, cache, new, features, lowest, highest, True, SOURCE, True, T, C
+        )
+        wrong = invalid | (tl.max(state[3].to(tl.int32)) > 0)
+        if whole:
+            acc, row_max, row_sum = merged(state, C)
+            result, lse = finish(acc, row_max, row_sum, unit.head, unit.live, features, cache, unit.kv_head, C)
+            store(out, unit.token, unit.head, unit.live, result, lse, wrong, tl.arange(0, C.V_WIDTH), C)
+        else:
+            row_sum = tl.where(wrong, float("nan"), state[2])
+            store_partial(workspace, place + nth * rows, 1, rows, state[0], state[1], row_sum, T, C)
 
 
 @triton.jit
@@ -186,33 +208,6 @@ def recompute_per_head(
         )
         acc = tl.where((unit.member == only_head)[:, None], recomputed[0], acc)
     return acc, row_max, row_sum, missing
-
-
-@triton.jit
-def store_partial(workspace, first, step, rows, acc, row_max, row_sum, invalid, T: tl.constexpr, C: tl.constexpr):
-    """Stores the partial result of a unit: its row i at place first + i * step, `rows` rows."""
-    index = tl.arange(0, T.ROWS)
-    dim = tl.arange(0, C.V_WIDTH)
-    place = index * step + first
-    row_maxima, row_sums, _ = workspace_views(workspace, T.ROWS, C)
-    here = index < rows
-    tl.store(workspace.at + place[:, None] * C.V_WIDTH + dim[None, :], acc, mask=here[:, None])
-    tl.store(row_maxima + place, row_max, mask=here)
-    tl.store(row_sums + place, tl.where(invalid, float("nan"), row_sum), mask=here)
-
-
-@triton.jit
-def store_header(workspace, split, parts, first, token, tokens, head, rows, T: tl.constexpr, C: tl.constexpr):
-    """Stores the header of a split: of the unit whose first part this split has computed, the number of parts, which of the split's
-    two places has its own part, and where its queries are. 0 parts: there is no such unit. In a batch-invariant call, the place of
-    the first row of the first part, and the rows of a part."""
-    _, _, headers = workspace_views(workspace, T.ROWS, C)
-    tl.store(headers + split * HEADER, parts)
-    tl.store(headers + split * HEADER + 1, first)
-    tl.store(headers + split * HEADER + 2, token)
-    tl.store(headers + split * HEADER + 3, tokens)
-    tl.store(headers + split * HEADER + 4, head)
-    tl.store(headers + split * HEADER + 5, rows)
 
 
 @triton.jit

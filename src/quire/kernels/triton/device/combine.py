@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from quire.kernels.triton.device.tiles import merge_softmax
-from quire.kernels.triton.device.units import HEADER, finish, store, workspace_views
+from quire.kernels.triton.device.partials import HEADER, merge_softmax, workspace_views
+from quire.kernels.triton.device.units import finish, store
 
 PARTS = tl.constexpr(32)
 """Partial results that are combined at a time."""
@@ -23,7 +23,7 @@ def combine_kernel(out, workspace, cache, features, tile, C: tl.constexpr):
     split = tl.program_id(0)
     if C.PDL:
         tl.extra.cuda.gdc_wait()
-    _, _, headers = workspace_views(workspace, tile.rows, C)
+    row_maxima, row_sums, headers = workspace_views(workspace, tile.rows, C)
     parts = tl.load(headers + split * HEADER)
     place = tl.load(headers + split * HEADER + 1)
     token = tl.load(headers + split * HEADER + 2)
@@ -42,14 +42,11 @@ def combine_kernel(out, workspace, cache, features, tile, C: tl.constexpr):
             live = tl.where(whole, (index < in_member * tile.heads_per_tile) & (nth < tokens), of_group < C.GROUP)
             if live:
                 q_head = kv_head * C.GROUP + of_group
-                row_maxima, row_sums, _ = workspace_views(workspace, tile.rows, C)
-                parts_at = Parts(workspace.at, row_maxima, row_sums, parts)
+                found = Parts(workspace.at, row_maxima, row_sums, parts)
                 if C.INVARIANT:
-                    acc, row_max, row_sum = merge_in_order(parts_at, place + index, rows, C)
+                    acc, row_max, row_sum = merge_in_order(found, place + index, rows, C)
                 else:
-                    acc, row_max, row_sum = combine_row(
-                        parts_at, index * (2 * workspace.programs) + split * 2, place, C
-                    )
+                    acc, row_max, row_sum = combine_row(found, index * (2 * workspace.programs) + split * 2, place, C)
                 finish_row(out, cache, features, acc, row_max, row_sum, token + nth, q_head, C)
 
 

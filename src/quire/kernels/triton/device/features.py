@@ -425,7 +425,8 @@ def load_slopes(features, context, q_head, live):
 def add_alibi(score, unit, features, key, k_position):
     """Subtracts the slope times the distance of query and key."""
     if features.alibi is not None:
-        score -= unit.slope[:, None] * tl.abs(distance_of(unit, features, key, k_position)).to(tl.float32)
+        # Not a product and a difference: a compiler could contract either product with it, another one in another loop.
+        score = tl.fma(-unit.slope[:, None], tl.abs(distance_of(unit, features, key, k_position)).to(tl.float32), score)
     return score
 
 

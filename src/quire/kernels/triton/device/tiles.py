@@ -17,6 +17,7 @@ from quire.kernels.triton.device.features import (
 )
 from quire.kernels.triton.device.formats import GROUPED_FACTOR, decode
 from quire.kernels.triton.device.groups import load_groups
+from quire.kernels.triton.device.partials import empty_softmax, merge_softmax
 
 
 @triton.jit
@@ -140,7 +141,7 @@ def attend_tiles(
         first = tl.multiple_of(first, STEP)
         if C.INVARIANT:
             if first % T.PIECE == 0:
-                # A piece begins. What was not yet merged belongs to those before.
+                # A piece begins. What was not yet merged belongs to the one before.
                 merged_acc, merged_max, merged_sum = merge_softmax(merged_acc, merged_max, merged_sum, acc, row_max, row_sum)
                 acc, row_max, row_sum = empty_softmax(T, C)
         key = first + key_in_tile(T)
@@ -253,27 +254,6 @@ def attend_tiles(
         return acc, row_max, row_sum, missing, merged_acc, merged_max, merged_sum
     else:
         return acc, row_max, row_sum, missing
-
-
-@triton.jit
-def empty_softmax(T: tl.constexpr, C: tl.constexpr):
-    """The accumulator, row maxima and row sums of no keys."""
-    ROWS: tl.constexpr = T.ROWS
-    WIDTH: tl.constexpr = C.V_WIDTH
-    return tl.zeros([ROWS, WIDTH], tl.float32), tl.full([ROWS], float("-inf"), tl.float32), tl.zeros([ROWS], tl.float32)
-
-
-@triton.jit
-def merge_softmax(acc, row_max, row_sum, next_acc, next_max, next_sum):
-    """The softmax state of some keys and of the next ones. The order of roundings is fixed by `fma`: a compiler could otherwise
-    contract either product with the sum, another one in another kernel. Merging the state of no keys changes no bit."""
-    new_max = tl.maximum(row_max, next_max)
-    base = tl.where(new_max == float("-inf"), 0.0, new_max)
-    rescale = tl.exp2(row_max - base)
-    fraction = tl.exp2(next_max - base)
-    row_sum = tl.fma(row_sum, rescale, next_sum * fraction)
-    acc = tl.fma(acc, rescale[:, None], next_acc * fraction[:, None])
-    return acc, new_max, row_sum
 
 
 @triton.constexpr_function

@@ -10,12 +10,11 @@ import triton.language as tl
 
 from quire.kernels.triton.device.features import add_sink, keys_before, load_slopes, query_position, selected_row, visible_range
 from quire.kernels.triton.device.formats import GROUPED_FACTOR, decode, encode
+from quire.kernels.triton.device.partials import empty_softmax, merge_softmax
 from quire.kernels.triton.device.schedule import lengths, uniform
-from quire.kernels.triton.device.tiles import empty_softmax, merge_softmax, to_dot_type
+from quire.kernels.triton.device.tiles import to_dot_type
 
 LN2 = tl.constexpr(0.6931471805599453)
-HEADER = tl.constexpr(6)
-"""Numbers of a header."""
 
 
 class WorkUnit(NamedTuple):
@@ -217,11 +216,3 @@ def store(out, token, head, live, result, lse, invalid, dim, C: tl.constexpr):
     if out.lse is not None:
         lse = tl.where(invalid, float("nan"), lse)
         tl.store(out.lse + token.to(tl.int64) * out.lse_token + head * out.lse_head, lse, mask=live)
-
-
-@triton.jit
-def workspace_views(workspace, rows, C: tl.constexpr):
-    """Pointers to the row maxima, row sums and headers of a workspace for tiles of `rows` rows."""
-    places = workspace.rows if C.INVARIANT else workspace.programs * 2 * rows
-    row_maxima = workspace.at + places * C.V_WIDTH
-    return row_maxima, row_maxima + places, (row_maxima + 2 * places).to(tl.pointer_type(tl.int32), bitcast=True)

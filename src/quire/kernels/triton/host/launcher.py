@@ -31,7 +31,7 @@ from quire.kernels.triton.device.attend import attend_kernel
 from quire.kernels.triton.device.balance import balance_kernel
 from quire.kernels.triton.device.combine import combine_kernel
 from quire.kernels.triton.device.features import Features
-from quire.kernels.triton.device.units import HEADER
+from quire.kernels.triton.device.partials import HEADER
 from quire.kernels.triton.host.constants import constants_of
 from quire.kernels.triton.host.program import Program, as_bytes, is_compiled
 from quire.kernels.triton.host.specimen import specimen
