@@ -107,4 +107,17 @@ def test_a_missing_page_of_one_piece(missing: int, device: str) -> None:
     s.batch.page_table[0, missing] = -1
     out, lse = run("mixed", s, platform=card(device, 20))
     assert lse is not None
+    first_is_nan(out, lse, good)
+
+
+def test_a_short_table(device: str) -> None:
+    s = build(85, [1, 1], [200, 100], batch_invariant=True, device=device)
+    good, _ = run("mixed", s, platform=card(device, 20))
+    s.batch.page_table = s.batch.page_table[:, :8].contiguous()
+    out, lse = run("mixed", s, platform=card(device, 20))
+    assert lse is not None
+    first_is_nan(out, lse, good)
+
+
+def first_is_nan(out: torch.Tensor, lse: torch.Tensor, good: torch.Tensor) -> None:
     assert out[0].isnan().all() and lse[0].isnan().all() and torch.equal(bits(out[1]), bits(good[1]))
