@@ -27,7 +27,8 @@ def stored_bytes(problem: Problem) -> int:
     if problem.v_in_k and (problem.form == "context" or problem.memory == "generic"):
         # Keys of two sources, or loaded element by element, take more shared memory: as keys of 4 bytes do.
         return 4
-    return max(FORMATS[name].itemsize for name in problem.formats)
+    # One warp, as entries for bytes have, does not hold the two accumulators of a batch-invariant call.
+    return max(2 if problem.batch_invariant else 1, *(FORMATS[name].itemsize for name in problem.formats))
 
 
 class Tiles:
@@ -37,28 +38,16 @@ class Tiles:
         self.all_decode = kernel == "decode" and not problem.batch_invariant
         dot, _ = dot_type(problem)
         width, element = max(*widths_of(problem, platform), width_of(parts_of(problem)[1] or 1)), BYTES[dot]
-        stored = stored_bytes(problem)
-        if problem.batch_invariant:
-            # One warp, as entries for bytes have, does not hold two accumulators of many rows.
-            stored = max(stored, 2)
-        self.sizes = width, element, stored, problem.v_in_k
+        self.sizes = width, element, stored_bytes(problem), problem.v_in_k
         """By which the tuning table is read, besides the kernel and the GPU."""
         self.row = row = tuning or tuning_for(kernel, platform.arch, *self.sizes)
         self.problem = problem
         self.most = max(16, min(row.most_rows, (IN_REGISTERS if dot == "fp32" else QUERIES) // (width * element)))
         self.programs = max(1, int((platform.multiprocessors or PROCESSORS) * row.per_multiprocessor))
-        # Several key heads per tile were measured for plain decodes only.
-        alone = problem.batch_invariant or problem.mask or problem.spans != "none" or problem.select != "none"
-        alone = alone or problem.form == "context" or problem.memory == "generic"
-        self.heads_per_tile = 1 if alone else row.heads_per_tile
+        self.heads_per_tile = row.heads_per_tile if _is_plain(problem) else 1
         self.by_query = problem.select == "positions"
         """Whether each query sees keys of its own: then a tile has one token, and every sequence is short."""
-        self.long = None
-        if problem.batch_invariant and not self.by_query:
-            # As the tile of short sequences, so that both have the same products and sums.
-            self.long = self._tile(self.most, 1, False)
-        elif not self.all_decode and not self.by_query:
-            self.long = TritonTile.of(row.long_rows, row.long_keys, row.long_stages, False, problem.group, problem.kv_heads)
+        self.long = None if self.all_decode or self.by_query else self._long_tile()
         self.short: dict[tuple[int, int], TritonTile] = {}
         """All tiles of short sequences, by the most new tokens, a power of two, and by key heads per tile."""
         for few in _token_counts(problem) if self.all_decode and not self.by_query else (1,):
@@ -70,10 +59,23 @@ class Tiles:
                     self.short[few, heads] = self.short[few, heads]._replace(TOKENS=1)
                 heads *= 2
 
+    def _long_tile(self) -> TritonTile:
+        row, problem = self.row, self.problem
+        if problem.batch_invariant:
+            # As the tile of short sequences, so that both have the same products and sums.
+            return self._tile(self.most, 1, False)
+        return TritonTile.of(row.long_rows, row.long_keys, row.long_stages, False, problem.group, problem.kv_heads)
+
     def _tile(self, rows: int, heads: int, few: bool) -> TritonTile:
         row, problem = self.row, self.problem
         piece = PIECE if problem.batch_invariant else 0
         return TritonTile.of(rows, row.keys, row.stages, few, problem.group, problem.kv_heads, heads, piece)
+
+
+def _is_plain(problem: Problem) -> bool:
+    """Whether tiles may have several key heads: these were measured for plain decodes only."""
+    special = problem.batch_invariant or problem.mask or problem.spans != "none" or problem.select != "none"
+    return not (special or problem.form == "context" or problem.memory == "generic")
 
 
 def _token_counts(problem: Problem) -> tuple[int, ...]:
