@@ -11,7 +11,8 @@ import torch
 
 from quire import Batch
 from quire.kernels.triton.host import launcher, tile_selection
-from support.launched import bits, card, check, run
+from quire.kernels.triton.host.tuning import tuning_for
+from support.launched import bits, card, check, platform_at, run
 from support.scenario import Scenario, build
 
 PIECE = 64
@@ -84,11 +85,14 @@ def test_any_number_of_programs(name: str, memory: int | None, device: str, monk
 
 
 @pytest.mark.parametrize("select", ["positions", "columns"])
-def test_a_selection(select: str, device: str) -> None:
-    s = build(83, [1, 20], [150, 190], select=select, page_size=32, batch_invariant=True, device=device)
-    first = run("mixed", s, platform=card(device, 1))
+def test_a_selection(select: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pieces are of selected keys: fewer per piece, so that the few that are selected are in several."""
+    monkeypatch.setattr(tile_selection, "PIECE", 16)
+    s = build(83, [1, 3], [150, 190], select=select, page_size=16, batch_invariant=True, device=device)
+    tuning = tuning_for("decode", platform_at(device).arch, 16, 4, 4)._replace(keys=16)
+    first = run("mixed", s, platform=card(device, 1), tuning=tuning)
     check("mixed", s, *first)
-    assert same(run("mixed", s, platform=card(device, 30)), first, slice(None))
+    assert same(run("mixed", s, platform=card(device, 30), tuning=tuning), first, slice(None))
 
 
 def test_the_forms_agree(device: str) -> None:
