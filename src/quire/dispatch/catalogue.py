@@ -42,8 +42,8 @@ CATALOGUE: tuple[Kernel, ...] = (
     Kernel(
         "triton-decode",
         "attend",
-        "split-KV decode, up to 16 new tokens per sequence: keys are divided evenly among programs (with batch_invariant at multiples of "
-        "256), partial results are combined",
+        "split-KV decode, up to 16 new tokens per sequence: keys are divided evenly among programs (with "
+        "batch_invariant at multiples of 256), partial results are combined",
         "quire.kernels.triton.host.launcher:decode",
         vendors=("nvidia", "amd"),
         arches=_TRITON,

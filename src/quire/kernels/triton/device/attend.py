@@ -150,9 +150,7 @@ def short_sequences(out, workspace, query, cache, batch, new, features, program,
                     # A split has at most two units that it shares: its first and its last.
                     second = (at != begin).to(tl.int32)
                     row_sum = tl.where(invalid, float("nan"), row_sum)
-                    store_partial(
-                        workspace, split * 2 + second, 2 * workspace.programs, T.ROWS, acc, row_max, row_sum, T, C
-                    )
+                    store_partial(workspace, split * 2 + second, 2 * workspace.programs, T.ROWS, acc, row_max, row_sum, T, C)
                     if piece == 0:
                         last = split_containing(at + pieces - 1, splits, T, C)
                         store_header(workspace, split, last - split + 1, second, start + nth, q_len - nth, head, 0, T, C)
@@ -167,7 +165,7 @@ def attend_pieces(
     out, workspace, query, cache, batch, new, features, unit, invalid, q_len, kv_len, first, count, whole, place, rows,
     T: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """Pieces [first, first + count) of a unit in a batch-invariant call. If these are all, they are merged and the output is stored.
+    """Pieces [first, first + count) of a unit in a batch-invariant call. If that is all, they are merged and the output is stored.
     Otherwise each becomes a partial result, the first at `place`, with a number of rows."""
     q, scale = load_queries(query, cache, features, unit, T, C)
     SOURCE: tl.constexpr = "both" if C.NEW else "pages"

@@ -39,7 +39,7 @@ def lengths(batch, seq, inside):
 @triton.jit
 def key_pieces(batch, seq, start, q_len, kv_len, T: tl.constexpr, C: tl.constexpr):
     """The first piece of its keys that a sequence needs, and how many. A sequence without keys counts one, since its output is
-    written. A sequence with more keys than its table has columns for is invalid; it counts no more pieces than the table, so that it
+    written. A sequence with more keys than its table has columns for is invalid; it counts no more than the table has, so that it
     does not delay others."""
     if C.SELECT is not None:
         # Every sequence counts as many pieces as a row has entries.
