@@ -96,3 +96,25 @@ def test_a_row_alone_has_the_same_bits(form: str) -> None:
         batch = quire.Batch(s.batch.page_table[row : row + 1], s.batch.kv_lens[row : row + 1], one)
         new = None if s.new is None else (s.new[0][rows], s.new[1][rows])
         assert torch.equal(bits(quire.attend(s.q[rows], s.cache, batch, s.options, new=new)), bits(results[0][rows]))
+
+
+CHUNKS = (1, 16, 40) if DEVICE == "cpu" else (1, 16, 2048)
+
+
+@pytest.mark.parametrize("format", ["bf16", "e4m3fn"])
+def test_chunks_of_any_size_have_the_same_bits(format: str) -> None:
+    """The last tokens of a long prompt at once, and in chunks: the first ones, some of the middle and the last ones."""
+    longest = CHUNKS[-1]
+    kv_len = 250 + longest if DEVICE == "cpu" else 3000 + longest
+    case: dict[str, Any] = {"group": 4, "head_dim": 64, "format": format, "q_dtype": "bf16", "batch_invariant": True}
+    s = build(73, [longest], [kv_len], **case, device=DEVICE)
+    whole, whole_lse = quire.attend(s.q, s.cache, s.batch, s.options, lse=True)
+    s.check(whole, whole_lse, factors=torch.bfloat16)
+    for size in CHUNKS:
+        last = longest // size - 1
+        for begin in (chunk * size for chunk in {0, last // 3, last}):
+            starts = torch.tensor([0, size], dtype=torch.int32, device=DEVICE)
+            rows = slice(begin, begin + size)
+            batch = quire.Batch(s.batch.page_table, s.batch.kv_lens - (longest - rows.stop), starts, max_q_len=size)
+            out, lse = quire.attend(s.q[rows], s.cache, batch, s.options, lse=True)
+            assert torch.equal(bits(out), bits(whole[rows])) and torch.equal(bits(lse), bits(whole_lse[rows])), (size, begin)

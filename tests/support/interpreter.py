@@ -87,7 +87,9 @@ def _mend_numbers(interpreter: Any) -> None:
         return stored(op(_numbers(arg)), arg.dtype) if is_soft(arg.dtype) else plain_unary(self, arg, op)
 
     def create_dot(self: Any, a: Any, b: Any, d: Any, input_precision: Any, max_num_imprecise_acc: Any) -> Any:
-        return handle(np.matmul(_numbers(a), _numbers(b), dtype=d.data.dtype) + d.data, d.dtype.scalar)
+        # As in a matrix unit, a row does not depend on where it is in the tile: with BLAS, it does.
+        left, right = (np.ascontiguousarray(_numbers(x), dtype=d.data.dtype) for x in (a, b))
+        return handle(np.einsum("mk,kn->mn", left, right) + d.data, d.dtype.scalar)
 
     for member in (cast_impl, create_fp_to_fp, binary_op, unary_op, create_dot):
         setattr(builder, member.__name__, member)

@@ -42,7 +42,8 @@ CATALOGUE: tuple[Kernel, ...] = (
     Kernel(
         "triton-decode",
         "attend",
-        "split-KV decode, up to 16 new tokens per sequence: keys are divided evenly among programs, partial results are combined",
+        "split-KV decode, up to 16 new tokens per sequence: keys are divided evenly among programs (with "
+        "batch_invariant at multiples of 256), partial results are combined",
         "quire.kernels.triton.host.launcher:decode",
         vendors=("nvidia", "amd"),
         arches=_TRITON,
@@ -86,7 +87,7 @@ CATALOGUE: tuple[Kernel, ...] = (
     Kernel(
         "triton-mixed",
         "attend",
-        "tiles of queries for long queries and split-KV for short ones, in one launch",
+        "tiles of queries for long queries and split-KV for short ones (with batch_invariant the same tiles), in one launch",
         "quire.kernels.triton.host.launcher:mixed",
         vendors=("nvidia", "amd"),
         arches=_TRITON,

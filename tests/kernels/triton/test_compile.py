@@ -48,7 +48,10 @@ PLAIN |= {f"{kernel}-{width}-fp32": KernelSample(kernel, width, **FP32) for kern
 MANY_HEADS: dict[str, Any] = {"q_heads": 64, "kv_heads": 1}
 PLAIN |= {f"decode-128-{format}-wide": KernelSample("decode", format=format, **MANY_HEADS) for format in ("bf16", "e4m3fn")}
 PLAIN |= {f"{kernel}-512-fp32-wide": KernelSample(kernel, 512, **FP32, **MANY_HEADS) for kernel in KERNELS}
-PLAIN |= {"decode-512-fp32-invariant": KernelSample("decode", 512, **FP32, problem={"batch_invariant": True})}
+INVARIANT: dict[str, Any] = {"problem": {"batch_invariant": True}}
+PLAIN |= {"decode-512-fp32-invariant": KernelSample("decode", 512, **FP32, **INVARIANT)}
+PLAIN |= {f"mixed-128-{format}-invariant": KernelSample("mixed", format=format, **INVARIANT) for format in ("bf16", "e4m3fn")}
+PLAIN |= {"mixed-256-bf16-invariant": KernelSample("mixed", 256, **INVARIANT)}
 PLAIN |= {f"write-{format}": KernelSample("write", format=format) for format in FORMATS}
 PLAIN |= {
     "write-token-scales": KernelSample("write", format="int8", scales="token", index="int64"),
@@ -79,6 +82,7 @@ PLAIN |= {
     "mixed-latent-fp32": KernelSample("mixed", **LATENT, **FP32, problem=OF_K),
     "mixed-latent-new": KernelSample("mixed", new=True, **LATENT | {"format": "e4m3fn"}, problem=OF_K),
     "mixed-latent-generic": KernelSample("mixed", **LATENT, problem=OF_K | {"memory": "generic"}),
+    "mixed-latent-invariant": KernelSample("mixed", **LATENT, problem=OF_K | {"batch_invariant": True}),
     "mixed-latent-64": KernelSample("mixed", **LATENT, problem={"v_in_k": True, "v_head_dim": 64}),
     "decode-latent-ds-mla": KernelSample("decode", **LATENT | {"format": "fp8_ds_mla"}, problem=OF_K),
     "mixed-latent-ds-mla": KernelSample("mixed", new=True, **LATENT | {"format": "fp8_ds_mla"}, problem=OF_K),
@@ -153,6 +157,8 @@ EVERYWHERE = [f"{kernel}-128-{format}" for kernel in (*KERNELS, "shared") for fo
 ]
 CHOICE = {
     "sm80": [
+        "mixed-128-bf16-invariant",
+        "mixed-latent-invariant",
         "decode-latent-bf16",
         "mixed-latent-bf16",
         "mixed-latent-new",
@@ -164,6 +170,7 @@ CHOICE = {
         "write-generic",
     ],
     "sm89": [
+        "mixed-128-e4m3fn-invariant",
         "decode-latent-bf16",
         "mixed-latent-bf16",
         "mixed-latent-fp32",
@@ -175,6 +182,10 @@ CHOICE = {
         "mixed-512-fp32",
     ],
     "sm90": [
+        "mixed-128-bf16-invariant",
+        "mixed-128-e4m3fn-invariant",
+        "mixed-256-bf16-invariant",
+        "mixed-latent-invariant",
         "decode-latent-bf16",
         "decode-latent-e4m3fn",
         "decode-latent-ds-mla",
@@ -195,9 +206,11 @@ CHOICE = {
         "mixed-256-e4m3fn",
         *list(FEATURED)[::2],
     ],
-    "sm100": ["decode-64-bf16", "write-e5m2", "write-int8", "audit-window"],
-    "gfx90a": ["decode-128-int8", "decode-256-bf16", "mixed-512-fp32"],
+    "sm100": ["mixed-128-bf16-invariant", "decode-64-bf16", "write-e5m2", "write-int8", "audit-window"],
+    "gfx90a": ["mixed-128-e4m3fn-invariant", "decode-128-int8", "decode-256-bf16", "mixed-512-fp32"],
     "gfx942": [
+        "mixed-128-bf16-invariant",
+        "mixed-latent-invariant",
         "decode-latent-bf16",
         "decode-latent-ds-mla",
         "mixed-latent-ds-mla",
@@ -215,8 +228,8 @@ CHOICE = {
         *list(FEATURED)[1::2],
     ],
     "gfx950": ["decode-64-e5m2", "mixed-64-bf16", "write-e4m3fnuz", "write-token-scales", "audit-window"],
-    "gfx1100": ["decode-latent-bf16", "mixed-latent-bf16", "decode-64-bf16", "decode-128-bf16-wide"],
-    "gfx1201": ["decode-128-e5m2"],
+    "gfx1100": ["mixed-128-bf16-invariant", "decode-latent-bf16", "mixed-latent-bf16", "decode-64-bf16", "decode-128-bf16-wide"],
+    "gfx1201": ["mixed-128-bf16-invariant", "decode-128-e5m2"],
 }
 
 
@@ -289,6 +302,18 @@ SPILLS = {
     ("gfx1100", "shared-128-e4m3fn"): 480,
     ("gfx1201", "shared-128-e4m3fn"): 16,
     **{("sm90", name): 192 for name in HOPPER if name != MANY},
+    ("sm80", "mixed-128-bf16-invariant"): 192,
+    ("sm80", "mixed-128-e4m3fn-invariant"): 512,
+    ("sm89", "mixed-128-bf16-invariant"): 112,
+    ("sm89", "mixed-128-e4m3fn-invariant"): 448,
+    ("sm90", "mixed-128-bf16-invariant"): 64,
+    ("sm90", "mixed-128-e4m3fn-invariant"): 64,
+    ("sm100", "mixed-128-bf16-invariant"): 1152,
+    ("sm100", "mixed-128-e4m3fn-invariant"): 960,
+    ("gfx1100", "mixed-128-bf16-invariant"): 1280,
+    ("gfx1100", "mixed-128-e4m3fn-invariant"): 2176,
+    ("gfx1201", "mixed-128-bf16-invariant"): 96,
+    ("gfx1201", "mixed-128-e4m3fn-invariant"): 128,
 }
 """Bytes that may be spilled although heads are of 128 at most. A tile of 128 x 64 takes every register of Hopper's, and is the
 fastest there all the same: rows that spill nothing (32 keys, or 8 warps) are 13 to 30 % slower on an H200, see docs/performance.md.
@@ -296,7 +321,8 @@ Of Hopper's own kernel it is mostly the loader that has no registers left, for a
 converts bytes by integer arithmetic, up to 264 bytes are left even with the smallest tiles. Wide are tiles of 64 query rows: one or
 two warps, the fastest over bytes with 16 rows, have too few registers for those. (Four warps spill nothing there; whether they are
 faster has not been measured.) The kernel for shared prefixes has the tiles of the mixed one, and the program for all other keys
-beside them. Other tiles have not been measured."""
+beside them. Other tiles have not been measured. Batch-invariant kernels have two accumulators of such a tile. The second one is used
+once a piece; what it costs to spill it has not been measured."""
 SPILLS_FROM_3_9 = {
     ("sm90", "decode-128-e4m3fn"): 96,
     ("sm90", "decode-128-bf16-wide"): 16,

@@ -80,7 +80,7 @@ class HopperLauncher(AttendLauncher):
         # The addresses of a whole tile take more than 24 registers. With boxes, few tiles are copied row by row.
         few = box or constants.BYTES or producer < WHOLE_TILE
         chunk = min(self.long.KEYS, FEW_KEYS) if few else self.long.KEYS
-        tile = HopperTile(*self.long, consumer, producer, chunk, queue, copies, box)
+        tile = HopperTile(*self.long[:-1], consumer, producer, chunk, queue, copies, box)
         self.make_units = Program(units_kernel, UNITS, (tile, constants), self.units, self.warps)
         self.prefill = Program(prefill_kernel, PREFILL, (tile, constants), self.units, 4)
 
@@ -159,7 +159,7 @@ class HopperLauncher(AttendLauncher):
         long = (out, units, ready, cache, sequences, new, features)
         yield self.prefill, (workers, 1, 1), (*long, FIRST.value, workers // 2), False
         partials = torch.empty(schedule.workspace, dtype=torch.float32, device=q.device)
-        workspace = (at(partials), programs, 0, 1, self.decode.row.many or 0, 1)
+        workspace = (at(partials), programs, 0, 1, self.decode.row.many or 0, 1, None)
         yield self.decode.programs[tile], (programs, 1, 1), (out, workspace, given, cache, sequences, new, features), True
         yield self.prefill, (workers, 1, 1), (*long, SECOND.value, workers // 2), True
         numbers = (tile.ROWS, tile.HEADS_PER_TILE, tile.TOKENS, tile.HEADS)

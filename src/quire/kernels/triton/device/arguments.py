@@ -139,7 +139,7 @@ class Workspace(NamedTuple):
     row have strides that the compiler knows, although it does not know the number of rows.
 
     One allocation: accumulators `[.., v width]`, row maxima `[..]` and row sums `[..]` in fp32; then a header per split, int32
-    `[programs, 5]`."""
+    `[programs, 6]`."""
 
     at: OwnedPointer
     programs: Number
@@ -151,6 +151,8 @@ class Workspace(NamedTuple):
     """The number of units per program from which the tail is scheduled dynamically."""
     overlapped: Number
     """1 if the next kernel may run concurrently from the start."""
+    rows: Number
+    """The rows of partial results that a batch-invariant call has memory for, in the order of its pieces; None in other calls."""
 
 
 class TileNumbers(NamedTuple):
@@ -183,12 +185,17 @@ class TritonTile(NamedTuple):
     FEW_ROWS: bool
     """A tile of few rows is limited by loads: it loads page ids one tile ahead, and computes masked and unmasked tiles in one loop.
     A tile of many rows is limited by products and registers."""
+    PIECE: int
+    """Keys of a piece of work: those of one tile or, in a batch-invariant call, of several. Pieces begin at multiples."""
 
     @classmethod
-    def of(cls, rows: int, keys: int, stages: int, few: bool, group: int, kv_heads: int, heads_per_tile: int = 1) -> TritonTile:
+    def of(
+        cls, rows: int, keys: int, stages: int, few: bool, group: int, kv_heads: int, heads_per_tile: int = 1, piece: int = 0
+    ) -> TritonTile:
         tokens = max(1, rows // (group * heads_per_tile))
         heads = kv_heads // heads_per_tile * -(-group // rows)
-        return cls(rows, keys, stages, heads_per_tile, keys // heads_per_tile, tokens, heads, few)
+        step = keys // heads_per_tile
+        return cls(rows, keys, stages, heads_per_tile, step, tokens, heads, few, piece or step)
 
 
 class AttendConstants(NamedTuple):
@@ -259,13 +266,14 @@ class AttendConstants(NamedTuple):
     SHORT: int
     """The smallest value that `BatchTensors.short` can have."""
     MIN_WORK: int
-    """The least work of a program, in key tiles."""
+    """The least work of a program, in pieces."""
     UNIT_OVERHEAD: int
-    """The cost of starting a unit, in key tiles."""
+    """The cost of starting a unit, in pieces."""
     TAIL: bool
     """Whether the last units may be scheduled dynamically, by `Workspace.tail_programs` more programs."""
     INVARIANT: bool
-    """No unit is split, so that the bits of a sequence do not depend on the batch."""
+    """Every piece of work has a softmax state of its own, and these are merged in order: the bits of a sequence do not depend on
+    the batch, whichever programs compute its pieces."""
     Q_FORMAT: str
     """The queries' format if they are fp8, else 'float'."""
     OUT: str
@@ -298,6 +306,7 @@ class CombineConstants(NamedTuple):
     OUT: str
     OUT_NUMBER: bool
     PDL: bool
+    INVARIANT: bool
 
     @classmethod
     def of(cls, constants: AttendConstants) -> CombineConstants:

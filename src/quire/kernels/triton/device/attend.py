@@ -16,23 +16,25 @@ import triton
 import triton.language as tl
 
 from quire.kernels.triton.device.features import end_in_pages, first_needed_key, leaves_gaps, needs_pages
+from quire.kernels.triton.device.partials import store_header, store_partial
 from quire.kernels.triton.device.prefixes import add_shared, read_prefixes
 from quire.kernels.triton.device.schedule import (
     find_sequence,
-    key_tiles,
+    key_pieces,
     lengths,
+    number_of_piece,
     plan_splits,
+    rows_of_partial,
     short_totals,
     short_work,
     split_begin,
     split_containing,
     split_of_program,
-    tile_of_piece,
     total_work,
     uniform,
 )
 from quire.kernels.triton.device.tiles import attend_tiles, attend_unit, clamp_page_ids, key_in_tile, load_page_ids
-from quire.kernels.triton.device.units import finish, initial_state, load_queries, locate_unit, store, workspace_views
+from quire.kernels.triton.device.units import finish, initial_state, load_queries, locate_unit, merged, store
 
 
 @triton.jit
@@ -78,69 +80,114 @@ def short_sequences(out, workspace, query, cache, batch, new, features, program,
     head_begin = at // tl.maximum(one_head, 1) * one_head
     seq, seq_begin = find_sequence(batch, at - head_begin, False, T, C)
     seq_begin += head_begin
-    store_header(workspace, split, 0, 0, 0, 0, 0, T, C)
+    store_header(workspace, split, 0, 0, 0, 0, 0, 0, T, C)
+    if C.INVARIANT:
+        rows = rows_of_partial(batch, T, C)
+        divided = total.to(tl.int64) * rows <= workspace.rows
     while at < end:
         start, q_len, kv_len = lengths(batch, seq, True)
         work = short_work(batch, seq, start, q_len, kv_len, T, C)
         if work > 0:
-            first, tiles = key_tiles(batch, seq, start, q_len, kv_len, T, C)
-            pieces = tl.where(C.INVARIANT, 1, tiles + C.UNIT_OVERHEAD)
+            first, pieces = key_pieces(batch, seq, start, q_len, kv_len, T, C)
+            pieces += C.UNIT_OVERHEAD
             q_tile = ((at - seq_begin) // pieces).to(tl.int32)
             piece = (at - seq_begin - q_tile * pieces).to(tl.int32)
             count = tl.minimum(pieces - piece, end - at).to(tl.int32)
+            if C.INVARIANT:
+                # Without memory for partial results the program that has a unit's first piece computes all of it.
+                count = tl.where((piece == 0) & ~divided, pieces, count)
             q_tiles = (q_len + T.TOKENS - 1) // T.TOKENS
             head = (at // one_head).to(tl.int32)
             unit = locate_unit(batch, features, seq, q_tile, head, T, C)
-            if C.INVARIANT:
-                lowest = unit.low // T.STEP * T.STEP
-                highest = unit.high
-            else:
-                lowest = tile_of_piece(batch, q_len, kv_len, first + tl.maximum(piece - C.UNIT_OVERHEAD, 0), T, C) * T.STEP
-                lowest = tl.maximum(lowest, unit.low // T.STEP * T.STEP)
-                highest = tile_of_piece(batch, q_len, kv_len, first + tl.maximum(piece + count - C.UNIT_OVERHEAD, 0), T, C)
-                highest = tl.minimum(highest * T.STEP, unit.high)
             invalid = table_too_short(batch, cache, unit, C)
             if C.SHARED:
                 # It would share new tokens, or tokens that it does not have.
                 invalid |= (unit.low > 0) & (unit.low > unit.context)
             if q_tiles > 1:
                 invalid |= has_missing_page(batch, cache, unit, C)
-            if invalid:
-                highest = lowest
-            # Page ids are loaded before queries: keys depend on them, and queries are needed only by the first product.
-            page = load_page_ids(batch, unit, lowest + key_in_tile(T), highest, C)
-            q, scale = load_queries(query, cache, features, unit, T, C)
-            SOURCE: tl.constexpr = "both" if C.NEW else "pages"
-            state = initial_state(T, C)
-            state = attend_tiles(
-                state, q, scale, page, None, unit, batch, cache, new, features, lowest, highest, True, SOURCE, True, T, C
-            )
-            if T.HEADS_PER_TILE > 1:
-                state = recompute_per_head(state, q, scale, page, unit, batch, cache, new, features, lowest, highest, SOURCE, T, C)
-            acc, row_max, row_sum, missing = state
-            invalid |= tl.max(missing.to(tl.int32)) > 0
-            if C.SHARED:
-                # Exactly one program has the first piece of a unit.
-                if piece == 0:
-                    acc, row_max, row_sum = add_shared(
-                        acc, row_max, row_sum, batch, seq, q_len, unit.token, unit.head, unit.live, C
-                    )
-            if count == pieces:
-                kv_head = unit.kv_head if T.HEADS_PER_TILE == 1 else unit.kv_head + unit.member
-                result, lse = finish(acc, row_max, row_sum, unit.head, unit.live, features, cache, kv_head, C)
-                store(out, unit.token, unit.head, unit.live, result, lse, invalid, tl.arange(0, C.V_WIDTH), C)
+            nth = q_tile * T.TOKENS
+            if C.INVARIANT:
+                if (count == pieces) | divided:
+                    attend_pieces(
+                        out, workspace, query, cache, batch, new, features, unit, invalid, q_len, kv_len,
+                        first + piece, count, count == pieces, at.to(tl.int32) * rows, rows, T, C,
+                    )  # fmt: skip
+                    if (piece == 0) & (count < pieces):
+                        place = at.to(tl.int32) * rows
+                        store_header(workspace, split, pieces, place, start + nth, q_len - nth, head, rows, T, C)
             else:
-                store_partial(workspace, split, at != begin, acc, row_max, row_sum, invalid, T, C)
-                if piece == 0:
-                    last = split_containing(at + pieces - 1, splits, T, C)
-                    nth = q_tile * T.TOKENS
-                    store_header(
-                        workspace, split, last - split + 1, (at != begin).to(tl.int32), start + nth, q_len - nth, head, T, C
+                lowest = number_of_piece(batch, q_len, kv_len, first + tl.maximum(piece - C.UNIT_OVERHEAD, 0), T, C) * T.PIECE
+                lowest = tl.maximum(lowest, unit.low // T.STEP * T.STEP)
+                highest = number_of_piece(batch, q_len, kv_len, first + tl.maximum(piece + count - C.UNIT_OVERHEAD, 0), T, C)
+                highest = tl.minimum(highest * T.PIECE, unit.high)
+                if invalid:
+                    highest = lowest
+                # Page ids are loaded before queries: keys depend on them, and queries are needed only by the first product.
+                page = load_page_ids(batch, unit, lowest + key_in_tile(T), highest, C)
+                q, scale = load_queries(query, cache, features, unit, T, C)
+                SOURCE: tl.constexpr = "both" if C.NEW else "pages"
+                state = initial_state(T, C)
+                state = attend_tiles(
+                    state, q, scale, page, None, unit, batch, cache, new, features, lowest, highest, True, SOURCE, True, T, C
+                )
+                if T.HEADS_PER_TILE > 1:
+                    state = recompute_per_head(
+                        state, q, scale, page, unit, batch, cache, new, features, lowest, highest, SOURCE, T, C
                     )
+                acc, row_max, row_sum, missing = state
+                invalid |= tl.max(missing.to(tl.int32)) > 0
+                if C.SHARED:
+                    # Exactly one program has the first piece of a unit.
+                    if piece == 0:
+                        acc, row_max, row_sum = add_shared(
+                            acc, row_max, row_sum, batch, seq, q_len, unit.token, unit.head, unit.live, C
+                        )
+                if count == pieces:
+                    kv_head = unit.kv_head if T.HEADS_PER_TILE == 1 else unit.kv_head + unit.member
+                    result, lse = finish(acc, row_max, row_sum, unit.head, unit.live, features, cache, kv_head, C)
+                    store(out, unit.token, unit.head, unit.live, result, lse, invalid, tl.arange(0, C.V_WIDTH), C)
+                else:
+                    # A split has at most two units that it shares: its first and its last.
+                    second = (at != begin).to(tl.int32)
+                    row_sum = tl.where(invalid, float("nan"), row_sum)
+                    store_partial(workspace, split * 2 + second, 2 * workspace.programs, T.ROWS, acc, row_max, row_sum, T, C)
+                    if piece == 0:
+                        last = split_containing(at + pieces - 1, splits, T, C)
+                        store_header(workspace, split, last - split + 1, second, start + nth, q_len - nth, head, 0, T, C)
             at += count
         if at == seq_begin + work:
             seq_begin = at
             seq = tl.where(seq + 1 == batch.seqs, 0, seq + 1)
+
+
+@triton.jit
+def attend_pieces(
+    out, workspace, query, cache, batch, new, features, unit, invalid, q_len, kv_len, first, count, whole, place, rows,
+    T: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    """Pieces [first, first + count) of a unit in a batch-invariant call. If that is all, they are merged and the output is stored.
+    Otherwise each becomes a partial result, the first at `place`, with a number of rows."""
+    q, scale = load_queries(query, cache, features, unit, T, C)
+    SOURCE: tl.constexpr = "both" if C.NEW else "pages"
+    for nth in range(tl.where(whole, 1, count)):
+        lowest = number_of_piece(batch, q_len, kv_len, first + nth, T, C) * T.PIECE
+        highest = tl.where(whole, unit.high, tl.minimum(lowest + T.PIECE, unit.high))
+        lowest = tl.maximum(lowest, unit.low // T.STEP * T.STEP)
+        if invalid:
+            highest = lowest
+        page = load_page_ids(batch, unit, lowest + key_in_tile(T), highest, C)
+        state = initial_state(T, C)
+        state = attend_tiles(
+            state, q, scale, page, None, unit, batch, cache, new, features, lowest, highest, True, SOURCE, True, T, C
+        )
+        wrong = invalid | (tl.max(state[3].to(tl.int32)) > 0)
+        if whole:
+            acc, row_max, row_sum = merged(state, C)
+            result, lse = finish(acc, row_max, row_sum, unit.head, unit.live, features, cache, unit.kv_head, C)
+            store(out, unit.token, unit.head, unit.live, result, lse, wrong, tl.arange(0, C.V_WIDTH), C)
+        else:
+            row_sum = tl.where(wrong, float("nan"), state[2])
+            store_partial(workspace, place + nth * rows, 1, rows, state[0], state[1], row_sum, T, C)
 
 
 @triton.jit
@@ -162,30 +209,6 @@ def recompute_per_head(
 
 
 @triton.jit
-def store_partial(workspace, split, second, acc, row_max, row_sum, invalid, T: tl.constexpr, C: tl.constexpr):
-    """Stores the partial result of a unit that several splits share. A split has at most two such units: its first and its last."""
-    index = tl.arange(0, T.ROWS)
-    dim = tl.arange(0, C.V_WIDTH)
-    place = index * (2 * workspace.programs) + (split * 2 + second.to(tl.int32))
-    row_maxima, row_sums, _ = workspace_views(workspace, T.ROWS, C)
-    tl.store(workspace.at + place[:, None] * C.V_WIDTH + dim[None, :], acc)
-    tl.store(row_maxima + place, row_max)
-    tl.store(row_sums + place, tl.where(invalid, float("nan"), row_sum))
-
-
-@triton.jit
-def store_header(workspace, split, parts, second, token, tokens, head, T: tl.constexpr, C: tl.constexpr):
-    """Stores the header of a split: of the unit whose first part this split has computed, the number of parts, which of the split's
-    two places has its own part, and where its queries are. 0 parts: there is no such unit."""
-    _, _, headers = workspace_views(workspace, T.ROWS, C)
-    tl.store(headers + split * 5, parts)
-    tl.store(headers + split * 5 + 1, second)
-    tl.store(headers + split * 5 + 2, token)
-    tl.store(headers + split * 5 + 3, tokens)
-    tl.store(headers + split * 5 + 4, head)
-
-
-@triton.jit
 def long_sequence(out, query, cache, batch, new, features, program, T: tl.constexpr, C: tl.constexpr):
     """One unit of a long sequence."""
     total = total_work(batch, True, T, C)
@@ -201,11 +224,10 @@ def long_sequence(out, query, cache, batch, new, features, program, T: tl.conste
         invalid = table_too_short(batch, cache, unit, C) or has_missing_page(batch, cache, unit, C)
         if invalid:
             end = begin
-        acc, row_max, row_sum, missing = attend_unit(
-            initial_state(T, C), q, scale, unit, batch, cache, new, features, begin, end, T, C
-        )
+        state = attend_unit(initial_state(T, C), q, scale, unit, batch, cache, new, features, begin, end, T, C)
         if leaves_gaps(C):
-            invalid |= tl.max(missing.to(tl.int32)) > 0
+            invalid |= tl.max(state[3].to(tl.int32)) > 0
+        acc, row_max, row_sum = merged(state, C)
         result, lse = finish(acc, row_max, row_sum, unit.head, unit.live, features, cache, unit.kv_head, C)
         store(out, unit.token, unit.head, unit.live, result, lse, invalid, tl.arange(0, C.V_WIDTH), C)
 

@@ -4,13 +4,18 @@ for all tiles of short sequences."""
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
-from quire.kernels.triton.device.units import finish, store, workspace_views
+from quire.kernels.triton.device.partials import HEADER, merge_softmax, workspace_views
+from quire.kernels.triton.device.units import finish, store
 
 PARTS = tl.constexpr(32)
 """Partial results that are combined at a time."""
+AT_ONCE = tl.constexpr(8)
+"""The same in a batch-invariant call: they are merged one by one."""
 
 
 @triton.jit
@@ -18,12 +23,13 @@ def combine_kernel(out, workspace, cache, features, tile, C: tl.constexpr):
     split = tl.program_id(0)
     if C.PDL:
         tl.extra.cuda.gdc_wait()
-    _, _, headers = workspace_views(workspace, tile.rows, C)
-    parts = tl.load(headers + split * 5)
-    second = tl.load(headers + split * 5 + 1)
-    token = tl.load(headers + split * 5 + 2)
-    tokens = tl.load(headers + split * 5 + 3)
-    head = tl.load(headers + split * 5 + 4)
+    row_maxima, row_sums, headers = workspace_views(workspace, tile.rows, C)
+    parts = tl.load(headers + split * HEADER)
+    place = tl.load(headers + split * HEADER + 1)
+    token = tl.load(headers + split * HEADER + 2)
+    tokens = tl.load(headers + split * HEADER + 3)
+    head = tl.load(headers + split * HEADER + 4)
+    rows = tl.load(headers + split * HEADER + 5)
     if parts > 0:
         for index in range(tl.program_id(1), tile.rows, tl.num_programs(1)):
             # The query of a row, as in `make_unit`. A group that is larger than a tile is divided.
@@ -36,26 +42,39 @@ def combine_kernel(out, workspace, cache, features, tile, C: tl.constexpr):
             live = tl.where(whole, (index < in_member * tile.heads_per_tile) & (nth < tokens), of_group < C.GROUP)
             if live:
                 q_head = kv_head * C.GROUP + of_group
-                combine_row(out, workspace, cache, features, split, index, parts, second, token + nth, q_head, tile.rows, C)
+                found = Parts(workspace.at, row_maxima, row_sums, parts)
+                if C.INVARIANT:
+                    acc, row_max, row_sum = merge_in_order(found, place + index, rows, C)
+                else:
+                    acc, row_max, row_sum = combine_row(found, index * (2 * workspace.programs) + split * 2, place, C)
+                finish_row(out, cache, features, acc, row_max, row_sum, token + nth, q_head, C)
+
+
+class Parts(NamedTuple):
+    """The partial results of a workspace, and how many a unit has."""
+
+    acc: Any
+    row_maxima: Any
+    row_sums: Any
+    count: Any
 
 
 @triton.jit
-def combine_row(out, workspace, cache, features, split, index, parts, second, token, q_head, rows, C: tl.constexpr):
-    """One row of a unit, from its partial results in the order of their splits. All splits but the first begin within this unit:
-    their part is in their first place."""
+def combine_row(parts, place, second, C: tl.constexpr):
+    """The softmax state of one row of a unit, from its partial results in the order of their splits. All splits but the first begin
+    within this unit: their part is in their first place."""
     WIDTH: tl.constexpr = C.V_WIDTH
     dim = tl.arange(0, WIDTH)
-    row_maxima, row_sums, _ = workspace_views(workspace, rows, C)
     row_max = tl.full([1], float("-inf"), tl.float32)
     row_sum = tl.zeros([1], tl.float32)
     acc = tl.zeros([1, WIDTH], tl.float32)
-    for first in range(0, parts, PARTS):
+    for first in range(0, parts.count, PARTS):
         part = first + tl.arange(0, PARTS)
-        mine = part < parts
-        place = index * (2 * workspace.programs) + (split + part) * 2 + tl.where(part == 0, second, 0)
-        part_max = tl.load(row_maxima + place, mask=mine, other=float("-inf"))
-        part_sum = tl.load(row_sums + place, mask=mine, other=0.0)
-        part_acc = tl.load(workspace.at + place[:, None] * WIDTH + dim[None, :], mask=mine[:, None], other=0.0)
+        mine = part < parts.count
+        at = place + part * 2 + tl.where(part == 0, second, 0)
+        part_max = tl.load(parts.row_maxima + at, mask=mine, other=float("-inf"))
+        part_sum = tl.load(parts.row_sums + at, mask=mine, other=0.0)
+        part_acc = tl.load(parts.acc + at[:, None] * WIDTH + dim[None, :], mask=mine[:, None], other=0.0)
         new_max = tl.maximum(row_max, tl.max(part_max, 0))
         base = tl.where(new_max == float("-inf"), 0.0, new_max)
         rescale = tl.exp2(row_max - base)
@@ -63,6 +82,33 @@ def combine_row(out, workspace, cache, features, split, index, parts, second, to
         row_sum = row_sum * rescale + tl.sum(part_sum * fraction, 0)
         acc = acc * rescale[:, None] + tl.sum(part_acc * fraction[:, None], 0)[None, :]
         row_max = new_max
+    return acc, row_max, row_sum
+
+
+@triton.jit
+def merge_in_order(parts, place, step, C: tl.constexpr):
+    """The softmax state of one row of a unit of a batch-invariant call, merged as `attend_tiles` merges its pieces. Several are
+    loaded at a time, so that their latencies overlap."""
+    WIDTH: tl.constexpr = C.V_WIDTH
+    dim = tl.arange(0, WIDTH)
+    row_max = tl.full([1], float("-inf"), tl.float32)
+    row_sum = tl.zeros([1], tl.float32)
+    acc = tl.zeros([1, WIDTH], tl.float32)
+    one = tl.arange(0, 1)
+    for first in range(0, parts.count, AT_ONCE):
+        for nth in tl.static_range(AT_ONCE):
+            here = one + first + nth < parts.count
+            at = one + place + (first + nth) * step
+            part_max = tl.load(parts.row_maxima + at, mask=here, other=float("-inf"))
+            part_sum = tl.load(parts.row_sums + at, mask=here, other=0.0)
+            part_acc = tl.load(parts.acc + at[:, None] * WIDTH + dim[None, :], mask=here[:, None], other=0.0)
+            acc, row_max, row_sum = merge_softmax(acc, row_max, row_sum, part_acc, part_max, part_sum)
+    return acc, row_max, row_sum
+
+
+@triton.jit
+def finish_row(out, cache, features, acc, row_max, row_sum, token, q_head, C: tl.constexpr):
+    """Stores the output of one row."""
     kv_head = q_head // C.GROUP
     q_head += tl.zeros([1], tl.int32)
     here = q_head >= 0

@@ -426,7 +426,8 @@ def load_slopes(features, context, q_head, live):
 @triton.jit
 def add_alibi(score, unit, features, key, k_position):
     """Subtracts the slope times the distance of query and key."""
-    return score - unit.slope[:, None] * tl.abs(distance_of(unit, features, key, k_position)).to(tl.float32)
+    # Not a product and a difference: a compiler could contract either product with it, another one in another loop.
+    return tl.fma(-unit.slope[:, None], tl.abs(distance_of(unit, features, key, k_position)).to(tl.float32), score)
 
 
 # Softcap
@@ -486,7 +487,7 @@ def add_sink(acc, row_max, row_sum, head, live, features):
         new_max = tl.maximum(row_max, sink)
         base = tl.where(new_max == float("-inf"), 0.0, new_max)
         rescale = tl.exp2(row_max - base)
-        row_sum = row_sum * rescale + tl.exp2(sink - base)
+        row_sum = tl.fma(row_sum, rescale, tl.exp2(sink - base))
         acc = acc * rescale[:, None]
         row_max = new_max
     return acc, row_max, row_sum

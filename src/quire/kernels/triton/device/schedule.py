@@ -4,6 +4,8 @@ A *work unit* is a tile of query rows of one sequence and one key head (or a par
 sequences are divided into units. The key tiles of all units form one list, which is divided into *splits* of equal length: each
 program takes one split, wherever units begin and end.
 
+A *piece* of this work is one key tile. In a batch-invariant call it is a fixed number of keys, several tiles.
+
 The order of the list is by head, then by sequence. Programs that run at the same time then work on different heads of the same
 tokens, which are adjacent in most layouts.
 """
@@ -35,32 +37,32 @@ def lengths(batch, seq, inside):
 
 
 @triton.jit
-def key_tiles(batch, seq, start, q_len, kv_len, T: tl.constexpr, C: tl.constexpr):
-    """The first key tile that a sequence needs, and how many. A sequence without keys counts one tile, since its output is written.
-    A sequence with more keys than its table has columns for is invalid; it counts no more tiles than the table, so that it does
-    not delay others."""
+def key_pieces(batch, seq, start, q_len, kv_len, T: tl.constexpr, C: tl.constexpr):
+    """The first piece of its keys that a sequence needs, and how many. A sequence without keys counts one, since its output is
+    written. A sequence with more keys than its table has columns for is invalid; it counts no more than the table has, so that it
+    does not delay others."""
     if C.SELECT is not None:
-        # Every sequence counts as many tiles as a row has entries.
-        return kv_len * 0, tl.maximum((selected_count(batch, C) + T.STEP - 1) // T.STEP, 1) + kv_len * 0
+        # Every sequence counts as many pieces as a row has entries.
+        return kv_len * 0, tl.maximum((selected_count(batch, C) + T.PIECE - 1) // T.PIECE, 1) + kv_len * 0
     elif C.SPANS:
-        return tiles_of_spans(batch, start, q_len, kv_len, T, C)
+        return pieces_of_spans(batch, start, q_len, kv_len, T, C)
     elif C.SHARED:
-        # The keys before are those of prefixes. One tile of work if there are no others: the output is written.
-        first = shared_keys(batch, seq, q_len, C) // T.STEP
+        # The keys before are those of prefixes. One piece of work if there are no others: the output is written.
+        first = shared_keys(batch, seq, q_len, C) // T.PIECE
         capacity = (tl.full([], 0, tl.int64) + batch.table_width) * C.PAGE_SIZE
         end = tl.minimum(kv_len, capacity + q_len + 1).to(tl.int32)
-        return first, tl.maximum((end + T.STEP - 1) // T.STEP - first, 1)
+        return first, tl.maximum((end + T.PIECE - 1) // T.PIECE - first, 1)
     else:
-        return tiles_of_sequence(batch, q_len, kv_len, T, C)
+        return pieces_of_sequence(batch, q_len, kv_len, T, C)
 
 
 @triton.jit
-def tiles_of_sequence(batch, q_len, kv_len, T: tl.constexpr, C: tl.constexpr):
+def pieces_of_sequence(batch, q_len, kv_len, T: tl.constexpr, C: tl.constexpr):
     """The same without spans."""
     capacity = (tl.full([], 0, tl.int64) + batch.table_width) * C.PAGE_SIZE
     context = kv_len - q_len
     if batch.ranks is not None:
-        first = first_needed_key(batch, context, C) // T.STEP
+        first = first_needed_key(batch, context, C) // T.PIECE
         # From here on lengths count the keys of the shard.
         context = keys_before(batch, context)
         kv_len = keys_before(batch, kv_len)
@@ -68,56 +70,56 @@ def tiles_of_sequence(batch, q_len, kv_len, T: tl.constexpr, C: tl.constexpr):
         kv_len = tl.minimum(kv_len, capacity + new_keys + 1).to(tl.int32)
     else:
         kv_len = tl.minimum(kv_len, capacity + q_len + 1).to(tl.int32)
-        first = first_needed_key(batch, kv_len - q_len, C) // T.STEP
+        first = first_needed_key(batch, kv_len - q_len, C) // T.PIECE
         new_keys = q_len
-    keys = kv_len - first * T.STEP
+    keys = kv_len - first * T.PIECE
     if C.NEW and has_left_edge(C):
         # If the window hides the whole context, the table may be shorter than it: only new tokens are needed.
         alone = (q_len >= C.CONTEXT_FROM) & (context > capacity)
-        first = tl.where(alone, context // T.STEP, first)
-        keys = tl.where(alone, context % T.STEP + new_keys, keys)
-    return first, tl.maximum((keys + T.STEP - 1) // T.STEP, 1)
+        first = tl.where(alone, context // T.PIECE, first)
+        keys = tl.where(alone, context % T.PIECE + new_keys, keys)
+    return first, tl.maximum((keys + T.PIECE - 1) // T.PIECE, 1)
 
 
 @triton.jit
-def tiles_of_spans(batch, start, q_len, kv_len, T: tl.constexpr, C: tl.constexpr):
-    """The same with spans, as pieces: a token alone needs the keys of its span, of several tokens any key may be needed."""
+def pieces_of_spans(batch, start, q_len, kv_len, T: tl.constexpr, C: tl.constexpr):
+    """The same with spans: a token alone needs the keys of its span, of several tokens any key may be needed."""
     alone = q_len == 1
     begin, end = load_span(batch, start, kv_len, alone)
     begin = tl.where(alone, begin, 0)
     end = tl.where(alone, end, keys_before(batch, kv_len))
-    cut, gap = tiles_without_pages(batch, q_len, kv_len, T, C)
-    first = begin // T.STEP
-    last = tiles_of(end, T)
+    cut, gap = pieces_without_pages(batch, q_len, kv_len, T, C)
+    first = begin // T.PIECE
+    last = pieces_of(end, T)
     first = tl.where(first < cut, first, tl.maximum(first - gap, cut))
     last = tl.where(last < cut, last, tl.maximum(last - gap, cut))
     return first, tl.maximum(last - first, 1)
 
 
 @triton.jit
-def tiles_without_pages(batch, q_len, kv_len, T: tl.constexpr, C: tl.constexpr):
-    """With spans: the first tile for which the table has no column, and how many there are before the tile of the first new token.
+def pieces_without_pages(batch, q_len, kv_len, T: tl.constexpr, C: tl.constexpr):
+    """With spans: the first piece for which the table has no column, and how many there are before that of the first new token.
     No query sees their keys, or its output is NaN: they are no work."""
     capacity = (tl.full([], 0, tl.int64) + batch.table_width) * C.PAGE_SIZE
     keys = keys_before(batch, kv_len)
-    cut = tiles_of(tl.minimum(capacity, keys).to(tl.int32), T)
-    end = tiles_of(keys, T)
+    cut = pieces_of(tl.minimum(capacity, keys).to(tl.int32), T)
+    end = pieces_of(keys, T)
     if C.NEW:
-        end = tl.where(q_len >= C.CONTEXT_FROM, keys_before(batch, kv_len - q_len) // T.STEP, end)
+        end = tl.where(q_len >= C.CONTEXT_FROM, keys_before(batch, kv_len - q_len) // T.PIECE, end)
     return cut, tl.maximum(end - cut, 0)
 
 
 @triton.jit
-def tiles_of(keys, T: tl.constexpr):
-    """The tiles of a number of keys, which may be the largest of its type."""
-    return tl.where(keys > 0, (keys - 1) // T.STEP + 1, 0)
+def pieces_of(keys, T: tl.constexpr):
+    """The pieces of a number of keys, which may be the largest of its type."""
+    return tl.where(keys > 0, (keys - 1) // T.PIECE + 1, 0)
 
 
 @triton.jit
-def tile_of_piece(batch, q_len, kv_len, piece, T: tl.constexpr, C: tl.constexpr):
-    """The key tile of a piece of the work: its number, unless spans leave out tiles."""
+def number_of_piece(batch, q_len, kv_len, piece, T: tl.constexpr, C: tl.constexpr):
+    """Which keys a piece of a unit's work has, as a number of pieces before them: its number, unless spans leave out pieces."""
     if C.SPANS:
-        cut, gap = tiles_without_pages(batch, q_len, kv_len, T, C)
+        cut, gap = pieces_without_pages(batch, q_len, kv_len, T, C)
         piece = tl.where(piece < cut, piece, piece + gap)
     return piece
 
@@ -147,12 +149,11 @@ def uniform(x, C: tl.constexpr):
 
 @triton.jit
 def short_work(batch, seq, start, q_len, kv_len, T: tl.constexpr, C: tl.constexpr):
-    """The work of a short sequence and one head, 0 for others: the key tiles of its units, plus the overhead of each unit."""
-    _, tiles = key_tiles(batch, seq, start, q_len, kv_len, T, C)
+    """The work of a short sequence and one head, 0 for others: the pieces of its units, plus the overhead of each unit."""
+    _, pieces = key_pieces(batch, seq, start, q_len, kv_len, T, C)
     units = (q_len + T.TOKENS - 1) // T.TOKENS
-    tiles = tiles * 0 + 1 if C.INVARIANT else tiles + C.UNIT_OVERHEAD
     wanted = is_selected(q_len, C) & (q_len > 0) & (q_len <= batch.short)
-    return tl.where(wanted, as_count(units, C) * tiles, 0)
+    return tl.where(wanted, as_count(units, C) * (pieces + C.UNIT_OVERHEAD), 0)
 
 
 @triton.jit
@@ -267,6 +268,17 @@ def short_units(batch, q_len, T: tl.constexpr, C: tl.constexpr):
     """The units of a short sequence and all heads, 0 for others."""
     wanted = is_selected(q_len, C) & (q_len > 0) & (q_len <= batch.short)
     return tl.where(wanted, as_count((q_len + T.TOKENS - 1) // T.TOKENS * T.HEADS, C), 0)
+
+
+@triton.jit
+def rows_of_partial(batch, T: tl.constexpr, C: tl.constexpr):
+    """The most rows of a tile that hold queries of a short sequence."""
+    longest = batch.seqs * 0
+    for base in range(0, batch.seqs, C.SCAN):
+        seq = base + tl.arange(0, C.SCAN)
+        _, q_len, _ = lengths(batch, seq, seq < batch.seqs)
+        longest = tl.maximum(longest, tl.max(tl.where(is_selected(q_len, C) & (q_len <= batch.short), q_len, 0)))
+    return uniform(tl.minimum(tl.minimum(longest, T.TOKENS) * C.GROUP, T.ROWS), C)
 
 
 @triton.jit

@@ -18,6 +18,7 @@ from quire.kernels.triton.device.features import (
 from quire.kernels.triton.device.formats import GROUPED_FACTOR, decode, decode_latent
 from quire.kernels.triton.device.groups import load_groups
 from quire.kernels.triton.device.latent import is_latent, load_latent_rest, load_latent_scales
+from quire.kernels.triton.device.partials import empty_softmax, merge_softmax
 
 IN_WORD = tl.constexpr(8)
 """Elements of 4 bits in a word."""
@@ -126,7 +127,10 @@ def attend_tiles(
 
     MASKED: some queries may not see some of these keys. SOURCE: 'pages', 'new' or 'both'. CHECK_PAGES: page ids were not checked
     before. Keys of pages that do not exist are flagged in the state, and the last page is read in their place."""
-    acc, row_max, row_sum, missing = state
+    if C.INVARIANT:
+        acc, row_max, row_sum, missing, merged_acc, merged_max, merged_sum = state
+    else:
+        acc, row_max, row_sum, missing = state
     STEP: tl.constexpr = T.STEP
     # New tokens need no page id: the pipeline has one stage less. Reading from both sources takes twice the shared memory. With
     # 8-bit pages and new tokens in one loop there is no pipeline: Triton 3.6 made one that gave NaN on an H200, with a tree mask,
@@ -139,6 +143,11 @@ def attend_tiles(
     K_UNITS: tl.constexpr = C.HEAD_DIM // C.K_PACK
     for first in tl.range(begin, end, STEP, num_stages=STAGES if only_head is None else 1):
         first = tl.multiple_of(first, STEP)
+        if C.INVARIANT:
+            if first % T.PIECE == 0:
+                # A piece begins. What was not yet merged belongs to the one before.
+                merged_acc, merged_max, merged_sum = merge_softmax(merged_acc, merged_max, merged_sum, acc, row_max, row_sum)
+                acc, row_max, row_sum = empty_softmax(T, C)
         key = first + key_in_tile(T)
         # The number from which the slot in a page follows.
         place = key
@@ -252,7 +261,10 @@ def attend_tiles(
         if scales_weights(C) and v_scale is not None:
             weight *= v_scale[None, :]
         acc = dot(to_dot_type(weight, C), v, acc * rescale[:, None], C)
-    return acc, row_max, row_sum, missing
+    if C.INVARIANT:
+        return acc, row_max, row_sum, missing, merged_acc, merged_max, merged_sum
+    else:
+        return acc, row_max, row_sum, missing
 
 
 @triton.constexpr_function

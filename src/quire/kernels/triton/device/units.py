@@ -10,6 +10,7 @@ import triton.language as tl
 
 from quire.kernels.triton.device.features import add_sink, keys_before, load_slopes, query_position, selected_row, visible_range
 from quire.kernels.triton.device.formats import GROUPED_FACTOR, decode, encode
+from quire.kernels.triton.device.partials import empty_softmax, merge_softmax
 from quire.kernels.triton.device.schedule import lengths, uniform
 from quire.kernels.triton.device.tiles import to_dot_type
 
@@ -163,16 +164,23 @@ def balanced(q, other):
 @triton.jit
 def initial_state(T: tl.constexpr, C: tl.constexpr):
     """The initial softmax state of a unit: accumulator, row maxima, row sums, and which keys of a tile lie in pages that do not
-    exist."""
-    ROWS: tl.constexpr = T.ROWS
+    exist. In a batch-invariant call it is that of the current piece, followed by the first three of all pieces before it."""
     KEYS: tl.constexpr = T.KEYS
-    WIDTH: tl.constexpr = C.V_WIDTH
-    return (
-        tl.zeros([ROWS, WIDTH], tl.float32),
-        tl.full([ROWS], float("-inf"), tl.float32),
-        tl.zeros([ROWS], tl.float32),
-        tl.zeros([KEYS], tl.int1),
-    )
+    acc, row_max, row_sum = empty_softmax(T, C)
+    missing = tl.zeros([KEYS], tl.int1)
+    if C.INVARIANT:
+        return acc, row_max, row_sum, missing, acc, row_max, row_sum
+    else:
+        return acc, row_max, row_sum, missing
+
+
+@triton.jit
+def merged(state, C: tl.constexpr):
+    """The accumulator, row maxima and row sums of all keys of a unit, from its last state."""
+    if C.INVARIANT:
+        return merge_softmax(state[4], state[5], state[6], state[0], state[1], state[2])
+    else:
+        return state[0], state[1], state[2]
 
 
 @triton.jit
@@ -191,7 +199,11 @@ def finish(acc, row_max, row_sum, head, live, features, cache, kv_head, C: tl.co
     if features.out_scale is not None:
         factor /= features.out_scale if C.OUT_NUMBER else tl.load(features.out_scale)
     lse = tl.where(row_sum == 0.0, float("-inf"), (row_max + tl.log2(row_sum)) * LN2)
-    return acc * factor[:, None], lse
+    result = acc * factor[:, None]
+    if C.INVARIANT:
+        # -0 becomes 0: a product of 0 may have either sign, and tiles whose keys a row does not see turn -0 into 0.
+        result += 0.0
+    return result, lse
 
 
 @triton.jit
@@ -204,11 +216,3 @@ def store(out, token, head, live, result, lse, invalid, dim, C: tl.constexpr):
     if out.lse is not None:
         lse = tl.where(invalid, float("nan"), lse)
         tl.store(out.lse + token.to(tl.int64) * out.lse_token + head * out.lse_head, lse, mask=live)
-
-
-@triton.jit
-def workspace_views(workspace, rows, C: tl.constexpr):
-    """Pointers to the row maxima, row sums and headers of a workspace for tiles of `rows` rows."""
-    places = workspace.programs * 2 * rows
-    row_maxima = workspace.at + places * C.V_WIDTH
-    return row_maxima, row_maxima + places, (row_maxima + 2 * places).to(tl.pointer_type(tl.int32), bitcast=True)

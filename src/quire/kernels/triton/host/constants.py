@@ -114,9 +114,10 @@ def constants_of(problem: Problem, platform: Platform, row: Tuning, short: Trito
         MIN_Q_LEN=problem.only[0],
         MAX_Q_LEN=problem.only[1],
         SHORT=short.TOKENS,
-        MIN_WORK=row.least,
-        UNIT_OVERHEAD=row.unit_overhead,
-        TAIL=row.many is not None and long is None,
+        # A piece of a batch-invariant call is work enough for a program, and starting a unit costs less than one.
+        MIN_WORK=1 if problem.batch_invariant else row.least,
+        UNIT_OVERHEAD=0 if problem.batch_invariant else row.unit_overhead,
+        TAIL=row.many is not None and long is None and not problem.batch_invariant,
         INVARIANT=problem.batch_invariant,
         Q_FORMAT=q_format,
         OUT=out_format,
@@ -124,5 +125,5 @@ def constants_of(problem: Problem, platform: Platform, row: Tuning, short: Trito
         SCAN=row.scan,
         WIDE=generic,
         NVIDIA=platform.vendor == "nvidia",
-        PDL=platform.launches_dependents and not problem.batch_invariant,
+        PDL=platform.launches_dependents,
     )

@@ -31,6 +31,7 @@ from quire.kernels.triton.device.attend import attend_kernel
 from quire.kernels.triton.device.balance import balance_kernel
 from quire.kernels.triton.device.combine import combine_kernel
 from quire.kernels.triton.device.features import Features
+from quire.kernels.triton.device.partials import HEADER
 from quire.kernels.triton.host.constants import constants_of
 from quire.kernels.triton.host.program import Program, as_bytes, is_compiled
 from quire.kernels.triton.host.specimen import specimen
@@ -44,6 +45,9 @@ BALANCE_ROWS = 16
 COMBINE_REGISTERS = 168
 """The most registers of a thread of `combine_kernel` for v_head_dim up to 128, on NVIDIA GPUs: twelve programs then fit a
 multiprocessor of 64 K registers. Triton 3.7 takes 160 for sm90 and spills none; without a limit it takes 186."""
+MOST_PARTIALS = 64 * 2**20
+"""The most bytes of partial results of a batch-invariant call. If a batch has more of them, no unit is divided: the bits are the
+same."""
 LOG2E = math.log2(math.e)
 NO_NEW = (None,) * 8
 NO_SHARD = (None,) * 3
@@ -160,6 +164,10 @@ class Schedule(NamedTuple):
     """The most query tiles that the long sequences can have, per head."""
     workspace: int
     """Its size in numbers of 4 bytes."""
+    rows: int | None
+    """The rows of partial results of a batch-invariant call."""
+    short: int
+    """The most new tokens of a short sequence."""
     fits: bool
     """Whether the work, in key tiles, can be counted in 32 bits."""
 
@@ -185,6 +193,8 @@ class AttendLauncher(Launcher):
         self.combine = Program(combine_kernel, COMBINE, (CombineConstants.of(constants),), self.units, 1, registers=registers)
         self.constants = constants
         self.workspace_bytes = 4 * max(self._workspace(tile, 2 * self.tiles.programs) for tile in self.programs)
+        if problem.batch_invariant:
+            self.workspace_bytes = 4 * (self.most_rows * (constants.V_WIDTH + 2) + HEADER.value * self.tiles.programs)
         self._generic: AttendLauncher | None = None
 
     def constants_for(self, tile: TritonTile) -> AttendConstants:
@@ -197,7 +207,12 @@ class AttendLauncher(Launcher):
         return Program(attend_kernel, ATTEND, (tile, self.long, constants), self.units, row.warps, stages, row.registers)
 
     def _workspace(self, tile: TritonTile, programs: int) -> int:
-        return programs * (2 * tile.ROWS * (self.constants.V_WIDTH + 2) + 5)
+        return programs * (2 * tile.ROWS * (self.constants.V_WIDTH + 2) + HEADER.value)
+
+    @property
+    def most_rows(self) -> int:
+        """The most rows of partial results that a batch-invariant call allocates."""
+        return MOST_PARTIALS // (4 * (self.constants.V_WIDTH + 2))
 
     @property
     def generic(self) -> AttendLauncher:
@@ -212,6 +227,8 @@ class AttendLauncher(Launcher):
         tiles, problem, long = self.tiles, self.problem, self.long
         seqs, tokens, max_q_len, _, _ = extent
         few, heads, programs = 1, 1, tiles.programs
+        if problem.batch_invariant:
+            few = min(max_q_len, tiles.short[1, 1].TOKENS)
         if tiles.all_decode and max_q_len > 1 and not tiles.by_query:
             few = min(power_of_two(max_q_len), MAX_DECODE_TOKENS)
             few = few if (few, 1) in tiles.short else MAX_DECODE_TOKENS
@@ -219,15 +236,22 @@ class AttendLauncher(Launcher):
         # combined.
         while (few, 2 * heads) in tiles.short and min(tokens, seqs) * problem.kv_heads > programs * heads:
             heads *= 2
-        tile = tiles.short[few, heads]
+        tile = tiles.short[1 if problem.batch_invariant else few, heads]
         tail_programs, units = 0, min(tokens, tokens // tile.TOKENS + seqs) * tile.HEADS
         if self.constants.TAIL and units >= self.row.many * programs and programs >= tile.HEADS:  # type: ignore[operator]
             tail_programs = programs
-        long_tiles = 0 if long is None else tokens // long.TOKENS + min(seqs, tokens // (tile.TOKENS + 1))
+        short = ANY if long is None else max(tile.TOKENS, MAX_DECODE_TOKENS) if problem.batch_invariant else tile.TOKENS
+        long_tiles = 0 if long is None else tokens // long.TOKENS + min(seqs, tokens // (short + 1))
         keys = call.batch.page_table.shape[1] * problem.page_size + tokens
         if call.batch.select is not None:
             keys = call.batch.select.n * call.batch.select.keys_per_entry(problem.page_size)
-        most = (units if long is None else seqs * tile.HEADS) * (keys // tile.STEP + 3 + self.row.unit_overhead)
+        if long is not None:
+            units = seqs * tile.HEADS * -(-short // tile.TOKENS)
+        most = units * (keys // tile.PIECE + 3 + self.constants.UNIT_OVERHEAD)
+        rows, workspace = None, self._workspace(tile, programs + tail_programs)
+        if problem.batch_invariant:
+            rows = min(self.most_rows, most * min(tile.ROWS, min(tokens, tile.TOKENS) * problem.group))
+            workspace = rows * (self.constants.V_WIDTH + 2) + HEADER.value * programs
         return Schedule(
             tile,
             programs + tail_programs,
@@ -235,7 +259,9 @@ class AttendLauncher(Launcher):
             max(1, programs // tile.HEADS),
             min(tile.ROWS, few * self.constants.GROUP * heads),
             long_tiles,
-            (programs + tail_programs) * (2 * tile.ROWS * (self.constants.V_WIDTH + 2) + 5),
+            workspace,
+            rows,
+            short,
             self.units is None or most < 2**31,
         )
 
@@ -255,15 +281,14 @@ class AttendLauncher(Launcher):
             query = (at(ready), *ready.stride(), at(exponents))
         tile, programs = schedule.tile, schedule.programs
         partials = torch.empty(schedule.workspace, dtype=torch.float32, device=q.device)
-        workspace = (at(partials), programs, schedule.tail_programs, schedule.main_programs, self.row.many or 0, 0)
-        short, heads = (ANY, 0) if self.long is None else (tile.TOKENS, self.long.HEADS)
-        out, cache, sequences, new, features = arguments_of(call, at, extent, short)
+        workspace = (at(partials), programs, schedule.tail_programs, schedule.main_programs, self.row.many or 0, 0, schedule.rows)
+        heads = 0 if self.long is None else self.long.HEADS
+        out, cache, sequences, new, features = arguments_of(call, at, extent, schedule.short)
         grid = (programs + schedule.long_tiles * heads, 1, 1)
         yield self.programs[tile], grid, (out, workspace, query, cache, sequences, new, features), False
-        if not self.constants.INVARIANT:
-            numbers = (tile.ROWS, tile.HEADS_PER_TILE, tile.TOKENS, tile.HEADS)
-            grid = (programs, schedule.combined_rows, 1)
-            yield self.combine, grid, (out, workspace, cache, features, numbers), self.constants.PDL
+        numbers = (tile.ROWS, tile.HEADS_PER_TILE, tile.TOKENS, tile.HEADS)
+        grid = (programs, schedule.combined_rows, 1)
+        yield self.combine, grid, (out, workspace, cache, features, numbers), self.constants.PDL
 
     def all_launches(self, call: Any, at: At) -> Iterator[Launch]:
         for program, grid, arguments, early in self.launches(call, ANY_BATCH, at):

@@ -69,7 +69,7 @@ class SharedLauncher(AttendLauncher):
         rows = extent.tokens * self.problem.q_heads
         parts = torch.empty(division.parts * rows * (self.constants.V_WIDTH + 2), dtype=torch.float32, device=q.device)
         partials = torch.empty(schedule.workspace, dtype=torch.float32, device=q.device)
-        workspace = (at(partials), schedule.programs, 0, schedule.main_programs, 0, 0)
+        workspace = (at(partials), schedule.programs, 0, schedule.main_programs, 0, 0, None)
         groups, members, chains, query = shared.groups, shared.members, shared.chains, (at(q), *q.stride(), None)
         prefixes = (
             *(at(groups), groups.shape[0], at(members), at(chains), chains.shape[1] - 1),

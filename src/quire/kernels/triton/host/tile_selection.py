@@ -14,6 +14,8 @@ QUERIES = 64 * 1024
 IN_REGISTERS = 8 * 1024
 """The same for products in fp32, which no matrix unit computes: each thread has whole rows of its queries in registers. With 64
 rows of 128 NVIDIA's assembler spilled 3 to 7 KB per thread."""
+PIECE = 256
+"""Keys of a piece in a batch-invariant call: docs/batch_invariance.md."""
 MAX_DECODE_TOKENS = 16
 """The most new tokens of a sequence that the tiles of short sequences are made for."""
 PROCESSORS = 100
@@ -25,14 +27,15 @@ def stored_bytes(problem: Problem) -> int:
     if problem.v_in_k and (problem.form == "context" or problem.memory == "generic"):
         # Keys of two sources, or loaded element by element, take more shared memory: as keys of 4 bytes do.
         return 4
-    return max(FORMATS[name].itemsize for name in problem.formats)
+    # One warp, as entries for bytes have, does not hold the two accumulators of a batch-invariant call.
+    return max(2 if problem.batch_invariant else 1, *(FORMATS[name].itemsize for name in problem.formats))
 
 
 class Tiles:
     """The tiles of a problem on a platform, from an entry of the tuning table."""
 
     def __init__(self, kernel: str, problem: Problem, platform: Platform, tuning: Tuning | None = None):
-        self.all_decode = kernel == "decode"
+        self.all_decode = kernel == "decode" and not problem.batch_invariant
         dot, _ = dot_type(problem)
         width, element = max(*widths_of(problem, platform), width_of(parts_of(problem)[1] or 1)), BYTES[dot]
         self.sizes = width, element, stored_bytes(problem), problem.v_in_k
@@ -41,25 +44,38 @@ class Tiles:
         self.problem = problem
         self.most = max(16, min(row.most_rows, (IN_REGISTERS if dot == "fp32" else QUERIES) // (width * element)))
         self.programs = max(1, int((platform.multiprocessors or PROCESSORS) * row.per_multiprocessor))
-        # Several key heads per tile were measured for plain decodes only.
-        alone = problem.batch_invariant or problem.mask or problem.spans != "none" or problem.select != "none"
-        alone = alone or problem.form == "context" or problem.memory == "generic"
-        self.heads_per_tile = 1 if alone else row.heads_per_tile
+        self.heads_per_tile = row.heads_per_tile if _is_plain(problem) else 1
         self.by_query = problem.select == "positions"
         """Whether each query sees keys of its own: then a tile has one token, and every sequence is short."""
-        self.long = None
-        if not self.all_decode and not self.by_query:
-            self.long = TritonTile.of(row.long_rows, row.long_keys, row.long_stages, False, problem.group, problem.kv_heads)
+        self.long = None if self.all_decode or self.by_query else self._long_tile()
         self.short: dict[tuple[int, int], TritonTile] = {}
         """All tiles of short sequences, by the most new tokens, a power of two, and by key heads per tile."""
         for few in _token_counts(problem) if self.all_decode and not self.by_query else (1,):
             rows = self.most if problem.batch_invariant else max(row.rows, min(self.most, power_of_two(few * problem.group)))
             heads = 1
             while heads <= max(1, min(self.heads_per_tile, rows // (few * problem.group))) and problem.kv_heads % heads == 0:
-                self.short[few, heads] = TritonTile.of(rows, row.keys, row.stages, True, problem.group, problem.kv_heads, heads)
+                self.short[few, heads] = self._tile(rows, heads, True)
                 if self.by_query:
                     self.short[few, heads] = self.short[few, heads]._replace(TOKENS=1)
                 heads *= 2
+
+    def _long_tile(self) -> TritonTile:
+        row, problem = self.row, self.problem
+        if problem.batch_invariant:
+            # As the tile of short sequences, so that both have the same products and sums.
+            return self._tile(self.most, 1, False)
+        return TritonTile.of(row.long_rows, row.long_keys, row.long_stages, False, problem.group, problem.kv_heads)
+
+    def _tile(self, rows: int, heads: int, few: bool) -> TritonTile:
+        row, problem = self.row, self.problem
+        piece = PIECE if problem.batch_invariant else 0
+        return TritonTile.of(rows, row.keys, row.stages, few, problem.group, problem.kv_heads, heads, piece)
+
+
+def _is_plain(problem: Problem) -> bool:
+    """Whether tiles may have several key heads: these were measured for plain decodes only."""
+    special = problem.batch_invariant or problem.mask or problem.spans != "none" or problem.select != "none"
+    return not (special or problem.form == "context" or problem.memory == "generic")
 
 
 def _token_counts(problem: Problem) -> tuple[int, ...]:
