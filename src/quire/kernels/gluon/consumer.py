@@ -48,7 +48,7 @@ def consume(out, units, query, cache, batch, features, buffers, count, PART: gl.
         weight, row_max, row_sum, _ = softmax_tile(score, row_max, row_sum, scale, unit, features, key, True, C)
         acc = ()
         for part in gl.static_range(parts(C.V_DIM, C.V_WIDTH, C.BYTES)):
-            acc += (zeros(part, T, C),)
+            acc += (zeros(part, T, C),)  # type: ignore[assignment]
         acquire_full(buffers.v, tile, T.STAGES)
 
         state = (weight, acc, row_max, row_sum)
@@ -159,7 +159,7 @@ def start_accumulate(weight, acc, v, tile, DTYPE: gl.constexpr, T: gl.constexpr,
         values_of_part = values.slice(
             begin_of_part(C.V_DIM, C.V_WIDTH, part, C.BYTES), width_of_part(C.V_DIM, C.V_WIDTH, part, C.BYTES), dim=1
         )
-        sums += (warpgroup_mma(factors, values_of_part, acc[part], is_async=True),)
+        sums += (warpgroup_mma(factors, values_of_part, acc[part], is_async=True),)  # type: ignore[assignment]
     return sums
 
 

@@ -95,7 +95,7 @@ def copy_boxes(batch, unit, boxes, ring, first, tile, OF: gl.constexpr, T: gl.co
     for i in gl.static_range(0, BOXES, FEW):
         ids = ()
         for j in gl.static_range(FEW):
-            ids += (gl.load(row + (first + (i + j) * T.BOX) // C.PAGE_SIZE * batch.table_step).to(gl.int32),)
+            ids += (gl.load(row + (first + (i + j) * T.BOX) // C.PAGE_SIZE * batch.table_step).to(gl.int32),)  # type: ignore[assignment]
         if i == 0:
             if not C.BYTES:
                 acquire_free(ring, tile, SLOTS)
