@@ -12,6 +12,7 @@ ARCHES = ("sm90", "gfx942", "sm80", "sm89", "sm100", "gfx1100", "gfx1201")
 
 FP16: dict[str, Any] = {"format": "fp16", "q_dtype": "fp16", "out_dtype": "fp16"}
 TREE = {"mask": True, "positions": "int32", "window": [50, 2], "alibi": True}
+ROPE = [128, False, [], False, "bf16", "bf16"]
 SHARD = {"shard": True, "window": [100, 0], "alibi": True}
 TRITON = {
     f"{kernel}-{format}": KernelSample(kernel, format=format) for kernel in ("decode", "mixed") for format in ("bf16", "e4m3fn")
@@ -30,6 +31,16 @@ TRITON |= {
     "mixed-tree": KernelSample("mixed", 64, "int8", scales="head", problem=TREE, small=True),
     "mixed-shard": KernelSample("mixed", 64, new=True, lse=True, problem=SHARD, small=True),
     "audit": KernelSample("audit"),
+    "shared": KernelSample("shared"),
+    "mixed-invariant": KernelSample("mixed", problem={"batch_invariant": True}),
+    "decode-latent": KernelSample("decode", 576, kv_heads=1, page_size=64, problem={"v_in_k": True, "v_head_dim": 512}),
+    "mixed-nvfp4-new": KernelSample("mixed", 64, "nvfp4", new=True, small=True),
+    "mixed-select": KernelSample("mixed", 64, problem={"select": "positions", "select_index": "int32"}, small=True),
+    "mixed-spans": KernelSample("mixed", 64, problem={"spans": "int32"}, small=True),
+    "write-rope": KernelSample("write", format="e4m3fn", problem={"rope": ROPE}),
+    "write-rope-sections": KernelSample(
+        "write", problem={"rope": [64, True, [16, 8, 8], True, "none", "fp32", True, False, False]}
+    ),
 }
 GLUON = {
     "gluon-bf16": KernelSample("gluon"),
@@ -45,6 +56,9 @@ BRIEF = {
     "gluon-small-e4m3fn": KernelSample("gluon", 64, "e4m3fn", small=True),
     "audit-small": KernelSample("audit", small=True),
     "write-small": KernelSample("write", format="e4m3fn", small=True),
+    "shared-small": KernelSample("shared", small=True),
+    "mixed-small-nvfp4-new": KernelSample("mixed", 64, "nvfp4", new=True, small=True),
+    "write-small-rope": KernelSample("write", format="e4m3fn", small=True, problem={"rope": ROPE}),
 }
 """For the normal suite: small tiles, and every name of Gluon and every kernel all the same."""
 

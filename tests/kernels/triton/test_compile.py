@@ -321,8 +321,8 @@ Of Hopper's own kernel it is mostly the loader that has no registers left, for a
 converts bytes by integer arithmetic, up to 264 bytes are left even with the smallest tiles. Wide are tiles of 64 query rows: one or
 two warps, the fastest over bytes with 16 rows, have too few registers for those. (Four warps spill nothing there; whether they are
 faster has not been measured.) The kernel for shared prefixes has the tiles of the mixed one, and the program for all other keys
-beside them. Other tiles have not been measured. Batch-invariant kernels have two accumulators of such a tile, of which the second is
-used once a piece; what it costs to spill it has not been measured."""
+beside them. Other tiles have not been measured. Batch-invariant kernels have two accumulators of such a tile, of which the second
+is used once a piece; what it costs to spill it has not been measured."""
 SPILLS_FROM_3_9 = {
     ("sm90", "decode-128-e4m3fn"): 96,
     ("sm90", "decode-128-bf16-wide"): 16,

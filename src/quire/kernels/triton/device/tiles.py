@@ -408,21 +408,21 @@ def _scales(cache, page, head, key, inside, C: tl.constexpr):
     k_scale, v_scale = None, None
     if C.K_SCALE_STEPS is not None:
         at = page * C.K_SCALE_STEPS[0] + slot * C.K_SCALE_STEPS[1] + head * C.K_SCALE_STEPS[2]
-        k_scale = _load_scales(cache.k_scale + at, inside, C.K_GROUPS)
+        k_scale = _load_scales(cache.k_scale + at, inside, C.K_GROUPS is not None)
     if C.REST_DIM is not None:
         v_scale = k_scale
     elif C.V_SCALE_STEPS is not None:
         at = page * C.V_SCALE_STEPS[0] + slot * C.V_SCALE_STEPS[1] + head * C.V_SCALE_STEPS[2]
-        v_scale = _load_scales(cache.v_scale + at, inside, C.V_GROUPS)
+        v_scale = _load_scales(cache.v_scale + at, inside, C.V_GROUPS is not None)
     return k_scale, v_scale
 
 
 @triton.jit
-def _load_scales(at, inside, G: tl.constexpr):
-    if G is None:
-        return tl.load(at, mask=inside, other=1.0)
-    else:
+def _load_scales(at, inside, GROUPED: tl.constexpr):
+    if GROUPED:
         return tl.load(at, mask=inside, other=1.0 / GROUPED_FACTOR) * GROUPED_FACTOR
+    else:
+        return tl.load(at, mask=inside, other=1.0)
 
 
 @triton.constexpr_function

@@ -42,6 +42,8 @@ from quire.problem import ANY, Extent, Problem, power_of_two
 
 BALANCE_ROWS = 16
 """Query rows that one program of `balance_kernel` converts."""
+COMBINE_WIDTH = 128
+"""Elements of a row that one warp of `combine_kernel` computes."""
 COMBINE_REGISTERS = 168
 """The most registers of a thread of `combine_kernel` for v_head_dim up to 128, on NVIDIA GPUs: twelve programs then fit a
 multiprocessor of 64 K registers. Triton 3.7 takes 160 for sm90 and spills none; without a limit it takes 186."""
@@ -189,8 +191,10 @@ class AttendLauncher(Launcher):
         self.balance = None
         if constants.BALANCE == "before":
             self.balance = Program(balance_kernel, BALANCE, (BALANCE_ROWS, BalanceConstants.of(constants)), self.units, self.warps)
-        registers = COMBINE_REGISTERS if platform.vendor == "nvidia" and constants.V_WIDTH <= 128 else None
-        self.combine = Program(combine_kernel, COMBINE, (CombineConstants.of(constants),), self.units, 1, registers=registers)
+        registers = COMBINE_REGISTERS if platform.vendor == "nvidia" and constants.V_WIDTH <= COMBINE_WIDTH else None
+        # One warp has too few registers for partial results of wider heads, and spills two kilobytes a thread.
+        warps = max(1, constants.V_WIDTH // COMBINE_WIDTH)
+        self.combine = Program(combine_kernel, COMBINE, (CombineConstants.of(constants),), self.units, warps, registers=registers)
         self.constants = constants
         self.workspace_bytes = 4 * max(self._workspace(tile, 2 * self.tiles.programs) for tile in self.programs)
         if problem.batch_invariant:
