@@ -114,7 +114,7 @@ def shared_rows(batch, features, first, count, row_tile, head, low, high, T: tl.
     q_head = kv_head * C.GROUP + of_group
     unit = WorkUnit(
         own, low * 0, high, high, low, high, low, high, index * 0 + low, index * 0 + high,
-        kv_head, index * 0, start + nth, q_head, live, context + nth, load_slopes(features, high, q_head, live), None,
+        kv_head, index * 0, start + nth, q_head, live, context + nth, load_slopes(features, high, q_head, live), own * 0,
     )  # fmt: skip
     return unit, seq, high > context
 

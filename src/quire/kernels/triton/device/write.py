@@ -118,12 +118,13 @@ def rotate_queries(tokens, rope, S: tl.constexpr):
     head = index % S.ROPE.Q_HEADS
     live = is_live(tokens, token)
     _, position = place_of(tokens, token, live)
-    rows = rows_of_tables(rope, token, live, position, S.ROPE)
+    R: tl.constexpr = S.ROPE
+    rows = rows_of_tables(rope, token, live, position, R)
     dim = tl.arange(0, S.K_WIDTH)
     wide = (dim < S.HEAD_DIM)[None, :]
     start = rope.q + token.to(tl.int64) * rope.q_token + head * rope.q_head
     q = tl.load(start[:, None] + dim[None, :] * rope.q_dim, mask=live[:, None] & wide, other=0.0)
-    q = rotated(q, start, rope.q_dim, rows, rope.q_norm, rope, S.HEAD_DIM, S.K_WIDTH, S.ROPE)
+    q = rotated(q, start, rope.q_dim, rows, rope.q_norm, rope, S.HEAD_DIM, S.K_WIDTH, R)
     q = tl.where(live[:, None], q, 0.0).to(rope.out.dtype.element_ty)
     # In place, other threads may still have to load what is stored here.
     tl.debug_barrier()
@@ -138,7 +139,7 @@ def write_rows(pages, tokens, rope, S: tl.constexpr):
     token = index // S.KV_HEADS
     head = index % S.KV_HEADS
     known = None
-    if rope is not None:
+    if S.ROPE is not None:
         known = place_of(tokens, token, is_live(tokens, token))
     page, slot, live = slot_of(pages, tokens, token, known, S)
 
@@ -146,10 +147,11 @@ def write_rows(pages, tokens, rope, S: tl.constexpr):
     mask = live[:, None] & (dim < S.HEAD_DIM)[None, :]
     at = token.to(tl.int64)[:, None] * tokens.k_token + head[:, None] * tokens.k_head + dim[None, :] * tokens.k_dim
     k = tl.load(tokens.k + at, mask=mask, other=0.0)
-    if rope is not None:
+    if S.ROPE is not None:
         start = tokens.k + token.to(tl.int64) * tokens.k_token + head * tokens.k_head
-        rows = rows_of_tables(rope, token, live, known[1], S.ROPE)  # type: ignore[index]
-        k = rotated(k, start, tokens.k_dim, rows, rope.k_norm, rope, S.HEAD_DIM, S.K_WIDTH, S.ROPE)
+        R: tl.constexpr = S.ROPE
+        rows = rows_of_tables(rope, token, live, known[1], R)  # type: ignore[index]
+        k = rotated(k, start, tokens.k_dim, rows, rope.k_norm, rope, S.HEAD_DIM, S.K_WIDTH, R)
     v = None
     first = None
     if S.SHARED_SCALES:
