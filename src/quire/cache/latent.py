@@ -37,7 +37,8 @@ def with_values(new: Any, cache: Any) -> Any:
         return new
     k, v = new
     if first is None:
-        return transformed("new[0]", k, cache), v
+        keys = transformed("new[0]", k, cache)
+        return new if keys is k else (keys, v)
     _refuse_values("new[1]", v, first)
     if not isinstance(k, torch.Tensor) or k.dim() != 3:
         raise ArgumentError(

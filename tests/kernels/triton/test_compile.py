@@ -295,6 +295,7 @@ SPILLS = {
     ("sm100", "decode-128-e4m3fn-wide"): 256,
     ("gfx1100", "decode-128-bf16-wide"): 64,
     ("gfx1100", "decode-128-e4m3fn-wide"): 288,
+    ("sm90", "decode-128-e4m3fn"): 8,
     ("sm90", "shared-128-bf16"): 384,
     ("sm90", "shared-128-e4m3fn"): 256,
     ("sm90", "shared-128-bf16-new"): 832,

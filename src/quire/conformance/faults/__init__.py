@@ -41,7 +41,6 @@ CATALOGUE: tuple[Fault, ...] = (
     *SOFTMAX,
     *BEHAVIOUR,
     *PRECISION,
-    *LATENT,
 )
 BY_NAME = {fault.name: fault for fault in CATALOGUE}
 
