@@ -11,8 +11,11 @@ from quire.platform import Platform
 ARCHES = ("sm90", "gfx942", "sm80", "sm89", "sm100", "gfx1100", "gfx1201")
 
 FP16: dict[str, Any] = {"format": "fp16", "q_dtype": "fp16", "out_dtype": "fp16"}
+LATENT: dict[str, Any] = {"head_dim": 576, "q_heads": 128, "kv_heads": 1, "page_size": 64}
+OF_K = {"v_in_k": True, "v_head_dim": 512}
+ROPE = {"rope": [128, False, [], False, "bf16", "bf16"]}
+ROPE_SECTIONS = {"rope": [64, True, [16, 8, 8], True, "none", "fp32", True, False, False]}
 TREE = {"mask": True, "positions": "int32", "window": [50, 2], "alibi": True}
-ROPE = [128, False, [], False, "bf16", "bf16"]
 SHARD = {"shard": True, "window": [100, 0], "alibi": True}
 TRITON = {
     f"{kernel}-{format}": KernelSample(kernel, format=format) for kernel in ("decode", "mixed") for format in ("bf16", "e4m3fn")
@@ -30,17 +33,19 @@ TRITON |= {
     "mixed-new-softcap": KernelSample("mixed", 64, new=True, lse=True, problem={"softcap": True}, small=True),
     "mixed-tree": KernelSample("mixed", 64, "int8", scales="head", problem=TREE, small=True),
     "mixed-shard": KernelSample("mixed", 64, new=True, lse=True, problem=SHARD, small=True),
+    "shared-new": KernelSample("shared", 64, new=True, lse=True, small=True),
+    "mixed-latent": KernelSample("mixed", **LATENT, problem=OF_K),
+    "write-latent": KernelSample("write", **LATENT | {"format": "int8"}, scales="token", problem=OF_K),
+    "mixed-spans": KernelSample("mixed", 64, problem={"spans": "int64", "alibi": True}, small=True),
+    "decode-select": KernelSample("decode", 64, problem={"select": "positions"}, small=True),
+    "mixed-select": KernelSample("mixed", 64, problem={"select": "columns"}, small=True),
+    "write-rope": KernelSample("write", format="e4m3fn", problem=ROPE),
+    "write-rope-sections": KernelSample("write", problem=ROPE_SECTIONS),
     "audit": KernelSample("audit"),
     "shared": KernelSample("shared"),
     "mixed-invariant": KernelSample("mixed", problem={"batch_invariant": True}),
     "decode-latent": KernelSample("decode", 576, kv_heads=1, page_size=64, problem={"v_in_k": True, "v_head_dim": 512}),
     "mixed-nvfp4-new": KernelSample("mixed", 64, "nvfp4", new=True, small=True),
-    "mixed-select": KernelSample("mixed", 64, problem={"select": "positions", "select_index": "int32"}, small=True),
-    "mixed-spans": KernelSample("mixed", 64, problem={"spans": "int32"}, small=True),
-    "write-rope": KernelSample("write", format="e4m3fn", problem={"rope": ROPE}),
-    "write-rope-sections": KernelSample(
-        "write", problem={"rope": [64, True, [16, 8, 8], True, "none", "fp32", True, False, False]}
-    ),
 }
 GLUON = {
     "gluon-bf16": KernelSample("gluon"),
@@ -54,11 +59,12 @@ GLUON = {
 BRIEF = {
     "gluon-small-new": KernelSample("gluon", 64, new=True, lse=True, small=True),
     "gluon-small-e4m3fn": KernelSample("gluon", 64, "e4m3fn", small=True),
+    "shared-small-nvfp4": KernelSample("shared", 64, "nvfp4", small=True),
+    "write-small-nvfp4": KernelSample("write", 64, "nvfp4", small=True),
+    "write-small-rope": KernelSample("write", small=True, problem=ROPE_SECTIONS),
     "audit-small": KernelSample("audit", small=True),
     "write-small": KernelSample("write", format="e4m3fn", small=True),
-    "shared-small": KernelSample("shared", small=True),
     "mixed-small-nvfp4-new": KernelSample("mixed", 64, "nvfp4", new=True, small=True),
-    "write-small-rope": KernelSample("write", format="e4m3fn", small=True, problem={"rope": ROPE}),
 }
 """For the normal suite: small tiles, and every name of Gluon and every kernel all the same."""
 

@@ -11,7 +11,7 @@ from support import versions
 from support.versions import VERSIONS, compile_with, installed
 from versions.samples import BRIEF, GLUON, TRITON, faults
 
-CARDS = {"gluon": "sm90", "audit": "gfx942", "write": "sm80"}
+CARDS = {"gluon": "sm90", "audit": "gfx942", "write": "sm80", "shared": "sm80"}
 """Where each call is compiled for."""
 
 
@@ -22,7 +22,7 @@ def test_small_tiles_compile(version: str) -> None:
     found = compile_with(version, work)
     kernels = {kernel.kernel for one in found if not isinstance(one, str) for kernel in one}
     assert {name: wrong for (arch, sample), name, one in zip(work, BRIEF, found) if (wrong := faults(arch, sample, one))} == {}
-    everything = {"units", "prefill", "attend", "combine", "balance", "write", "audit"}
+    everything = {"units", "prefill", "attend", "combine", "balance", "write", "rope", "audit"}
     assert kernels == {f"{name}_kernel" for name in everything}
 
 

@@ -105,13 +105,7 @@ class Case:
             raise ArgumentError("q_lens", f"{len(self.q_lens)} of them", f"{len(self.kv_lens)}, as many as kv_lens")
         if not -1 <= self.only < len(self.q_lens):
             raise ArgumentError("only", self.only, f"-1, or a sequence: 0 to {len(self.q_lens) - 1}")
-        if self.v_in_k and (self.v_head_dim or self.v_format or self.layout not in ("nhd", "hnd")):
-            raise ArgumentError("v_in_k", self.v_in_k, "0 with v_head_dim, v_format or a layout other than nhd and hnd")
-        if not 0 <= self.v_in_k < self.head_dim:
-            raise ArgumentError("v_in_k", self.v_in_k, f"less than head_dim = {self.head_dim}")
-        sizes = (self.head_dim, self.v_in_k, self.scales)
-        if self.format == "fp8_ds_mla" and sizes != (576, 512, "none"):
-            raise ArgumentError("format", f"fp8_ds_mla with head_dim, v_in_k and scales {sizes}", "it with 576, 512 and none")
+        self._check_latent()
         if len(self.shard) != 3 or not 0 <= self.shard[0] < self.shard[1] or self.shard[2] < 1:
             raise ArgumentError("shard", self.shard, "rank, ranks, interleave with 0 <= rank < ranks and interleave >= 1")
         alone = [name for name in NOT_WITH_PREFIXES if getattr(self, name) != DEFAULTS[name]]
@@ -122,6 +116,15 @@ class Case:
             value = getattr(self, spec.name)
             if allowed and any(one not in allowed for one in (value if isinstance(value, tuple) else (value,))):
                 raise ArgumentError(spec.name, value, ", ".join(filter(None, allowed)))
+
+    def _check_latent(self) -> None:
+        if self.v_in_k and (self.v_head_dim or self.v_format or self.layout not in ("nhd", "hnd")):
+            raise ArgumentError("v_in_k", self.v_in_k, "0 with v_head_dim, v_format or a layout other than nhd and hnd")
+        if not 0 <= self.v_in_k < self.head_dim:
+            raise ArgumentError("v_in_k", self.v_in_k, f"less than head_dim = {self.head_dim}")
+        sizes = (self.head_dim, self.v_in_k, self.scales)
+        if self.format == "fp8_ds_mla" and sizes != (576, 512, "none"):
+            raise ArgumentError("format", f"fp8_ds_mla with head_dim, v_in_k and scales {sizes}", "it with 576, 512 and none")
 
     @property
     def seqs(self) -> int:

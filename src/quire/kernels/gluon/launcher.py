@@ -72,6 +72,7 @@ class HopperLauncher(AttendLauncher):
         assert self.long is not None
         # Short sequences have the tiles of a decode, and the same kernel.
         self.tiles.short, self.programs = {(1, 1): self.decode.tiles.short[1, 1]}, {}
+        self.partials = self.decode.partials
         constants = constants_of(problem, platform, self.row, self.tiles.short[1, 1], self.long)
         queue = 2 if constants.K_WIDTH <= 128 else 1
         copies = self._copies()
@@ -93,9 +94,7 @@ class HopperLauncher(AttendLauncher):
             consumer += 8
         elif "context-form" in features:
             consumer -= 8
-        if staged:
-            return consumer, REGISTERS_OF_FOUR // 2 - consumer
-        return consumer, REGISTERS - 2 * consumer
+        return consumer, REGISTERS_OF_FOUR // 2 - consumer if staged else REGISTERS - 2 * consumer
 
     def _copies(self) -> bool:
         problem, constants = self.problem, self.constants
@@ -120,21 +119,6 @@ class HopperLauncher(AttendLauncher):
     def all_launches(self, call: Any, at: At) -> Iterator[Launch]:
         return self.launches(call, ANY_BATCH, at)
 
-    def __call__(self, call: Any) -> None:
-        """As of every launcher. Descriptors of boxes are made on the device, in memory that Triton asks for. It is kept until all
-        launches are issued: a kernel that is launched early would otherwise be given the memory of one that still runs."""
-        kept = []
-
-        def allocate(size: int, alignment: int, stream: int | None) -> torch.Tensor:
-            kept.append(torch.empty(size, dtype=torch.uint8, device=call.q.device))
-            return kept[-1]
-
-        before = _allocation._allocator.set(allocate)
-        try:
-            super().__call__(call)
-        finally:
-            _allocation._allocator.reset(before)
-
     def launches(self, call: Any, extent: Extent, at: At) -> Iterator[Launch]:
         q = call.q
         if not extent.tokens or not extent.seqs:
@@ -157,13 +141,26 @@ class HopperLauncher(AttendLauncher):
         units, workers = at(unit_list), max(1, min(self.processors, schedule.long_tiles * self.long.HEADS))
         yield self.make_units, (extent.seqs, 1, 1), (units, sequences, cache, features), False
         long = (out, units, ready, cache, sequences, new, features)
-        yield self.prefill, (workers, 1, 1), (*long, FIRST.value, workers // 2), False
-        partials = torch.empty(schedule.workspace, dtype=torch.float32, device=q.device)
-        workspace = (at(partials), programs, 0, 1, self.decode.row.many or 0, 1, None)
-        yield self.decode.programs[tile], (programs, 1, 1), (out, workspace, given, cache, sequences, new, features), True
-        yield self.prefill, (workers, 1, 1), (*long, SECOND.value, workers // 2), True
-        numbers = (tile.ROWS, tile.HEADS_PER_TILE, tile.TOKENS, tile.HEADS)
-        yield self.combine, (programs, schedule.combined_rows, 1), (out, workspace, cache, features, numbers), self.constants.PDL
+        # Descriptors of boxes are made on the device, in memory that Triton asks for. It is kept until all launches are issued: a
+        # kernel that is launched early would otherwise be given the memory of one that still runs.
+        kept: dict[int, torch.Tensor] = {}
+        keep = lambda size, *_: kept.setdefault(len(kept), torch.empty(size, dtype=torch.uint8, device=q.device))  # noqa: E731
+        before = _allocation._allocator.set(keep)
+        try:
+            yield self.prefill, (workers, 1, 1), (*long, FIRST.value, workers // 2), False
+            partials = torch.empty(schedule.workspace, dtype=torch.float32, device=q.device)
+            workspace = (at(partials), programs, 0, 1, self.decode.row.many or 0, 1, None)
+            yield self.decode.programs[tile], (programs, 1, 1), (out, workspace, given, cache, sequences, new, features), True
+            yield self.prefill, (workers, 1, 1), (*long, SECOND.value, workers // 2), True
+            numbers = (tile.ROWS, tile.HEADS_PER_TILE, tile.TOKENS, tile.HEADS)
+            yield (
+                self.combine,
+                (programs, schedule.combined_rows, 1),
+                (out, workspace, cache, features, numbers),
+                self.constants.PDL,
+            )
+        finally:
+            _allocation._allocator.reset(before)
 
 
 def launcher(problem: Problem, platform: Platform) -> HopperLauncher:

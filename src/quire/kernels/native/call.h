@@ -20,6 +20,7 @@ constexpr uint64_t NANS[TYPES] = {0x7FC00000, 0x7E00, 0x7FC0, 0x7F, 0x80, 0x7F, 
 INLINE int64_t size_of(int64_t type) { return type == FP32 ? 4 : type < E4M3FN ? 2 : 1; }
 
 // A head of FP8_DS_MLA: the latent in e4m3, an fp32 scale for each of its groups and, if it is a key, rotated elements in bf16.
+constexpr Type LATENT_TYPE = E4M3FN;
 constexpr int64_t LATENT = 512, LATENT_GROUP = 128, LATENT_BYTES = LATENT + LATENT / LATENT_GROUP * 4;
 
 INLINE int64_t stored(int64_t type, int64_t elements) {  // elements of storage

@@ -215,7 +215,7 @@ INLINE void latent_row_as_units(const uint8_t* row, int64_t dim, int32_t* to, in
             if (at < LATENT) {
                 float scale;
                 memcpy(&scale, row + LATENT + at / LATENT_GROUP * 4, 4);
-                number[i] = decode<E4M3FN>(row + at) * splat(scale);
+                number[i] = decode<LATENT_TYPE>(row + at) * splat(scale);
             } else if (at < dim) {
                 number[i] = decode<BF16>(row + LATENT_BYTES + (at - LATENT) * 2, dim - at);
             }

@@ -29,15 +29,15 @@ static void divide_by_groups(const Pages& pages, uint8_t* to, float* number) {
     }
 }
 
-// Stores a latent with the scales of its groups: the largest magnitude of a group over the largest number of e4m3, at least the
-// smallest normal number, so that nothing is divided by 0; NaN if it has a NaN.
+// Stores a latent with the scales of its groups: the largest magnitude of a group over the largest number of its type, at least
+// the smallest normal number, so that nothing is divided by 0; NaN if it has a NaN.
 static void store_latent(const float* number, uint8_t* to) {
-    constexpr float LARGEST = Number<E4M3FN>::LARGEST, SMALLEST = __FLT_MIN__;
+    constexpr float LARGEST = Number<LATENT_TYPE>::LARGEST, SMALLEST = __FLT_MIN__;
     for (int64_t g = 0; g < LATENT / LATENT_GROUP; g++, number += LATENT_GROUP) {
         float scale = largest_of(number, LATENT_GROUP) / LARGEST;
         if (scale < SMALLEST) scale = SMALLEST;
         memcpy(to + LATENT + g * 4, &scale, 4);
-        for (int64_t d = 0; d < LATENT_GROUP; d += W) encode<E4M3FN>(load(number + d) / scale, to + g * LATENT_GROUP + d);
+        for (int64_t d = 0; d < LATENT_GROUP; d += W) encode<LATENT_TYPE>(load(number + d) / scale, to + g * LATENT_GROUP + d);
     }
 }
 

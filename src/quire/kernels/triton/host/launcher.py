@@ -196,7 +196,9 @@ class AttendLauncher(Launcher):
         warps = max(1, constants.V_WIDTH // COMBINE_WIDTH)
         self.combine = Program(combine_kernel, COMBINE, (CombineConstants.of(constants),), self.units, warps, registers=registers)
         self.constants = constants
-        self.workspace_bytes = 4 * max(self._workspace(tile, 2 * self.tiles.programs) for tile in self.programs)
+        self.partials = {tile: 2 * tile.ROWS * (constants.V_WIDTH + 2) + HEADER.value for tile in self.tiles.short.values()}
+        """The numbers in the workspace for each program with this tile."""
+        self.workspace_bytes = 4 * 2 * self.tiles.programs * max(self.partials.values())
         if problem.batch_invariant:
             self.workspace_bytes = 4 * (self.most_rows * (constants.V_WIDTH + 2) + HEADER.value * self.tiles.programs)
         self._generic: AttendLauncher | None = None
@@ -209,9 +211,6 @@ class AttendLauncher(Launcher):
         row, constants = self.row, self.constants_for(tile)
         stages = max(row.stages, row.long_stages)
         return Program(attend_kernel, ATTEND, (tile, self.long, constants), self.units, row.warps, stages, row.registers)
-
-    def _workspace(self, tile: TritonTile, programs: int) -> int:
-        return programs * (2 * tile.ROWS * (self.constants.V_WIDTH + 2) + HEADER.value)
 
     @property
     def most_rows(self) -> int:
@@ -252,7 +251,7 @@ class AttendLauncher(Launcher):
         if long is not None:
             units = seqs * tile.HEADS * -(-short // tile.TOKENS)
         most = units * (keys // tile.PIECE + 3 + self.constants.UNIT_OVERHEAD)
-        rows, workspace = None, self._workspace(tile, programs + tail_programs)
+        rows, workspace = None, (programs + tail_programs) * self.partials[tile]
         if problem.batch_invariant:
             rows = min(self.most_rows, most * min(tile.ROWS, min(tokens, tile.TOKENS) * problem.group))
             workspace = rows * (self.constants.V_WIDTH + 2) + HEADER.value * programs

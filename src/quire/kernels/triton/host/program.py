@@ -45,9 +45,8 @@ class Program:
         self.kernel, self.constants, self.units = kernel, constants, units
         self.records = records
         """The named tuple of each argument, or the type of a single value. Launches pass plain tuples, which take less time."""
-        self.warps, self.stages = warps, stages
-        self.registers = registers
-        """At most so many a thread; None leaves it to the compiler."""
+        self.warps, self.stages, self.registers = warps, stages, registers
+        """Registers: at most so many a thread; None leaves it to the compiler."""
         self.loaded: dict[int, Loaded] = {}
         """By device."""
 
