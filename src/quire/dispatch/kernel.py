@@ -18,6 +18,7 @@ from quire.platform import Platform
 from quire.problem import Extent, Problem
 
 PACKAGE = Path(__file__).parents[1]
+FEWER_ROWS = "pass at most 16 new tokens of a sequence, or {} query rows, in one call"
 BUILD = "install a C++17 compiler (g++ or clang++), then reinstall Quire, which builds the native kernels"
 
 
@@ -362,12 +363,7 @@ def _limits(kernel: Kernel) -> Iterator[Limit]:
         ("v_head_dim", attrgetter("problem.v_head_dim"), kernel.v_head_dim, "use a v_head_dim of {}"),
         ("group", attrgetter("problem.group"), kernel.group, "use a group (q_heads / kv_heads) of {}"),
         ("max_q_len", attrgetter("extent.max_q_len"), at_most(kernel.max_q_len), "pass {} new tokens of a sequence in one call"),
-        (
-            "long_rows",
-            _long_rows,
-            at_most(kernel.long_rows),
-            f"pass at most {SHORT} new tokens of a sequence, or {{}} query rows, in one call",
-        ),
+        ("long_rows", _long_rows, at_most(kernel.long_rows), FEWER_ROWS),
         ("max_kv_len", attrgetter("extent.max_kv_len"), at_most(kernel.max_kv_len), "keep {} tokens in a sequence"),
         (
             "saved_keys",
