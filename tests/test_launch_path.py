@@ -118,9 +118,9 @@ def test_one_launcher_serves_every_batch_of_a_layer(launched: list[str]) -> None
 
 
 def test_a_strided_query_is_another_problem(launched: list[str]) -> None:
-    made = call(40, 2)
+    made = call(400, 2)
     quire.attend(**made)
-    quire.attend(**made | {"q": torch.empty(40, 32, 256, dtype=torch.bfloat16, device="meta")[..., ::2]})
+    quire.attend(**made | {"q": torch.empty(400, 32, 256, dtype=torch.bfloat16, device="meta")[..., ::2]})
     assert launched_kernels() == ["gluon-mixed", "triton-mixed"]
 
 

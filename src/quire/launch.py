@@ -19,7 +19,7 @@ from quire.contract.call import Call
 from quire.contract.check import Level, enforce, watching
 from quire.contract.fast import is_certainly_legal
 from quire.dispatch.choose import able_kernels, choose, kernel_for
-from quire.dispatch.kernel import Kernel, KernelLauncher
+from quire.dispatch.kernel import SHORT, Kernel, KernelLauncher
 from quire.options import PLAIN, Traits
 from quire.platform import Platform
 from quire.problem import ANY, FIELDS, Extent, Problem, default_out_dtype, dtype_name
@@ -69,6 +69,7 @@ def launcher_for(
         known.able[operation, capturing] = able_kernels(problem, known.platform, operation, None, capturing)
     for chosen in known.able[operation, capturing] if kernel is None else ():
         fits = (extent.max_q_len <= chosen.longest_q) & (extent.max_kv_len <= chosen.longest_kv)
+        fits &= (extent.max_q_len <= SHORT) | (extent.tokens * problem.q_heads <= chosen.most_long_rows)
         if fits & (extent.saved_keys >= chosen.shares):
             break
     else:

@@ -222,7 +222,7 @@ def test_what_would_be_faster(explain) -> None:
     text = explain("--arch h100 --max-q-len 512 --mask")[1]
     assert "chosen     triton-mixed" in text and "faster     gluon-mixed, if you do not use mask\n" in text
     assert "faster     triton-decode" not in text, "to cut a batch into calls of 16 tokens is not faster"
-    assert "refused    triton-decode: needs max_q_len at most 16, not 512\n" in text
+    assert "refused    triton-decode: needs long_rows at most 8192, not 16384\n" in text
 
 
 def test_all_has_every_limit(explain) -> None:

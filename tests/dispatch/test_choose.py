@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 
+from quire.dispatch.catalogue import FEW_ROWS
 from quire.dispatch.choose import choose, chosen_by, kernel_for
 from quire.dispatch.kernel import IntRange, Kernel, OneOf
 from quire.errors import ArgumentError, KernelError
@@ -139,8 +140,12 @@ def test_the_quick_choice_is_the_explained_one(tokens: int) -> None:
         for operation in ("attend", "write"):
             quick = kernel_for(PROBLEM, extent, platform, operation, None, False)
             assert quick is choose(PROBLEM, extent, platform, operation=operation).chosen
-    with pytest.raises(KernelError, match="max_q_len: given 17, allowed at most 16"):
-        kernel_for(PROBLEM, Extent(1, 17, 17, 4096), H100, "attend", "triton-decode", False)
+    rows = FEW_ROWS // PROBLEM.q_heads
+    assert kernel_for(PROBLEM, Extent(1, rows, 17, 4096), H100, "attend", None, False).name == "triton-decode"
+    assert kernel_for(PROBLEM, Extent(1, rows + 1, 17, 4096), H100, "attend", None, False).name != "triton-decode"
+    assert kernel_for(PROBLEM, Extent(9, rows + 1, 16, 4096), H100, "attend", None, False).name == "triton-decode"
+    with pytest.raises(KernelError, match=f"long_rows: given {FEW_ROWS + PROBLEM.q_heads}, allowed at most {FEW_ROWS}"):
+        kernel_for(PROBLEM, Extent(1, rows + 1, 17, 4096), H100, "attend", "triton-decode", False)
 
 
 def test_limits_of_the_layer_are_evaluated_once() -> None:

@@ -28,7 +28,7 @@ from quire.platform import Platform
 from quire.problem import Extent, Problem
 
 PROBLEM = Problem(q_heads=32, kv_heads=8, head_dim=128, page_size=16)
-EXTENT = Extent(seqs=2, tokens=8, max_q_len=4, max_kv_len=4096, saved_keys=100)
+EXTENT = Extent(seqs=2, tokens=40, max_q_len=20, max_kv_len=4096, saved_keys=100)
 CPU = replace(Platform.named("cpu"), cpu_features=("avx2",))
 
 
@@ -98,7 +98,14 @@ REFUSALS: dict[str, tuple[dict[str, Any], dict[str, Any], Any, str, str | None]]
     "head_dim": ({"head_dim": IntRange(1, 128)}, {"head_dim": IntRange(1, 127)}, 128, "1 to 127", "use a head_dim of 1 to 127"),
     "v_head_dim": ({"v_head_dim": OneOf((128,))}, {"v_head_dim": OneOf((64,))}, 128, "64", "use a v_head_dim of 64"),
     "group": ({"group": IntRange(1, 4)}, {"group": IntRange(5, 16)}, 4, "5 to 16", "use a group (q_heads / kv_heads) of 5 to 16"),
-    "max_q_len": ({"max_q_len": 4}, {"max_q_len": 1}, 4, "at most 1", "pass at most 1 new tokens of a sequence in one call"),
+    "max_q_len": ({"max_q_len": 20}, {"max_q_len": 1}, 20, "at most 1", "pass at most 1 new tokens of a sequence in one call"),
+    "long_rows": (
+        {"long_rows": 1280},
+        {"long_rows": 1000},
+        1280,
+        "at most 1000",
+        "pass at most 16 new tokens of a sequence, or at most 1000 query rows, in one call",
+    ),
     "max_kv_len": ({"max_kv_len": 4096}, {"max_kv_len": 2048}, 4096, "at most 2048", "keep at most 2048 tokens in a sequence"),
     "saved_keys": (
         {"shares": 100},

@@ -17,6 +17,10 @@ _CONTIGUOUS_HEADS = ("nhd", "hnd", "vllm_joint")
 """Layouts in which one head of one token is contiguous, in K and in V."""
 _HOPPER_HEAD = IntRange(33, 256)
 
+FEW_ROWS = 8192
+"""As tiles of 128 rows, long queries of fewer rows give work to less than half of the multiprocessors of an H200. As decodes, whose
+keys are divided among programs, they take 0.4 to 1.0 of the time (docs/performance.md)."""
+
 _NATIVE = "kernels/native/libquire.so"
 
 _PLAIN_ALONE = ("mask", "batch_invariant", "shard", "spans", "select", "window")
@@ -42,7 +46,7 @@ CATALOGUE: tuple[Kernel, ...] = (
     Kernel(
         "triton-decode",
         "attend",
-        "split-KV decode, up to 16 new tokens per sequence: keys are divided evenly among programs (with "
+        "split-KV decode, for up to 16 new tokens per sequence or few query rows: keys are divided evenly among programs (with "
         "batch_invariant at multiples of 256), partial results are combined",
         "quire.kernels.triton.host.launcher:decode",
         vendors=("nvidia", "amd"),
@@ -52,7 +56,7 @@ CATALOGUE: tuple[Kernel, ...] = (
         memory=("aligned",),
         head_dim=_ANY_HEAD,
         v_head_dim=_ANY_HEAD,
-        max_q_len=16,
+        long_rows=FEW_ROWS,
     ),
     Kernel(
         "gluon-mixed",

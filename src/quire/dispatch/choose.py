@@ -6,7 +6,7 @@ from functools import lru_cache
 
 from quire.dispatch.catalogue import CATALOGUE
 from quire.dispatch.decision import Candidate, Decision
-from quire.dispatch.kernel import Kernel, LimitQuery, OneOf, check_limits
+from quire.dispatch.kernel import SHORT, Kernel, LimitQuery, OneOf, check_limits
 from quire.errors import ArgumentError, KernelError, describe
 from quire.platform import Platform
 from quire.problem import Extent, Problem
@@ -59,7 +59,8 @@ def kernel_for(
     if kernel is not None and not isinstance(kernel, str):
         raise ArgumentError("kernel", describe(kernel), "the name of a kernel, or None")
     for able in able_kernels(problem, platform, operation, kernel, capturing, catalogue):
-        if extent.max_q_len <= able.longest_q and extent.max_kv_len <= able.longest_kv and extent.saved_keys >= able.shares:
+        fits = extent.max_q_len <= able.longest_q and extent.max_kv_len <= able.longest_kv and extent.saved_keys >= able.shares
+        if fits and (extent.max_q_len <= SHORT or extent.tokens * problem.q_heads <= able.most_long_rows):
             return able
     return chosen_by(
         choose(problem, extent, platform, operation=operation, kernel=kernel, capturing=capturing, catalogue=catalogue)

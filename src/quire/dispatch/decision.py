@@ -46,9 +46,9 @@ class Decision:
 
     Example:
         >>> import torch, quire
-        >>> pool = quire.PagePool(pages=8, page_size=16)
+        >>> pool = quire.PagePool(pages=32, page_size=16)
         >>> cache = quire.KVCache.allocate(pool, kv_heads=8, head_dim=128)
-        >>> q, batch = torch.zeros(40, 32, 128, dtype=torch.bfloat16), pool.step({pool.sequence(): 40})
+        >>> q, batch = torch.zeros(400, 32, 128, dtype=torch.bfloat16), pool.step({pool.sequence(): 400})
         >>> decision = quire.explain(q, cache, batch, platform=quire.Platform.named("h100"))
         >>> decision.chosen.name, decision.because
         ('gluon-mixed', 'it is the first whose limits all hold')

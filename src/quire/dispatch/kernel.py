@@ -18,6 +18,7 @@ from quire.platform import Platform
 from quire.problem import Extent, Problem
 
 PACKAGE = Path(__file__).parents[1]
+FEWER_ROWS = "pass at most 16 new tokens of a sequence, or {} query rows, in one call"
 BUILD = "install a C++17 compiler (g++ or clang++), then reinstall Quire, which builds the native kernels"
 
 
@@ -149,8 +150,10 @@ def as_text(value: Any) -> str:
     return {True: "yes", False: "no"}[value] if isinstance(value, bool) else str(value)
 
 
-_OF_BATCH = ("max_q_len", "max_kv_len", "saved_keys")
-"""The limits of `Extent`."""
+_OF_BATCH = ("max_q_len", "long_rows", "max_kv_len", "saved_keys")
+"""The limits that depend on `Extent`."""
+SHORT = 16
+"""A query of at most so many new tokens is short."""
 
 
 class LimitQuery(NamedTuple):
@@ -234,6 +237,8 @@ class Kernel:
     """Query heads per KV head."""
     max_q_len: int | None = None
     """The most new tokens of a sequence."""
+    long_rows: int | None = None
+    """The most query rows (tokens times query heads) of a batch in which a sequence may have more than `SHORT` new tokens."""
     max_kv_len: int | None = None
     """The most tokens of a sequence."""
     shares: int = 0
@@ -261,6 +266,11 @@ class Kernel:
     def longest_q(self) -> int:
         """`max_q_len` as a number."""
         return sys.maxsize if self.max_q_len is None else self.max_q_len
+
+    @cached_property
+    def most_long_rows(self) -> int:
+        """`long_rows` as a number."""
+        return sys.maxsize if self.long_rows is None else self.long_rows
 
     @cached_property
     def longest_kv(self) -> int:
@@ -353,6 +363,7 @@ def _limits(kernel: Kernel) -> Iterator[Limit]:
         ("v_head_dim", attrgetter("problem.v_head_dim"), kernel.v_head_dim, "use a v_head_dim of {}"),
         ("group", attrgetter("problem.group"), kernel.group, "use a group (q_heads / kv_heads) of {}"),
         ("max_q_len", attrgetter("extent.max_q_len"), at_most(kernel.max_q_len), "pass {} new tokens of a sequence in one call"),
+        ("long_rows", _long_rows, at_most(kernel.long_rows), FEWER_ROWS),
         ("max_kv_len", attrgetter("extent.max_kv_len"), at_most(kernel.max_kv_len), "keep {} tokens in a sequence"),
         (
             "saved_keys",
@@ -373,6 +384,11 @@ def _limits(kernel: Kernel) -> Iterator[Limit]:
 def _installed(needs: tuple[str, ...], query: LimitQuery) -> tuple[str, ...]:
     """The modules that are installed. Another machine is assumed to have all of them."""
     return tuple(name for name in needs if query.platform.is_only_named or find_spec(name))
+
+
+def _long_rows(query: LimitQuery) -> int:
+    """The query rows of a batch with long queries; 0 if all are short."""
+    return query.extent.tokens * query.problem.q_heads if query.extent.max_q_len > SHORT else 0
 
 
 def _widest_part(query: LimitQuery) -> int:

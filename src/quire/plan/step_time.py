@@ -119,7 +119,10 @@ def kernel_of(layer: LayerShape, max_q_len: int, max_kv_len: int, machine: Machi
         device="cuda",
         **features,
     )
-    decision = choose(problem, Extent(1, max_q_len, max_q_len, max_kv_len), Platform.named(machine.platform))
+    # So many tokens that the kernel is not that of few rows, whose times are not modelled.
+    decision = choose(
+        problem, Extent(1, max(max_q_len, MOST_SCHEDULED * SHORT), max_q_len, max_kv_len), Platform.named(machine.platform)
+    )
     if decision.chosen is None or decision.chosen.name not in _PLANNED:
         able = [candidate for candidate in decision.candidates if candidate.kernel.name in _PLANNED]
         nearest = min(able, key=lambda candidate: len(candidate.refusals))
