@@ -258,7 +258,8 @@ def allocate(**given: Any) -> KVCache:
     ({"layout": "vllm_joint"}, "layout: given 'vllm_joint'; allowed: nhd or hnd with v_in_k"),
     ({"layout": "vllm_x"}, "layout"),
     ({"format": "int4", "k_scale": 0.5, "v_in_k": 15}, "v_in_k: given 15; allowed: a multiple of 2"),
-    ({"format": "nvfp4"}, "format: given 'nvfp4' with v_in_k; allowed: fp32, fp16, bf16, e4m3fn, e4m3fnuz, e5m2, int8, int4, fp8_ds_mla: "),
+    ({"format": "nvfp4"},
+     "format: given 'nvfp4' with v_in_k; allowed: fp32, fp16, bf16, e4m3fn, e4m3fnuz, e5m2, int8, int4, fp8_ds_mla: "),
     ({"k_format": "nvfp4", "head_dim": 576, "v_in_k": 512}, "format: given 'nvfp4' with v_in_k"),
     ({"format": "nvfp4_swizzled", "head_dim": 576, "v_in_k": 512}, "format: given 'nvfp4_swizzled' with v_in_k"),
 ])  # fmt: skip
