@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import signal
 import sys
 import zlib
 from collections.abc import Callable, Iterator
@@ -48,6 +49,8 @@ def pytest_runtest_call(item: pytest.Item) -> None:
     _seed(item.nodeid)
 
 
+# A shell starts background jobs with interrupts ignored, and processes that tests start would inherit that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else 2)
 
 

@@ -29,7 +29,7 @@ pytestmark = pytest.mark.skipif(
     ("kernel", "right", "refused"),
     [
         ("triton-mixed", ["mixed", "context-form", "tree", "everything"], []),
-        ("triton-decode", ["decode-fp8", "decode-far", "decode-everything"], ["mixed"]),
+        ("triton-decode", ["decode-fp8", "decode-far", "decode-everything", "mixed"], []),
         ("triton-shared", ["prefixes-decode"], ["mixed", "prefixes"]),
     ],
     ids=["mixed", "decode", "shared"],

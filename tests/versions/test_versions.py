@@ -11,7 +11,7 @@ from support import versions
 from support.versions import VERSIONS, compile_with, installed
 from versions.samples import BRIEF, GLUON, TRITON, faults
 
-CARDS = {"gluon": "sm90", "audit": "gfx942", "write": "sm80", "shared": "sm80"}
+CARDS = {"gluon": "sm90", "audit": "gfx942", "write": "sm80", "shared": "sm80", "mixed": "sm80"}
 """Where each call is compiled for."""
 
 
