@@ -162,6 +162,54 @@ def _mend_speed(interpreter: Any) -> None:
         return self.rewrite()(*args, **kwargs)
 
     executor.__call__, function.__call__ = run, call
+    _mend_types(interpreter)
+
+
+def _mend_types(interpreter: Any) -> None:
+    """What follows from a type alone is computed once for each type, not for each operation: the attributes of a type of blocks,
+    the shape of its tensors, and numpy's type. The type of a tuple is computed when it is asked for."""
+    import triton.language as tl
+
+    block_type, tensor, tuple_ = tl.core.block_type, tl.core.tensor, tl.core.tuple
+    plain_block, plain_tensor, plain_numpy = block_type.__init__, tensor.__init__, interpreter._get_np_dtype
+    blocks: dict[Any, dict[str, Any]] = {}
+    shapes: dict[Any, tuple[Any, Any]] = {}
+    numpy_types: dict[str, Any] = {}
+
+    def init_block(self: Any, element_ty: Any, shape: Any) -> None:
+        key = (str(element_ty), getattr(element_ty, "const", None), *map(int, shape))
+        if key not in blocks:
+            plain_block(self, element_ty, shape)
+            blocks[key] = dict(vars(self))
+        vars(self).update(blocks[key])
+
+    def init_tensor(self: Any, handle: Any, type: Any) -> None:
+        key = tuple(type.shape) if type.is_block() else ()
+        if key not in shapes:
+            plain_tensor(self, handle, type)
+            shapes[key] = self.shape, self.numel
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        self.shape, self.numel = shapes[key]
+
+    def init_tuple(self: Any, args: Any, type: Any = None) -> None:
+        self.values = list(args)
+        if type is not None:
+            self.type = type if isinstance(type, tl.core.tuple_type) else tl.core.tuple_type(type)
+
+    def type_of_tuple(self: Any) -> Any:
+        if "_type" not in vars(self):
+            vars(self)["_type"] = tl.core._type_for_tuple_values(self.values)
+        return vars(self)["_type"]
+
+    def get_np_dtype(dtype: Any) -> Any:
+        name = dtype.scalar.name
+        if name not in numpy_types:
+            numpy_types[name] = plain_numpy(dtype)
+        return numpy_types[name]
+
+    block_type.__init__, tensor.__init__, tuple_.__init__ = init_block, init_tensor, init_tuple
+    tuple_.type = property(type_of_tuple, lambda self, type: vars(self).update(_type=type))
+    interpreter._get_np_dtype = get_np_dtype
 
 
 def _rewrite_kernels(interpreter: Any, taken: Taken) -> None:

