@@ -112,6 +112,8 @@ HOPPER |= {
     MANY: KernelSample("decode", seqs=1000),
 }
 """For Hopper alone: no other GPU has these instructions or schedules units dynamically."""
+LATER = ("gluon-64-bf16", "gluon-64-e4m3fn")
+"""Those with the tiles of others."""
 SMALL = {f"{kernel}-small": KernelSample(kernel, small=True) for kernel in (*KERNELS, "shared", "write", "audit")}
 SMALL |= {"decode-small-softcap": KernelSample("decode", small=True, problem={"softcap": True})}
 HOPPER |= {"gluon-small": KernelSample("gluon", format="e4m3fn", small=True)}
@@ -149,15 +151,12 @@ FEATURED = {
 }
 SAMPLES = PLAIN | SMALL | FEATURED | HOPPER
 
-EVERYWHERE = [f"{kernel}-128-{format}" for kernel in (*KERNELS, "shared") for format in ("bf16", "e4m3fn")] + [
-    "write-bf16",
-    "write-e4m3fn",
-    "audit",
-    *SMALL,
-]
+EVERYWHERE = ["decode-128-bf16", "decode-128-e4m3fn", "mixed-128-bf16", "write-e4m3fn", "mixed-small"]
+EVERY_KERNEL = ["mixed-128-e4m3fn", "shared-128-bf16", "shared-128-e4m3fn", "write-bf16", "audit", *SMALL]
+"""For one GPU of each generation that differs most; the others compile the same source."""
 CHOICE = {
     "sm80": [
-        "mixed-128-bf16-invariant",
+        *EVERY_KERNEL,
         "mixed-latent-invariant",
         "decode-latent-bf16",
         "mixed-latent-bf16",
@@ -170,7 +169,6 @@ CHOICE = {
         "write-generic",
     ],
     "sm89": [
-        "mixed-128-e4m3fn-invariant",
         "decode-latent-bf16",
         "mixed-latent-bf16",
         "mixed-latent-fp32",
@@ -182,9 +180,9 @@ CHOICE = {
         "mixed-512-fp32",
     ],
     "sm90": [
+        *EVERY_KERNEL,
         "mixed-128-bf16-invariant",
         "mixed-128-e4m3fn-invariant",
-        "mixed-256-bf16-invariant",
         "mixed-latent-invariant",
         "decode-latent-bf16",
         "decode-latent-e4m3fn",
@@ -206,9 +204,10 @@ CHOICE = {
         "mixed-256-e4m3fn",
         *list(FEATURED)[::2],
     ],
-    "sm100": ["mixed-128-bf16-invariant", "decode-64-bf16", "write-e5m2", "write-int8", "audit-window"],
-    "gfx90a": ["mixed-128-e4m3fn-invariant", "decode-128-int8", "decode-256-bf16", "mixed-512-fp32"],
+    "sm100": ["decode-64-bf16", "write-e5m2", "write-int8", "audit-window"],
+    "gfx90a": ["decode-128-int8", "decode-256-bf16", "mixed-512-fp32"],
     "gfx942": [
+        *EVERY_KERNEL,
         "mixed-128-bf16-invariant",
         "mixed-latent-invariant",
         "decode-latent-bf16",
@@ -228,14 +227,14 @@ CHOICE = {
         *list(FEATURED)[1::2],
     ],
     "gfx950": ["decode-64-e5m2", "mixed-64-bf16", "write-e4m3fnuz", "write-token-scales", "audit-window"],
-    "gfx1100": ["mixed-128-bf16-invariant", "decode-latent-bf16", "mixed-latent-bf16", "decode-64-bf16", "decode-128-bf16-wide"],
-    "gfx1201": ["mixed-128-bf16-invariant", "decode-128-e5m2"],
+    "gfx1100": ["mixed-128-e4m3fn", "decode-latent-bf16", "mixed-latent-bf16", "decode-64-bf16", "decode-128-bf16-wide"],
+    "gfx1201": ["decode-128-e5m2"],
 }
 
 
 def names_for(arch: str, full: bool) -> list[str]:
-    common = [*PLAIN, *SMALL, *FEATURED] if full else EVERYWHERE + CHOICE[arch]
-    return [*common, *HOPPER] if arch == "sm90" else common
+    common = [*PLAIN, *SMALL, *FEATURED] if full else list(dict.fromkeys(EVERYWHERE + CHOICE[arch]))
+    return [*common, *(name for name in HOPPER if full or name not in LATER)] if arch == "sm90" else common
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
