@@ -260,6 +260,60 @@ def test_tables_of_transformers(scaling: dict[str, Any]) -> None:
         torch.testing.assert_close(got.double(), want * factor, rtol=1e-6, atol=300 * 4 * 2.0**-24)
 
 
+def rotated(x: torch.Tensor, positions: torch.Tensor, base: float, dim: int, scaling: dict[str, Any]) -> torch.Tensor:
+    """Heads rotated as transformers does it in Qwen2-VL, Qwen3-VL and GLM, in float64: angles of every axis, joined by sections."""
+    x, sections = x.double(), scaling.get("mrope_section")
+    frequencies = 1.0 / base ** (torch.arange(0, dim, 2).double() / dim)
+    if sections is None:
+        angles = positions[:, None].double() * frequencies
+    elif scaling.get("mrope_interleaved"):
+        each = positions[:, :, None].double() * frequencies
+        angles = each[0].clone()
+        for axis in (1, 2):
+            own = slice(axis, 3 * sections[axis], 3)
+            angles[:, own] = each[axis][:, own]
+    else:
+        each = positions[:, :, None].double() * frequencies
+        angles = torch.cat([part[axis] for axis, part in enumerate(each.split(sections, dim=-1))], -1)
+    turned, rest = x[..., :dim], x[..., dim:]
+    cos, sin = (torch.cat((part, part), -1)[:, None] for part in (angles.cos(), angles.sin()))
+    half = torch.cat((-turned[..., dim // 2 :], turned[..., : dim // 2]), -1)
+    return torch.cat((turned * cos + half * sin, rest), -1)
+
+
+CONFIGURATIONS: dict[str, tuple[dict[str, Any], int]] = {
+    "qwen2-vl": ({"type": "mrope", "mrope_section": [16, 24, 24]}, 128),
+    "qwen2.5-vl": ({"rope_type": "default", "type": "default", "mrope_section": [16, 24, 24]}, 128),
+    "qwen3-vl": ({"rope_type": "default", "mrope_section": [24, 20, 20], "mrope_interleaved": True, "rope_theta": 5e6}, 128),
+    "glm-4v": ({"rope_type": "default", "mrope_section": (8, 12, 12), "partial_rotary_factor": 0.5}, 64),
+    "partial": ({"rope_type": "default", "partial_rotary_factor": 0.25, "rope_theta": 5e6}, 32),
+}
+
+
+@pytest.mark.parametrize("name", CONFIGURATIONS)
+def test_configurations_with_sections_and_parts(name: str) -> None:
+    scaling, dim = CONFIGURATIONS[name]
+    before = repr(scaling)
+    rope = Rope.make(128, 5e6, 500, scaling=scaling)
+    assert rope.rotary_dim == dim and repr(scaling) == before
+    assert rope.sections == (None if "mrope_section" not in scaling else tuple(scaling["mrope_section"]))
+    x = torch.randn(40, 3, 128)
+    positions = torch.randint(500, (3, 40)) if rope.sections else torch.randint(500, (40,))
+    want = rotated(x, positions, 5e6, dim, scaling)
+    # The tables are rounded to fp32, and so are products and sums of elements of up to 5.
+    torch.testing.assert_close(rope.rotate(x, positions).double(), want, rtol=0, atol=4 * 5 * 2.0**-23)
+    same = {"rotary_dim": dim, "sections": scaling.get("mrope_section")} if rope.sections else {"rotary_dim": dim}
+    assert torch.equal(Rope.make(128, 5e6, 500, scaling=scaling, **same).rotate(x, positions), rope.rotate(x, positions))
+
+
+def test_a_scaled_part_with_sections() -> None:
+    """Frequencies are scaled as for a head of the rotated part alone."""
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
+    rope = Rope.make(128, 1e6, 50, scaling={**yarn, "partial_rotary_factor": 0.5, "mrope_section": [8, 12, 12]})
+    plain = Rope.make(64, 1e6, 50, scaling=yarn)
+    assert torch.equal(rope.cos, plain.cos) and torch.equal(rope.sin, plain.sin) and rope.sections == (8, 12, 12)
+
+
 def test_the_table_of_vllm() -> None:
     own = Rope.make(16, 100.0, 32)
     packed = torch.cat((own.cos, own.sin), 1)
@@ -299,8 +353,28 @@ def test_a_rope_that_is_no_rope(fields: dict[str, Any], argument: str) -> None:
 @pytest.mark.parametrize(
     "how, argument",
     [
-        ({"scaling": {"rope_type": "mrope", "mrope_section": [2, 3, 3]}}, "scaling"),
-        ({"scaling": {"rope_type": "default", "mrope_section": [2, 3, 3]}}, "scaling"),
+        ({"scaling": {"type": "mrope"}}, "scaling"),
+        ({"scaling": {"type": "mrope", "rope_type": "linear", "factor": 2.0, "mrope_section": [2, 3, 3]}}, "scaling"),
+        ({"scaling": {"rope_type": "default", "mrope_section": [2, 3, 4]}}, "sections"),
+        ({"scaling": {"rope_type": "default", "mrope_section": 8}}, "sections"),
+        ({"scaling": {"rope_type": "default", "mrope_section": [2, 3, 3]}, "sections": (3, 3, 2)}, "sections"),
+        ({"scaling": {"rope_type": "default", "mrope_section": [2, 3, 3]}, "sections": None}, "sections"),
+        ({"scaling": {"rope_type": "default", "mrope_interleaved": True}}, "sections_interleaved"),
+        (
+            {
+                "scaling": {"rope_type": "default", "mrope_section": [4, 2, 2], "mrope_interleaved": True},
+                "sections_interleaved": False,
+            },
+            "sections_interleaved",
+        ),
+        ({"scaling": {"rope_type": "default", "partial_rotary_factor": 0.5}, "rotary_dim": 16}, "rotary_dim"),
+        ({"scaling": {"rope_type": "default", "partial_rotary_factor": 0.2}}, "rotary_dim"),
+        ({"scaling": {"rope_type": "default", "partial_rotary_factor": 0.05}}, "rotary_dim"),
+        ({"scaling": {"rope_type": "default", "partial_rotary_factor": 1.5}}, "scaling"),
+        ({"scaling": {"rope_type": "default", "partial_rotary_factor": True}}, "scaling"),
+        ({"scaling": {"rope_type": "proportional", "partial_rotary_factor": 0.5}}, "scaling"),
+        ({"rotary_dim": 0}, "rotary_dim"),
+        ({"rotary_dim": False}, "rotary_dim"),
         ({"scaling": {"rope_type": "yarn", "factor": 4.0}}, "scaling"),
         ({"scaling": {"rope_type": "linear", "factor": 0}}, "scaling"),
         ({"scaling": {"rope_type": "linear", "factor": 2.0, "rope_theta": 5.0}}, "scaling"),

@@ -144,14 +144,16 @@ class Rope:
             head_dim: The size of a head of q and K.
             base: The base of the frequencies: `rope_theta` of a model's configuration.
             max_positions: The number of positions. A token at a later position is a violation of the contract.
-            rotary_dim: How many elements of a head are rotated. Default: all of them.
-            scaling: `rope_scaling` of a model's configuration: a `rope_type` ("default", "linear", "yarn" or "llama3") with its
-                numbers.
+            rotary_dim: How many elements of a head are rotated. Default: what the scaling says, or all of them.
+            scaling: `rope_scaling` or `rope_parameters` of a model's configuration: a `rope_type` ("default", "linear", "yarn",
+                "llama3" or "mrope") with its numbers. `partial_rotary_factor` gives rotary_dim, `mrope_section` and
+                `mrope_interleaved` the sections.
             device: Where the tables are.
             **fields: Other fields of `quire.Rope`: `interleaved`, `sections`, `q_norm`, `k_norm`, `eps` ...
 
         Raises:
-            ArgumentError: A number is out of range, or the scaling has an unknown type or key, or lacks one.
+            ArgumentError: A number is out of range; the scaling has an unknown type or key, or lacks one, or contradicts another
+                argument.
 
         Example:
             >>> import quire
@@ -159,15 +161,17 @@ class Rope:
             >>> quire.Rope.make(128, 1e6, 131072, scaling=scaling).cos.shape
             torch.Size([131072, 64])
         """
-        dim = head_dim if rotary_dim is None else rotary_dim
-        for name, value in (("head_dim", head_dim), ("max_positions", max_positions), ("rotary_dim", dim)):
+        given = head_dim if rotary_dim is None else rotary_dim
+        for name, value in (("head_dim", head_dim), ("max_positions", max_positions), ("rotary_dim", given)):
             if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value < 2**31:
                 raise ArgumentError(name, describe(value), "an int of 1 or more")
-        if dim % 2 or dim > head_dim:
-            raise ArgumentError("rotary_dim", dim, f"an even number of at most head_dim = {head_dim}")
         if not _is_number(base) or not base > 1:
             raise ArgumentError("base", describe(base), "a number above 1")
-        frequencies, factor = _frequencies(dim, float(base), {} if scaling is None else scaling)
+        scaling = {} if scaling is None else scaling
+        kind, numbers = _scaling_of(scaling, base)
+        dim = _rotary_dim(head_dim, rotary_dim, scaling)
+        fields = _with_sections(fields, scaling)
+        frequencies, factor = _frequencies(dim, float(base), kind, numbers)
         angles = torch.arange(max_positions, dtype=torch.float64, device="cpu")[:, None] * frequencies
         cos, sin = ((table * factor).float().to(device) for table in (angles.cos(), angles.sin()))
         return cls(cos, sin, **fields)
@@ -317,12 +321,46 @@ _KINDS = ("rope_type", "type")
 """The key of the type; older configurations have the second."""
 _BASE = "rope_theta"
 """Newer configurations repeat the base among the numbers of the scaling."""
+_PARTIAL = "partial_rotary_factor"
+"""The part of a head that is rotated."""
+_SECTIONS = {"mrope_section": "sections", "mrope_interleaved": "sections_interleaved"}
+"""Keys of M-RoPE, with the fields of `Rope` that they give."""
+_MROPE = "mrope"
+"""A type of older configurations: plain frequencies, with sections."""
 
 
-def _frequencies(dim: int, base: float, scaling: Mapping[str, Any]) -> tuple[torch.Tensor, float]:
+def _rotary_dim(head_dim: int, given: int | None, scaling: Mapping[str, Any]) -> int:
+    """How many elements of a head are rotated: what is given, what the scaling says, or all."""
+    part = scaling.get(_PARTIAL)
+    if part is not None and (not _is_number(part) or not 0 < part <= 1):
+        raise ArgumentError("scaling", f"{_PARTIAL} {part!r}", "a number above 0, at most 1")
+    named = None if part is None else int(head_dim * part)
+    dim = next((n for n in (given, named) if n is not None), head_dim)
+    if named not in (None, dim):
+        raise ArgumentError("rotary_dim", given, f"{named}, as {_PARTIAL} of the scaling says, or None")
+    if dim % 2 or not 0 < dim <= head_dim:
+        raise ArgumentError("rotary_dim", dim, f"an even number from 2 to head_dim = {head_dim}")
+    return dim
+
+
+def _with_sections(fields: Mapping[str, Any], scaling: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of a `Rope`, and those that a scaling has."""
+    found = dict(fields)
+    for key, field in _SECTIONS.items():
+        value = scaling.get(key)
+        value = tuple(value) if isinstance(value, list) else value
+        given = found.get(field, value)
+        if value is not None and (tuple(given) if isinstance(given, list) else given) != value:
+            raise ArgumentError(field, describe(given), f"{value!r}, as {key} of the scaling says, or not given")
+        found |= {} if value is None else {field: value}
+    if _MROPE in map(scaling.get, _KINDS) and found.get("sections") is None:
+        raise ArgumentError("scaling", f"{_MROPE} without mrope_section", "mrope_section, or sections=(time, height, width)")
+    return found
+
+
+def _frequencies(dim: int, base: float, kind: str, numbers: Mapping[str, Any]) -> tuple[torch.Tensor, float]:
     """Radians per position of each pair, float64 `[dim / 2]`, and the factor of the tables."""
     plain = base ** -(torch.arange(0, dim, 2, dtype=torch.float64, device="cpu") / dim)
-    kind, numbers = _scaling_of(scaling, base)
     if kind == "default":
         return plain, 1.0
     factor = numbers["factor"]
@@ -362,13 +400,14 @@ def _scaling_of(scaling: Mapping[str, Any], base: float) -> tuple[str, dict[str,
     """The type of a scaling and its numbers."""
     if not isinstance(scaling, Mapping):
         raise ArgumentError("scaling", describe(scaling), "a mapping such as {'rope_type': 'linear', 'factor': 2.0}, or None")
-    kinds = {scaling[name] for name in _KINDS if name in scaling}
+    kinds = {"default" if scaling[name] == _MROPE else scaling[name] for name in _KINDS if name in scaling}
     kind = kinds.pop() if len(kinds) == 1 else None if kinds or scaling else "default"
     if kind not in _SCALINGS:
-        raise ArgumentError("scaling", repr(dict(scaling)), f"one rope_type of {', '.join(_SCALINGS)}")
+        raise ArgumentError("scaling", repr(dict(scaling)), f"one rope_type of {', '.join((*_SCALINGS, _MROPE))}")
     if scaling.get(_BASE, base) != base:
         raise ArgumentError("scaling", f"{_BASE} {scaling[_BASE]!r}", f"the base, {base}")
-    numbers = {name: value for name, value in scaling.items() if name not in (*_KINDS, _BASE) and value is not None}
+    others = (*_KINDS, _BASE, _PARTIAL, *_SECTIONS)
+    numbers = {name: value for name, value in scaling.items() if name not in others and value is not None}
     _check_numbers(kind, numbers)
     return kind, numbers
 

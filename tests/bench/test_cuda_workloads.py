@@ -6,6 +6,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -49,6 +50,7 @@ def test_every_parameter_that_users_ask_for_has_a_workload() -> None:
     assert {64, 96, 128, 256, 512, 576} <= {w.head_dim for w in short}
     assert {1, 16, 64, 544} <= {w.page_size for w in short}
     assert {"", "e4m3fn", "e5m2", "int4", "nvfp4"} <= {w.format for w in short}
+    assert ("int8", "int4") in {(w.format, w.v_format) for w in short}
     assert all(any(name in w.features for w in ALL) for name in (*OPTIONAL, *NUMBERS, *PER_HEAD))
 
 
@@ -178,7 +180,29 @@ def with_another_entry(case: BenchCase) -> torch.Tensor:
     return quire.attend(case.q, case.cache, case.batch.with_select(quire.Select(**{select.kind: entries})), case.options)
 
 
+def over(cache: quire.KVCache, **changed: Any) -> quire.KVCache:
+    """A cache over the same pages, with something changed."""
+    same = {
+        "k_format": cache.k_format.name,
+        "v_format": cache.v_format.name,
+        "k_scale": cache.k_scale,
+        "v_scale": cache.v_scale,
+        "hadamard": cache.hadamard,
+    }
+    return quire.KVCache.wrap(cache.k, cache.v, layout="nhd", **{**same, **changed})
+
+
+def with_scales_of_k_for_v(case: BenchCase) -> torch.Tensor:
+    return quire.attend(case.q, over(case.cache, v_scale=case.cache.k_scale.clone()), case.batch, case.options)
+
+
+def without_transformed_queries(case: BenchCase) -> torch.Tensor:
+    return quire.attend(case.q, over(case.cache, hadamard=False), case.batch, case.options)
+
+
 FAULTS = [
+    ("int8/int4", with_scales_of_k_for_v),
+    ("Hadamard", without_transformed_queries),
     ("softcap", options_without("softcap")),
     ("alibi", options_without("alibi")),
     ("sinks", options_without("sinks")),
@@ -199,6 +223,40 @@ def test_a_result_without_the_feature_is_wrong(text: str, fault: Callable[[Bench
     for workload in [w for w in ATTEND if text in w.label]:
         case, reference = small_reference(workload)
         assert not reference.check(fault(case), workload.dtype).right
+
+
+def test_bytes_of_two_formats() -> None:
+    """A byte for each element of K, half of one for each of V, and two scales for each token and head."""
+    (w,) = (w for w in FEATURES if w.v_format)
+    assert w.bytes == 64 * 4096 * 8 * (128 + 64 + 2 * 4) + 64 * 32 * 2 * 128 * 2
+
+
+@pytest.mark.parametrize("form", ["full", "context"])
+@pytest.mark.parametrize("text", ["int8/int4", "Hadamard"])
+def test_new_tokens_are_those_of_the_cache(text: str, form: str) -> None:
+    """Written and attended to, or given as arguments: what another cache of the same formats makes of them."""
+    case = build(replace(named(FEATURES, text), form=form, dtype="fp32"))
+    tokens = case.workload.tokens
+    assert case.k.shape == case.v.shape == (tokens, 2, 128)
+    bound = OWN_ON_CUDA["quire"](case)
+    assert bound is not None and BenchReference(case).check(bound.run(), bound.q_format).right
+    slots = case.batch.slots_of_tokens(tokens, 16)
+    before = [x.flatten(0, 1)[slots].clone() for x in (case.cache.k_bytes, case.cache.v_bytes)]
+    quire.write(case.k, case.v, case.cache, case.batch)
+    # Each token has an element of the largest code, so that its scale and its codes are found again.
+    for x, want in zip((case.cache.k_bytes, case.cache.v_bytes), before):
+        assert torch.equal(x.flatten(0, 1)[slots], want)
+
+
+@pytest.mark.parametrize("formats", [("int8", "int4"), ("", "int4"), ("int4", "e4m3fn")])
+def test_writes_in_two_formats_are_compared(formats: tuple[str, str]) -> None:
+    case = build(Workload("write", ((9, 0),), operation="write", kv_heads=2, format=formats[0], v_format=formats[1]))
+    bound = OWN_ON_CUDA["quire"](case)
+    assert bound is not None and bound.difference is not None and bound.difference() > 0
+    bound.run()
+    assert bound.difference() == 0
+    case.cache.v_bytes.flatten(0, 1)[case.batch.given_slots[3], 1, 5] ^= 1
+    assert bound.difference() > 0
 
 
 def test_values_of_a_latent_cache_are_its_first_elements() -> None:

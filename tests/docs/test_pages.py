@@ -20,7 +20,9 @@ def run_page(page: str, session: dict[str, object]) -> None:
         exec(compile(part, page, "exec"), session)
 
 
-@pytest.mark.parametrize("page", ["index.md", "migrating.md", "explain.md", "prefix_cache.md", "spans.md"])
+@pytest.mark.parametrize(
+    "page", ["index.md", "migrating.md", "explain.md", "prefix_cache.md", "spans.md", "sparse_attention.md", "rope.md", "mla.md"]
+)
 def test_the_code_of_a_page_runs(page: str) -> None:
     session: dict[str, object] = {}
     run_page(page, session)

@@ -14,6 +14,7 @@ from quire.bench import features
 from quire.bench.workloads import Workload
 from quire.cache.format import FORMATS, Format
 from quire.cache.groups import joined
+from quire.cache.hadamard import hadamard
 from quire.cache.kv_cache import KVCache
 from quire.cache.layout import LAYOUTS
 from quire.options import Options
@@ -54,34 +55,27 @@ class BenchCase:
         return [row[:count] for row, count in zip(self.batch.page_table, used)]
 
     def keys_and_values(self, pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V of some pages, [tokens, kv_heads, head_dim], as numbers: fp32 if the cache is quantised."""
+        """K and V of some pages, [tokens, kv_heads, head_dim], as numbers: fp32 if the cache is quantised. Keys are as they are
+        stored: transformed, if those of the cache are."""
         return _numbers(self.cache, lambda x: x[pages.long()].flatten(0, 1))
 
 
 def _numbers(cache: KVCache, chosen: Callable[[torch.Tensor], torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
     """The numbers of the tokens that `chosen` takes from `[pages, page_size, ...]`, their scales applied."""
-    k, v = chosen(cache.k_bytes).view(cache.k.dtype), chosen(cache.v_bytes).view(cache.v.dtype)
-    if cache.k_format.latent:
-        return cache.k_format.unpack(k), cache.k_format.unpack(v)
-    if cache.k_scale is None or cache.v_scale is None:
-        return k, v
-    if cache.k_groups is not None and cache.v_groups is not None:
-        k, v = (
-            _grouped(cache, view, groups, chosen)
-            for view, groups in ((cache.k_view, cache.k_groups), (cache.v_view, cache.v_groups))
-        )
-    elif cache.format.pack > 1:
-        k, v = cache.format.unpack(k), cache.format.unpack(v)
-    k_scale, v_scale = (chosen(x).unsqueeze(-1) if x.dim() == 3 else x for x in (cache.k_scale, cache.v_scale))
-    return k.float() * k_scale, v.float() * v_scale
+    k = chosen(cache.k_bytes).view(cache.k.dtype) if cache.k_groups is None else _grouped(cache.k_view, cache.k_groups, chosen)
+    v = chosen(cache.v_bytes).view(cache.v.dtype) if cache.v_groups is None else _grouped(cache.v_view, cache.v_groups, chosen)
+    numbers = []
+    for x, format, scale in ((k, cache.k_format, cache.k_scale), (v, cache.v_format, cache.v_scale)):
+        x = format.unpack(x) if format.latent or format.pack > 1 or format.group else x
+        if scale is not None:
+            x = x.float() * (chosen(scale).unsqueeze(-1) if scale.dim() == 3 else scale)
+        numbers.append(x.float() if cache.quantised else x)
+    return numbers[0], numbers[1]
 
 
-def _grouped(
-    cache: KVCache, view: torch.Tensor, groups: torch.Tensor, chosen: Callable[[torch.Tensor], torch.Tensor]
-) -> torch.Tensor:
-    """The numbers of chosen tokens of a format with scales of groups."""
-    rows = torch.cat([part.flatten(4).flatten(2, 3).transpose(1, 2) for part in (view, groups)], -1)
-    return cache.format.unpack(chosen(rows))
+def _grouped(view: torch.Tensor, groups: torch.Tensor, chosen: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    """The codes and scales of chosen tokens of a format with scales of groups."""
+    return chosen(torch.cat([part.flatten(4).flatten(2, 3).transpose(1, 2) for part in (view, groups)], -1))
 
 
 def build(workload: Workload, device: torch.device | str = "cpu", folder: str | None = None) -> BenchCase:
@@ -89,30 +83,39 @@ def build(workload: Workload, device: torch.device | str = "cpu", folder: str | 
     implementations read the same physical memory."""
     w, device = workload, torch.device(device)
     values = torch.Generator(device).manual_seed(1)
-    format, dtype = FORMATS[w.cache_format], FORMATS[w.dtype].dtype
+    formats, dtype = w.formats, FORMATS[w.dtype].dtype
     table, pages = features.page_table(w)
     batch = _batch(w, table, device)
     slots = batch.slots_of_tokens(w.tokens, w.page_size)
     shapes = [(pages, w.page_size, w.kv_heads, dim) for dim in ((w.head_dim,) if w.latent else (w.head_dim, w.value_dim))]
-    scales: list[Any] = list(_scales(w)) if format.scaled else [None, None]
+    scales: list[Any] = [scale if format.scaled else None for scale, format in zip(_scales(w), formats)]
     if w.operation == "write":
         batch.given_slots = slots
-        stored = [torch.zeros((*shape[:3], format.units_of(shape[3])), dtype=format.dtype, device=device) for shape in shapes]
+        stored = [
+            torch.zeros((*shape[:3], format.units_of(shape[3])), dtype=format.dtype, device=device)
+            for shape, format in zip(shapes, formats)
+        ]
     else:
         files = [None if folder is None else Path(folder, name) for name in "kv"]
-        exact = torch.float32 if format.quantised else dtype
-        stored = [_pages(shape, exact, values, file) for shape, file in zip(shapes, files)]
-        if format.quantised:
-            stored, scales = _quantised(stored, format, w.scales)
+        stored = []
+        for i, (shape, format, file) in enumerate(zip(shapes, formats, files)):
+            # Random keys stand for transformed ones, too: their transform is as random.
+            part = _pages(shape, torch.float32 if format.quantised else dtype, values, file)
+            if format.quantised:
+                part, scales[i] = _quantised(part, format, w.scales, scales[i])
+            stored.append(part)
     if w.latent:
-        cache = KVCache.wrap(stored[0], layout="nhd", format=format.name, k_scale=scales[0], v_in_k=w.v_dim)
+        cache = KVCache.wrap(stored[0], layout="nhd", format=w.cache_format, k_scale=scales[0], v_in_k=w.v_dim)
     else:
-        cache = KVCache.wrap(*stored, layout="nhd", format=format.name, k_scale=scales[0], v_scale=scales[1])
+        k_format, v_format = (format.name for format in formats)
+        how = {"k_scale": scales[0], "v_scale": scales[1], "hadamard": w.hadamard}
+        cache = KVCache.wrap(*stored, layout="nhd", k_format=k_format, v_format=v_format, **how)
     if w.operation == "write":
         # One tensor of both, so that they can be copied as one.
         k, v = torch.randn(2, w.tokens, w.kv_heads, w.head_dim, dtype=dtype, device=device, generator=values).unbind()
     else:
-        k, v = (x.to(dtype) for x in _numbers(cache, lambda x: x.flatten(0, 1)[slots]))
+        k, v = _numbers(cache, lambda x: x.flatten(0, 1)[slots])
+        k, v = (hadamard(k) if w.hadamard else k).to(dtype), v.to(dtype)
     q = torch.randn(w.tokens, w.q_heads, w.head_dim, generator=values, device=device).to(dtype)
     rope = Rope.make(w.head_dim, max_positions=max(map(sum, w.sequences)), device=device) if w.rope else None
     return BenchCase(w, q, k, v, cache, batch, features.options(w, device), rope)
@@ -140,16 +143,17 @@ def _scales(w: Workload) -> tuple[float, float]:
     return K_SCALE, K_SCALE if w.rope else V_SCALE
 
 
-def _quantised(parts: list[torch.Tensor], format: Format, kind: str) -> tuple[list[torch.Tensor], list[Any]]:
-    """K and V in a format, and their scales."""
+def _quantised(x: torch.Tensor, format: Format, kind: str, scale: Any) -> tuple[torch.Tensor, Any]:
+    """K or V in a format, and its scales: one for the tensor, which is given, or those of its tokens."""
     assert format.largest is not None
     if format.latent:
-        return [format.encode(x) for x in parts], [None]
-    scales: list[Any] = [K_SCALE, V_SCALE]
-    if kind != "tensor":
-        scales = [(x.abs().amax(-1) / format.largest).clamp(min=1e-6) for x in parts]
-    stored = [format.encode(x / (scale if kind == "tensor" else scale.unsqueeze(-1))) for x, scale in zip(parts, scales)]
-    return [joined(x, format, LAYOUTS["nhd"].k) for x in stored] if format.group else stored, scales
+        return format.encode(x), None
+    if kind == "tensor":
+        stored = format.encode(x / scale)
+    else:
+        scale = (x.abs().amax(-1) / format.largest).clamp(min=1e-6)
+        stored = format.encode(x / scale.unsqueeze(-1))
+    return joined(stored, format, LAYOUTS["nhd"].k) if format.group else stored, scale
 
 
 def _pages(shape: tuple[int, ...], dtype: torch.dtype, g: torch.Generator, file: Path | None) -> torch.Tensor:

@@ -124,6 +124,8 @@ FEATURES: tuple[Workload, ...] = (
     _sharing("decode 32 x 16 answers of 512 to prompts of 1024", 512, 512, (16, 1024)),
     _sharing("decode 64 x 256 below a tree of depth 3", 64, 256, (64, 4096), (16, 2048), (4, 1024)),
     *(w for w in CUDA_WORKLOADS if w.format in ("int4", "nvfp4")),
+    replace(_DECODE, format="int8", v_format="int4", scales="token"),
+    replace(_DECODE, format="int4", scales="token", hadamard=True),
     replace(_SPARSE, select="positions", selected=2048),
     replace(_SPARSE, select="columns", selected=128),
     replace(_LATENT, name=_SPARSE.name, sequences=_SPARSE.sequences, select="positions", selected=2048),

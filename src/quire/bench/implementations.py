@@ -27,7 +27,7 @@ def own(case: BenchCase) -> BoundImplementation:
 
 def own_with_fp8_queries(case: BenchCase) -> BoundImplementation | None:
     """`quire.attend` with queries in the cache's 8-bit format, quantised beforehand: to compare with peers that need them."""
-    format = case.cache.format
+    format = case.cache.k_format
     is_fp8 = format.quantised and format.dtype.is_floating_point
     if case.workload.operation == "write" or not is_fp8 or case.workload.form == "context":
         return None
@@ -95,7 +95,7 @@ def gather_sdpa(case: BenchCase) -> BoundImplementation | None:
     """For each sequence: gather its pages with index_select, pack the group as query rows, call torch's SDPA. Masks are made
     beforehand and not timed."""
     q, cache, batch = case.q, case.cache, case.batch
-    if cache.format.quantised or case.workload.features or case.workload.window is not None:
+    if cache.quantised or case.workload.features or case.workload.window is not None:
         return None
     table, size, kv_heads, dim = batch.page_table.long(), cache.page_size, cache.kv_heads, cache.head_dim
     group = q.shape[1] // kv_heads

@@ -11,6 +11,7 @@ import torch
 
 from quire.bench.case import Q_SCALE, BenchCase
 from quire.cache.format import FORMATS, format_of
+from quire.cache.hadamard import transformed
 from quire.conformance.cases.call import KernelCall
 from quire.conformance.oracle.budget import allowed, rounding_losses
 from quire.conformance.oracle.exact import Outcome, Values, exact
@@ -154,8 +155,9 @@ def sample_call(sample: ReferenceSample, dtype: torch.dtype, options: Options, q
 
 
 def samples(case: BenchCase, q: torch.Tensor) -> Iterator[ReferenceSample]:
-    """The same each time: the first queries of every sequence, the last, and some between."""
-    token = 0
+    """The same each time: the first queries of every sequence, the last, and some between. With transformed keys, the queries are
+    transformed, too, and rounded to their type: no score changes otherwise."""
+    token, q = 0, transformed("q", q, case.cache)
     for seq, ((new, _), pages) in enumerate(zip(case.workload.sequences, case.page_lists())):
         heads, q_heads = _heads(case, seq)
         k, v = (x[:, heads] for x in case.keys_and_values(pages))

@@ -348,14 +348,14 @@ def call_without_memory(workload: Workload) -> Call:
 
 def without_memory(workload: Workload) -> tuple[torch.Tensor, KVCache, Batch, Options]:
     """The tensors of `case.build` without memory: shapes, strides and types."""
-    w, format = workload, FORMATS[workload.cache_format]
+    w, formats = workload, workload.formats
 
     def nothing(*shape: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
 
     used = [-(-(new + context) // w.page_size) for new, context in w.sequences]
-    k, v = (nothing(sum(used), w.page_size, w.kv_heads, format.units_of(w.head_dim), dtype=format.dtype) for _ in "kv")
-    k_scale, v_scale = (nothing(dtype=torch.float32) if format.quantised else None for _ in "kv")
+    k, v = (nothing(sum(used), w.page_size, w.kv_heads, f.units_of(w.head_dim), dtype=f.dtype) for f in formats)
+    k_scale, v_scale = (nothing(dtype=torch.float32) if f.quantised else None for f in formats)
     batch = Batch(
         nothing(len(used), -(-max(used) // 8) * 8, dtype=torch.int32),
         nothing(len(used), dtype=torch.int32),
@@ -364,7 +364,8 @@ def without_memory(workload: Workload) -> tuple[torch.Tensor, KVCache, Batch, Op
         max_kv_len=max(new + context for new, context in w.sequences),
     )
     q = nothing(w.tokens, w.q_heads, w.head_dim, dtype=FORMATS[w.dtype].dtype)
-    cache = KVCache.wrap(k, v, layout="nhd", format=format.name, k_scale=k_scale, v_scale=v_scale)
+    how: dict[str, Any] = {"k_scale": k_scale, "v_scale": v_scale, "hadamard": w.hadamard}
+    cache = KVCache.wrap(k, v, layout="nhd", k_format=formats[0].name, v_format=formats[1].name, **how)
     return q, cache, batch, Options(window=w.window)
 
 

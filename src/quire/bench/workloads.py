@@ -7,7 +7,7 @@ import random
 import re
 from dataclasses import asdict, dataclass, replace
 
-from quire.cache.format import FORMATS
+from quire.cache.format import FORMATS, Format
 from quire.errors import ArgumentError
 
 Lengths = tuple[tuple[int, int], ...]
@@ -33,6 +33,10 @@ class Workload:
     page_size: int = 16
     format: str = ""
     """How the cache stores an element, if not as `dtype`."""
+    v_format: str = ""
+    """How it stores an element of V, if not as one of K."""
+    hadamard: bool = False
+    """Whether the keys of the cache are Hadamard-transformed."""
     scales: str = "tensor"
     """Of a quantised cache: one for each tensor, or for each token and head."""
     window: int | None = None
@@ -75,7 +79,8 @@ class Workload:
             f"head_dim {self.head_dim}/{self.v_dim}": self.v_dim != 0,
             "MLA": self.latent,
             f"pages of {self.page_size}": self.page_size != 16,
-            f"{self.format} cache": bool(self.format),
+            f"{'/'.join(filter(None, (self.format, self.v_format)))} cache": bool(self.format),
+            "Hadamard-transformed keys": self.hadamard,
             f"scales per {self.scales}": self.scales != "tensor",
             f"window {self.window}": self.window is not None,
             "context form": self.form == "context",
@@ -92,6 +97,11 @@ class Workload:
     @property
     def cache_format(self) -> str:
         return self.format or self.dtype
+
+    @property
+    def formats(self) -> tuple[Format, Format]:
+        """How the cache stores K and V."""
+        return FORMATS[self.cache_format], FORMATS[self.v_format or self.cache_format]
 
     @property
     def tokens(self) -> int:
@@ -111,9 +121,9 @@ class Workload:
     def bytes(self) -> int:
         """What must be read and written once: keys and values that a query sees, queries, outputs; for a write, what it is
         given and what it stores. Keys that sequences share count once."""
-        width, stored = FORMATS[self.dtype].itemsize, FORMATS[self.cache_format].bytes_of
+        width = FORMATS[self.dtype].itemsize
         dims = (self.head_dim,) if self.latent else (self.head_dim, self.value_dim)
-        of_key = sum(stored(dim) + 4 * (self.scales == "token") for dim in dims)
+        of_key = sum(format.bytes_of(dim) + 4 * (self.scales == "token") for format, dim in zip(self.formats, dims))
         if self.operation == "write":
             of_key += sum(dims) * width
             return self.tokens * (self.kv_heads * of_key + self.rope * self.q_heads * 2 * self.head_dim * width)
@@ -180,7 +190,19 @@ class Workload:
         return cls(**fields | pairs | {"options": tuple(fields["options"])})
 
 
-OPTIONAL = ("v_dim", "latent", "tree", "part_causal", "image", "select", "prefixes", "rope", "batch_invariant")
+OPTIONAL = (
+    "v_format",
+    "hadamard",
+    "v_dim",
+    "latent",
+    "tree",
+    "part_causal",
+    "image",
+    "select",
+    "prefixes",
+    "rope",
+    "batch_invariant",
+)
 """The fields of a workload that an implementation may not support."""
 
 

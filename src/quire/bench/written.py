@@ -6,7 +6,6 @@ import torch
 
 from quire.bench.bound import BoundImplementation
 from quire.bench.case import BenchCase
-from quire.cache.format import FORMATS
 from quire.cache.kv_cache import KVCache
 from quire.write import write
 
@@ -45,8 +44,8 @@ def own_in_two_launches(case: BenchCase) -> BoundImplementation | None:
 def stored_difference(case: BenchCase) -> float:
     """The largest difference of what is stored from the new tokens, in units of the format."""
     worst = 0.0
-    for x, scale, got in _stored(case):
-        want = case.cache.format.encode(x if scale is None else x.float() / scale)
+    for (x, scale, got), format in zip(_stored(case), (case.cache.k_format, case.cache.v_format)):
+        want = format.encode(x if scale is None else x.float() / scale)
         worst = max(worst, float((got.float() - want.float()).abs().max()), key=_nan_first)
     return worst
 
@@ -82,9 +81,8 @@ def _stored(case: BenchCase) -> list[tuple[torch.Tensor, torch.Tensor | None, to
     """For K and V: the new tokens, the scale, and what is stored in their slots."""
     cache, slots = case.cache, case.batch.given_slots
     assert slots is not None
-    dtype = FORMATS[case.workload.cache_format].dtype
-    both = ((case.k, cache.k_scale, cache.k_bytes), (case.v, cache.v_scale, cache.v_bytes))
-    return [(x, scale, pages.flatten(0, 1)[slots].view(dtype)) for x, scale, pages in both]
+    both = ((case.k, cache.k_scale, cache.k_bytes, cache.k_format), (case.v, cache.v_scale, cache.v_bytes, cache.v_format))
+    return [(x, scale, pages.flatten(0, 1)[slots].view(format.dtype)) for x, scale, pages, format in both]
 
 
 def _nan_first(error: float) -> float:

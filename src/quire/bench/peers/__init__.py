@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from quire.bench.implementations import Implementation
+from quire.bench.case import BenchCase
+from quire.bench.implementations import BoundImplementation, Implementation
 from quire.errors import ArgumentError
 
 if TYPE_CHECKING:
@@ -23,8 +24,16 @@ def load(names: Sequence[str] | None = None) -> tuple[dict[str, Implementation],
 
 
 def _of_bytes(implementation: Implementation) -> Implementation:
-    """The implementation, which does not take caches with less than a byte for an element."""
-    return lambda case: None if case.cache.format.pack > 1 else implementation(case)
+    """The implementation, which takes no cache with less than a byte for an element, with another format for V than for K, or with
+    transformed keys."""
+
+    def bind(case: BenchCase) -> BoundImplementation | None:
+        cache = case.cache
+        if cache.k_format is not cache.v_format or cache.k_format.pack > 1 or cache.hadamard:
+            return None
+        return implementation(case)
+
+    return bind
 
 
 def load_streams(names: Sequence[str] | None = None) -> tuple[dict[str, StreamImplementation], dict[str, str]]:

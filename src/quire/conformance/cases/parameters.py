@@ -29,7 +29,8 @@ def _of(field: str, *values: Any) -> dict[str, dict[str, Any]]:
 
 PARAMETERS: dict[str, dict[str, dict[str, Any]]] = {
     "form": _of("form", "full", "context"),
-    # Formats of 4 bits, and other formats for V than for K, have cases of their own in standard.txt.
+    # Formats of 4 bits, and other formats for V than for K, have cases of their own in standard.txt. So do spans, selections,
+    # shards, prefixes, latent caches and batch invariance.
     "format": _of("format", *FLOAT_NAMES, *BYTE_NAMES),
     "scales": _of("scales", "none", "tensor", "head", "token"),
     "q_dtype": _of("q_dtype", "fp32", "fp16", "bf16", FP8_NAMES[0]),
