@@ -20,6 +20,8 @@ def measure_pool(pages: int = 1_000_000, page_size: int = 16, repeats: int = 8) 
     for seqs, length, limit in decodes:
         if seqs * (length // page_size + 8) <= pages:
             yield from _measure_decode(pages, page_size, seqs, length, limit, repeats)
+    if 1024 * 24 + _PROMPT // page_size <= pages:
+        yield from _measure_shared(pages, page_size, 1024, repeats)
     if 256 * 2048 <= pages * page_size:
         yield Figure("step, prefill, 256 x 2048", min(_prefill(pages, page_size) for _ in range(repeats)), 1e-3)
     if 4096 * 2048 <= pages * page_size:
@@ -54,6 +56,20 @@ def _measure_decode(pages: int, page_size: int, seqs: int, length: int, limit: f
         Figure(f"{name}, a page for each", min(paged), limit),
         Figure(f"{name}, other order", min(reordered), None),
     ]
+
+
+def _measure_shared(pages: int, page_size: int, seqs: int, repeats: int) -> list[Figure]:
+    """Steps that say what their sequences share: the first with these sequences, in which it is searched, and further ones."""
+    pool, (prompt,) = _filled(pages, page_size, 1, _PROMPT)
+    counts = {pool.fork(prompt): 1 for _ in range(seqs)}
+    first: list[float] = []
+    further: list[float] = []
+    for _ in range(repeats):
+        pool.free(pool.fork(prompt))  # the next step is laid out again
+        first.append(_timed(lambda: pool.step(counts, share=True)))
+        further += [_timed(lambda: pool.step(counts, share=True)) for _ in range(page_size)]
+    name = f"step with share=True, {seqs} that share {_PROMPT}"
+    return [Figure(name, min(further), None), Figure(f"{name}, first", min(first), None)]
 
 
 def _prefill(pages: int, page_size: int) -> float:
