@@ -281,6 +281,15 @@ def test_prefixes_must_form_trees() -> None:
         ([((0, 1), 0, 2), ((0, 1), 3, 4)], "where the prefix before it ends"),
         ([((0, 1), 0, 2), ((1, 2), 0, 2)], "where the prefix before it ends"),
         ([((0, 1), 0, 2), ((0.5, 1), 2, 3)], "of ints"),
+        ([((0, True), 0, 2)], "of ints"),
+        ([(([0], 1), 0, 2)], "of ints"),
+        ([("ab", 0, 2)], "of ints"),
+        ([(1, 0, 1)], r"prefixes\[0\]: given \(1, 0, 1\); allowed: \(sequences, begin, end\), such as"),
+        ([((0, 1), 0, 2), ((0, 1), 0)], r"prefixes\[1\]: given \(\(0, 1\), 0\); allowed: \(sequences"),
+        ([None], r"prefixes\[0\]: given nothing"),
+        ("x", r"prefixes\[0\]: given 'x'; allowed: \(sequences"),
+        (5, "prefixes: given 5; allowed: an iterable of"),
+        (None, r"prefixes: given nothing \(None\); allowed: an iterable of"),
     ):
         with pytest.raises(ArgumentError, match=text):
             Prefixes(groups, 3)  # type: ignore[arg-type]
@@ -456,6 +465,14 @@ def test_pool_knows_prefixes_after_every_change() -> None:
     with pytest.raises(quire.StaleBatch):
         pool.step({late[0]: 1})
         quire.attend(torch.zeros(5, 2, 64), KVCache.allocate(pool, kv_heads=2, head_dim=64), batch)
+
+
+@pytest.mark.parametrize("share", [1, 0, None, "yes"])
+def test_share_is_a_bool(share: Any) -> None:
+    pool, answers = pool_of_forks()
+    with pytest.raises(ArgumentError, match=r"share: given .*; allowed: True or False"):
+        pool.step(dict.fromkeys(answers, 1), share=share)
+    assert pool.steps == 1
 
 
 def test_hits_of_the_prefix_cache_are_shared() -> None:

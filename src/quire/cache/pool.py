@@ -162,7 +162,8 @@ class PagePool:
 
         Raises:
             OutOfPages: There are too few free pages. The pool is unchanged.
-            ArgumentError: A sequence was freed or belongs to another pool, or a count is not an int of 0 or more.
+            ArgumentError: A sequence was freed or belongs to another pool, a count is not an int of 0 or more, or `share` is not a
+                bool.
 
         Example:
             >>> import quire
@@ -174,6 +175,8 @@ class PagePool:
             ([0, 1, 2], [7, 4])
         """
         self._undo_pending()
+        if not isinstance(share, bool):
+            raise ArgumentError("share", describe(share), "True or False")
         latest, transaction = self._latest, Transaction()
         try:
             request = self._request(new_tokens)

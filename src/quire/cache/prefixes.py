@@ -243,9 +243,12 @@ def _checked(given: Any, seqs: int) -> list[Prefix]:
     """The prefixes, those of fewer sequences of a tree after those of more. Raises ArgumentError for wrong values."""
     if not isinstance(seqs, int) or isinstance(seqs, bool) or seqs < 0:
         raise ArgumentError("seqs", describe(seqs), "an int of 0 or more")
+    if not isinstance(given, Iterable):
+        raise ArgumentError("prefixes", describe(given), "an iterable of (sequences, begin, end)")
     found = []
-    for i, (sequences, begin, end) in enumerate(given):
-        prefix = Prefix(tuple(sequences), begin, end)
+    for i, one in enumerate(given):
+        prefix = _prefix(i, one)
+        begin, end = prefix.begin, prefix.end
         if not all(isinstance(x, (int, numpy.integer)) and not isinstance(x, bool) for x in (*prefix.sequences, begin, end)):
             raise ArgumentError(f"prefixes[{i}]", repr(prefix), "(sequences, begin, end) of ints")
         if len(set(prefix.sequences)) < max(2, len(prefix.sequences)):
@@ -256,6 +259,15 @@ def _checked(given: Any, seqs: int) -> list[Prefix]:
             raise ArgumentError(f"prefixes[{i}]", f"columns [{begin}, {end})", "0 <= begin < end")
         found.append(prefix)
     return sorted(found, key=lambda prefix: prefix.begin)
+
+
+def _prefix(i: int, given: Any) -> Prefix:
+    """Prefix number i. Raises ArgumentError unless it has three parts, of which the first has parts."""
+    try:
+        sequences, begin, end = given
+        return Prefix(tuple(sequences), begin, end)
+    except (TypeError, ValueError):
+        raise ArgumentError(f"prefixes[{i}]", describe(given), "(sequences, begin, end), such as ((0, 1), 0, 4)") from None
 
 
 def _arrays(found: list[Prefix], seqs: int) -> PrefixArrays:
