@@ -175,7 +175,7 @@ def test_other_ids_than_before_are_refused():
     pool.step({found: 4})
     for sequence in (a, found, pool.fork(a)):
         for other in ([2] * 8, [1] * 7 + [2], [2] + [1] * 7, [2] * 12, [2] * 4, [1] * 3 + [2] + [1] * 8):
-            with pytest.raises(ArgumentError, match="ids that differ from those that page [01] was registered with"):
+            with pytest.raises(ArgumentError, match=r"ids that differ from those that page [01] was registered with"):
                 pool.register(sequence, other)
     assert pool.prefix_usage().cached == 2
     pool.register(a, [1] * 3)

@@ -86,12 +86,14 @@ def _free(pages: int, page_size: int) -> float:
 def _measure_prefix_cache(pages: int, page_size: int, repeats: int) -> list[Figure]:
     """Prompts in a pool whose pages are all cached and free. Every further page is an evicted one."""
     pool, count = PagePool(pages, page_size), pages * page_size // _PROMPT
-    registered, found, missed, evicted = [], [], [], []
+    registered, again, found, missed, evicted = [], [], [], [], []
     for number in range(count):
         prompt = _prompt(number)
         sequence = pool.match(prompt)
         pool.step({sequence: _PROMPT})
-        registered.append(_timed(partial(pool.register, sequence, prompt[:_PROMPT])))
+        register = partial(pool.register, sequence, prompt[:_PROMPT])
+        registered.append(_timed(register))
+        again.append(_timed(register))
         pool.free(sequence)
     each = pool.nbytes / pages
     for number in range(max(count - 4 * repeats, 0), count):
@@ -106,6 +108,7 @@ def _measure_prefix_cache(pages: int, page_size: int, repeats: int) -> list[Figu
         Figure(f"match, {name}, all found", min(found), 1e-3),
         Figure(f"match, {name}, none found", min(missed), None),
         Figure(f"register, {name}", min(registered), None),
+        Figure(f"register, {name}, again", min(again), None),
         Figure(f"step, {len(sequences)} pages evicted", min(evicted), None),
         Figure("bytes per page, all cached", each, None),
     ]

@@ -172,10 +172,9 @@ def plan_registration(pool: PagePool, sequence: Sequence, token_ids: object, tra
 def _check_keys(cache: PrefixCache, pages: numpy.ndarray, keys: list[bytes], columns: list[int]) -> None:
     """Raises ArgumentError if the page of one of these columns is cached and has another key."""
     some = pages[columns]
-    wanted = numpy.frombuffer(b"".join(keys[i] for i in columns), dtype=numpy.uint8).reshape(-1, KEY_BYTES)
-    other = some[(some >= 0) & cache.is_cached(some) & (cache.keys[some] != wanted).any(1)]
-    if len(other):
-        raise _other_ids(int(other[0]))
+    for i in numpy.flatnonzero((some >= 0) & cache.is_cached(some)).tolist():
+        if cache.key_of(int(some[i])) != keys[columns[i]]:
+            raise _other_ids(int(some[i]))
 
 
 def _other_ids(page: int) -> ArgumentError:
