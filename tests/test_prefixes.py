@@ -15,13 +15,14 @@ import torch
 
 import quire
 from quire import ArgumentError, Batch, ContractError, KVCache, Options, PagePool, Platform, Prefixes
-from quire.cache import prefixes as prefixes_module
+from quire.cache import prefix_search
 from quire.conformance.recording.record import load
 from quire.contract import validated
 from quire.contract.call import Call
 from quire.kernels.native import library
 from quire.launch import described
 from support import kernels
+from support.prefix_search import plainly_found
 from support.scenario import Scenario, build
 
 each_kernel = kernels.each_kernel
@@ -280,6 +281,15 @@ def test_prefixes_must_form_trees() -> None:
         ([((0, 1), 0, 2), ((0, 1), 3, 4)], "where the prefix before it ends"),
         ([((0, 1), 0, 2), ((1, 2), 0, 2)], "where the prefix before it ends"),
         ([((0, 1), 0, 2), ((0.5, 1), 2, 3)], "of ints"),
+        ([((0, True), 0, 2)], "of ints"),
+        ([(([0], 1), 0, 2)], "of ints"),
+        ([("ab", 0, 2)], "of ints"),
+        ([(1, 0, 1)], r"prefixes\[0\]: given \(1, 0, 1\); allowed: \(sequences, begin, end\), such as"),
+        ([((0, 1), 0, 2), ((0, 1), 0)], r"prefixes\[1\]: given \(\(0, 1\), 0\); allowed: \(sequences"),
+        ([None], r"prefixes\[0\]: given nothing"),
+        ("x", r"prefixes\[0\]: given 'x'; allowed: \(sequences"),
+        (5, "prefixes: given 5; allowed: an iterable of"),
+        (None, r"prefixes: given nothing \(None\); allowed: an iterable of"),
     ):
         with pytest.raises(ArgumentError, match=text):
             Prefixes(groups, 3)  # type: ignore[arg-type]
@@ -300,7 +310,7 @@ def plainly_shared(table: list[list[int]], limits: list[int], a: int, b: int) ->
 @pytest.mark.parametrize("seed", range(20))
 def test_find_finds_all(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every pair of sequences shares as many columns as by comparison, if prefixes of any length are kept."""
-    monkeypatch.setattr(prefixes_module, "LEAST_KEYS", 1)
+    monkeypatch.setattr(prefix_search, "LEAST_KEYS", 1)
     r = random.Random(seed)
     seqs, width = r.randint(1, 9), r.randint(1, 9)
     table = [[r.randint(0, 1) + 2 * c for c in range(width)] for _ in range(seqs)]
@@ -311,7 +321,7 @@ def test_find_finds_all(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
         ends |= {(a, b): prefix.end for a in prefix.sequences for b in prefix.sequences if a != b}
     for (a, b), end in ends.items():
         want = plainly_shared(table, limits, a, b)
-        assert end == want or (found.levels == prefixes_module.MOST_LEVELS and end < want)
+        assert end == want or (found.levels == prefix_search.MOST_LEVELS and end < want)
 
 
 def test_find_leaves_out_what_does_not_pay() -> None:
@@ -323,6 +333,107 @@ def test_find_leaves_out_what_does_not_pay() -> None:
     table = numpy.array([[1, 2, 3, 4, 5, 6, 7], [1, 2, 3, 4, 5, 6, 8], [1, 9, 9, 9, 9, 9, 9]])
     assert [tuple(p) for p in Prefixes.of_table(table, numpy.array([112] * 3), 16).listed] == [((0, 1, 2), 0, 1), ((0, 1), 1, 6)]
     assert Prefixes.of_table(numpy.array([[-1, 4], [-1, 4]]), numpy.array([128] * 2), 64).listed == []
+
+
+def assert_found(found: Prefixes, table: numpy.ndarray, limits: numpy.ndarray, page_size: int) -> None:
+    """The prefixes are those of the search group by group, and their tensors those that the constructor makes of them."""
+    want = plainly_found(table, limits, page_size)
+    assert sorted(found.listed, key=lambda prefix: (prefix.begin, prefix.sequences)) == want
+    made = Prefixes(found.listed, found.seqs)
+    assert made.numbers == found.numbers and made.saved_pages == found.saved_pages
+    for name, tensor in made.tensors.items():
+        assert torch.equal(tensor, found.tensors[name]) and found.tensors[name].is_contiguous(), name
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_search_finds_the_trees_of_tables(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows that continue copies of others; deep trees, wide tables, missing pages, groups that begin in different columns."""
+    r = numpy.random.default_rng(seed)
+    monkeypatch.setattr(prefix_search, "LEAST_KEYS", int(r.choice([1, 4, 16])))
+    monkeypatch.setattr(prefix_search, "_FIRST_COLUMNS", int(r.choice([1, 3, 32])))
+    seqs, width = int(r.integers(1, 60)), int(r.choice([1, 3, 12, 90]))
+    table = r.permutation(seqs * width).reshape(seqs, width).astype(numpy.int32)
+    for row in range(1, seqs):
+        columns = r.integers(0, width + 1)
+        table[row, :columns] = table[r.integers(0, row), :columns]
+    if seed % 3 == 0:
+        table[r.random(table.shape) < 0.02] = -1
+        table[:, int(r.integers(0, width)) :] = -1
+    order, limits = r.permutation(seqs), r.integers(0, width + 1, seqs)
+    assert_found(Prefixes.of_table(table[order], limits * 2, 2), table[order], limits, 2)
+
+
+class Engine:
+    """Operations on a pool; each step says which pages are shared, and is compared with a search in its table."""
+
+    def __init__(self, seed: int, shard: tuple[int, int, int] | None = None) -> None:
+        self.r = random.Random(seed)
+        self.pool = PagePool(pages=300, page_size=4, shard=shard)
+        self.batched: list[Any] = []
+        self.repeated = self.prefixes = 0
+        self.pool.step({self.pool.sequence(): 30, self.pool.sequence(): 30})
+
+    @property
+    def live(self) -> list[Any]:
+        return list(self.pool.sequences)
+
+    def step(self) -> None:
+        """Mostly with the sequences of the step before."""
+        if self.r.random() < 0.2 or not set(self.batched) <= set(self.live) or not self.batched:
+            self.batched = self.r.sample(self.live, self.r.randint(1, len(self.live)))
+        counts = {sequence: self.r.choice([0, 1, 1, 1, 5]) for sequence in self.batched}
+        known = getattr(self.pool._last, "_prefixes", None)
+        try:
+            batch = self.pool.step(counts, share=self.r.random() < 0.8)
+        except quire.OutOfPages:
+            self.pool.free(*self.r.sample(self.live, len(self.live) // 2))
+            return
+        if batch.prefixes is not None:
+            self.repeated += self.pool._last._prefixes is known  # type: ignore[union-attr]
+            self.prefixes += len(batch.prefixes.groups) > 0
+            context = batch.kv_lens - batch.q_starts.diff()
+            keys = context if batch.shard is None else torch.tensor([batch.shard.count(int(n)) for n in context])
+            assert_found(batch.prefixes, batch.page_table.numpy(), (keys // 4).numpy(), 4)
+            batch.prefixes.groups.fill_(7)  # a caller's change does not reach later steps
+        if self.r.random() < 0.25:
+            self.pool.rollback(batch)
+
+    def change(self) -> None:
+        one = self.r.choice(self.live)
+        act = self.r.choice(["fork", "fork", "trim", "drop", "free", "extend", "swap", "sequence", "register"])
+        if act == "fork" and len(self.live) < 12:
+            self.pool.fork(one)
+        elif act == "trim":
+            least = one.pages.count(-1) * 4 if self.pool.shard is None else one.length
+            self.pool.trim(one, self.r.randint(min(least, one.length), one.length))
+        elif act == "drop" and self.r.random() < 0.3:
+            self.pool.drop(one, self.r.randint(0, one.length))
+        elif act == "free" and len(self.live) > 3:
+            self.pool.free(one)
+        elif act == "extend" and self.pool.free_pages > 10:
+            self.pool.extend(one, self.r.randint(0, 9))
+        elif act == "swap" and self.pool.free_pages > len(one.pages):
+            self.pool.swap_out(one)
+            self.pool.swap_in(one)
+        elif act == "sequence" and len(self.live) < 12:
+            self.pool.sequence()
+        elif act == "register" and self.pool.shard is None and len(self.live) < 12:
+            self.pool.register(one, [0] * one.length)
+            self.pool.match([0] * one.length)
+
+
+@pytest.mark.parametrize("shard", [None, (1, 2, 2)])
+@pytest.mark.parametrize("seed", range(6))
+def test_pool_knows_prefixes_after_any_change(
+    seed: int, shard: tuple[int, int, int] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prefix_search, "LEAST_KEYS", 1)
+    engine = Engine(seed, shard)
+    for _ in range(150):
+        for _ in range(engine.r.randint(1, 6)):
+            engine.step()
+        engine.change()
+    assert engine.repeated > 100 and engine.prefixes > 30, (engine.repeated, engine.prefixes)
 
 
 def pool_of_forks() -> tuple[PagePool, list[Any]]:
@@ -354,6 +465,14 @@ def test_pool_knows_prefixes_after_every_change() -> None:
     with pytest.raises(quire.StaleBatch):
         pool.step({late[0]: 1})
         quire.attend(torch.zeros(5, 2, 64), KVCache.allocate(pool, kv_heads=2, head_dim=64), batch)
+
+
+@pytest.mark.parametrize("share", [1, 0, None, "yes"])
+def test_share_is_a_bool(share: Any) -> None:
+    pool, answers = pool_of_forks()
+    with pytest.raises(ArgumentError, match=r"share: given .*; allowed: True or False"):
+        pool.step(dict.fromkeys(answers, 1), share=share)
+    assert pool.steps == 1
 
 
 def test_hits_of_the_prefix_cache_are_shared() -> None:

@@ -15,6 +15,7 @@ __all__ = [
     "Batch",
     "Options",
     "Rope",
+    "Prefixes",
     "Select",
     "attend",
     "write",

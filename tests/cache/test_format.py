@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.cache.format import FORMATS, format_of
+from quire.cache.format import FORMATS, encode_groups, format_of
 from quire.errors import ArgumentError
 from support import nvfp4
 
@@ -198,3 +198,16 @@ def test_what_is_refused(dtype, name, message):
     with pytest.raises(ArgumentError) as caught:
         format_of(dtype, name)
     assert str(caught.value) == message
+
+
+def test_groups_of_a_view_are_encoded_without_a_warning(recwarn):
+    x = torch.randn(3, 2, 32)
+    before = torch.is_warn_always_enabled()
+    torch.set_warn_always(True)
+    try:
+        found = encode_groups(x.transpose(0, 1), 16)
+    finally:
+        torch.set_warn_always(before)
+    assert [str(warning.message) for warning in recwarn] == []
+    for mine, other in zip(found, encode_groups(x.transpose(0, 1).contiguous(), 16)):
+        assert torch.equal(mine, other)

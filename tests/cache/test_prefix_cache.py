@@ -133,6 +133,75 @@ def test_the_same_tokens_in_two_pages_are_cached_once():
     assert pool.prefix_usage()[:2] == (2, 0)
 
 
+def test_registering_again_adds_pages_in_place_of_evicted_ones():
+    pool = PagePool(pages=6, page_size=4)
+    prompt = ids((0, 16))
+    a, b = pool.match(prompt), pool.match(prompt)
+    pool.step({a: 8, b: 12})
+    pool.register(a, prompt[:8])
+    pool.register(b, prompt[:12])
+    assert pool.match(prompt).pages == [*a.pages, b.pages[2]]
+    pool.free(a, pool.sequences[-1])
+    pool.step({pool.sequence(): 12})
+    assert pool.prefix_usage()[:2] == (1, 0) and pool.match(prompt).length == 0
+    pool.register(b, prompt[:12])
+    assert pool.prefix_usage().cached == 3 and pool.match(prompt).pages == b.pages
+
+
+def test_pages_after_one_that_is_missing_are_not_added():
+    pool = PagePool(pages=6, page_size=4)
+    prompt = ids((0, 16))
+    a = serve(pool, prompt[:8])
+    pool.drop(a, 8)
+    other = pool.sequence()
+    pool.step({other: 20})
+    pool.step({a: 4})
+    pool.register(a, prompt[:12])
+    assert pool.prefix_usage().cached == 0, "match would not find the third page"
+    pool.free(other)
+    b = pool.match(prompt)
+    pool.step({b: 8})
+    pool.register(b, prompt[:8])
+    pool.register(a, prompt[:12])
+    assert pool.match(prompt).pages == [*b.pages, a.pages[2]], "it does with the first two"
+
+
+def test_other_ids_than_before_are_refused():
+    pool = PagePool(pages=16, page_size=4)
+    a = pool.match([1] * 20)
+    pool.step({a: 16})
+    pool.register(a, [1] * 8)
+    found = pool.match([1] * 20)
+    pool.step({found: 4})
+    for sequence in (a, found, pool.fork(a)):
+        for other in ([2] * 8, [1] * 7 + [2], [2] + [1] * 7, [2] * 12, [2] * 4, [1] * 3 + [2] + [1] * 8):
+            with pytest.raises(ArgumentError, match=r"ids that differ from those that page [01] was registered with"):
+                pool.register(sequence, other)
+    assert pool.prefix_usage().cached == 2
+    pool.register(a, [1] * 3)
+    pool.register(a, [1] * 12)
+    pool.drop(a, 12)
+    with pytest.raises(ArgumentError, match="ids that differ from those that a page that was dropped had been registered with"):
+        pool.register(a, [1] * 11 + [2] * 5)
+    assert pool.match([1] * 20).length == 12
+
+
+def test_a_page_has_one_key_if_forks_are_given_different_ids():
+    pool = PagePool(pages=8, page_size=4)
+    first = serve(pool, [1] * 4)
+    a = pool.sequence()
+    pool.step({a: 4})
+    b = pool.fork(a)
+    pool.register(a, [1] * 4)
+    pool.register(b, [2] * 4)  # of the page of a: `first` has the one that was added
+    pool.free(first)
+    pool.step({pool.sequence(): 28 - 4})
+    pool.step({pool.sequences[-1]: 1})
+    with pytest.raises(ArgumentError, match="ids that differ from those that page 1 was registered with"):
+        pool.register(a, [1] * 4)
+    assert pool.prefix_usage().cached == 1
+
+
 def test_pages_are_evicted_in_the_order_of_their_release_and_prefixes_last():
     pool = PagePool(pages=6, page_size=4)
     old, new = serve(pool, ids((0, 12))), serve(pool, ids((20, 32)))
@@ -251,6 +320,15 @@ def test_issue_numbers_that_are_kept_from_a_later_time_on():
         (numpy.zeros(9, dtype=numpy.uint64), "uint64"),
         (torch.zeros(9, dtype=torch.bool), "bool"),
         (torch.zeros(9, dtype=torch.int32, device="meta"), "meta"),
+        ([1.5], "1.5 at index 0"),
+        (["a"], "'a' at index 0"),
+        ((2**63,), "9223372036854775808 at index 0"),
+        ([7, True], "True at index 1"),
+        ([5] * 9 + [False], "False at index 9"),
+        ([numpy.int64(5), None], "None at index 1"),
+        (torch.zeros(9, dtype=torch.bfloat16), "bfloat16"),
+        (torch.zeros(9, dtype=torch.complex64).conj(), "complex64"),
+        (torch.zeros(9, dtype=torch.int64)._neg_view(), "a view with the negative bit, int64"),
     ],
     ids=lambda value: None,
 )
@@ -270,6 +348,8 @@ def test_other_arguments_that_are_refused():
     pool.step({a: 5})
     with pytest.raises(ArgumentError, match="salt: given 7; allowed: a str"):
         pool.match([1, 2], 7)
+    with pytest.raises(ArgumentError, match=r"salt: given '\\ud800'; allowed: a str without lone surrogates"):
+        pool.match([1, 2], "\ud800")
     with pytest.raises(ArgumentError, match="token_ids: given 6 ids; allowed: at most 5, the length of the sequence"):
         pool.register(a, ids((0, 6)))
     pool.register(a, ids((0, 5)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +18,7 @@ NAMES = [
     "Batch",
     "Options",
     "Rope",
+    "Prefixes",
     "Select",
     "attend",
     "write",
@@ -47,6 +49,15 @@ SHADOWED = ["attend", "write", "step", "merge", "explain", "prepare", "checked"]
 
 def test_all_is_pinned() -> None:
     assert list(quire.__all__) == NAMES
+
+
+def test_every_name_that_is_found_is_listed() -> None:
+    """What `quire.NAME` finds, at run time and for a type checker, is in `__all__`, and with it in completion."""
+    lazy = {*quire._HOMES, "reference", "__version__"}
+    assert lazy == set(NAMES)
+    (typed,) = (node for node in ast.parse(Path(quire.__file__).read_text()).body if isinstance(node, ast.If))
+    imported = {name.asname or name.name for node in typed.body if isinstance(node, ast.ImportFrom) for name in node.names}
+    assert imported == set(NAMES) - {"__version__"}
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -20,6 +20,8 @@ def measure_pool(pages: int = 1_000_000, page_size: int = 16, repeats: int = 8) 
     for seqs, length, limit in decodes:
         if seqs * (length // page_size + 8) <= pages:
             yield from _measure_decode(pages, page_size, seqs, length, limit, repeats)
+    if 1024 * 24 + _PROMPT // page_size <= pages:
+        yield from _measure_shared(pages, page_size, 1024, repeats)
     if 256 * 2048 <= pages * page_size:
         yield Figure("step, prefill, 256 x 2048", min(_prefill(pages, page_size) for _ in range(repeats)), 1e-3)
     if 4096 * 2048 <= pages * page_size:
@@ -56,6 +58,20 @@ def _measure_decode(pages: int, page_size: int, seqs: int, length: int, limit: f
     ]
 
 
+def _measure_shared(pages: int, page_size: int, seqs: int, repeats: int) -> list[Figure]:
+    """Steps that say what their sequences share: the first with these sequences, in which it is searched, and further ones."""
+    pool, (prompt,) = _filled(pages, page_size, 1, _PROMPT)
+    counts = {pool.fork(prompt): 1 for _ in range(seqs)}
+    first: list[float] = []
+    further: list[float] = []
+    for _ in range(repeats):
+        pool.free(pool.fork(prompt))  # the next step is laid out again
+        first.append(_timed(lambda: pool.step(counts, share=True)))
+        further += [_timed(lambda: pool.step(counts, share=True)) for _ in range(page_size)]
+    name = f"step with share=True, {seqs} that share {_PROMPT}"
+    return [Figure(name, min(further), None), Figure(f"{name}, first", min(first), None)]
+
+
 def _prefill(pages: int, page_size: int) -> float:
     pool = PagePool(pages, page_size)
     tokens = {pool.sequence(): 2048 for _ in range(256)}
@@ -70,12 +86,14 @@ def _free(pages: int, page_size: int) -> float:
 def _measure_prefix_cache(pages: int, page_size: int, repeats: int) -> list[Figure]:
     """Prompts in a pool whose pages are all cached and free. Every further page is an evicted one."""
     pool, count = PagePool(pages, page_size), pages * page_size // _PROMPT
-    registered, found, missed, evicted = [], [], [], []
+    registered, again, found, missed, evicted = [], [], [], [], []
     for number in range(count):
         prompt = _prompt(number)
         sequence = pool.match(prompt)
         pool.step({sequence: _PROMPT})
-        registered.append(_timed(partial(pool.register, sequence, prompt[:_PROMPT])))
+        register = partial(pool.register, sequence, prompt[:_PROMPT])
+        registered.append(_timed(register))
+        again.append(_timed(register))
         pool.free(sequence)
     each = pool.nbytes / pages
     for number in range(max(count - 4 * repeats, 0), count):
@@ -90,6 +108,7 @@ def _measure_prefix_cache(pages: int, page_size: int, repeats: int) -> list[Figu
         Figure(f"match, {name}, all found", min(found), 1e-3),
         Figure(f"match, {name}, none found", min(missed), None),
         Figure(f"register, {name}", min(registered), None),
+        Figure(f"register, {name}, again", min(again), None),
         Figure(f"step, {len(sequences)} pages evicted", min(evicted), None),
         Figure("bytes per page, all cached", each, None),
     ]

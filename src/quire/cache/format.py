@@ -146,7 +146,7 @@ def encode_groups(x: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.Tens
     groups = x.unflatten(-1, (-1, group))
     scale = (groups.abs().amax(-1) / E2M1[-1]).clamp(E4M3_SMALLEST, E4M3_LARGEST).to(torch.float8_e4m3fn)
     scaled = groups / scale.float().unsqueeze(-1)
-    size = scaled.abs().nan_to_num(0.0).clamp(max=E2M1[-1])
+    size = scaled.abs().nan_to_num(0.0).clamp(max=E2M1[-1]).contiguous()  # bucketize warns otherwise
     # Between powers of two codes are equidistant: 0.5 apart below 2, 1 below 4, 2 above. round() takes ties to even codes.
     step = torch.where(size < 2, 0.5, torch.where(size < 4, 1.0, 2.0))
     size = (size / step).round() * step

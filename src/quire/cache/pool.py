@@ -162,7 +162,8 @@ class PagePool:
 
         Raises:
             OutOfPages: There are too few free pages. The pool is unchanged.
-            ArgumentError: A sequence was freed or belongs to another pool, or a count is not an int of 0 or more.
+            ArgumentError: A sequence was freed or belongs to another pool, a count is not an int of 0 or more, or `share` is not a
+                bool.
 
         Example:
             >>> import quire
@@ -174,6 +175,8 @@ class PagePool:
             ([0, 1, 2], [7, 4])
         """
         self._undo_pending()
+        if not isinstance(share, bool):
+            raise ArgumentError("share", describe(share), "True or False")
         latest, transaction = self._latest, Transaction()
         try:
             request = self._request(new_tokens)
@@ -421,11 +424,12 @@ class PagePool:
             raise
 
     def register(self, sequence: Sequence, token_ids: Any) -> None:
-        """Adds the full pages of a sequence to the prefix cache, so that `match` finds them. Pages that were added before are
-        skipped, so that this costs little after every step.
+        """Adds the full pages of a sequence to the prefix cache, so that `match` finds them. Call it again when another page is
+        full: ids of pages that were added before are only compared.
 
         Their keys and values must be written before a sequence that `match` returned reads them. A page whose content the cache
-        has already, in another page, is not added. The salt is that of `match`; a sequence that `sequence` made has none.
+        has already, in another page, is not added; if that page is evicted, calling this again adds the sequence's own. Pages
+        after one that was dropped and evicted are not added. The salt is that of `match`; a sequence that `sequence` made has none.
 
         Args:
             token_ids: The ids of the sequence's tokens from the first on, as in `match`; of all its tokens or of fewer.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from itertools import takewhile
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy
@@ -29,7 +30,7 @@ class PrefixUsage(NamedTuple):
     """The state of a pool's prefix cache in numbers of pages."""
 
     cached: int
-    """Pages that `match` can find."""
+    """Pages in the cache. `match` finds a page if all pages before it are in the cache, too."""
     unheld: int
     """Of these, pages that no sequence holds: they count as free."""
     hits: int
@@ -110,16 +111,16 @@ def plan_match(pool: PagePool, token_ids: object, salt: object, transaction: Tra
     ids, chain = TokenIds(token_ids), KeyChain.begin(salt)
     cache, size = pool._prefix_cache(), pool.page_size
     most = max(len(ids) - 1, 0) // size
-    found, key = [], chain.key
-    for following in ids.keys(size, 0, most, chain.key):
-        page = cache.page_of.get(following)
+    found, keys = [], []
+    for key in ids.keys(size, 0, most, chain.key):
+        page = cache.page_of.get(key)
         if page is None:
             break
         found.append(page)
-        key = following
+        keys.append(key)
     transaction.set_attribute(cache, "hits", cache.hits + len(found))
     transaction.set_attribute(cache, "misses", cache.misses + most - len(found))
-    chain = KeyChain(chain.root, len(found), key)
+    chain = KeyChain(chain.root, tuple(keys))
     if not found:
         return pool._new_sequence(transaction, chain=chain)
     pages = numpy.array(found, dtype=numpy.int64)
@@ -146,28 +147,41 @@ def plan_registration(pool: PagePool, sequence: Sequence, token_ids: object, tra
     row, ids, chain, size = pool._row(sequence), TokenIds(token_ids), sequence._chain, pool.page_size
     if len(ids) > row[LENGTH]:
         raise ArgumentError("token_ids", f"{len(ids)} ids", f"at most {row[LENGTH]}, the length of the sequence")
-    first, end = chain.pages, len(ids) // size
-    if end <= first:
+    end = len(ids) // size
+    if not row[WIDTH] or not end:
         return
+    pages = pool._tables[int(row[WIDTH])].cells[row[ROW], :end].astype(numpy.int64)
+    differs = chain.first_difference(ids, size)
+    if differs is not None:
+        raise _other_ids(int(pages[differs]))
+    keys = [*chain.keys[:end], *ids.keys(size, chain.pages, end, chain.key)]
     cache = pool._prefix_cache()
-    keys = list(ids.keys(size, first, end, chain.key))
-    pages = pool._tables[int(row[WIDTH])].cells[row[ROW], first:end].astype(numpy.int64)
-    new: dict[bytes, int] = {}
-    indices = []
-    cached = cache.is_cached(pages)
-    for i, (key, page) in enumerate(zip(keys, pages.tolist())):
-        if page >= 0 and cached[i]:
-            if cache.key_of(page) != key:
-                tokens = f"ids that differ from those that page {page} was registered with"
-                raise ArgumentError("token_ids", tokens, "the ids of the tokens that the sequence holds")
-        elif page >= 0 and key not in cache.page_of:
-            new[key] = page
-            indices.append(i)
+    missing = [i for i, key in enumerate(keys) if key not in cache.page_of]
+    _check_keys(cache, pages, keys, [*(i for i in missing if i < chain.pages), *range(chain.pages, end)])
+    # `match` does not find the pages after one that was dropped and evicted.
+    indices = list(takewhile(lambda i: pages[i] >= 0, missing))
+    new = {keys[i]: int(pages[i]) for i in indices}
     at = pages[indices]
     transaction.add_entries(cache, "page_of", new)
     transaction.set_cells(cache, "keys", at, numpy.frombuffer(b"".join(new), dtype=numpy.uint8).reshape(-1, KEY_BYTES))
-    transaction.set_cells(cache, "writers", at, _writers_of(sequence._runs, (first + numpy.array(indices, dtype=int)) * size, size))
-    transaction.set_attribute(sequence, "_chain", KeyChain(chain.root, end, keys[-1]))
+    transaction.set_cells(cache, "writers", at, _writers_of(sequence._runs, numpy.array(indices, dtype=int) * size, size))
+    if end >= chain.pages:
+        transaction.set_attribute(sequence, "_chain", KeyChain(chain.root, tuple(keys), ids.digest(size, end)))
+
+
+def _check_keys(cache: PrefixCache, pages: numpy.ndarray, keys: list[bytes], columns: list[int]) -> None:
+    """Raises ArgumentError if the page of one of these columns is cached and has another key."""
+    some = pages[columns]
+    for i in numpy.flatnonzero((some >= 0) & cache.is_cached(some)).tolist():
+        if cache.key_of(int(some[i])) != keys[columns[i]]:
+            raise _other_ids(int(some[i]))
+
+
+def _other_ids(page: int) -> ArgumentError:
+    of = f"page {page} was" if page >= 0 else "a page that was dropped had been"
+    return ArgumentError(
+        "token_ids", f"ids that differ from those that {of} registered with", "the ids of the tokens that the sequence holds"
+    )
 
 
 def _check_whole(pool: PagePool) -> None:

@@ -8,19 +8,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 import numpy
 import torch
 
+from quire.cache.prefix_search import BEGIN, COUNT, END, FIELDS, FIRST, LEVEL, PrefixArrays, search
 from quire.cache.shard import keys_of
 from quire.errors import ArgumentError, describe
 from quire.keywords import refuse_unknown
 
 if TYPE_CHECKING:
     from quire.batch import Batch
-
-MOST_LEVELS = 8
-"""The most groups of one sequence that `find` looks for."""
-LEAST_KEYS = 64
-"""The fewest keys of the last group of a sequence that `find` keeps: fewer cost as much to merge as to read."""
-FIRST, COUNT, BEGIN, END, LEVEL, FIELDS = range(6)
-"""The columns of `Prefixes.groups`."""
 
 
 class Prefix(NamedTuple):
@@ -67,21 +61,15 @@ class Prefixes:
     ):
         if unknown:
             refuse_unknown(Prefixes.__init__, unknown)
-        found = _checked(prefixes, seqs)
-        chains = _chains(found, seqs)
-        groups = numpy.zeros((len(found), FIELDS), dtype=numpy.int32)
-        counts = [len(prefix.sequences) for prefix in found]
-        if found:
-            groups[:, COUNT] = counts
-            groups[:, FIRST] = numpy.cumsum(counts) - counts
-            groups[:, BEGIN:LEVEL] = [prefix[1:] for prefix in found]
-            for i, prefix in enumerate(found):
-                groups[i, LEVEL] = int(numpy.flatnonzero(chains[prefix.sequences[0], 1:] == i)[0])
-        members = numpy.array([seq for prefix in found for seq in prefix.sequences], dtype=numpy.int32)
-        self.seqs: int = seqs
+        self._hold(_arrays(_checked(prefixes, seqs), seqs), device)
+
+    def _hold(self, arrays: PrefixArrays, device: torch.device | str) -> None:
+        groups = arrays.groups
+        self.seqs: int = len(arrays.chains)
         """Sequences of the batch."""
-        self.groups, self.members, self.chains = (torch.from_numpy(x).to(device) for x in (groups, members, chains))
-        self._measure(tuple((len(one.sequences), one.end - one.begin) for one in found), max((one.end for one in found), default=0))
+        self.groups, self.members, self.chains = (torch.from_numpy(array).to(device) for array in arrays)
+        columns = groups[:, END] - groups[:, BEGIN]
+        self._measure(tuple(zip(groups[:, COUNT].tolist(), columns.tolist())), int(groups[:, END].max(initial=0)))
 
     def _measure(self, sizes: tuple[tuple[int, int], ...], most_pages: int) -> None:
         self.sizes: tuple[tuple[int, int], ...] = sizes
@@ -144,7 +132,9 @@ class Prefixes:
             page_size: Slots of a page.
             device: The device of the batch.
         """
-        return cls(_found(table, numpy.minimum(context // page_size, table.shape[1]), page_size), len(table), device)
+        made = cls.__new__(cls)
+        made._hold(search(table, numpy.minimum(context // page_size, table.shape[1]), page_size), device)
+        return made
 
     @classmethod
     def allocate(
@@ -223,6 +213,13 @@ class Prefixes:
         made.groups, made.members, made.chains = (named[f"prefixes.{name}"] for name in ("groups", "members", "chains"))
         return made
 
+    def clone(self) -> Prefixes:
+        """A copy with its own tensors."""
+        made = Prefixes.__new__(Prefixes)
+        made.seqs, made.sizes, made.saved_pages, made.most_pages = self.seqs, self.sizes, self.saved_pages, self.most_pages
+        made.groups, made.members, made.chains = self.groups.clone(), self.members.clone(), self.chains.clone()
+        return made
+
     def __repr__(self) -> str:
         if self.groups.device.type != "cpu":
             return f"Prefixes({len(self.groups)} on {self.groups.device})"
@@ -246,9 +243,12 @@ def _checked(given: Any, seqs: int) -> list[Prefix]:
     """The prefixes, those of fewer sequences of a tree after those of more. Raises ArgumentError for wrong values."""
     if not isinstance(seqs, int) or isinstance(seqs, bool) or seqs < 0:
         raise ArgumentError("seqs", describe(seqs), "an int of 0 or more")
+    if not isinstance(given, Iterable):
+        raise ArgumentError("prefixes", describe(given), "an iterable of (sequences, begin, end)")
     found = []
-    for i, (sequences, begin, end) in enumerate(given):
-        prefix = Prefix(tuple(sequences), begin, end)
+    for i, one in enumerate(given):
+        prefix = _prefix(i, one)
+        begin, end = prefix.begin, prefix.end
         if not all(isinstance(x, (int, numpy.integer)) and not isinstance(x, bool) for x in (*prefix.sequences, begin, end)):
             raise ArgumentError(f"prefixes[{i}]", repr(prefix), "(sequences, begin, end) of ints")
         if len(set(prefix.sequences)) < max(2, len(prefix.sequences)):
@@ -259,6 +259,30 @@ def _checked(given: Any, seqs: int) -> list[Prefix]:
             raise ArgumentError(f"prefixes[{i}]", f"columns [{begin}, {end})", "0 <= begin < end")
         found.append(prefix)
     return sorted(found, key=lambda prefix: prefix.begin)
+
+
+def _prefix(i: int, given: Any) -> Prefix:
+    """Prefix number i. Raises ArgumentError unless it has three parts, of which the first has parts."""
+    try:
+        sequences, begin, end = given
+        return Prefix(tuple(sequences), begin, end)
+    except (TypeError, ValueError):
+        raise ArgumentError(f"prefixes[{i}]", describe(given), "(sequences, begin, end), such as ((0, 1), 0, 4)") from None
+
+
+def _arrays(found: list[Prefix], seqs: int) -> PrefixArrays:
+    """The arrays of these prefixes. Raises ArgumentError unless they form trees."""
+    chains = _chains(found, seqs)
+    groups = numpy.zeros((len(found), FIELDS), dtype=numpy.int32)
+    counts = [len(prefix.sequences) for prefix in found]
+    if found:
+        groups[:, COUNT] = counts
+        groups[:, FIRST] = numpy.cumsum(counts) - counts
+        groups[:, BEGIN:LEVEL] = [prefix[1:] for prefix in found]
+        for i, prefix in enumerate(found):
+            groups[i, LEVEL] = int(numpy.flatnonzero(chains[prefix.sequences[0], 1:] == i)[0])
+    members = numpy.array([seq for prefix in found for seq in prefix.sequences], dtype=numpy.int32)
+    return PrefixArrays(groups, members, chains)
 
 
 def _chains(found: list[Prefix], seqs: int) -> numpy.ndarray:
@@ -288,40 +312,3 @@ def _chains(found: list[Prefix], seqs: int) -> numpy.ndarray:
     for row, ids in zip(made, chain):
         row[1 : 1 + len(ids)] = ids
     return made
-
-
-def _found(table: numpy.ndarray, limits: numpy.ndarray, page_size: int) -> list[Prefix]:
-    """The prefixes of a page table, of which the first `limits[i]` columns of row i may be shared."""
-    found: list[tuple[numpy.ndarray, int, int]] = []
-    open_: list[tuple[numpy.ndarray, int, int]] = [(numpy.flatnonzero(limits > 0), 0, 0)]
-    while open_:
-        rows, column, level = open_.pop()
-        if len(rows) < 2:
-            continue
-        pages = table[rows, column]
-        order = numpy.argsort(pages, kind="stable")
-        ends = numpy.append(numpy.flatnonzero(numpy.diff(pages[order])) + 1, len(rows))
-        for first, end in zip((0, *ends[:-1].tolist()), ends.tolist()):
-            members = rows[order[first:end]]
-            if len(members) < 2 or pages[order[first]] < 0:
-                continue
-            stop = _end_of_run(table, members, column, int(limits[members].min()))
-            found.append((members, column, stop))
-            if level + 1 < MOST_LEVELS:
-                open_.append((members[limits[members] > stop], stop, level + 1))
-    kept: list[Prefix] = []
-    needed: set[tuple[int, int]] = set()
-    # From the leaves of the trees to their roots: a prefix is kept if it is long enough, or another one continues it.
-    for rows, begin, end in sorted(found, key=lambda one: -one[1]):
-        if (end - begin) * page_size < LEAST_KEYS and not any((int(row), end) in needed for row in rows):
-            continue
-        needed.update((int(row), begin) for row in rows)
-        kept.append(Prefix(tuple(rows.tolist()), begin, end))
-    return kept[::-1]
-
-
-def _end_of_run(table: numpy.ndarray, rows: numpy.ndarray, column: int, limit: int) -> int:
-    """Up to which column, from `column` on, rows have the same pages."""
-    some = table[rows[0], column:limit]
-    same = (table[rows[1:], column:limit] == some).all(0) & (some >= 0)
-    return limit if bool(same.all()) else column + int(numpy.argmin(same))

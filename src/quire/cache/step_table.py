@@ -42,10 +42,18 @@ class StepRequest:
 class StepTable:
     """A step's request and its page table `[sequences, columns]`, None until it is gathered. Columns for later steps hold -1."""
 
-    __slots__ = ("_view", "request", "table")
+    __slots__ = ("_prefixes", "_view", "request", "table")
 
-    def __init__(self, request: StepRequest, table: numpy.ndarray | None = None, view: torch.Tensor | None = None):
+    def __init__(
+        self,
+        request: StepRequest,
+        table: numpy.ndarray | None = None,
+        view: torch.Tensor | None = None,
+        prefixes: Prefixes | None = None,
+    ):
         self.request, self.table, self._view = request, table, view
+        self._prefixes = prefixes
+        """What the sequences share, if a step with this table searched it."""
 
     @property
     def nbytes(self) -> int:
@@ -68,7 +76,7 @@ class StepTable:
             )
         if given.runs is not None:
             transaction.set_cells(self, "table", given.runs.cells_in(given.grown), given.pages.reshape(given.runs.shape), old=-1)
-        return StepTable(request, table, self._view)
+        return StepTable(request, table, self._view, self._prefixes)
 
     def batch(
         self, pool: PagePool, given: Allocation, copies: tuple[tuple[int, int], ...], number: int, share: bool = False
@@ -92,10 +100,18 @@ class StepTable:
             shard=pool.shard,
         )
         if share:
-            context = keys_of(pool.shard, after[:, LENGTH] - request.counts)
-            batch.prefixes = Prefixes.of_table(self.table[:, :width], context, pool.page_size)
+            batch.prefixes = self._shared(pool, given, width).clone()
         batch.step_id, batch._tokens = (pool._name, number), request.tokens
         if pool.device.type != "cpu":
             return batch.to(pool.device)
         batch.pool_state, batch.state_number = pool._state, number
         return batch
+
+    def _shared(self, pool: PagePool, given: Allocation, width: int) -> Prefixes:
+        """The prefixes of the sequences. As long as steps update one table, they stay the same: the pages that a prefix may have
+        were full before, and a page that a step fills has one holder when it is written."""
+        assert self.table is not None
+        if self._prefixes is None:
+            context = keys_of(pool.shard, given.after[:, LENGTH] - self.request.counts)
+            self._prefixes = Prefixes.of_table(self.table[:, :width], context, pool.page_size)
+        return self._prefixes
