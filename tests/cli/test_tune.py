@@ -188,9 +188,9 @@ def test_candidates_start_with_the_current_row_and_are_unique() -> None:
 
 GIVEN = {"kernel", "arches", "width", "element", "stored", "v_in_k"}
 OF_LONG_ROWS = {"long_rows", "long_keys", "long_stages"}
-LEFT = {"rows", "most_rows", "least", "scan"}
+LEFT = {"rows", "most_rows", "least", "scan", "between"}
 """The group says the first; the second is for many heads in little shared memory; the third is for batches too small to be timed
-well; the fourth is for batches of many sequences."""
+well; the fourth is for batches of many sequences; the fifth follows from how many kernels a layer may have."""
 
 
 @pytest.mark.parametrize("kernel, never", [("decode", OF_LONG_ROWS), ("mixed", {"registers", "many", "heads_per_tile"})])

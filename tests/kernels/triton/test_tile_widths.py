@@ -38,3 +38,13 @@ def test_products_in_fp32_hold_few_queries(head_dim: int, rows: int) -> None:
         assert {tile.ROWS for tile in tiles} == {rows}
     invariant = launcher("sm90", "fp32", head_dim, head_dim, batch_invariant=True)
     assert invariant.tiles.short[1, 1].ROWS == rows
+
+
+@pytest.mark.parametrize(
+    "format, group, rows", [("bf16", 4, {16, 64}), ("bf16", 8, {16, 64}), ("bf16", 2, {16, 32}), ("e4m3fn", 8, {16, 32})]
+)
+@pytest.mark.parametrize("prefixes", [False, True])
+def test_a_layer_of_hopper_has_two_heights_of_decode_tiles(format: str, group: int, rows: set[int], prefixes: bool) -> None:
+    """With the kernels of gluon, and one for shared prefixes, these are twelve kernels. Prefixes add no tile."""
+    tiles = launcher("sm90", format, 128, 128, "decode", q_heads=8 * group, kv_heads=8, prefixes=prefixes).tiles.short.values()
+    assert {tile.ROWS for tile in tiles} == rows

@@ -43,6 +43,9 @@ class Tuning(NamedTuple):
     """Sequences of the batch, or columns of its table, that are read at a time."""
     most_rows: int = 64
     """The most query rows of a short tile."""
+    between: bool = True
+    """Whether a decode has tiles between that of one new token and the largest. With the kernels of gluon, and one for shared
+    prefixes, a layer would otherwise need more than twelve."""
     v_in_k: bool = False
     """Whether the entry is only for caches of which V is a part of K."""
 
@@ -69,8 +72,10 @@ SMALLEST = WorkPerProgram(16, 1)
 TABLE: tuple[Tuning, ...] = (
     Tuning("decode", ("interpreter",), 512, 4, 4, 16, 32, 1, 0, 0, 0, 1, 1.0, many=6, heads_per_tile=4),
     Tuning("mixed", ("interpreter",), 512, 4, 4, 16, 32, 1, 32, 32, 1, 1, 1.0),
-    Tuning("decode", ("sm90",), 128, 2, 1, 16, 32, 3, 0, 0, 0, 1, 8.0),
-    Tuning("decode", ("sm90",), 128, 2, 2, 16, 64, 3, 0, 0, 0, 4, 2.0, many=6, heads_per_tile=2),
+    # With 64 rows, its single warp spills two kilobytes per thread.
+    Tuning("decode", ("sm90",), 128, 2, 1, 16, 32, 3, 0, 0, 0, 1, 8.0, most_rows=32),
+    Tuning("decode", ("sm90",), 128, 2, 2, 16, 64, 3, 0, 0, 0, 4, 2.0, many=6, heads_per_tile=2, between=False),
+    Tuning("decode", ("sm90",), 256, 2, 1, 16, 32, 2, 0, 0, 0, 4, 2.0, between=False),
     # It spills about 200 bytes per thread, and is still the fastest by 10 % and more: docs/performance.md.
     Tuning("mixed", ("sm90",), 128, 2, 2, 16, 64, 3, 128, 64, 3, 4, 1.0),
     Tuning("gluon", ("sm90",), 128, 2, 1, 16, 32, 3, 128, 128, 2, 1, 4.0, registers=216),
