@@ -223,3 +223,12 @@ def test_a_problem_says_which_calls_are_made() -> None:
     given = LAYER.replace(form="context", lse=True, index="int64")
     found = {problem for operation, problem in _problems(given, None, None, None, None, None, None) if operation == "attend"}
     assert found == {given, given.replace(memory="generic")}
+
+
+def test_spans_and_selections_of_a_problem_have_the_type_that_is_named() -> None:
+    for fields, name in (({"spans": "int32"}, "spans"), ({"select": "columns"}, "select_index")):
+        given = LAYER.replace(**fields)
+        for index, types in ((None, {"int32"}), (("int32", "int64"), {"int32", "int64"})):
+            found = _problems(given, None, None, None, None, None, index)
+            attends = {problem for operation, problem in found if operation == "attend"}
+            assert {(getattr(problem, name), problem.index) for problem in attends} == {(one, one) for one in types}

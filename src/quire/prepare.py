@@ -83,9 +83,9 @@ def prepare(
         q_heads, q_dtype, options, rope: Those of the calls. With rope, writes rotate keys and queries.
         prefixes: Whether some batches of the cache have prefixes. This and the next two are for a cache; a Problem has such fields.
         select, spans: Whether batches select "positions" or "columns", and have spans. Their entries have the type of `index`.
-        forms: Which of "full" and "context" form will be called.
-        lse: Whether calls are with LSE (True), without (False) or both.
-        index: Types of the index tensors: "int32", "int64" or both. Default: as the Problem; for a cache full, without LSE, int32.
+        forms: Which of "full" and "context" form will be called. Default: as the Problem; for a cache full.
+        lse: Whether calls are with LSE (True), without (False) or both. Default: as the Problem; for a cache without.
+        index: Types of index tensors, spans and selections: "int32", "int64" or both. Default: as the Problem; for a cache int32.
         platform: Compile for this platform and load nothing. Default: the platform of the cache's or Problem's device.
         directory: Where to store compiled kernels, like TRITON_CACHE_DIR. Default: Triton's cache.
         progress: Whether to show a bar on standard error (default: if it is a terminal); or a function, which is called with the
@@ -168,7 +168,9 @@ def _problems(
     if isinstance(given, Problem):
         if q_heads is not None or q_dtype is not None or options is not None:
             raise ArgumentError("q_heads", "q_heads, q_dtype or options with a Problem", "None: the Problem has them")
-        bases = [given.replace(form=form, lse=logs, index=i) for form, logs, i in variants]
+        bases = [given.replace(form=form, lse=logs) for form, logs, _ in variants]
+        if index is not None:
+            bases = [_with_index(base, i) for base, (*_, i) in zip(bases, variants)]
     else:
         bases = [_with_batches(base, batches or {}) for base in _of_cache(given, q_heads, q_dtype, options, variants)]
     turned = None if rope is None else rope.traits(True)
@@ -183,19 +185,26 @@ def _problems(
     return list(found)
 
 
+def _with_index(problem: Problem, index: str) -> Problem:
+    """The problem with index tensors, spans and selections of this type."""
+    fields = {"index": index}
+    if problem.spans != "none":
+        fields["spans"] = index
+    if problem.select != "none":
+        fields["select_index"] = index
+    return problem.replace(**fields)
+
+
 def _with_batches(problem: Problem, batches: dict[str, Any]) -> Problem:
     """The problem of batches with the fields of `_of_batches`. Refuses what the contract does not combine."""
-    fields: dict[str, Any] = {"prefixes": batches.get("prefixes", False)}
-    if batches.get("spans"):
-        if problem.mask or problem.window != (None, None) or problem.causal != "yes":
-            raise ArgumentError("spans", "True with Options(mask, window or causal)", "neither: spans say what each token sees")
-        fields["spans"] = problem.index
-    if batches.get("select"):
-        if problem.mask or problem.shard or problem.form == "context" or batches.get("spans"):
-            given = f"{batches['select']!r} with a mask, spans, a shard or context form"
-            raise ArgumentError("select", given, "none of these: leave hidden keys out of the selection")
-        fields |= {"select": batches["select"], "select_index": problem.index}
-    return problem.replace(**fields)
+    spans, select = batches.get("spans", False), batches.get("select")
+    if spans and (problem.mask or problem.window != (None, None) or problem.causal != "yes"):
+        raise ArgumentError("spans", "True with Options(mask, window or causal)", "neither: spans say what each token sees")
+    if select and (spans or problem.mask or problem.shard or problem.form == "context"):
+        given = f"{select!r} with a mask, spans, a shard or context form"
+        raise ArgumentError("select", given, "none of these: leave hidden keys out of the selection")
+    fields = {"prefixes": batches.get("prefixes", False), "spans": "int32" if spans else "none", "select": select or "none"}
+    return _with_index(problem.replace(**fields), problem.index)
 
 
 def _variants(

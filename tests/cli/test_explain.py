@@ -93,6 +93,7 @@ def test_every_named_platform(asked, name: str) -> None:
         ("--softcap --alibi --sinks", {"softcap": True, "alibi": True, "sinks": True}),
         ("--softcap 50 --mask --lse", {"softcap": True, "mask": True, "lse": True}),
         ("--spans --softcap 50", {"softcap": True, "spans": "int32"}),
+        ("--select columns", {"select": "columns", "select_index": "int32"}),
         ("--non-causal --form context", {"causal": "no", "form": "context"}),
         ("--batch-invariant", {"batch_invariant": True}),
     ],
@@ -395,6 +396,36 @@ def test_a_closed_pipe_is_no_verdict() -> None:
 def test_without_a_command_it_teaches(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 2
     assert "quire doctor" in capsys.readouterr().err
+
+
+# --- Writes that rotate -------------------------------------------------------------------------------------------------------
+
+
+def test_rope_is_of_the_write(asked) -> None:
+    found = asked("--operation step --rope 64 --rope-interleaved --qk-norm bf16 --arch h100")
+    (write,) = found["related"]
+    assert found["problem"]["rope"] is None
+    assert write["problem"]["rope"][:2] == [64, True] and write["problem"]["rope"][4:6] == ["bf16", "bf16"]
+    assert asked("--operation write --rope --arch h100")["problem"]["rope"][0] == 128
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        ("--rope", "--rope: given with --operation attend; allowed: --operation write or step"),
+        ("--operation write --rope 63", "--rope: given 63; allowed: an even number of at most --head-dim 128"),
+        ("--operation write --rope --like deepseek-v3", "--rope: given with --v-in-k"),
+        ("--qk-norm bf16", "--qk-norm: given without --rope; allowed: with --rope"),
+        ("--rope-interleaved", "--rope-interleaved: given without --rope"),
+        ("--rope --as vllm", "--rope: given with --as vllm; allowed: nothing"),
+        ("--select columns --as vllm", "--select: given with --as vllm; allowed: nothing"),
+        ("--select rows", "--select: given 'rows'; allowed: positions, columns"),
+        ("--select columns --mask", "--select: given with --spans, --mask or --form context; allowed: full form"),
+        ("--select positions --form context", "--select: given with"),
+    ],
+)
+def test_wrong_rotations_and_selections(refused, flags: str, message: str) -> None:
+    assert message in " ".join(refused(flags).split())
 
 
 # --- The layers of known models -----------------------------------------------------------------------------------------------
