@@ -447,11 +447,16 @@ def test_like_explains_each_kind_of_layer(explain, asked) -> None:
     [
         ("gpt-oss", "gpt-oss-120b", {"sinks": True, "softcap": False, "head_dim": 64}),
         ("google/gemma-2-9b-it", "gemma-2-9b", {"sinks": False, "softcap": True, "head_dim": 256}),
+        ("qwen3", "qwen3-32b", {"q_heads": 64, "kv_heads": 8, "head_dim": 128}),
+        ("Qwen3 MoE", "qwen3-235b-a22b", {"q_heads": 64, "kv_heads": 4}),
+        ("qwen-3-32b", "qwen3-32b", {"q_heads": 64}),
+        ("gptoss", "gpt-oss-120b", {"sinks": True}),
+        ("meta-llama/Llama3-8B-Instruct", "llama-3-8b", {"q_heads": 32}),
         ("Qwen/Qwen3-8B", "qwen3-8b", {"q_heads": 32, "kv_heads": 8, "window": [None, None]}),
     ],
 )
 def test_like_has_the_features_of_a_model(asked, name: str, model: str, features: dict[str, Any]) -> None:
-    found = asked(f"--like {name}")
+    found = asked(f"--like {name.replace(' ', '_')}")
     assert found["like"] == model
     for kind in found["kinds"]:
         assert {field: kind["problem"][field] for field in features} == features
@@ -475,6 +480,8 @@ def test_like_refuses_what_the_model_has(refused, given: str) -> None:
 
 
 def test_like_names_and_suggests(refused, explain) -> None:
-    assert "did you mean gemma-4?" in refused("--like gema-4")
+    for given, meant in (("gema-4", "gemma-4"), ("qwen", "qwen-3"), ("deepseek-v4", "deepseek-v3"), ("Google/Gemma-9", "gemma-4")):
+        assert f"did you mean {meant}" in refused(f"--like {given}")
+    assert len({name.replace("-", "") for name in NAMES}) == len(set(NAMES)), "hyphens do not tell names apart"
     text = " ".join(explain("--help")[1].split())
     assert all(name in text for name in FAMILIES)
