@@ -180,7 +180,7 @@ def _problems(
         found["write", problem.of_writes(turned)] = None
         # A write with slots and without a batch has int32 index tensors.
         found["write", problem.of_writes(turned).replace(index="int32", shard=False)] = None
-        if problem.select == "none" and (isinstance(given, Problem) or given.ledger is not None):
+        if isinstance(given, Problem) or given.ledger is not None:
             found["audit", problem] = None
     return list(found)
 

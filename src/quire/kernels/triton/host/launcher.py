@@ -346,7 +346,7 @@ def arguments_of(
             *((None, None) if causal is True or causal is False else (at(causal), causal.stride(0))),
             *(extent.seqs, extent.tokens, short, *(batch.shard or NO_SHARD)),
             *(NO_SPANS if batch.spans is None else (at(batch.spans), *batch.spans.stride())),
-            *(NO_SELECT if batch.select is None else _selection(batch.select, at)),
+            *(NO_SELECT if batch.select is None else selection_of(batch.select, at)),
             *prefixes,
         ),
         NO_NEW if new is None else (at(new[0]), *new[0].stride(), at(new[1]), *new[1].stride()),
@@ -354,7 +354,7 @@ def arguments_of(
     )
 
 
-def _selection(select: Any, at: At) -> tuple[Any, ...]:
+def selection_of(select: Any, at: At) -> tuple[Any, ...]:
     """The arguments of a selection."""
     entries = select.entries
     row, head, step = entries.stride()
