@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from importlib import import_module
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 import quire
+from quire import launch
 from quire.contract.call import Call
 from quire.dispatch.choose import choose
 from quire.platform import NAMED, Platform
@@ -72,6 +74,30 @@ def test_gpus_have_a_check_kernel(arch: str) -> None:
     pytest.importorskip("triton")
     problem = Problem(q_heads=2, kv_heads=1, head_dim=700, page_size=7)
     assert choose(problem, Extent(), Platform.named(arch), operation="audit").chosen is not None
+
+
+@pytest.mark.parametrize("select", ["positions", "columns"])
+def test_batches_that_select_keys_are_audited(select: str) -> None:
+    pytest.importorskip("triton")
+    problem = Problem(q_heads=2, kv_heads=1, head_dim=64, page_size=16, select=select)
+    decision = choose(problem, Extent(), Platform.named("sm90"), operation="audit")
+    assert decision.chosen is not None and decision.compiled
+
+
+def test_a_ledger_that_no_kernel_can_check_is_named_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    def nothing(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    monkeypatch.setattr(Platform, "detect", classmethod(lambda cls, device=None: Platform.named("sm75")))
+    cache = quire.KVCache.wrap(nothing(9, 16, 1, 64), nothing(9, 16, 1, 64), layout="nhd")
+    cache.ledger = object()  # type: ignore[assignment]  # nothing of it is read
+    lists = (nothing(*shape, dtype=torch.int32) for shape in ((1, 8), (1,), (2,)))
+    call = Call(cache, quire.Batch(*lists), nothing(1, 2, 64))
+    with pytest.warns(RuntimeWarning, match=r"keeps a ledger, and no kernel compares it here .* 2/1 heads x 64"):
+        launch.audit(call)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        launch.audit(call)
 
 
 def test_cpus_have_none_and_say_so() -> None:

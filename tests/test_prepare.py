@@ -16,7 +16,7 @@ pytest.importorskip("triton")
 import quire
 from quire import Extent, Platform, Problem
 from quire.dispatch.choose import choose
-from quire.prepare import Prepared, _problems, _warn, _warned, _work, prepare
+from quire.prepare import Prepared, _of_batches, _problems, _warn, _warned, _work, prepare
 
 LAYER = Problem(q_heads=32, kv_heads=8, head_dim=128, page_size=16, device="cuda:0")
 
@@ -56,12 +56,92 @@ def test_writes_that_rotate_are_prepared() -> None:
         assert not needed & set(choose(LAYER.of_writes(), Extent(), platform, operation="write").compiled)
 
 
+LATENT = {"kv_heads": 1, "head_dim": 576, "v_head_dim": 512, "v_in_k": True}
+ROPE = quire.Rope.make(128, max_positions=4, device="meta")
+
+
+@pytest.mark.parametrize("arch", ["sm90", "sm80", "gfx942"])
+@pytest.mark.parametrize("form", ["full", "context"])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"prefixes": True},
+        {"prefixes": True, "format": "e4m3fn", "scales": "tensor"},
+        {"prefixes": True, **LATENT},
+        {"select": "positions", **LATENT},
+        {"select": "columns", "select_index": "int64"},
+        {"spans": "int64"},
+    ],
+    ids=str,
+)
+def test_batches_with_more_than_index_tensors_are_prepared(fields: dict[str, object], form: str, arch: str) -> None:
+    """Batches that have prefixes, spans or a selection, with writes that rotate."""
+    if form == "context" and "select" in fields:
+        return
+    problem, platform, draw = LAYER.replace(form=form, **fields), Platform.named(arch), random.Random(4)
+    ready = set(_work(_problems(problem, None, None, None, None, None, None, ROPE), platform)[0])
+    assert 0 < len(ready) <= 12
+    kernels = set()
+    for memory in ("aligned", "generic"):
+        one = problem.replace(memory=memory)
+        assert set(choose(one.of_writes(ROPE.traits(True)), Extent(2, 9, 5, 99), platform, operation="write").compiled) <= ready
+        for longest in (1, 2, 4, 7, 16, 300):
+            seqs, saved = draw.choice((2, 300)), draw.choice((0, 10**6)) if problem.prefixes else 0
+            decision = choose(one, Extent(seqs, seqs * longest, longest, 10**5, saved), platform)
+            kernels.add(decision.chosen.name if decision.chosen else "none")
+            assert set(decision.compiled) <= ready
+    assert "none" not in kernels and ("triton-shared" in kernels) is problem.prefixes
+
+
 def test_a_cache_and_a_problem_ask_for_the_same() -> None:
     k, v = (torch.empty(4, 16, 8, 128, dtype=torch.bfloat16, device="meta") for _ in "kv")
     cache, how = quire.KVCache.wrap(k, v, layout="nhd"), (("full", "context"), (False, True), ("int32", "int64"))
     found = _problems(cache, 32, torch.bfloat16, None, *how)
     same = _problems(LAYER.replace(device="meta"), None, None, None, *how)
     assert {problem for _, problem in found} == {problem for _, problem in same}
+
+
+def empty_cache() -> quire.KVCache:
+    return quire.KVCache.wrap(*(torch.empty(4, 16, 8, 128, dtype=torch.bfloat16, device="meta") for _ in "kv"), layout="nhd")
+
+
+@pytest.mark.parametrize(
+    "given, fields",
+    [
+        ({"prefixes": True}, {"prefixes": True}),
+        ({"spans": True}, {"spans": "int64"}),
+        ({"select": "columns"}, {"select": "columns", "select_index": "int64"}),
+    ],
+    ids=str,
+)
+def test_what_the_batches_of_a_cache_have_is_named(given: dict[str, object], fields: dict[str, object]) -> None:
+    batches = _of_batches(empty_cache(), **{"prefixes": False, "select": None, "spans": False} | given)  # type: ignore[arg-type]
+    found = _problems(empty_cache(), 32, torch.bfloat16, None, None, None, ("int64",), None, batches)
+    same = LAYER.replace(device="meta", index="int64", **fields)
+    assert {problem for operation, problem in found if operation == "attend"} == {same, same.replace(memory="generic")}
+
+
+@pytest.mark.parametrize(
+    "given, match",
+    [
+        ({"prefixes": 1}, "prefixes: given .*True or False"),
+        ({"spans": "int32"}, "spans: given .*True or False"),
+        ({"select": "rows"}, "select: given .*'positions' or 'columns', or None"),
+        ({"select": "columns", "spans": True}, "select: given 'columns' with a mask, spans"),
+        ({"select": "columns", "forms": ("full", "context")}, "select: given 'columns' with .*context form"),
+        ({"spans": True, "options": quire.Options(window=8)}, "spans: given True with Options"),
+    ],
+    ids=str,
+)
+def test_wrong_batches(given: dict[str, object], match: str) -> None:
+    with pytest.raises(quire.ArgumentError, match=match):
+        prepare(empty_cache(), q_heads=32, q_dtype=torch.bfloat16, **given)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("given", [{"prefixes": True}, {"select": "positions"}, {"spans": True}], ids=str)
+def test_a_problem_says_what_batches_have(given: dict[str, object]) -> None:
+    with pytest.raises(quire.ArgumentError, match="the Problem has it"):
+        prepare(LAYER, **given)  # type: ignore[arg-type]
 
 
 def test_kernels_that_are_not_compiled_need_nothing() -> None:
@@ -143,3 +223,12 @@ def test_a_problem_says_which_calls_are_made() -> None:
     given = LAYER.replace(form="context", lse=True, index="int64")
     found = {problem for operation, problem in _problems(given, None, None, None, None, None, None) if operation == "attend"}
     assert found == {given, given.replace(memory="generic")}
+
+
+def test_spans_and_selections_of_a_problem_have_the_type_that_is_named() -> None:
+    for fields, name in (({"spans": "int32"}, "spans"), ({"select": "columns"}, "select_index")):
+        given = LAYER.replace(**fields)
+        for index, types in ((None, {"int32"}), (("int32", "int64"), {"int32", "int64"})):
+            found = _problems(given, None, None, None, None, None, index)
+            attends = {problem for operation, problem in found if operation == "attend"}
+            assert {(getattr(problem, name), problem.index) for problem in attends} == {(one, one) for one in types}

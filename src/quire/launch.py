@@ -8,6 +8,7 @@ Every operation uses it: `attend`, `write`, `step`, vLLM's operators (`quire.com
 
 from __future__ import annotations
 
+import warnings
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -47,6 +48,8 @@ class KnownProblem:
         self.launchers: dict[Kernel, KernelLauncher] = {}
 
 
+_not_audited: set[Problem] = set()
+"""Problems that a warning has named: their ledger is not checked."""
 _known: dict[int, KnownProblem] = {}
 """The launcher cache. Equal problems are one object, so the key is its id; the entry keeps the object alive."""
 
@@ -246,10 +249,14 @@ def add_problem(problem: Problem, device: torch.device) -> KnownProblem:
 
 
 def audit(call: Call) -> None:
-    """Compares a cache with its ledger on the device, if a kernel can. In host memory the ledger is checked before every call
-    instead."""
+    """Compares a cache with its ledger on the device; where no kernel can, a warning says so, once for each problem. In host memory
+    the ledger is checked before every call instead."""
     if call.cache.ledger is None or call.cache.device.type == "cpu":
         return
     problem, extent = described("audit", call)
     if choose(problem, extent, Platform.detect(call.cache.device), operation="audit").chosen is not None:
         launcher_for("audit", call)(call)
+    elif problem not in _not_audited:
+        _not_audited.add(problem)
+        said = "quire: the cache keeps a ledger, and no kernel compares it here (quire.explain(..., operation='audit') says why)"
+        warnings.warn(f"{said}: tokens that were never written are not found for {problem}", RuntimeWarning, stacklevel=3)

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from itertools import product
 from multiprocessing import active_children, get_context
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import torch
 
@@ -20,6 +20,7 @@ from quire import interrupts
 from quire.batch import Batch
 from quire.cache.kv_cache import KVCache
 from quire.cache.latent import with_values
+from quire.cache.select import Kind
 from quire.contract.call import Call
 from quire.contract.static import FLOATS
 from quire.dispatch.choose import kernels_for
@@ -32,6 +33,7 @@ from quire.problem import Problem, is_fp8
 from quire.rope import Rope
 
 FORMS, LSES, INDICES = ("full", "context"), (False, True), ("int32", "int64")
+SELECTIONS: tuple[str, ...] = get_args(Kind)
 
 
 class Prepared(NamedTuple):
@@ -62,6 +64,9 @@ def prepare(
     q_dtype: torch.dtype | None = None,
     options: Options | None = None,
     rope: Rope | None = None,
+    prefixes: bool = False,
+    select: str | None = None,
+    spans: bool = False,
     forms: Sequence[str] | None = None,
     lse: Sequence[bool] | None = None,
     index: Sequence[str] | None = None,
@@ -76,9 +81,11 @@ def prepare(
         cache_or_problem: The cache of the layer, together with `q_heads` and `q_dtype`; or a `quire.Problem`. A cache is prepared
             for batches with a shard if its pool has one; a Problem if its `shard` is True.
         q_heads, q_dtype, options, rope: Those of the calls. With rope, writes rotate keys and queries.
-        forms: Which of "full" and "context" form will be called.
-        lse: Whether calls are with LSE (True), without (False) or both.
-        index: Types of the index tensors: "int32", "int64" or both. Default: as the Problem; for a cache full, without LSE, int32.
+        prefixes: Whether some batches of the cache have prefixes. This and the next two are for a cache; a Problem has such fields.
+        select, spans: Whether batches select "positions" or "columns", and have spans. Their entries have the type of `index`.
+        forms: Which of "full" and "context" form will be called. Default: as the Problem; for a cache full.
+        lse: Whether calls are with LSE (True), without (False) or both. Default: as the Problem; for a cache without.
+        index: Types of index tensors, spans and selections: "int32", "int64" or both. Default: as the Problem; for a cache int32.
         platform: Compile for this platform and load nothing. Default: the platform of the cache's or Problem's device.
         directory: Where to store compiled kernels, like TRITON_CACHE_DIR. Default: Triton's cache.
         progress: Whether to show a bar on standard error (default: if it is a terminal); or a function, which is called with the
@@ -98,21 +105,16 @@ def prepare(
         ()
     """
     _check_arguments(rope, platform, directory, progress)
-    problems = _problems(cache_or_problem, q_heads, q_dtype, options, forms, lse, index, rope)
-    device = _numbered(torch.device(problems[0][1].device))
-    here = platform is None
+    batches = _of_batches(cache_or_problem, prefixes, select, spans)
+    problems = _problems(cache_or_problem, q_heads, q_dtype, options, forms, lse, index, rope, batches)
+    device, begin, here = _numbered(torch.device(problems[0][1].device)), time.perf_counter(), platform is None
     platform = Platform.detect(device) if platform is None else platform
-    begin = time.perf_counter()
     work, workspace = _work(problems, platform)
     folder = None if directory is None else _created(os.fspath(directory))
     with _cache_directory(folder):
         _compile(work, platform, folder, progress)
         if here and device.type == "cuda":
-            with torch.cuda.device(device):
-                for launcher in {id(launcher): launcher for _, launcher in work.values()}.values():
-                    for _, load in launcher.prepare(device.index):
-                        load()
-            _watch_for_others()
+            _load(work, device)
     return Prepared(tuple(work), time.perf_counter() - begin, workspace)
 
 
@@ -134,6 +136,20 @@ def _check_arguments(rope: object, platform: object, directory: object, progress
         raise ArgumentError("progress", describe(progress), "True, False, None or a function")
 
 
+def _of_batches(given: KVCache | Problem, prefixes: bool, select: str | None, spans: bool) -> dict[str, Any]:
+    """What the batches of a cache have, as fields of a problem. The type of entries is that of the index tensors."""
+    for name, value in (("prefixes", prefixes), ("spans", spans)):
+        if not isinstance(value, bool):
+            raise ArgumentError(name, describe(value), "True or False")
+        if value and isinstance(given, Problem):
+            raise ArgumentError(name, f"{name}=True with a Problem", "False: the Problem has it")
+    if select is not None and (not isinstance(select, str) or select not in SELECTIONS):
+        raise ArgumentError("select", describe(select), f"{' or '.join(map(repr, SELECTIONS))}, or None")
+    if select is not None and isinstance(given, Problem):
+        raise ArgumentError("select", f"{select!r} with a Problem", "None: the Problem has it")
+    return {"prefixes": prefixes, "select": select, "spans": spans}
+
+
 def _problems(
     given: KVCache | Problem,
     q_heads: int | None,
@@ -143,6 +159,7 @@ def _problems(
     lse: Sequence[bool] | None,
     index: Sequence[str] | None,
     rope: Rope | None = None,
+    batches: dict[str, Any] | None = None,
 ) -> list[tuple[str, Problem]]:
     """The operations and problems of all calls that will be made."""
     if not isinstance(given, KVCache | Problem):
@@ -151,9 +168,11 @@ def _problems(
     if isinstance(given, Problem):
         if q_heads is not None or q_dtype is not None or options is not None:
             raise ArgumentError("q_heads", "q_heads, q_dtype or options with a Problem", "None: the Problem has them")
-        bases = [given.replace(form=form, lse=logs, index=i) for form, logs, i in variants]
+        bases = [given.replace(form=form, lse=logs) for form, logs, _ in variants]
+        if index is not None:
+            bases = [_with_index(base, i) for base, (*_, i) in zip(bases, variants)]
     else:
-        bases = list(_of_cache(given, q_heads, q_dtype, options, variants))
+        bases = [_with_batches(base, batches or {}) for base in _of_cache(given, q_heads, q_dtype, options, variants)]
     turned = None if rope is None else rope.traits(True)
     found: dict[tuple[str, Problem], None] = {}
     for problem in (base.replace(memory=memory) for base in bases for memory in ("aligned", "generic")):
@@ -161,9 +180,31 @@ def _problems(
         found["write", problem.of_writes(turned)] = None
         # A write with slots and without a batch has int32 index tensors.
         found["write", problem.of_writes(turned).replace(index="int32", shard=False)] = None
-        if problem.select == "none" and (isinstance(given, Problem) or given.ledger is not None):
+        if isinstance(given, Problem) or given.ledger is not None:
             found["audit", problem] = None
     return list(found)
+
+
+def _with_index(problem: Problem, index: str) -> Problem:
+    """The problem with index tensors, spans and selections of this type."""
+    fields = {"index": index}
+    if problem.spans != "none":
+        fields["spans"] = index
+    if problem.select != "none":
+        fields["select_index"] = index
+    return problem.replace(**fields)
+
+
+def _with_batches(problem: Problem, batches: dict[str, Any]) -> Problem:
+    """The problem of batches with the fields of `_of_batches`. Refuses what the contract does not combine."""
+    spans, select = batches.get("spans", False), batches.get("select")
+    if spans and (problem.mask or problem.window != (None, None) or problem.causal != "yes"):
+        raise ArgumentError("spans", "True with Options(mask, window or causal)", "neither: spans say what each token sees")
+    if select and (spans or problem.mask or problem.shard or problem.form == "context"):
+        given = f"{select!r} with a mask, spans, a shard or context form"
+        raise ArgumentError("select", given, "none of these: leave hidden keys out of the selection")
+    fields = {"prefixes": batches.get("prefixes", False), "spans": "int32" if spans else "none", "select": select or "none"}
+    return _with_index(problem.replace(**fields), problem.index)
 
 
 def _variants(
@@ -237,6 +278,15 @@ def _work(problems: Iterable[tuple[str, Problem]], platform: Platform) -> tuple[
                     found.setdefault(key, ((operation, kernel.name, problem, number), launcher))
                 workspace = max(workspace, launcher.workspace_bytes)
     return found, workspace
+
+
+def _load(work: Work, device: torch.device) -> None:
+    """Loads every kernel, and watches for others."""
+    with torch.cuda.device(device):
+        for launcher in {id(launcher): launcher for _, launcher in work.values()}.values():
+            for _, load in launcher.prepare(device.index):
+                load()
+    _watch_for_others()
 
 
 def _created(folder: str) -> str:

@@ -93,6 +93,7 @@ def test_every_named_platform(asked, name: str) -> None:
         ("--softcap --alibi --sinks", {"softcap": True, "alibi": True, "sinks": True}),
         ("--softcap 50 --mask --lse", {"softcap": True, "mask": True, "lse": True}),
         ("--spans --softcap 50", {"softcap": True, "spans": "int32"}),
+        ("--select columns", {"select": "columns", "select_index": "int32"}),
         ("--non-causal --form context", {"causal": "no", "form": "context"}),
         ("--batch-invariant", {"batch_invariant": True}),
     ],
@@ -397,6 +398,36 @@ def test_without_a_command_it_teaches(capsys: pytest.CaptureFixture[str]) -> Non
     assert "quire doctor" in capsys.readouterr().err
 
 
+# --- Writes that rotate -------------------------------------------------------------------------------------------------------
+
+
+def test_rope_is_of_the_write(asked) -> None:
+    found = asked("--operation step --rope 64 --rope-interleaved --qk-norm bf16 --arch h100")
+    (write,) = found["related"]
+    assert found["problem"]["rope"] is None
+    assert write["problem"]["rope"][:2] == [64, True] and write["problem"]["rope"][4:6] == ["bf16", "bf16"]
+    assert asked("--operation write --rope --arch h100")["problem"]["rope"][0] == 128
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        ("--rope", "--rope: given with --operation attend; allowed: --operation write or step"),
+        ("--operation write --rope 63", "--rope: given 63; allowed: an even number of at most --head-dim 128"),
+        ("--operation write --rope --like deepseek-v3", "--rope: given with --v-in-k"),
+        ("--qk-norm bf16", "--qk-norm: given without --rope; allowed: with --rope"),
+        ("--rope-interleaved", "--rope-interleaved: given without --rope"),
+        ("--rope --as vllm", "--rope: given with --as vllm; allowed: nothing"),
+        ("--select columns --as vllm", "--select: given with --as vllm; allowed: nothing"),
+        ("--select rows", "--select: given 'rows'; allowed: positions, columns"),
+        ("--select columns --mask", "--select: given with --spans, --mask or --form context; allowed: full form"),
+        ("--select positions --form context", "--select: given with"),
+    ],
+)
+def test_wrong_rotations_and_selections(refused, flags: str, message: str) -> None:
+    assert message in " ".join(refused(flags).split())
+
+
 # --- The layers of known models -----------------------------------------------------------------------------------------------
 
 
@@ -416,11 +447,16 @@ def test_like_explains_each_kind_of_layer(explain, asked) -> None:
     [
         ("gpt-oss", "gpt-oss-120b", {"sinks": True, "softcap": False, "head_dim": 64}),
         ("google/gemma-2-9b-it", "gemma-2-9b", {"sinks": False, "softcap": True, "head_dim": 256}),
+        ("qwen3", "qwen3-32b", {"q_heads": 64, "kv_heads": 8, "head_dim": 128}),
+        ("Qwen3 MoE", "qwen3-235b-a22b", {"q_heads": 64, "kv_heads": 4}),
+        ("qwen-3-32b", "qwen3-32b", {"q_heads": 64}),
+        ("gptoss", "gpt-oss-120b", {"sinks": True}),
+        ("meta-llama/Llama3-8B-Instruct", "llama-3-8b", {"q_heads": 32}),
         ("Qwen/Qwen3-8B", "qwen3-8b", {"q_heads": 32, "kv_heads": 8, "window": [None, None]}),
     ],
 )
 def test_like_has_the_features_of_a_model(asked, name: str, model: str, features: dict[str, Any]) -> None:
-    found = asked(f"--like {name}")
+    found = asked(f"--like {name.replace(' ', '_')}")
     assert found["like"] == model
     for kind in found["kinds"]:
         assert {field: kind["problem"][field] for field in features} == features
@@ -444,6 +480,8 @@ def test_like_refuses_what_the_model_has(refused, given: str) -> None:
 
 
 def test_like_names_and_suggests(refused, explain) -> None:
-    assert "did you mean gemma-4?" in refused("--like gema-4")
+    for given, meant in (("gema-4", "gemma-4"), ("qwen", "qwen-3"), ("deepseek-v4", "deepseek-v3"), ("Google/Gemma-9", "gemma-4")):
+        assert f"did you mean {meant}" in refused(f"--like {given}")
+    assert len({name.replace("-", "") for name in NAMES}) == len(set(NAMES)), "hyphens do not tell names apart"
     text = " ".join(explain("--help")[1].split())
     assert all(name in text for name in FAMILIES)

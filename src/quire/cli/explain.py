@@ -9,7 +9,8 @@ from typing import Any
 import click
 
 from quire.cli.command import Args, Argument, ChoiceOf, Command, Count, OneOfNames, Option, Readable, answer, flag
-from quire.cli.problem_options import Q_TYPES, own_fp8, platform_of, problem_of, problem_options, type_of
+from quire.cli.known_layers import layers_of, like_option, options_of
+from quire.cli.problem_options import Q_TYPES, own_fp8, platform_of, problem_of, problem_options, rope_of, type_of
 from quire.cli.sheet import show, write
 from quire.compat.vllm_rule import CACHE_TYPES, RULES, VllmCall, explain_vllm
 from quire.dispatch.catalogue import CATALOGUE
@@ -17,10 +18,11 @@ from quire.dispatch.choose import OPERATIONS, choose
 from quire.dispatch.decision import Decision
 from quire.dispatch.summary import Line, summary
 from quire.errors import ArgumentError, KernelError
-from quire.options import FEATURES, NUMBERS, PER_HEAD
-from quire.plan.layer_kinds import FAMILIES, NAMES, AttentionLayers, layers_like
+from quire.options import FEATURES
+from quire.plan.layer_kinds import AttentionLayers
 from quire.platform import Platform
 from quire.problem import Extent, Problem
+from quire.rope import Rope
 
 HELP = """Shows which kernel would run a call, why, and what would be faster: a preferred kernel that was refused for something that
 you can change. Nothing is computed; the choice can be explained for any machine."""
@@ -30,6 +32,8 @@ examples:
   quire explain --arch h100 --max-q-len 512 --kv-dtype fp8   a prefill over an fp8 cache on an H100
   quire explain --arch mi300x --operation step --all         the write and the attention, every limit of every kernel
   quire explain --arch h100 --seqs 64 --shared-prefix 3000   decodes of 64 sequences over one prompt, whose pages they share
+  quire explain --arch h100 --select positions               each query sees the keys that it selects
+  quire explain --arch h100 --operation step --rope          the write rotates keys and queries
   quire explain --kernel torch --json                        one kernel by name, for programs
   quire explain --like gemma-4 --arch h100 --kv-dtype fp8    the layers of a known model, by kind
   quire explain call.safetensors --arch gfx942               a recorded call: which kernel ran, which would run on gfx942
@@ -51,10 +55,6 @@ VLLM_COLORS = {
 }
 
 
-_OF_MODEL = ("q_heads", "kv_heads", "head_dim", "v_head_dim", "v_in_k", "window", *NUMBERS, *PER_HEAD, "non_causal")
-"""Options that `--like` replaces."""
-
-
 def _kernels() -> list[str]:
     return list(dict.fromkeys(kernel.name for kernel in CATALOGUE))
 
@@ -72,13 +72,7 @@ PARAMETERS: list[click.Parameter] = [
     Option("--max-q-len", type=Count, default=1, group=_BATCH, help="most new tokens of a sequence (1)"),
     Option("--max-kv-len", "--max-seq-len", type=Count, default=4096, group=_BATCH, help="most tokens of a sequence (4096)"),
     Option("--shared-prefix", type=Count, metavar="TOKENS", group=_BATCH, help="first tokens whose pages all sequences share"),
-    Option(
-        "--like",
-        metavar="MODEL",
-        type=OneOfNames(lambda: NAMES),
-        group="the layer",
-        help=f"the layers of a model, by kind: {', '.join(FAMILIES)}; or of a size, by the names of quire plan",
-    ),
+    like_option(),
     *problem_options(),
     Option("--as", "whose", type=ChoiceOf(("quire", "vllm")), default="quire", group=_VLLM, help="whose kernels (quire)"),
     Option(
@@ -137,10 +131,13 @@ def _recorded_lines(notes: dict[str, Any]) -> list[Line]:
     return [Line("chosen", made["chosen"] or "none"), Line("because", made["because"])]
 
 
-def _decide(args: Args, problem: Problem, extent: Extent, platform: Platform) -> Decision:
+def _decide(args: Args, problem: Problem, extent: Extent, platform: Platform, rope: Rope | None = None) -> Decision:
+    writes = problem if rope is None else problem.of_writes(rope.traits(True))
+
     def one(operation: str, kernel: str | None) -> Decision:
+        given = writes if operation == "write" else problem
         try:
-            return choose(problem, extent, platform, operation=operation, kernel=kernel, capturing=args.capturing)
+            return choose(given, extent, platform, operation=operation, kernel=kernel, capturing=args.capturing)
         except KernelError as error:
             if error.decision is None:
                 raise click.UsageError(f"--{error}", click.get_current_context()) from None
@@ -159,21 +156,25 @@ def _show(args: Args, decision: Decision) -> None:
 
 
 def _as_quire(args: Args, platform: Platform) -> int:
-    decision = _decide(args, problem_of(args, platform).replace(prefixes=bool(args.shared_prefix)), extent_of(args), platform)
+    decision = _decide_layer(args, platform)
     found = decision.to_dict() | {"related": [other.to_dict() for other in decision.related]}
     answer(args, found, lambda: _show(args, decision))
     return 0 if all(one.chosen for one in (decision, *decision.related)) else 1
 
 
+def _decide_layer(args: Args, platform: Platform) -> Decision:
+    """The decision for the layer that the options describe."""
+    rope = rope_of(args)
+    if rope is not None and args.operation not in ("write", "step"):
+        raise ArgumentError("--rope", f"with --operation {args.operation}", "--operation write or step: a write rotates")
+    problem = problem_of(args, platform).replace(prefixes=bool(args.shared_prefix))
+    return _decide(args, problem, extent_of(args), platform, rope)
+
+
 def _as_known(args: Args, platform: Platform) -> int:
     """One explanation for each kind of layer that a known model has."""
-    context = click.get_current_context()
-    for name in ("file", "whose", *_OF_MODEL):
-        if context.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE:
-            option = {"file": "FILE", "whose": "--as"}.get(name, f"--{name.replace('_', '-')}")
-            why = "it explains Quire's kernels" if name in ("file", "whose") else "it has the shape of the layers"
-            raise ArgumentError(option, f"{getattr(args, name)} with --like {args.like}", f"nothing: {why}")
-    model, kinds = layers_like(args.like)
+    reason = "it explains Quire's kernels"
+    model, kinds = layers_of(args, {"file": ("FILE", reason), "whose": ("--as", reason)})
     decisions = list(_decisions_of(args, platform, kinds))
 
     def text() -> None:
@@ -196,14 +197,12 @@ def _as_known(args: Args, platform: Platform) -> int:
 
 
 def _decisions_of(args: Args, platform: Platform, kinds: tuple[AttentionLayers, ...]) -> Iterator[Decision]:
-    for kind in kinds:
-        shape: dict[str, Any] = dict.fromkeys(kind.features, True) | {name: 1.0 for name in kind.features if name in NUMBERS}
+    for kind, layer in zip(kinds, options_of(args, kinds)):
         longest = args.max_kv_len if kind.chunk is None else min(args.max_kv_len, kind.chunk)
-        shape |= {"window": kind.window or 0, "max_kv_len": longest, "max_q_len": min(args.max_q_len, longest)}
-        layer = Args(**vars(args) | {name: getattr(kind, name) for name in ("q_heads", "kv_heads", "head_dim", "v_in_k")} | shape)
+        layer.max_kv_len, layer.max_q_len = longest, min(args.max_q_len, longest)
         if args.shared_prefix:
             layer.shared_prefix = min(args.shared_prefix, longest - layer.max_q_len)
-        yield _decide(args, problem_of(layer, platform).replace(prefixes=bool(args.shared_prefix)), extent_of(layer), platform)
+        yield _decide_layer(layer, platform)
 
 
 def extent_of(args: Args) -> Extent:
@@ -251,8 +250,9 @@ def _vllm_call(args: Args, platform: Platform) -> VllmCall:
     """The options in vLLM's terms. Options that its rule has no argument for are refused."""
     known = {"alibi", "sinks"}
     features = tuple(feature for feature in FEATURES if feature not in known)
-    for name in ("v_head_dim", "v_in_k", "v_dtype", *features, "spans", "lse", "kernel", "capturing", "shared_prefix"):
-        if getattr(args, name):
+    others = ("spans", "select", "rope", "rope_interleaved", "qk_norm", "lse", "kernel", "capturing", "shared_prefix")
+    for name in ("v_head_dim", "v_in_k", "v_dtype", *features, *others):
+        if getattr(args, name) is not None and getattr(args, name) is not False:
             raise ArgumentError(f"--{name.replace('_', '-')}", "with --as vllm", "nothing: vLLM's rule has no such argument")
     only: dict[str, Any] = {"operation": ("attend",), "form": ("full",), "scales": ("tensor",), "layout": ("nhd", "vllm_x")}
     for name, allowed in only.items():

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import click
+import torch
 
-from quire.cache.format import FORMATS
+from quire.cache.format import FORMATS, dtype_name
 from quire.cache.groups import LAYOUTS_OF_GROUPS, SWIZZLE
 from quire.cache.kv_cache import MOST_DIM, MOST_LATENT
 from quire.cache.latent_rows import ROTATED
@@ -15,7 +16,9 @@ from quire.cli.command import Args, ChoiceOf, Count, Number, OneOfNames, Option,
 from quire.errors import ArgumentError
 from quire.options import FEATURES, NUMBERS, Options
 from quire.platform import NAMED, NICKNAMES, Platform
+from quire.prepare import SELECTIONS
 from quire.problem import Problem
+from quire.rope import WEIGHTS, Rope
 
 Q_TYPES = tuple(name for name, format in FORMATS.items() if format.dtype.is_floating_point)
 """The types that queries and outputs can have."""
@@ -26,6 +29,11 @@ SPELLINGS = {
     **{f"fp8_{name}": name for name in Q_TYPES if FORMATS[name].itemsize == 1},
 }
 """Other spellings of a type. fp8 alone is not among them: it means the platform's own."""
+
+
+NORMS = {dtype_name(dtype): dtype for dtype in WEIGHTS}
+"""The types of weights of a norm."""
+_OPTIONAL_DIM: dict[str, Any] = {"is_flag": False, "flag_value": "0", "type": Whole(0), "metavar": "[DIM]"}
 
 
 def problem_options() -> list[click.Parameter]:
@@ -116,6 +124,12 @@ def _feature_options(layer: str) -> list[click.Parameter]:
         else:
             found.append(flag(words, f"the layer has Options({name}=...)", layer))
     found.append(flag("--spans", "each new token sees the keys of its Batch(spans=...)", layer))
+    found.append(Option("--select", type=ChoiceOf(SELECTIONS), group=layer, help="queries see the keys of Batch(select=...) alone"))
+    found.append(
+        Option("--rope", group=layer, help="writes rotate the first so many elements of q and k (all)", **_OPTIONAL_DIM),
+    )
+    found.append(flag("--rope-interleaved", "with --rope: neighbours are rotated, as in GPT-J", layer))
+    found.append(Option("--qk-norm", type=ChoiceOf(NORMS), group=layer, help="with --rope: q and k have a norm; its weights' type"))
     found.append(flag("--lse", "the log-sum-exp is returned, too", layer))
     found.append(flag("--non-causal", "queries also see later keys", layer))
     return found
@@ -161,6 +175,7 @@ def problem_of(args: Args, platform: Platform) -> Problem:
         window=(side, side),
         lse=args.lse,
         spans="int32" if args.spans else "none",
+        select=args.select or "none",
         device="cpu" if platform.vendor == "cpu" else "cuda",
         **features,
     )
@@ -175,6 +190,25 @@ def _check_features(args: Args) -> None:
             raise ArgumentError(f"--{name}", error.given, error.allowed) from None
     if args.spans and (args.window or args.non_causal or args.mask):
         raise ArgumentError("--spans", "with --window, --non-causal or --mask", "alone: spans say what each token sees")
+    if args.select and (args.spans or args.mask or args.form == "context"):
+        raise ArgumentError("--select", "with --spans, --mask or --form context", "full form, without them")
+
+
+def rope_of(args: Args) -> Rope | None:
+    """How writes rotate, as `--rope` says, with tables and weights without memory."""
+    if args.rope is None:
+        for word, given in (("--rope-interleaved", args.rope_interleaved), ("--qk-norm", args.qk_norm)):
+            if given:
+                raise ArgumentError(word, "without --rope", "with --rope")
+        return None
+    if args.v_in_k:
+        raise ArgumentError("--rope", "with --v-in-k", "nothing: a part of q and k is rotated before the call")
+    dim = args.rope or args.head_dim
+    if dim % 2 or dim > args.head_dim:
+        raise ArgumentError("--rope", dim, f"an even number of at most --head-dim {args.head_dim}")
+    weight = torch.empty(args.head_dim, dtype=NORMS[args.qk_norm], device="meta") if args.qk_norm else None
+    how: dict[str, Any] = {"interleaved": args.rope_interleaved, "q_norm": weight, "k_norm": weight}
+    return Rope.make(args.head_dim, max_positions=1, rotary_dim=dim, device="meta", **how)
 
 
 def _check_v_in_k(args: Args) -> None:

@@ -119,7 +119,6 @@ CATALOGUE: tuple[Kernel, ...] = (
         vendors=("nvidia", "amd"),
         arches=_TRITON,
         needs=("triton",),
-        without=("select",),
     ),
     Kernel(
         "native-shared",

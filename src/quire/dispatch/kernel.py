@@ -283,7 +283,10 @@ class Kernel:
         return tuple(name for name in self.needs if find_spec(name) is None)
 
     def launcher_for(self, problem: Problem, platform: Platform) -> KernelLauncher:
-        """The launcher of calls of a problem on a platform."""
+        """The launcher of calls of a problem on a platform. What a kernel does not read is not part of its problem:
+        with prefixes a layer has the same compiled kernels as without, and those for shared prefixes."""
+        if problem.prefixes and not self.shares:
+            problem = problem.replace(prefixes=False)
         return self._factory(problem, platform)
 
     def keys_for(self, problem: Problem, extent: Extent, platform: Platform) -> tuple[str, ...]:

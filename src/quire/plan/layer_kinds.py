@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from quire.errors import ArgumentError
 from quire.keywords import suggestion
-from quire.plan.models import MODELS, ModelShape, spelled
+from quire.plan.models import MODELS, ModelShape, known_name
 
 
 class AttentionLayers(NamedTuple):
@@ -78,10 +78,10 @@ def layers_like(name: str) -> tuple[str, tuple[AttentionLayers, ...]]:
     Raises:
         ArgumentError: No model has this name; the message suggests one.
     """
-    words = spelled(name)
-    found = next((FAMILIES.get(word, word) for word in words if word in FAMILIES or word in _UNEVEN or word in MODELS), None)
-    if found is None:
-        raise ArgumentError("--like", repr(name), f"one of {', '.join(NAMES)}{suggestion(words[0], NAMES)}")
+    known = known_name(name, NAMES)
+    if known is None:
+        raise ArgumentError("--like", repr(name), f"one of {', '.join(NAMES)}{suggestion(name.rpartition('/')[2], NAMES)}")
+    found = FAMILIES.get(known, known)
     return found, _UNEVEN[found] if found in _UNEVEN else _even(MODELS[found])
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -138,23 +139,32 @@ MODELS: dict[str, ModelShape] = {model.name: model for model in _TABLE}
 
 
 def model_named(name: str) -> ModelShape:
-    """A model of the table; capitals, blanks and underscores do not matter, nor does an organisation before it.
+    """A model of the table; capitals, blanks, underscores and hyphens do not matter, nor does an organisation before it.
 
     Raises:
         ArgumentError: no model has this name; the message suggests one.
     """
-    word, plain = spelled(name)
-    found = MODELS.get(word) or MODELS.get(plain)
+    found = known_name(name, MODELS)
     if found is None:
         allowed = f"one of {', '.join(MODELS)}; or the path of a Hugging Face config.json or of its folder"
-        raise ArgumentError("--model", repr(name), allowed + suggestion(word, MODELS))
-    return found
+        raise ArgumentError("--model", repr(name), allowed + suggestion(_spelled(name), MODELS))
+    return MODELS[found]
 
 
-def spelled(name: str) -> tuple[str, str]:
-    """A name as the table spells it, and without what says more than a table entry."""
-    word = name.rpartition("/")[2].lower().replace("_", "-").replace(" ", "-")
-    return word, _without_variant(word)
+def known_name(given: str, names: Iterable[str]) -> str | None:
+    """Which of the names is meant, with or without hyphens, and what says more than a table entry; None if none is."""
+    by_letters = {_without_hyphens(name): name for name in names}
+    words = (_spelled(given), _without_variant(_spelled(given)))
+    return next((by_letters[word] for word in map(_without_hyphens, words) if word in by_letters), None)
+
+
+def _spelled(name: str) -> str:
+    """A name in the table's letters."""
+    return name.rpartition("/")[2].lower().replace("_", "-").replace(" ", "-")
+
+
+def _without_hyphens(name: str) -> str:
+    return name.replace("-", "")
 
 
 def _without_variant(word: str) -> str:

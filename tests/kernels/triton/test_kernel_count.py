@@ -23,6 +23,7 @@ from quire.cache.format import FORMATS
 from quire.cache.kv_cache import KVCache
 from quire.cache.latent import rows_to_write
 from quire.cache.prefixes import Prefixes
+from quire.cache.select import Select
 from quire.contract.call import Call
 from quire.dispatch.choose import kernel_for
 from quire.kernels.triton.host.launcher import Launcher
@@ -36,7 +37,7 @@ from quire.rope import Rope
 MOST = 12
 ARCHES = ("sm90", "sm80", "gfx942")
 BATCHES = 84
-"""Of each configuration, card and type of indices: 5040 in all."""
+"""Of a configuration, for each card and type of indices, unless it says another number."""
 
 
 @dataclass(frozen=True)
@@ -57,8 +58,15 @@ class Layer:
     rope: bool = False
     spans: bool = False
     prefixes: bool = False
+    """Whether some batches have prefixes."""
+    select: str = ""
+    """positions or columns, if batches select keys."""
+    mixed: bool = False
+    """Whether only some batches select keys."""
     v_in_k: int | None = None
     options: dict[str, Any] = field(default_factory=dict)
+    batches: int = BATCHES
+    most: int = MOST
 
 
 LAYERS = {
@@ -80,6 +88,14 @@ LAYERS = {
     "rope": Layer(rope=True),
     "latent": Layer(kv_heads=1, group=128, head_dim=576, v_in_k=512, page_size=64),
     "latent, fp8_ds_mla": Layer(kv_heads=1, group=16, head_dim=576, v_in_k=512, page_size=64, format="fp8_ds_mla"),
+    "columns": Layer(select="columns", batches=40),
+    "positions": Layer(select="positions", format="e4m3fn", lse=True, batches=40),
+    "latent, positions": Layer(
+        kv_heads=1, group=128, head_dim=576, v_in_k=512, page_size=64, select="positions", mixed=True, batches=40
+    ),
+    # Keys are selected by other kernels: a layer that does so in some batches only has both.
+    "columns sometimes": Layer(select="columns", mixed=True, prefixes=True, batches=40, most=18),
+    "latent, prefixes": Layer(kv_heads=1, group=16, head_dim=576, v_in_k=512, page_size=64, prefixes=True, batches=40),
     "latent context form": Layer(kv_heads=1, group=16, head_dim=576, v_in_k=512, context=True, format="e4m3fn", scales="token"),
 }
 
@@ -143,11 +159,27 @@ class Draws:
         if self.layer.spans:
             spans = nothing(tokens, 2, dtype=self.index) if not self.one_in(4) else nothing(2, tokens, dtype=self.index).T
         prefixes = None
-        if self.layer.prefixes:
+        if self.layer.prefixes and not self.one_in(3):
             # Not always enough shared pages to read them once.
             prefixes = Prefixes.allocate(seqs, chance.randint(1, 40), seqs, width, chance.randint(1, 8), device="meta")
             prefixes._measure(chance.choice(((), ((seqs, chance.randint(1, width)),))), width)
-        return tokens, Batch(table, lens, starts, max_q_len=hint, max_kv_len=kv_hint, spans=spans, prefixes=prefixes)
+        batch = Batch(table, lens, starts, max_q_len=hint, max_kv_len=kv_hint, spans=spans, prefixes=prefixes)
+        return tokens, batch.with_select(self.selection(tokens, seqs))
+
+    def selection(self, tokens: int, seqs: int) -> Select | None:
+        """Entries for each head or for all of them; views of more, or of another order of axes."""
+        kind = self.layer.select
+        if not kind or (self.layer.mixed and self.one_in(2)):
+            return None
+        rows, heads, n = (
+            tokens if kind == "positions" else seqs,
+            self.chance.choice((1, self.layer.kv_heads)),
+            self.chance.randint(0, 4096),
+        )
+        entries = nothing(rows, heads, n + 3, dtype=self.index)[..., :n]
+        if self.one_in(5):
+            entries = nothing(n, heads, rows, dtype=self.index).permute(2, 1, 0)
+        return Select(**{kind: entries})  # type: ignore[arg-type]
 
     def rows(self, tokens: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Queries, keys and values: views of a fused projection, tensors of their own, or what no vector load can read."""
@@ -236,8 +268,8 @@ def count(layer: Layer, arch: str, index: torch.dtype, batches: int) -> Counter[
 @pytest.mark.parametrize("name", LAYERS)
 def test_all_batches_of_a_layer_need_few_kernels(name: str, arch: str) -> None:
     for index in (torch.int32, torch.int64):
-        found = count(LAYERS[name], arch, index, BATCHES)
-        assert len(found) <= MOST, f"{len(found)} kernels for indices of {index}:\n" + "\n".join(sorted(found))
+        found = count(LAYERS[name], arch, index, LAYERS[name].batches)
+        assert len(found) <= LAYERS[name].most, f"{len(found)} kernels for indices of {index}:\n" + "\n".join(sorted(found))
 
 
 @pytest.mark.parametrize("arch", ARCHES)
@@ -268,4 +300,4 @@ def test_explain_names_the_kernels_that_are_launched(name: str, arch: str) -> No
 
 if __name__ == "__main__":
     for name in LAYERS:
-        print(f"{name:16}", *(f"{arch} {len(count(LAYERS[name], arch, torch.int32, BATCHES)):2}" for arch in ARCHES))
+        print(f"{name:16}", *(f"{arch} {len(count(LAYERS[name], arch, torch.int32, LAYERS[name].batches)):2}" for arch in ARCHES))

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from quire import Batch, KVCache, Options, PagePool
+from quire import Batch, KVCache, Options, PagePool, Select
 from quire.cache.ledger import LedgerFinding
 from quire.contract.call import Call
 from quire.kernels.triton.host.audit import AuditLauncher
@@ -34,6 +34,8 @@ class Setting:
         width: int | None = None,
         pages: int = 40,
         new: bool = False,
+        select: Select | None = None,
+        heads: int = 1,
         **options: Any,
     ):
         columns = [-(-n // page_size) for n in kv_lens]
@@ -44,9 +46,10 @@ class Setting:
         starts = torch.tensor([0, *q_lens]).cumsum(0)
         tokens = sum(q_lens)
         self.device, self.page_size = device, page_size
-        self.cache = cache_of(device, pages, page_size)
+        self.cache = cache_of(device, pages, page_size, heads=heads)
         self.batch = Batch(table.to(device, index), torch.tensor(kv_lens, dtype=index, device=device), starts.to(device, index))
-        self.q = torch.zeros(tokens, 1, 16, device=device)
+        self.batch = self.batch.with_select(select)
+        self.q = torch.zeros(tokens, heads, 16, device=device)
         self.new = (self.q, self.q) if new else None
         self.options = Options(**options)
         for row, kv_len in enumerate(kv_lens):
@@ -86,8 +89,8 @@ class Setting:
         return LedgerFinding(row, position, slot, *divmod(slot, self.page_size), reason)
 
 
-def cache_of(device: str, pages: int, page_size: int, pool: PagePool | None = None) -> KVCache:
-    k = torch.zeros(pages, page_size, 1, 16, device=device)
+def cache_of(device: str, pages: int, page_size: int, pool: PagePool | None = None, heads: int = 1) -> KVCache:
+    k = torch.zeros(pages, page_size, heads, 16, device=device)
     return KVCache.wrap(k, torch.zeros_like(k), layout="nhd", pool=pool, ledger=True)
 
 
@@ -104,7 +107,10 @@ def tree(q_lens: list[int], positions: list[int] | None = None, **options: Any) 
 
 
 def on(device: str, options: dict[str, Any]) -> dict[str, Any]:
-    return {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in options.items()}
+    moved = {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in options.items()}
+    if isinstance(select := options.get("select"), Select):
+        moved["select"] = Select(**{select.kind: select.entries.to(device)})  # type: ignore[arg-type]
+    return moved
 
 
 @pytest.mark.parametrize("index", [INT32, INT64], ids=str)
@@ -115,6 +121,12 @@ def test_a_correct_batch_has_no_violations(index: torch.dtype, new: bool, device
     assert s.ledger.violations.tolist() == [0] * 9
 
 
+COLUMNS = torch.tensor([[[7, 0, -1, 3]], [[1, -1, -1, 0]], [[-1, -1, -1, 2]], [[4, 2, -1, -1]]], dtype=INT32)
+"""Pages of each sequence, which select its keys."""
+POSITIONS = torch.tensor(
+    [[29, 3, -1], *([0, -1, min(row + 2, 5)] for row in range(6)), [14, 16, 2], [-1, 15, 16], [0, 6, -1]], dtype=INT32
+)[:, None]
+"""Keys of each new token, some of which no token sees."""
 CASES: dict[str, dict[str, Any]] = {
     "full": {},
     "full-int64": {"index": INT64},
@@ -127,6 +139,17 @@ CASES: dict[str, dict[str, Any]] = {
     "not-causal": {"causal": False, "q_lens": [1, 9, 0, 3]},
     "one-column": {"width": 1, "page_size": 32},
     "many-stretches": {"q_lens": [2, 1], "kv_lens": [2100, 1023], "page_size": 7, "pages": 460},
+    "columns": {"select": Select(columns=COLUMNS)},
+    "columns-window": {"select": Select(columns=COLUMNS.long()), "window": 5},
+    "columns-none": {"select": Select(columns=COLUMNS[..., :0])},
+    "columns-heads": {"select": Select(columns=torch.cat((COLUMNS, COLUMNS // 2), dim=1)), "heads": 2},
+    "positions-heads": {"select": Select(positions=torch.cat((POSITIONS, POSITIONS // 2), dim=1)), "heads": 2},
+    "positions": {"select": Select(positions=POSITIONS)},
+    "positions-strided": {"select": Select(positions=POSITIONS.permute(2, 1, 0).contiguous().permute(2, 1, 0)), "index": INT64},
+    "positions-window": {"select": Select(positions=POSITIONS), "window": (9, None)},
+    "positions-not-causal": {"select": Select(positions=POSITIONS), "causal": False},
+    "positions-per-sequence": {"select": Select(positions=POSITIONS), "causal": torch.tensor([True, False, True, True])},
+    "positions-right": {"select": Select(positions=POSITIONS), "window": (9, 1), "causal": False},
     "one-token": {"q_lens": [1], "kv_lens": [1], "width": 1},
     "tree-context": {**tree(Q_LENS), "new": True},
     "tree-window-context": {**tree(Q_LENS, [29, *range(6), 14, 12, 15], window=5), "new": True},

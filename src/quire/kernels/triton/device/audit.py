@@ -17,6 +17,7 @@ from quire.kernels.triton.device.features import is_in_some_span, keys_before, l
 
 LARGEST = tl.constexpr(2**63 - 1)
 SPANS_AT_ONCE = tl.constexpr(8)
+ENTRIES_AT_ONCE = tl.constexpr(8)
 
 
 class LedgerTensors(NamedTuple):
@@ -47,6 +48,14 @@ class AuditConstants(NamedTuple):
     MIN_Q_LEN: int
     MAX_Q_LEN: int
     """Sequences with other numbers of new tokens are not checked."""
+    SELECT: str | None = None
+    """What the batch selects: 'positions' per query, 'columns' per sequence, or None."""
+    KV_HEADS: int = 1
+    """1 without a selection. The next two are for selected positions alone."""
+    RIGHT: int | None = None
+    """Visible keys to the right of a query; None is unbounded."""
+    CAUSAL: bool | None = True
+    """None: `BatchTensors.causal` has it per sequence."""
 
 
 @triton.jit
@@ -68,6 +77,8 @@ def count_wrong(found, marks, batch, tree, chunks, N: tl.constexpr):
         start = tl.load(batch.q_starts + seq * batch.q_starts_step).to(tl.int64)
         stop = tl.load(batch.q_starts + (seq + 1) * batch.q_starts_step).to(tl.int64)
         needed &= is_in_some_span(batch, start, stop, position_of(batch, key), SPANS_AT_ONCE)
+    if N.SELECT is not None:
+        needed &= is_selected_by_some(batch, seq, key, needed, N)
     slot, needed = slot_of(marks, batch, seq, key, needed, N)
     _, _, _, wrong = marks_of(marks, slot, position_of(batch, key), needed)
     count = tl.sum(wrong.to(tl.int32))
@@ -93,6 +104,51 @@ def needed_of(batch, tree, seq, N: tl.constexpr):
     end = tl.where(q_len >= N.CONTEXT_FROM, context, kv_len)
     looked_at = (q_len > 0) & (q_len >= N.MIN_Q_LEN) & (q_len <= N.MAX_Q_LEN)
     return keys_before(batch, first), keys_before(batch, tl.where(looked_at, end, 0))
+
+
+@triton.jit
+def is_selected_by_some(batch, seq, key, needed, N: tl.constexpr):
+    """Which keys some query of a sequence selects and sees. There is no shard: a key is its position."""
+    first = seq
+    rows = tl.max(needed.to(tl.int32))  # nothing is read for a chunk of which no key is needed
+    wanted = key // N.PAGE_SIZE
+    if N.SELECT == "positions":
+        first = tl.load(batch.q_starts + seq * batch.q_starts_step).to(tl.int64)
+        stop = tl.load(batch.q_starts + (seq + 1) * batch.q_starts_step).to(tl.int64)
+        rows *= (tl.minimum(stop, batch.tokens) - tl.maximum(first, 0)).to(tl.int32)
+        wanted = key
+    # Entries that all heads share have no stride.
+    heads = tl.where(batch.select_head == 0, 1, N.KV_HEADS)
+    seen = key < 0
+    for i in range(rows * heads):
+        row = first + i // heads
+        here = key < 0
+        for base in range(0, batch.select_count, ENTRIES_AT_ONCE):
+            entry = base + tl.arange(0, ENTRIES_AT_ONCE)
+            at = row * batch.select_row + (i % heads) * batch.select_head + entry.to(tl.int64) * batch.select_step
+            value = tl.load(batch.select + at, mask=entry < batch.select_count, other=-1)
+            here |= tl.max((wanted[:, None] == value[None, :]).to(tl.int32), 1) > 0
+        if N.SELECT == "positions":
+            here &= is_seen_by(batch, seq, row, key, N)
+        seen |= here
+    return seen
+
+
+@triton.jit
+def is_seen_by(batch, seq, token, key, N: tl.constexpr):
+    """Which keys causality and window show to a new token."""
+    stop = tl.load(batch.q_starts + (seq + 1) * batch.q_starts_step).to(tl.int64)
+    own = tl.load(batch.kv_lens + seq * batch.kv_lens_step).to(tl.int64) - stop + token
+    seen = key >= 0
+    if N.CAUSAL is None:
+        seen &= (key <= own) | (tl.load(batch.causal + seq * batch.causal_step) == 0)
+    elif N.CAUSAL:
+        seen &= key <= own
+    if N.LEFT is not None:
+        seen &= key >= own - N.LEFT
+    if N.RIGHT is not None:
+        seen &= key <= own + N.RIGHT
+    return seen
 
 
 @triton.jit

@@ -194,7 +194,8 @@ class AttendLauncher(Launcher):
         registers = COMBINE_REGISTERS if platform.vendor == "nvidia" and constants.V_WIDTH <= COMBINE_WIDTH else None
         # One warp has too few registers for partial results of wider heads, and spills two kilobytes a thread.
         warps = max(1, constants.V_WIDTH // COMBINE_WIDTH)
-        self.combine = Program(combine_kernel, COMBINE, (CombineConstants.of(constants),), self.units, warps, registers=registers)
+        # As for generic memory: one compiled kernel serves both, and it stores a row of each unit only.
+        self.combine = Program(combine_kernel, COMBINE, (CombineConstants.of(constants),), None, warps, registers=registers)
         self.constants = constants
         self.partials = {tile: 2 * tile.ROWS * (constants.V_WIDTH + 2) + HEADER.value for tile in self.tiles.short.values()}
         """The numbers in the workspace for each program with this tile."""
@@ -346,7 +347,7 @@ def arguments_of(
             *((None, None) if causal is True or causal is False else (at(causal), causal.stride(0))),
             *(extent.seqs, extent.tokens, short, *(batch.shard or NO_SHARD)),
             *(NO_SPANS if batch.spans is None else (at(batch.spans), *batch.spans.stride())),
-            *(NO_SELECT if batch.select is None else _selection(batch.select, at)),
+            *(NO_SELECT if batch.select is None else selection_of(batch.select, at)),
             *prefixes,
         ),
         NO_NEW if new is None else (at(new[0]), *new[0].stride(), at(new[1]), *new[1].stride()),
@@ -354,7 +355,7 @@ def arguments_of(
     )
 
 
-def _selection(select: Any, at: At) -> tuple[Any, ...]:
+def selection_of(select: Any, at: At) -> tuple[Any, ...]:
     """The arguments of a selection."""
     entries = select.entries
     row, head, step = entries.stride()

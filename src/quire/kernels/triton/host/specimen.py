@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from quire.cache.format import FORMATS
+from quire.cache.prefixes import Prefixes
 from quire.cache.select import Select
 from quire.cache.shard import Shard
 from quire.options import NUMBERS, TENSORS, TYPE_TRAITS
@@ -91,14 +92,15 @@ def _batch(problem: Problem, extent: Extent) -> Any:
         shard=Shard(0, 2, 1) if problem.shard else None,
         spans=None if problem.spans == "none" else _meta_tensor(extent.tokens, 2, dtype=getattr(torch, problem.spans)),
         select=_select(problem, extent),
-        prefixes=_prefixes(extent) if problem.prefixes else None,
+        prefixes=_prefixes(extent, width) if problem.prefixes else None,
     )
 
 
-def _prefixes(extent: Extent) -> Any:
-    tensors = {name: _meta_tensor(*shape, dtype=torch.int32) for name, shape in (("groups", (1, 5)), ("members", (2,)))}
-    chains = _meta_tensor(extent.seqs, 2, dtype=torch.int32)
-    return SimpleNamespace(**tensors, chains=chains, sizes=((2, 1),), most_pages=1, levels=1)
+def _prefixes(extent: Extent, width: int) -> Prefixes:
+    """Prefixes of which nothing is known on the host, and one, of two sequences, that is."""
+    made = Prefixes.allocate(extent.seqs, 1, 2, width, device="meta")
+    made._measure(((2, 1),), 1)
+    return made
 
 
 def _select(problem: Problem, extent: Extent) -> Select | None:

@@ -18,6 +18,8 @@ PIECE = 256
 """Keys of a piece in a batch-invariant call: docs/batch_invariance.md."""
 MAX_DECODE_TOKENS = 16
 """The most new tokens of a sequence that the tiles of short sequences are made for."""
+TOKEN_COUNTS = (1, 2, 4, 8, MAX_DECODE_TOKENS)
+"""The numbers of new tokens of a sequence that the tiles of a decode are made for."""
 PROCESSORS = 100
 """The multiprocessors of a platform of which only the name is known."""
 
@@ -50,7 +52,7 @@ class Tiles:
         self.long = None if self.all_decode or self.by_query else self._long_tile()
         self.short: dict[tuple[int, int], TritonTile] = {}
         """All tiles of short sequences, by the most new tokens, a power of two, and by key heads per tile."""
-        for few in _token_counts(problem) if self.all_decode and not self.by_query else (1,):
+        for few in TOKEN_COUNTS if self.all_decode and not self.by_query else (1,):
             rows = self.most if problem.batch_invariant else max(row.rows, min(self.most, power_of_two(few * problem.group)))
             heads = 1
             while heads <= max(1, min(self.heads_per_tile, rows // (few * problem.group))) and problem.kv_heads % heads == 0:
@@ -76,9 +78,3 @@ def _is_plain(problem: Problem) -> bool:
     """Whether tiles may have several key heads: these were measured for plain decodes only."""
     special = problem.batch_invariant or problem.mask or problem.spans != "none" or problem.select != "none"
     return not (special or problem.form == "context" or problem.memory == "generic")
-
-
-def _token_counts(problem: Problem) -> tuple[int, ...]:
-    """The numbers of new tokens of a sequence that decodes have a tile for. The kernel for shared prefixes takes the place of
-    others: a layer has twelve kernels."""
-    return (1, 2, MAX_DECODE_TOKENS) if problem.prefixes else (1, 2, 4, 8, MAX_DECODE_TOKENS)
