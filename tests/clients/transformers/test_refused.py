@@ -92,6 +92,33 @@ OWN_CODE = {
 """Models that call no function of `AttentionInterface`."""
 
 
+NOT_IN_BATCHES: dict[str, tuple[Any, str]] = {
+    "stablelm": (lambda: transformers.StableLmConfig(**SIZES), "layers do not pass their keyword arguments on"),
+    "nemotron": (lambda: transformers.NemotronConfig(**SIZES), "layers do not pass their keyword arguments on"),
+    "deepseek_v3": (
+        lambda: transformers.DeepseekV3Config(
+            **{**SIZES, "num_key_value_heads": 8},
+            q_lora_rank=32,
+            kv_lora_rank=32,
+            qk_rope_head_dim=8,
+            qk_nope_head_dim=16,
+            v_head_dim=16,
+            n_routed_experts=4,
+            num_experts_per_tok=2,
+            n_group=1,
+            topk_group=1,
+            moe_intermediate_size=32,
+        ),
+        "keys have 8 heads of 24, .*made for 8 of 8",
+    ),
+    "jetmoe": (
+        lambda: transformers.JetMoeConfig(**SIZES, kv_channels=16, num_local_experts=4),
+        "keys have 4 heads of 16, .*made for 2 of 16",
+    ),
+}
+"""Models whose cache in `generate_batch` does not arrive at attention, or is made for keys of other sizes."""
+
+
 def errors_of_batch(made: Any) -> list[str]:
     """The errors of two requests: transformers reports what a forward pass raises as the error of each request."""
     how = transformers.GenerationConfig(max_new_tokens=2, do_sample=False, eos_token_id=-1, pad_token_id=0)
@@ -112,6 +139,24 @@ def test_models_with_attention_code_of_their_own(name: str, implementation: str)
             generated(made, inputs, 2)
     if implementation == FLASH:
         assert all(re.match(message, error) for error in errors_of_batch(made))
+
+
+@pytest.mark.parametrize("name", NOT_IN_BATCHES)
+@torch.no_grad()
+def test_models_that_generate_batch_cannot_serve(name: str) -> None:
+    """Each request gets an error that names the layer and the model, none gets tokens; `generate` works under both names."""
+    config, reason = NOT_IN_BATCHES[name]
+    made = {how: from_config(config(), how) for how in ("eager", NAME, FLASH)}
+    message = rf"layer 0 of {name} \(\w+Attention\).*{reason}.*use generate"
+    assert all(re.match(message, error) for error in errors_of_batch(made[FLASH]))
+    expected = generated(made["eager"], padded(9), 8)
+    assert generated(made[NAME], padded(9), 8) == expected and generated(made[FLASH], padded(9), 8) == expected
+
+
+def from_config(config: Any, implementation: str) -> Any:
+    """A model with the same weights for every implementation."""
+    torch.manual_seed(0)
+    return transformers.AutoModelForCausalLM.from_config(config, attn_implementation=implementation).eval()
 
 
 @torch.no_grad()
