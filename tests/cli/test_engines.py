@@ -69,7 +69,7 @@ def test_nothing_installed() -> None:
         assert "pip install 'quire[" in describe_engine(row)
 
 
-@pytest.mark.parametrize("name, version", [("vllm", "0.32.1"), ("sglang", "0.5.24")])
+@pytest.mark.parametrize("name, version", [("vllm", "0.32.1"), ("sglang", "0.5.23.post1")])
 def test_registered_engines_are_active(packages: Packages, name: str, version: str) -> None:
     packages.install(name, version)
     row = row_of(name)
@@ -88,7 +88,19 @@ def test_the_cpu_package_of_vllm_is_vllm(packages: Packages) -> None:
     assert row_of("vllm")["state"] == "on request" and row_of("vllm")["use"] == "QUIRE_VLLM_OVERRIDE=CPU_ATTN"
 
 
-@pytest.mark.parametrize("name, version", [("vllm", "0.31.0"), ("vllm", "0.33.0"), ("transformers", "5.19.0"), ("sglang", "0.6.0")])
+@pytest.mark.parametrize(
+    "name, version",
+    [
+        ("vllm", "0.31.0"),
+        ("vllm", "0.33.0"),
+        ("vllm", "0.32.0rc1"),
+        ("vllm", "0.32.1.dev7+g1234567"),
+        ("vllm", "0.33.0rc1"),
+        ("transformers", "5.19.0"),
+        ("sglang", "0.5.24"),
+        ("sglang", "0.6.0"),
+    ],
+)
 def test_unsupported_versions(packages: Packages, name: str, version: str) -> None:
     packages.install(name, version)
     packages.install("quire", "0.1.0", "".join(map(entry_point, GROUPS)))

@@ -68,7 +68,7 @@ def _row(engine: Engine) -> dict[str, Any]:
         "engine": engine.name,
         "version": version,
         "supported": supported,
-        "supported_versions": f"{engine.oldest} or newer, before {engine.before}",
+        "supported_versions": engine.supported_versions,
         "state": state,
         "reason": reason,
         "use": line,
