@@ -120,6 +120,18 @@ def test_engines_that_a_program_activates(packages: Packages, monkeypatch: pytes
     assert describe_engine(row_of("flashinfer")).endswith("; set: FLASHINFER_TRACE_APPLY=1")
 
 
+def test_missing_packages_of_an_extra(packages: Packages) -> None:
+    packages.install("transformers", "5.22.2")
+    row = row_of("transformers")
+    assert row["missing"] == ["kernels", "psutil"] and row["supported"] and row["state"] == "on request"
+    words = "on request (not for generate_batch: kernels and psutil missing; pip install 'quire[transformers]'): import quire"
+    assert words in describe_engine(row)
+    packages.install("psutil", "7.0.0")
+    assert "kernels missing" in describe_engine(row_of("transformers"))
+    packages.install("kernels", "0.17.2")
+    assert "missing" not in describe_engine(row_of("transformers"))
+
+
 def test_torch_without_the_registry(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(torch.nn.attention, "activate_flash_attention_impl", raising=False)
     assert row_of("torch")["state"] == "off" and "not supported" in describe_engine(row_of("torch"))

