@@ -169,14 +169,33 @@ def test_use_quire_with_the_name_for_continuous_batching() -> None:
     assert all(re.match(message, error) for error in errors_of_batch(made))
 
 
+BY_NAME: dict[str, Any] = {
+    "gptj": lambda: transformers.GPTJConfig(n_embd=64, n_layer=2, n_head=4, rotary_dim=8, vocab_size=300),
+    "falcon": lambda: transformers.FalconConfig(hidden_size=64, num_hidden_layers=2, num_attention_heads=4, vocab_size=300),
+    "gpt_neo": lambda: transformers.GPTNeoConfig(
+        hidden_size=64, num_layers=2, num_heads=4, attention_types=[[["global", "local"], 1]], vocab_size=300
+    ),
+}
+"""Models that have a dictionary of attention classes."""
+
+
 @pytest.mark.parametrize("implementation", [NAME, FLASH])
-def test_models_that_choose_a_class_by_name(implementation: str) -> None:
-    """Falcon and GPT-J have a dictionary of attention classes: they fail when they are made, as the documentation says."""
-    gptj = transformers.GPTJConfig(n_embd=64, n_layer=2, n_head=4, rotary_dim=8, vocab_size=300)
-    falcon = transformers.FalconConfig(hidden_size=64, num_hidden_layers=2, num_attention_heads=4, vocab_size=300)
-    for config in (gptj, falcon):
-        with pytest.raises(KeyError, match=implementation):
-            transformers.AutoModelForCausalLM.from_config(config, attn_implementation=implementation)
+@pytest.mark.parametrize("name", BY_NAME)
+def test_models_that_choose_a_class_by_name(name: str, implementation: str) -> None:
+    """They are refused by name when they are made; other implementations are not."""
+    with pytest.raises(EngineError, match=f"{name} computes attention in its own code.*choose another attn_implementation"):
+        transformers.AutoModelForCausalLM.from_config(BY_NAME[name](), attn_implementation=implementation)
+    transformers.AutoModelForCausalLM.from_config(BY_NAME[name](), attn_implementation="eager")
+
+
+@torch.no_grad()
+def test_a_window_of_one() -> None:
+    """transformers' dynamic cache keeps all keys for it, its static cache one."""
+    config = transformers.MistralConfig(**SIZES, sliding_window=1, head_dim=8)
+    with pytest.raises(ArgumentError, match=r"sliding_window.*dynamic cache of transformers keeps all keys"):
+        generated(from_config(config, NAME), padded(9), 4)
+    got, expected = (generated(from_config(config, how), padded(9), 4, cache_implementation="static") for how in (NAME, "eager"))
+    assert got == expected
 
 
 def test_use_quire_of_another_model() -> None:
