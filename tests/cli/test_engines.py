@@ -69,7 +69,7 @@ def test_nothing_installed() -> None:
         assert "pip install 'quire[" in describe_engine(row)
 
 
-@pytest.mark.parametrize("name, version", [("vllm", "0.32.1"), ("sglang", "0.5.24")])
+@pytest.mark.parametrize("name, version", [("vllm", "0.32.1"), ("sglang", "0.5.23.post1")])
 def test_registered_engines_are_active(packages: Packages, name: str, version: str) -> None:
     packages.install(name, version)
     row = row_of(name)
@@ -88,7 +88,19 @@ def test_the_cpu_package_of_vllm_is_vllm(packages: Packages) -> None:
     assert row_of("vllm")["state"] == "on request" and row_of("vllm")["use"] == "QUIRE_VLLM_OVERRIDE=CPU_ATTN"
 
 
-@pytest.mark.parametrize("name, version", [("vllm", "0.31.0"), ("vllm", "0.33.0"), ("transformers", "5.19.0"), ("sglang", "0.6.0")])
+@pytest.mark.parametrize(
+    "name, version",
+    [
+        ("vllm", "0.31.0"),
+        ("vllm", "0.33.0"),
+        ("vllm", "0.32.0rc1"),
+        ("vllm", "0.32.1.dev7+g1234567"),
+        ("vllm", "0.33.0rc1"),
+        ("transformers", "5.19.0"),
+        ("sglang", "0.5.24"),
+        ("sglang", "0.6.0"),
+    ],
+)
 def test_unsupported_versions(packages: Packages, name: str, version: str) -> None:
     packages.install(name, version)
     packages.install("quire", "0.1.0", "".join(map(entry_point, GROUPS)))
@@ -106,6 +118,18 @@ def test_engines_that_a_program_activates(packages: Packages, monkeypatch: pytes
     assert 'activate_flash_attention_impl("quire")' in describe_engine(row_of("torch"))
     monkeypatch.setenv("FLASHINFER_TRACE_APPLY", "1")
     assert describe_engine(row_of("flashinfer")).endswith("; set: FLASHINFER_TRACE_APPLY=1")
+
+
+def test_missing_packages_of_an_extra(packages: Packages) -> None:
+    packages.install("transformers", "5.22.2")
+    row = row_of("transformers")
+    assert row["missing"] == ["kernels", "psutil"] and row["supported"] and row["state"] == "on request"
+    words = "on request (not for generate_batch: kernels and psutil missing; pip install 'quire[transformers]'): import quire"
+    assert words in describe_engine(row)
+    packages.install("psutil", "7.0.0")
+    assert "kernels missing" in describe_engine(row_of("transformers"))
+    packages.install("kernels", "0.17.2")
+    assert "missing" not in describe_engine(row_of("transformers"))
 
 
 def test_torch_without_the_registry(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -51,9 +51,9 @@ def test_text(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_what_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
     found = planned(capsys, "--context", "1000000", "--batch", "64", status=1)
-    assert found["best"] is None and found["limit"] == "capacity" and found["least_gpus"] == 128
+    assert found["best"] is None and found["limit"] == "capacity" and found["least_gpus"] == 72
     assert main([*PLAN, "--context", "1000000", "--batch", "64"]) == 1
-    assert "128 of these GPUs would hold them" in " ".join(capsys.readouterr().out.split())
+    assert "72 of these GPUs would hold them" in " ".join(capsys.readouterr().out.split())
 
 
 def test_steps(capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,7 +12,7 @@ import pytest
 from quire.errors import ArgumentError
 from quire.plan import splits
 from quire.plan.communication import LINK_LATENCY, LINK_PART, NETWORK_LATENCY, all_gather, all_reduce, all_to_all
-from quire.plan.counts import LayerShape, PageShard, count
+from quire.plan.counts import LayerShape, Lengths, PageShard, count
 from quire.plan.machines import MACHINES, Cluster, cluster_of
 from quire.plan.models import MODELS, LayerKind
 from quire.plan.splits import (
@@ -230,6 +230,31 @@ def test_capacity() -> None:
     assert not memory_of(more, ParallelSplit(1, 1, 1)).fits and cost_of(more, ParallelSplit(1, 1, 1)).limit == "capacity"
     assert least_gpus(more) == 2 and least_gpus(job) == 1
     assert memory_of(replace(job, kv_format="e4m3fn"), ParallelSplit(1, 1, 1)).cache * 2 == memory.cache
+
+
+@pytest.mark.parametrize(
+    "gpus, lengths",
+    [
+        ("6xL40S", ((1, 39_999),) * 7),
+        ("5xL40S", ((1, 39_999),) * 7),
+        ("2xL40S", ((1, 99_999),) * 64),
+        ("64xL40S", ((1, 99_999),) * 64),
+        ("H200", ((1, 99_999),) * 3),
+    ],
+)
+def test_the_least_number_of_gpus(gpus: str, lengths: Lengths) -> None:
+    """It is one that `--gpus` accepts, it holds the batch, and no smaller one does."""
+    job = PlanJob(MODELS["qwen3-32b"], lengths, cluster_of(gpus))
+    kind = job.cluster.machine.name
+    needed = least_gpus(job)
+    assert needed is not None
+    for number in range(1, needed + 1):
+        try:
+            other = replace(job, cluster=cluster_of(f"{number}x{kind}"))
+        except ArgumentError:
+            assert number != needed
+            continue
+        assert any(cost.fits for cost in all_costs(other)) == (number == needed)
 
 
 def test_the_fullest_replica_has_to_fit() -> None:

@@ -55,7 +55,7 @@ def _row(engine: Engine) -> dict[str, Any]:
     elif not supported:
         state, reason = OFF, f"version {version} is not supported"
     elif engine.entry_points is None:
-        state, reason = ON_REQUEST, ""
+        state, reason = ON_REQUEST, _incomplete(engine)
     elif not engine.is_registered():
         state, reason = OFF, f"Quire has no entry point {engine.entry_points}: install Quire in this environment with pip"
     elif excluded:
@@ -68,12 +68,21 @@ def _row(engine: Engine) -> dict[str, Any]:
         "engine": engine.name,
         "version": version,
         "supported": supported,
-        "supported_versions": f"{engine.oldest} or newer, before {engine.before}",
+        "supported_versions": engine.supported_versions,
         "state": state,
         "reason": reason,
+        "missing": engine.missing() if version else [],
         "use": line,
         "settings": {name: os.environ[name] for name in use.variables if name in os.environ},
     }
+
+
+def _incomplete(engine: Engine) -> str:
+    """Which packages of the extra are missing and what does not work without them; empty if none is."""
+    missing = engine.missing()
+    if not missing:
+        return ""
+    return f"not for {engine.needed_for}: {' and '.join(missing)} missing; pip install 'quire[{engine.extra}]'"
 
 
 def _excluded(use: EngineUse) -> str:
@@ -119,6 +128,7 @@ def _torch() -> dict[str, Any]:
         "supported_versions": "releases with torch.nn.attention.activate_flash_attention_impl",
         "state": ON_REQUEST if supported else OFF,
         "reason": "" if supported else "it has no registry of flash-attention implementations",
+        "missing": [],
         "use": USES["torch"].line,
         "settings": {},
     }
@@ -133,7 +143,7 @@ def describe_engine(row: dict[str, Any], everything: bool = False) -> str:
     if everything and row["supported"]:
         words += f" ({row['supported_versions']})"
     words += f", {row['state']}" if row["supported"] else ""
-    if row["reason"] and row["supported"] and (everything or row["state"] == OFF):
+    if row["reason"] and row["supported"] and (everything or row["state"] == OFF or row["missing"]):
         words += f" ({row['reason']})"
     if row["state"] != OFF:
         words += f": {row['use']}"

@@ -50,6 +50,8 @@ _TABLE = (
     Machine("MI355X", "mi355x", 256, 8.0 * _T, 2516 * _T, 5033 * _T, 288 * _G, 537.6 * _G, "Infinity Fabric"),
 )
 MACHINES: dict[str, Machine] = {machine.name.lower(): machine for machine in _TABLE}
+MOST_GPUS = 4096
+"""The most GPUs of a cluster."""
 MEASURED = "H200"
 """The GPU that the times of the model were measured on."""
 
@@ -83,10 +85,15 @@ def cluster_of(given: str) -> Cluster:
     machine = MACHINES.get(word) or MACHINES.get(re.sub(r"^(nvidia|amd|instinct)-|-(sxm\d?|oam|80gb|hbm3e?)$", "", word))
     if machine is None:
         raise ArgumentError("--gpus", repr(given), f"a number and a GPU, such as 8xH200; GPUs: {names}{suggestion(word, MACHINES)}")
-    if not 1 <= count <= 4096:
-        raise ArgumentError("--gpus", repr(given), "1 to 4096 GPUs")
-    if count > machine.per_node and count % machine.per_node:
+    if not 1 <= count <= MOST_GPUS:
+        raise ArgumentError("--gpus", repr(given), f"1 to {MOST_GPUS} GPUs")
+    if count not in allowed_counts(machine):
         raise ArgumentError(
             "--gpus", repr(given), f"whole nodes: at most {machine.per_node} GPUs, or a multiple of {machine.per_node}"
         )
     return Cluster(machine, count)
+
+
+def allowed_counts(machine: Machine) -> list[int]:
+    """The numbers of GPUs that a cluster can have, in ascending order: those within a node, then whole nodes."""
+    return [*range(1, machine.per_node), *range(machine.per_node, MOST_GPUS + 1, machine.per_node)]

@@ -9,7 +9,7 @@ from typing import Any
 from quire.plan import communication
 from quire.plan.counts import Lengths
 from quire.plan.kernel_rates import unmeasured
-from quire.plan.machines import MEASURED, Cluster
+from quire.plan.machines import MEASURED, MOST_GPUS, Cluster
 from quire.plan.splits import PlanJob, SplitCost, all_costs, cost_of, least_gpus
 from quire.plan.step_time import SHORT
 
@@ -150,7 +150,7 @@ def lines(found: dict[str, Any]) -> list[tuple[str, str]]:
     best = found["best"]
     if best is None:
         needed = found["least_gpus"]
-        more = f"{needed} of these GPUs would hold them" if needed else "not even 4096 of these GPUs would hold them"
+        more = f"{needed} of these GPUs would hold them" if needed else f"not even {MOST_GPUS} of these GPUs would hold them"
         first = found["splits"][0]
         memory = f"{_size(first['weight_bytes'])} of weights and {_size(first['cache_bytes'])} of cache"
         text = f"{memory} in the fastest split, {_size(first['usable_bytes'])} usable on each GPU: {more}"

@@ -14,7 +14,7 @@ import numpy as np
 from quire.cache.format import FORMATS
 from quire.plan.communication import CollectiveCost, all_gather, all_reduce, all_to_all
 from quire.plan.counts import LayerShape, Lengths, PageShard, count
-from quire.plan.machines import Cluster
+from quire.plan.machines import Cluster, allowed_counts
 from quire.plan.models import LayerKind, ModelShape
 from quire.plan.step_time import HBM, LATENCY, layer_time, write_bytes, write_time
 
@@ -179,14 +179,16 @@ def _cache_bytes(job: PlanJob, split: ParallelSplit, batch: Batch) -> float:
     )
 
 
-def least_gpus(job: PlanJob, most: int = 4096) -> int | None:
-    """The fewest GPUs, doubled from those of the job on, that hold the model and the batch; None if `most` do not."""
-    gpus = job.cluster.gpus
-    while gpus <= most:
-        larger = replace(job, cluster=job.cluster._replace(gpus=gpus))
-        if any(memory_of(larger, split).fits for split in possible_splits(job.model, gpus)):
-            return gpus
-        gpus *= 2
+def least_gpus(job: PlanJob) -> int | None:
+    """The smallest number of such GPUs that a cluster can have and that holds the model and the batch; None if there is none."""
+    usable = job.cluster.machine.memory * job.memory_part
+    whole = job.model.weight_bytes + _cache_bytes(job, ParallelSplit(1, 1, 1), job.distinct)
+    for gpus in allowed_counts(job.cluster.machine):
+        # No split stores less than one copy of everything: this spares most numbers the search.
+        if gpus * usable >= whole:
+            other = replace(job, cluster=job.cluster._replace(gpus=gpus))
+            if any(memory_of(other, split).fits for split in possible_splits(job.model, gpus)):
+                return gpus
     return None
 
 

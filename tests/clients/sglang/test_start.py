@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from importlib import metadata
 from typing import Any
 
@@ -28,9 +29,10 @@ def test_the_entry_point_makes_the_name_known(runner: Any) -> None:
         assert choices.count("quire") == 1
 
 
-def test_another_release_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(metadata, "version", lambda name: "0.6.1")
-    with pytest.raises(EngineError, match=r"sglang 0\.6\.1 is not supported"):
+@pytest.mark.parametrize("version", ["0.5.22", "0.5.24", "0.6.1"])
+def test_another_release_is_refused(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
+    monkeypatch.setattr(metadata, "version", lambda name: version)
+    with pytest.raises(EngineError, match=rf"sglang {re.escape(version)} is not supported"):
         register()
 
 

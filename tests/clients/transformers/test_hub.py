@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from unittest import mock
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch.nn.functional import scaled_dot_product_attention
 import kernels
 import quire.integrations.transformers as integration
 from quire.errors import ArgumentError
+from quire.integrations.engines import Engine, EngineError
 
 KERNEL = kernels.get_kernel(integration.FLASH, version=1)
 EPS = torch.finfo(torch.float32).eps
@@ -102,3 +104,37 @@ def test_a_program_that_does_not_import_quire() -> None:
     assert name == "LOCAL_KERNELS"
     done = subprocess.run((sys.executable, "-c", SCRIPT), env={**environment, name: value, "HF_HUB_OFFLINE": "1"}, **how)
     assert done.stdout.split("\n")[-2] == "quire.integrations.transformers.paged paged_attention [5, 5]"
+
+
+AFTER_A_FAILURE = """
+from support.transformers_models import CONFIGS, batched, generated, padded, prompts
+import torch, transformers, quire.integrations.transformers as integration
+def made(implementation):
+    torch.manual_seed(0)
+    return transformers.AutoModelForCausalLM.from_config(CONFIGS["gpt_oss"](), attn_implementation=implementation).eval()
+try:
+    made(integration.FLASH)
+except ValueError as error:
+    assert "vllm-flash-attn3" in str(error), error
+else:
+    raise AssertionError("it loaded")
+integration.register(replace="kernels-community/vllm-flash-attn3")
+with torch.no_grad():
+    expected, model = made("eager"), made(integration.FLASH)
+    print(generated(model, padded(9), 6) == generated(expected, padded(9), 6), len(batched(model, prompts(9, 30), new=5)))
+"""
+
+
+def test_gpt_oss_after_a_failure() -> None:
+    """A model that failed without `replace` can be loaded in the same process: transformers would not try its kernel again."""
+    paths = os.pathsep.join(path for path in sys.path if path)
+    environment = {name: value for name, value in os.environ.items() if name != "LOCAL_KERNELS"} | {"PYTHONPATH": paths}
+    done = subprocess.run((sys.executable, "-c", AFTER_A_FAILURE), env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split("\n")[-2] == "True 2"
+
+
+def test_replace_needs_kernels() -> None:
+    with mock.patch.object(Engine, "missing", lambda engine: ["kernels"]):
+        with pytest.raises(EngineError, match=r"replace needs the package kernels.*pip install 'quire\[transformers\]'"):
+            integration.register(replace="kernels-community/vllm-flash-attn3")

@@ -92,6 +92,33 @@ OWN_CODE = {
 """Models that call no function of `AttentionInterface`."""
 
 
+NOT_IN_BATCHES: dict[str, tuple[Any, str]] = {
+    "stablelm": (lambda: transformers.StableLmConfig(**SIZES), "layers do not pass their keyword arguments on"),
+    "nemotron": (lambda: transformers.NemotronConfig(**SIZES), "layers do not pass their keyword arguments on"),
+    "deepseek_v3": (
+        lambda: transformers.DeepseekV3Config(
+            **{**SIZES, "num_key_value_heads": 8},
+            q_lora_rank=32,
+            kv_lora_rank=32,
+            qk_rope_head_dim=8,
+            qk_nope_head_dim=16,
+            v_head_dim=16,
+            n_routed_experts=4,
+            num_experts_per_tok=2,
+            n_group=1,
+            topk_group=1,
+            moe_intermediate_size=32,
+        ),
+        "keys have 8 heads of 24, .*made for 8 of 8",
+    ),
+    "jetmoe": (
+        lambda: transformers.JetMoeConfig(**SIZES, kv_channels=16, num_local_experts=4),
+        "keys have 4 heads of 16, .*made for 2 of 16",
+    ),
+}
+"""Models whose cache in `generate_batch` does not arrive at attention, or is made for keys of other sizes."""
+
+
 def errors_of_batch(made: Any) -> list[str]:
     """The errors of two requests: transformers reports what a forward pass raises as the error of each request."""
     how = transformers.GenerationConfig(max_new_tokens=2, do_sample=False, eos_token_id=-1, pad_token_id=0)
@@ -114,6 +141,24 @@ def test_models_with_attention_code_of_their_own(name: str, implementation: str)
         assert all(re.match(message, error) for error in errors_of_batch(made))
 
 
+@pytest.mark.parametrize("name", NOT_IN_BATCHES)
+@torch.no_grad()
+def test_models_that_generate_batch_cannot_serve(name: str) -> None:
+    """Each request gets an error that names the layer and the model, none gets tokens; `generate` works under both names."""
+    config, reason = NOT_IN_BATCHES[name]
+    made = {how: from_config(config(), how) for how in ("eager", NAME, FLASH)}
+    message = rf"layer 0 of {name} \(\w+Attention\).*{reason}.*use generate"
+    assert all(re.match(message, error) for error in errors_of_batch(made[FLASH]))
+    expected = generated(made["eager"], padded(9), 8)
+    assert generated(made[NAME], padded(9), 8) == expected and generated(made[FLASH], padded(9), 8) == expected
+
+
+def from_config(config: Any, implementation: str) -> Any:
+    """A model with the same weights for every implementation."""
+    torch.manual_seed(0)
+    return transformers.AutoModelForCausalLM.from_config(config, attn_implementation=implementation).eval()
+
+
 @torch.no_grad()
 def test_use_quire_with_the_name_for_continuous_batching() -> None:
     """Its layers need the mask of "quire": without one, they would see the tokens of other requests."""
@@ -124,14 +169,33 @@ def test_use_quire_with_the_name_for_continuous_batching() -> None:
     assert all(re.match(message, error) for error in errors_of_batch(made))
 
 
+BY_NAME: dict[str, Any] = {
+    "gptj": lambda: transformers.GPTJConfig(n_embd=64, n_layer=2, n_head=4, rotary_dim=8, vocab_size=300),
+    "falcon": lambda: transformers.FalconConfig(hidden_size=64, num_hidden_layers=2, num_attention_heads=4, vocab_size=300),
+    "gpt_neo": lambda: transformers.GPTNeoConfig(
+        hidden_size=64, num_layers=2, num_heads=4, attention_types=[[["global", "local"], 1]], vocab_size=300
+    ),
+}
+"""Models that have a dictionary of attention classes."""
+
+
 @pytest.mark.parametrize("implementation", [NAME, FLASH])
-def test_models_that_choose_a_class_by_name(implementation: str) -> None:
-    """Falcon and GPT-J have a dictionary of attention classes: they fail when they are made, as the documentation says."""
-    gptj = transformers.GPTJConfig(n_embd=64, n_layer=2, n_head=4, rotary_dim=8, vocab_size=300)
-    falcon = transformers.FalconConfig(hidden_size=64, num_hidden_layers=2, num_attention_heads=4, vocab_size=300)
-    for config in (gptj, falcon):
-        with pytest.raises(KeyError, match=implementation):
-            transformers.AutoModelForCausalLM.from_config(config, attn_implementation=implementation)
+@pytest.mark.parametrize("name", BY_NAME)
+def test_models_that_choose_a_class_by_name(name: str, implementation: str) -> None:
+    """They are refused by name when they are made; other implementations are not."""
+    with pytest.raises(EngineError, match=f"{name} computes attention in its own code.*choose another attn_implementation"):
+        transformers.AutoModelForCausalLM.from_config(BY_NAME[name](), attn_implementation=implementation)
+    transformers.AutoModelForCausalLM.from_config(BY_NAME[name](), attn_implementation="eager")
+
+
+@torch.no_grad()
+def test_a_window_of_one() -> None:
+    """transformers' dynamic cache keeps all keys for it, its static cache one."""
+    config = transformers.MistralConfig(**SIZES, sliding_window=1, head_dim=8)
+    with pytest.raises(ArgumentError, match=r"sliding_window.*dynamic cache of transformers keeps all keys"):
+        generated(from_config(config, NAME), padded(9), 4)
+    got, expected = (generated(from_config(config, how), padded(9), 4, cache_implementation="static") for how in (NAME, "eager"))
+    assert got == expected
 
 
 def test_use_quire_of_another_model() -> None:

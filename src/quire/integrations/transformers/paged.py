@@ -11,6 +11,7 @@ those. It has a path without the gather for decode steps on CUDA, but not for mo
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -23,6 +24,7 @@ from quire.cache.format import format_of
 from quire.cache.kv_cache import KVCache
 from quire.cache.layout import LAYOUTS
 from quire.errors import ArgumentError, describe
+from quire.integrations.engines import EngineError
 from quire.integrations.transformers.layer_options import layer_options, refuse_unsupported
 from quire.integrations.transformers.page_tables import PagedStep, step_of
 from quire.step import step
@@ -66,6 +68,9 @@ class PagedLayers:
 
 
 _layers: WeakKeyDictionary[Any, PagedLayers] = WeakKeyDictionary()
+_BATCHING = PagedAttentionCache.__module__.rpartition(".")[0]
+"""The package of `generate_batch`."""
+INSTEAD = "use generate, with attn_implementation='quire'"
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -83,8 +88,18 @@ def paged_attention(
 ) -> tuple[torch.Tensor, None]:
     """The attention function of "quire/flash-attn2": `query` [1, q_heads, tokens, head_dim] of all requests of a step, and their
     new keys and values. Returns [1, tokens, q_heads, head_dim], and no weights. Without a paged cache, as in `generate`,
-    transformers' function calls the functions of `quire.integrations.transformers.flash`."""
+    transformers' function calls the functions of `quire.integrations.transformers.flash`.
+
+    Raises:
+        EngineError: `generate_batch` runs, and the cache does not arrive here, or is made for keys of other sizes.
+        ArgumentError: An argument asks for something that Quire does not compute.
+    """
     if not isinstance(cache, PagedAttentionCache):
+        if is_in_generate_batch():
+            raise EngineError(
+                f"{_layer_name(module)} cannot be computed in generate_batch: the model's layers do not pass their keyword "
+                f"arguments on to attention, so the paged cache does not arrive; {INSTEAD}"
+            )
         others = {"scaling": scaling, "dropout": dropout, "cache": cache, **arguments}
         return flash_attention_forward(module, query, key, value, attention_mask, **others)
     refuse_unsupported(query, key, value, dropout, {"output_attentions": arguments.get("output_attentions")})
@@ -92,6 +107,7 @@ def paged_attention(
         raise ArgumentError("attention_mask", describe(attention_mask), "None: a paged cache has no padding")
     layer = int(module.layer_idx)  # type: ignore[arg-type]
     allocator = cache.layer_to_allocator[layer]
+    _require_sizes(module, key, value, allocator)
     layers = _layers.setdefault(cache, PagedLayers())
     now, (pages, tokens) = layers.step(allocator, arguments), layers.caches(allocator, layer)
     window = getattr(allocator, "sliding_window", arguments.get("sliding_window"))
@@ -105,3 +121,34 @@ def paged_attention(
     else:
         out = step(q, k, v, pages, now.batch, layer_options(scaling, None if now.is_ring else window, *more))
     return out.unsqueeze(0), None
+
+
+def is_in_generate_batch() -> bool:
+    """Whether this call comes from a forward pass of `generate_batch`.
+
+    The callers are the only sign of it that every model leaves. Some models drop the arguments of a step between their layers and
+    attention; what remains, one row of tokens of all requests, is what a `generate` of one sequence passes too."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        if str(frame.f_globals.get("__name__")).startswith(_BATCHING):
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _require_sizes(module: torch.nn.Module, k: torch.Tensor, v: torch.Tensor, allocator: Any) -> None:
+    """Raises unless new keys and values [1, kv_heads, tokens, head_dim] have the sizes for which transformers made its cache."""
+    made_for = tuple(allocator.cache_tensor.shape[-2:])
+    for name, rows in (("keys", k), ("values", v)):
+        heads, dim = rows.shape[1], rows.shape[3]
+        if (heads, dim) != made_for:
+            raise EngineError(
+                f"{_layer_name(module)} is not supported in generate_batch: its {name} have {heads} heads of {dim}, and "
+                f"transformers' paged cache is made for {made_for[0]} of {made_for[1]}; {INSTEAD}"
+            )
+
+
+def _layer_name(module: torch.nn.Module) -> str:
+    """A layer with its class and its model, for messages."""
+    kind = getattr(getattr(module, "config", None), "model_type", "an unknown model")
+    return f"layer {getattr(module, 'layer_idx', '?')} of {kind} ({type(module).__name__})"

@@ -112,6 +112,9 @@ def visible_keys_of(mask: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor,
     if not isinstance(found, DenseVisibility):
         allowed = "None, or the padding of each sequence as [batch, keys]: Quire takes no mask of queries and keys"
         raise ArgumentError("attention_mask", describe(mask), allowed)
+    if found.window == 1 and found.keys < sizes[2]:
+        allowed = "2 or more, or a static cache: the dynamic cache of transformers keeps all keys for a window of 1"
+        raise ArgumentError("sliding_window", 1, allowed)
     if (found.seqs, found.q_len, found.keys) != sizes:
         text = "{} sequences, {} queries and {} keys"
         given = f"a mask of {text.format(found.seqs, found.q_len, found.keys)}"
