@@ -151,17 +151,24 @@ def test_kernels_that_are_not_compiled_need_nothing() -> None:
     assert (done.kernels, done.workspace_bytes) == ((), 0)
 
 
-def test_a_folder_is_a_compile_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A small layer: two kernels of attention, two that combine, two of writes, one of the ledger."""
-    small = Problem(q_heads=1, kv_heads=1, head_dim=16, page_size=16, batch_invariant=True, q_dtype="fp16", format="fp16")
-    platform, extent = Platform.named("sm80"), Extent(2, 2, 1, 64)
+TINY = Problem(q_heads=1, kv_heads=1, head_dim=16, page_size=16, batch_invariant=True, q_dtype="fp16", format="fp16")
+KERNELS = 6
+"""Those of TINY: two of attention, one that combines, two of writes, one of the ledger."""
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> tuple[Prepared, Path]:
+    folder = tmp_path_factory.mktemp("kernels")
+    return prepare(TINY, platform=Platform.named("sm80"), directory=folder, progress=False), folder
+
+
+def test_a_folder_is_a_compile_cache(prepared: tuple[Prepared, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    platform, extent, (done, folder) = Platform.named("sm80"), Extent(2, 2, 1, 64), prepared
+    assert isinstance(done, Prepared) and len(done.kernels) == KERNELS and done.seconds > 0 and done.workspace_bytes > 0
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "empty"))
-    assert choose(small, extent, platform).not_compiled == ("attend_kernel", "combine_kernel")
-    done = prepare(small, platform=platform, directory=tmp_path / "kernels", progress=False)
-    assert isinstance(done, Prepared) and len(done.kernels) == 7 and done.seconds > 0 and done.workspace_bytes > 0
-    assert choose(small, extent, platform).not_compiled == ("attend_kernel", "combine_kernel"), "another folder than the one in use"
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "kernels"))
-    decision = choose(small, extent, platform)
+    assert choose(TINY, extent, platform).not_compiled == ("attend_kernel", "combine_kernel"), "another folder than the one in use"
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(folder))
+    decision = choose(TINY, extent, platform)
     assert decision.not_compiled == () and set(decision.compiled) < set(done.kernels)
     assert f"kernels: {len(decision.compiled)}, compiled" in str(decision)
 
@@ -174,12 +181,12 @@ print(len(quire.prepare(layer, platform=quire.Platform.named("sm80"), directory=
 """
 
 
-def test_workers_do_not_run_the_script_again(tmp_path: Path) -> None:
-    """A script without `if __name__ == "__main__"` is not imported by the workers."""
+def test_workers_do_not_run_the_script_again(prepared: tuple[Prepared, Path], tmp_path: Path) -> None:
+    """A script without `if __name__ == "__main__"` is not imported by the workers, which start although all kernels are there."""
     (tmp_path / "script.py").write_text(SCRIPT)
-    command = [sys.executable, str(tmp_path / "script.py"), str(tmp_path / "kernels")]
+    command = [sys.executable, str(tmp_path / "script.py"), str(prepared[1])]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert (done.stdout.split(), done.returncode) == (["once", "7"], 0), done.stderr
+    assert (done.stdout.split(), done.returncode) == (["once", str(KERNELS)], 0), done.stderr
 
 
 def test_what_was_not_covered_is_named_once() -> None:

@@ -1,4 +1,4 @@
-"""The native CPU kernel passes the standard suite: all of it with the instruction set that is chosen, a part with each other one."""
+"""The native CPU kernel passes the standard suite: all of it with the instruction set that is chosen, a part with the others."""
 
 from __future__ import annotations
 

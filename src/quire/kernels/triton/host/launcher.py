@@ -46,7 +46,7 @@ COMBINE_WIDTH = 128
 """Elements of a row that one warp of `combine_kernel` computes."""
 COMBINE_REGISTERS = 168
 """The most registers of a thread of `combine_kernel` for v_head_dim up to 128, on NVIDIA GPUs: twelve programs then fit a
-multiprocessor of 64 K registers. Triton 3.7 takes 160 for sm90 and spills none; without a limit it takes 186."""
+multiprocessor of 64 K registers. Triton 3.7 takes 164 for sm90 and spills none."""
 MOST_PARTIALS = 64 * 2**20
 """The most bytes of partial results of a batch-invariant call. If a batch has more of them, no unit is divided: the bits are the
 same."""
