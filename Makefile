@@ -35,7 +35,7 @@ gpu-test: ## test the operator on this machine's GPU
 	@PYTHONPATH=src $(PYTHON) tests/gpu/run.py $(if $(REPORTS),--reports $(REPORTS))
 
 # CLIENTS="vllm transformers" tests these alone. Every client has its own environment, .venv-NAME, from tests/clients/NAME.txt.
-clients: ## test Quire in vLLM, transformers and other engines: half an hour or more
+clients: ## test Quire in vLLM, transformers, ...: half an hour or more
 	@$(PYTHON) tests/clients/run.py $(CLIENTS)
 
 versions: $(READY) ## compile the GPU kernels with Triton 3.6 to 3.9: minutes

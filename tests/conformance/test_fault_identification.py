@@ -51,7 +51,7 @@ FAULT = {fault.name: fault for fault in CATALOGUE}
 FAULTS = [fault.name for fault in CATALOGUE if fault.predicted and fault.name not in CHAOTIC]
 
 
-@pytest.mark.parametrize("name", FAULTS[::4])
+@pytest.mark.parametrize("name", FAULTS[::6])
 def test_injected_fault_is_identified(name: str) -> None:
     case = place_of(name)
     assert case is not None
@@ -106,8 +106,7 @@ def _with(into: Any, out: torch.Tensor) -> Any:
     return into
 
 
-@pytest.mark.parametrize("name", INVENTED)
-@pytest.mark.parametrize("place", ["mixed", "window-needle"])
+@pytest.mark.parametrize(("name", "place"), list(zip(INVENTED, 3 * ("mixed", "window-needle"))))
 def test_fault_outside_the_catalogue_is_unknown(name: str, place: str) -> None:
     def run(call: KernelCall) -> None:
         compute(call, INVENTED[name])

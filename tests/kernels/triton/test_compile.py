@@ -151,8 +151,9 @@ FEATURED = {
 }
 SAMPLES = PLAIN | SMALL | FEATURED | HOPPER
 
-EVERYWHERE = ["decode-128-bf16", "decode-128-e4m3fn", "mixed-128-bf16", "write-e4m3fn", "mixed-small"]
-EVERY_KERNEL = ["mixed-128-e4m3fn", "shared-128-bf16", "shared-128-e4m3fn", "write-bf16", "audit", *SMALL]
+EVERYWHERE = ["decode-128-bf16", "mixed-128-bf16"]
+BYTES = [f"{kernel}-128-e4m3fn" for kernel in (*KERNELS, "shared")] + ["write-e4m3fn"]
+EVERY_KERNEL = [*BYTES, "shared-128-bf16", "write-bf16", "audit", *SMALL]
 """For one GPU of each generation that differs most; the others compile the same source."""
 CHOICE = {
     "sm80": [
@@ -160,7 +161,6 @@ CHOICE = {
         "mixed-latent-invariant",
         "decode-latent-bf16",
         "mixed-latent-bf16",
-        "mixed-latent-new",
         "decode-64-int8",
         "write-nvfp4",
         "decode-512-bf16",
@@ -169,6 +169,8 @@ CHOICE = {
         "write-generic",
     ],
     "sm89": [
+        "decode-128-e4m3fn",
+        "write-e4m3fn",
         "decode-latent-bf16",
         "mixed-latent-bf16",
         "mixed-latent-fp32",
@@ -190,7 +192,6 @@ CHOICE = {
         "mixed-latent-ds-mla",
         "write-latent-ds-mla",
         "mixed-latent-bf16",
-        "mixed-latent-64",
         "write-latent",
         "write-e5m2",
         "write-rope",
@@ -204,14 +205,12 @@ CHOICE = {
         "mixed-256-e4m3fn",
         *list(FEATURED)[::2],
     ],
-    "sm100": ["decode-64-bf16", "write-e5m2", "write-int8", "audit-window"],
+    "sm100": ["decode-128-e4m3fn", "write-e4m3fn", "decode-64-bf16", "write-e5m2", "write-int8", "audit-window"],
     "gfx90a": ["decode-128-int8", "decode-256-bf16", "mixed-512-fp32"],
     "gfx942": [
         *EVERY_KERNEL,
         "mixed-128-bf16-invariant",
-        "mixed-latent-invariant",
         "decode-latent-bf16",
-        "decode-latent-ds-mla",
         "mixed-latent-ds-mla",
         "write-latent-ds-mla",
         "mixed-latent-bf16",

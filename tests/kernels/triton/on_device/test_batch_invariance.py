@@ -67,7 +67,7 @@ def test_a_prompt_in_chunks(name: str, device: str) -> None:
     cuts = [(0, 16), (16, 32), (32, 40), (0, 1), (31, 32), (32, 33)]
     for nth, (begin, end) in enumerate(cuts):
         if name != "spans" or end == begin + 1:  # spans may be after the chunk
-            part = run("decode", alone(s, 1, begin, end), platform=card(device, (1, 7, 64, 5)[nth % 4]))
+            part = run("decode", alone(s, 1, begin, end), platform=card(device, (1, 7, 20, 5)[nth % 4]))
             assert same(part, whole, slice(1 + begin, 1 + end)), (begin, end)
 
 
@@ -80,7 +80,7 @@ def test_any_number_of_programs(name: str, memory: int | None, device: str, monk
     check("mixed", s, *first)
     if memory is not None:
         monkeypatch.setattr(launcher, "MOST_PARTIALS", memory)
-    for multiprocessors in (2, 5, 60):
+    for multiprocessors in (2, 5, 20):
         assert same(run("mixed", s, platform=card(device, multiprocessors)), first, slice(None)), multiprocessors
 
 
