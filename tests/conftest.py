@@ -62,6 +62,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--random-seconds", type=float, default=120.0, help="how long random calls are made on a GPU, in each process")
 
 
+LONG = ("test_interpreter.py", "test_compile.py")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The files that take longest come first, so that no worker is left with them at the end."""
+    items.sort(key=lambda item: item.path.name not in LONG)
+
+
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     """Prints what tests measured with `record_property`: figures to read, never to assert."""
     for report in terminalreporter.getreports("passed"):
