@@ -194,7 +194,7 @@ class AttendLauncher(Launcher):
         registers = COMBINE_REGISTERS if platform.vendor == "nvidia" and constants.V_WIDTH <= COMBINE_WIDTH else None
         # One warp has too few registers for partial results of wider heads, and spills two kilobytes a thread.
         warps = max(1, constants.V_WIDTH // COMBINE_WIDTH)
-        # As for generic memory: one compiled kernel serves both, and it stores a row of each unit only.
+        # Compiled as for generic memory, so that both kinds of memory share it: its workspace is aligned in any case.
         self.combine = Program(combine_kernel, COMBINE, (CombineConstants.of(constants),), None, warps, registers=registers)
         self.constants = constants
         self.partials = {tile: 2 * tile.ROWS * (constants.V_WIDTH + 2) + HEADER.value for tile in self.tiles.short.values()}
