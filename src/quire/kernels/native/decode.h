@@ -50,7 +50,10 @@ struct RowReads {
     const uint8_t* const* groups;         // the scales of groups of head 0; null without
     GroupRow group;                       // where they are in a row; `at` is not used
     int64_t group_first;                  // of the first head
+    const float* scales = nullptr;        // of the first head, if they contain zero points, else null
+    const int64_t* scale_at = nullptr;
 
+    INLINE int64_t zero_of(int64_t j) const { return scales ? zero_point_of(scales[scale_at[j]]) : 0; }
     INLINE GroupRow groups_of(int64_t j) const { return {groups ? groups[j] + group_first : nullptr, group.part, group.high, group.low}; }
 
     INLINE const uint8_t* row(int64_t j, int64_t h) const { return at[j] + first + h * head; }
@@ -268,15 +271,16 @@ struct DecodeKernel {
         }
     }
 
-    RowReads keys(const Tile& tile, int64_t head) const { return reads(call.cache.k, call.new_k, tile, tile.k, tile.k_groups, head); }
-    RowReads values_in(const Tile& tile, int64_t head) const { return reads(call.cache.v, call.new_v, tile, tile.v, tile.v_groups, head); }
+    RowReads keys(const Tile& tile, int64_t head) const { return reads(call.cache.k, call.new_k, tile, tile.k, tile.k_groups, tile.k_scale, head); }
+    RowReads values_in(const Tile& tile, int64_t head) const { return reads(call.cache.v, call.new_v, tile, tile.v, tile.v_groups, tile.v_scale, head); }
 
     static RowReads reads(const Pages& p, const Array& fresh, const Tile& tile, const uint8_t* const* at, const uint8_t* const* groups,
-                          int64_t head) {
+                          const int64_t* scale_at, int64_t head) {
         if (tile.cut) {
             int64_t size = size_of(p.type);
             return {at, tile.count, head * p.head * size, p.head * size, p.row() * size, p.type, p.dim_part, p.dim_high, p.dim_low,
-                    p.whole_rows(), p.head < p.slot_low, p.groups ? groups : nullptr, p.group_row(nullptr), head * p.group_head};
+                    p.whole_rows(), p.head < p.slot_low, p.groups ? groups : nullptr, p.group_row(nullptr), head * p.group_head,
+                    p.type == INT4_ZP ? p.scale + head * p.scale_head : nullptr, scale_at};
         }
         int64_t size = size_of(fresh.type);
         return {at, tile.count, head * fresh.head * size, fresh.head * size, p.dim * size, fresh.type, p.dim, 0, fresh.dim,
@@ -284,8 +288,8 @@ struct DecodeKernel {
     }
 
     // Rows are multiplied in place, unless their elements are not contiguous, would be decoded again for every strip, or have scales
-    // of groups.
-    bool in_place(const RowReads& r) const { return r.whole && r.type < NVFP4 && (padded_rows == strip || r.type == F::TYPE); }
+    // of groups or zero points.
+    bool in_place(const RowReads& r) const { return r.whole && r.type < INT4_ZP && (padded_rows == strip || r.type == F::TYPE); }
 
     int64_t heads_at_once(const RowReads& k, const RowReads& v) const {
         if (!in_place(k) || !in_place(v) || !k.heads_contiguous || !v.heads_contiguous) return 1;
@@ -305,7 +309,7 @@ struct DecodeKernel {
                 });
             }
             int32_t* to = copies + j * (units + W);  // not a power of two: rows would share few sets of the first cache
-            as_units<F>(row, from.type, dim, to, units, from.groups_of(j));
+            as_units<F>(row, from.type, dim, to, units, from.groups_of(j), from.zero_of(j));
             places[j] = (const uint8_t*)to;
         }
         return {places, from.count, 0, 0, dim * size_of(F::TYPE), F::TYPE, dim, 0, 1, true, false, nullptr, {}, 0};
