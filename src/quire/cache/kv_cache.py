@@ -821,7 +821,9 @@ def _scale(
             raise ArgumentError(name, describe(value), f"None: format {format} {why}")
         return None
     if format.zero_point and not (isinstance(value, torch.Tensor) and value.dim() == 3):
-        allowed = f"float32 of shape [pages, page_size, kv_heads]: {format} has a zero point in each scale; allocate with scales='token'"
+        allowed = (
+            f"float32 of shape [pages, page_size, kv_heads]: {format} has a zero point in each scale; allocate with scales='token'"
+        )
         raise ArgumentError(name, describe(value), allowed)
     if value is None:
         if format.integer:

@@ -1,5 +1,5 @@
-"""Zero points: the code that stands for 0, from 0 to 15, in the low four bits of an fp32 scale. vLLM stores them so. Whatever holds or
-copies a scale holds its zero point, and an element is `(code - zero point) * scale`.
+"""Zero points: the code that stands for 0, from 0 to 15, in the low four bits of an fp32 scale. vLLM stores them so. Whatever
+copies a scale copies its zero point. An element is `(code - zero point) * scale`.
 
 The range of codes always includes 0: then the zero point is a code, and a row of equal numbers has a scale above 0."""
 
@@ -12,8 +12,8 @@ LARGEST_CODE = 15
 
 
 def scale_and_zero(x: torch.Tensor) -> torch.Tensor:
-    """The scales of rows `[.., dim]`, fp32 `[..]`, zero points in their low bits. Codes 0 to 15 reach from the smallest element, or 0,
-    to the largest, or 0. The scale is 1 for zeros, and not finite if the row has such an element."""
+    """The scales of rows `[.., dim]`, fp32 `[..]`, with zero points. Codes 0 to 15 reach from the smallest element, or 0, to the
+    largest, or 0. The scale is 1 for zeros, and not finite if the row has such an element."""
     x = x.float()
     # The ends are divided before they are subtracted: their difference may be too large for fp32.
     low, high = (end / LARGEST_CODE for end in (x.amin(-1).clamp(max=0.0), x.amax(-1).clamp(min=0.0)))

@@ -149,7 +149,9 @@ def test_every_code_with_a_zero_point(dim: int, group: int, level: str) -> None:
             assert torch.allclose(lse, want[d].expand_as(lse), rtol=2e-7, atol=0)
 
 
-@pytest.mark.parametrize("format", [name for name in TYPES if name not in ("fp32", "int4", "int4_zp") and not name.startswith("nvfp4")])
+@pytest.mark.parametrize(
+    "format", [name for name in TYPES if name not in ("fp32", "int4", "int4_zp") and not name.startswith("nvfp4")]
+)
 def test_numbers_are_rounded_to_the_nearest(format: str, level: str) -> None:
     """As torch does it: around every code and half-way between codes, and far outside."""
     if TYPES[format].itemsize == 1:

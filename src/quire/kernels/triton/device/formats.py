@@ -174,8 +174,8 @@ def encode_int4(x):
 
 @triton.jit
 def encode_int4_zp(x):
-    """fp32 rows as codes from 0 to 15, which reach from the smallest element, or 0, to the largest, or 0; and their scales, the zero
-    points in their low bits."""
+    """fp32 rows as codes from 0 to 15, which reach from the smallest element, or 0, to the largest, or 0; and their scales, with
+    zero points."""
     low = tl.minimum(tl.min(x, 1), 0.0)
     high = tl.maximum(tl.max(x, 1), 0.0)
     # The ends are divided before they are subtracted: their difference may be too large for fp32.

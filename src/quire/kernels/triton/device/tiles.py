@@ -422,10 +422,11 @@ def _scales(cache, page, head, key, inside, C: tl.constexpr):
 @triton.jit
 def _zeros(scales, page, head, key, inside, FORMAT: tl.constexpr, STEPS: tl.constexpr, C: tl.constexpr):
     """The zero points of each key or value `[KEYS, 1]`, which are in its scale; None if the format has none."""
-    if FORMAT != "int4_zp":
+    if FORMAT == "int4_zp":
+        at = page.to(tl.int64)[:, None] * STEPS[0] + (key % C.PAGE_SIZE)[:, None] * STEPS[1] + head * STEPS[2]
+        return zero_of(tl.load(scales + at, mask=inside[:, None], other=0.0))
+    else:
         return None
-    at = page.to(tl.int64)[:, None] * STEPS[0] + (key % C.PAGE_SIZE)[:, None] * STEPS[1] + head * STEPS[2]
-    return zero_of(tl.load(scales + at, mask=inside[:, None], other=0.0))
 
 
 @triton.jit

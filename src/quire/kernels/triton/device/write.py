@@ -275,20 +275,21 @@ def quantised(x, other, scale, live, LARGEST: tl.constexpr, FORMAT: tl.constexpr
         codes, factor = encode_int4_zp(x)
         tl.store(scale, factor, mask=live)
         return codes
-    if S.PER_TOKEN:
-        largest = tl.max(tl.abs(x), 1)
-        if other is not None:
-            other = other.to(tl.float32)
-            largest = tl.maximum(largest, tl.max(tl.abs(other), 1))
-            largest = tl.where(tl.max((other != other).to(tl.int32), 1) > 0, float("nan"), largest)
-        # A maximum ignores NaN; the scale of a row with a NaN must be NaN.
-        largest = tl.where(tl.max((x != x).to(tl.int32), 1) > 0, float("nan"), largest)
-        factor = tl.div_rn(largest, tl.full(largest.shape, LARGEST, tl.float32))
-        factor = tl.where(factor == 0.0, 1.0, factor)
-        tl.store(scale, factor, mask=live)
     else:
-        factor = tl.load(scale, mask=live, other=1.0)
-    return encode(tl.div_rn(x, tl.broadcast_to(factor[:, None], x.shape)), FORMAT, S.HARDWARE)
+        if S.PER_TOKEN:
+            largest = tl.max(tl.abs(x), 1)
+            if other is not None:
+                other = other.to(tl.float32)
+                largest = tl.maximum(largest, tl.max(tl.abs(other), 1))
+                largest = tl.where(tl.max((other != other).to(tl.int32), 1) > 0, float("nan"), largest)
+            # A maximum ignores NaN; the scale of a row with a NaN must be NaN.
+            largest = tl.where(tl.max((x != x).to(tl.int32), 1) > 0, float("nan"), largest)
+            factor = tl.div_rn(largest, tl.full(largest.shape, LARGEST, tl.float32))
+            factor = tl.where(factor == 0.0, 1.0, factor)
+            tl.store(scale, factor, mask=live)
+        else:
+            factor = tl.load(scale, mask=live, other=1.0)
+        return encode(tl.div_rn(x, tl.broadcast_to(factor[:, None], x.shape)), FORMAT, S.HARDWARE)
 
 
 @triton.jit
