@@ -119,8 +119,8 @@ def vllm_stores(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 @pytest.mark.usefixtures("each_kernel")
 def test_pages_of_vllm_are_wrapped() -> None:
-    """vLLM's slots hold K, its scale, V and its scale: views with large strides. And it reads what Quire writes: codes are equal but
-    where a quotient is close to the middle between two."""
+    """vLLM's slots hold K, its scale, V and its scale: views with large strides. It reads what Quire writes, too: codes are equal
+    but where a quotient is close to the middle between two."""
     g = torch.Generator().manual_seed(5)
     k, v = (torch.randn(24, 2, dim, generator=g) for dim in (16, 8))
     (k_codes, k_scale), (v_codes, v_scale) = vllm_stores(k), vllm_stores(v)
