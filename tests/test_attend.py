@@ -64,9 +64,10 @@ def test_feature(name: str, form: str) -> None:
 
 
 @pytest.mark.parametrize("form", ["full", "context"])
-@pytest.mark.parametrize("scales", ["tensor", "head", "token"])
 @pytest.mark.parametrize("storage", ["native", "bytes"])
-@pytest.mark.parametrize("format", LARGEST)
+@pytest.mark.parametrize(
+    "format, scales", [(f, s) for f in LARGEST for s in ("tensor", "head", "token") if f != "int4_zp" or s == "token"]
+)
 def test_quantised_format(format: str, storage: str, scales: str, form: str) -> None:
     dim = 64 if format == "nvfp4_swizzled" else 16
     attend(build(2, **MIXED, format=format, storage=storage, scales=scales, form=form, q_dtype="bf16", head_dim=dim))
@@ -310,8 +311,8 @@ def calls(draw: st.DrawFn) -> dict[str, Any]:
         "page_size": draw(st.sampled_from([4, 12, 16, 64])),
         "layout": draw(st.sampled_from(["nhd", "hnd", "vllm_x", "vllm_joint", "aiter"])),
         "x": draw(st.sampled_from([1, 2, 4])),
-        "format": draw(st.sampled_from(["fp32", "fp16", "bf16", "e4m3fn", "e4m3fnuz", "e5m2", "int8", "int4"])),
-        "v_format": draw(st.sampled_from([None, None, "fp16", "e5m2", "int8", "int4"])),
+        "format": draw(st.sampled_from(["fp32", "fp16", "bf16", "e4m3fn", "e4m3fnuz", "e5m2", "int8", "int4", "int4_zp"])),
+        "v_format": draw(st.sampled_from([None, None, "fp16", "e5m2", "int8", "int4", "int4_zp"])),
         "scales": draw(st.sampled_from(["tensor", "head", "token"])),
         "q_dtype": draw(st.sampled_from(["fp32", "fp16", "bf16", "e4m3fn"])),
         "form": draw(st.sampled_from(["full", "context"])),
@@ -324,7 +325,9 @@ def calls(draw: st.DrawFn) -> dict[str, Any]:
     }
     if spec["layout"] == "vllm_joint":
         spec["v_format"] = None
-    if "int4" in (spec["format"], spec["v_format"]) and spec["layout"] != "nhd":
+    if "int4_zp" in (spec["format"], spec["v_format"]):
+        spec["scales"] = "token"
+    if {"int4", "int4_zp"} & {spec["format"], spec["v_format"]} and spec["layout"] != "nhd":
         spec["x"] = min(spec["x"], 2)  # 4 dims are 2 bytes
     grouped = draw(st.sampled_from([None] * 5 + [("nvfp4", None), ("nvfp4", "nvfp4_swizzled"), ("bf16", "nvfp4")]))
     if grouped is not None:

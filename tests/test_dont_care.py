@@ -26,6 +26,7 @@ CASES: dict[str, dict[str, Any]] = {
     "e4m3fn-token-scales": {"format": "e4m3fn", "scales": "token"},
     "int8-token-scales": {"format": "int8", "scales": "token", "window": 11},
     "int4-token-scales": {"format": "int4", "scales": "token", "window": 11},
+    "int4-zero-points": {"format": "int4_zp", "scales": "token", "window": 11},
     "bf16-int4-token-scales": {"format": "bf16", "v_format": "int4", "scales": "token"},
     "nvfp4-swizzled": {"format": "nvfp4", "v_format": "nvfp4_swizzled", "v_head_dim": 64, "layout": "hnd", "window": 11},
     "fp16-nvfp4-context": {"format": "fp16", "v_format": "nvfp4", "form": "context"},

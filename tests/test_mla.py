@@ -16,7 +16,7 @@ from quire import ArgumentError, Batch, ContractError, KVCache, PagePool, refere
 from support.kernels import each_kernel  # noqa: F401
 from support.scenario import LARGEST, TYPES, build, in_bytes
 
-FORMATS = [format for format in TYPES if not format.startswith("nvfp4")]
+FORMATS = [format for format in TYPES if format != "int4_zp" and not format.startswith("nvfp4")]
 FLOATS = [format for format in FORMATS if format not in LARGEST]
 
 
@@ -260,6 +260,7 @@ def allocate(**given: Any) -> KVCache:
     ({"format": "int4", "k_scale": 0.5, "v_in_k": 15}, "v_in_k: given 15; allowed: a multiple of 2"),
     ({"format": "nvfp4"},
      "format: given 'nvfp4' with v_in_k; allowed: fp32, fp16, bf16, e4m3fn, e4m3fnuz, e5m2, int8, int4, fp8_ds_mla: "),
+    ({"format": "int4_zp", "scales": "token", "head_dim": 24, "v_in_k": 16}, "format: given 'int4_zp' with v_in_k; allowed: fp32"),
     ({"k_format": "nvfp4", "head_dim": 576, "v_in_k": 512}, "format: given 'nvfp4' with v_in_k"),
     ({"format": "nvfp4_swizzled", "head_dim": 576, "v_in_k": 512}, "format: given 'nvfp4_swizzled' with v_in_k"),
 ])  # fmt: skip

@@ -11,7 +11,6 @@ import torch
 import quire
 from quire.cache.format import Format
 from quire.kernels.torch import features, read, strip
-from quire.kernels.torch import write as writer
 from support.kernels import kernel
 from support.scenario import build
 
@@ -87,7 +86,7 @@ def test_planted_faults_of_the_writer_are_seen(monkeypatch: pytest.MonkeyPatch) 
 
     for owner, name, fault in (
         (Format, "encode", _cast_without_saturation),
-        (writer, "token_scale", lambda x, format: torch.ones(x.shape[:2])),
+        (Format, "token_scale", lambda format, x: torch.ones(x.shape[:2])),
         (quire.Batch, "slots_of_tokens", lambda self, tokens, page_size, slots=None: torch.arange(tokens)),
     ):
         with monkeypatch.context() as patch:

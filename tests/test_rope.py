@@ -46,7 +46,7 @@ def test_every_way_to_rotate(name: str, given: torch.dtype | None) -> None:
 
 @on_each
 @pytest.mark.parametrize("scales", ["tensor", "head", "token"])
-@pytest.mark.parametrize("format", [format for format in TYPES if not format.startswith("nvfp4")])
+@pytest.mark.parametrize("format", [format for format in TYPES if format != "int4_zp" and not format.startswith("nvfp4")])
 def test_every_format(format: str, scales: str) -> None:
     if format not in LARGEST and scales != "tensor":
         pytest.skip("no scales")

@@ -78,7 +78,7 @@ def expected_pages(before: torch.Tensor, x: torch.Tensor, slots: list[int], form
 
 
 @pytest.mark.parametrize("scales", ["tensor", "head", "token"])
-@pytest.mark.parametrize("format", [format for format in TYPES if not format.startswith("nvfp4")])
+@pytest.mark.parametrize("format", [format for format in TYPES if format != "int4_zp" and not format.startswith("nvfp4")])
 @pytest.mark.parametrize("layout", ["nhd", "hnd", "vllm_x", "vllm_joint", "aiter"])
 def test_what_is_written_is_read_back(layout: str, format: str, scales: str) -> None:
     cache, batch, k, v, slots = written(layout, format, scales)

@@ -23,8 +23,11 @@ CACHES: dict[str, dict[str, Any]] = {
     "int8, scale per token and head": {"format": "int8", "scales": "token"},
     "K int8, V int4, scale per token and head": {"k_format": "int8", "v_format": "int4", "scales": "token"},
     "K bf16, V int4, scale per token and head": {"v_format": "int4", "scales": "token"},
+    "K int8, V int4_zp, scale per token and head": {"k_format": "int8", "v_format": "int4_zp", "scales": "token"},
     "int4, scale per token and head": {"format": "int4", "scales": "token"},
+    "int4_zp, scale per token and head": {"format": "int4_zp", "scales": "token"},
     "int4, scale per token and head, hadamard": {"format": "int4", "scales": "token", "hadamard": True},
+    "int4_zp, scale per token and head, hadamard": {"format": "int4_zp", "scales": "token", "hadamard": True},
     "K int4, V int8, scale per token and head": {"k_format": "int4", "v_format": "int8", "scales": "token"},
     "K int4, V int8, scale per token and head, hadamard": {
         "k_format": "int4",

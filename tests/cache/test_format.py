@@ -11,8 +11,8 @@ from quire.cache.format import FORMATS, encode_groups, format_of
 from quire.errors import ArgumentError
 from support import nvfp4
 
-BYTES = "e4m3fn, e4m3fnuz, e5m2, int8, int4, nvfp4, nvfp4_swizzled, fp8_ds_mla"
-QUANTISED = [f for f in FORMATS.values() if f.scaled and not f.group]
+BYTES = "e4m3fn, e4m3fnuz, e5m2, int8, int4, int4_zp, nvfp4, nvfp4_swizzled, fp8_ds_mla"
+QUANTISED = [f for f in FORMATS.values() if f.scaled and not f.group and not f.zero_point]
 GROUPED = [f for f in FORMATS.values() if f.group]
 names = pytest.mark.parametrize("format", QUANTISED, ids=str)
 

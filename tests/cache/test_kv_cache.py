@@ -39,7 +39,8 @@ def test_allocate_every_layout_in_every_format(pool, layout, format):
     scale = 0.5 if found.quantised else None
     dims = (24, 16) if not found.group else (192, 64) if found.swizzled else (48, 16)
     sizes = {"kv_heads": HEADS, "head_dim": dims[0], "v_head_dim": dims[1]}
-    named = {"format": format, "layout": layout, "x": x, "k_scale": scale, "v_scale": scale}
+    named = {"format": format, "layout": layout, "x": x}
+    named |= {"scales": "token"} if found.zero_point else {"k_scale": scale, "v_scale": scale}
     if found.group and layout not in ("nhd", "hnd"):
         with pytest.raises(ArgumentError, match=f"layout: given '{layout}'; allowed: nhd or hnd with {format}"):
             KVCache.allocate(pool, **sizes, **named)
@@ -47,7 +48,7 @@ def test_allocate_every_layout_in_every_format(pool, layout, format):
     cache = KVCache.allocate(pool, **sizes, **named)
     assert shape(cache) == (PAGES, PAGE_SIZE, HEADS, *dims)
     assert (cache.format.name, cache.layout.name, cache.device.type, cache.pool) == (format, layout, "cpu", pool)
-    assert cache.scale_kind == ("tensor" if found.quantised else "none")
+    assert cache.scale_kind == ("token" if found.zero_point else "tensor" if found.quantised else "none")
     assert all((t == 0).all() for t in pages_of(cache)), "fresh pages are zeros"
 
 
@@ -242,7 +243,7 @@ def fp8(**scales):
     return wrap(pages, pages.clone(), **scales)
 
 
-BYTES = "e4m3fn, e4m3fnuz, e5m2, int8, int4, nvfp4, nvfp4_swizzled, fp8_ds_mla"
+BYTES = "e4m3fn, e4m3fnuz, e5m2, int8, int4, int4_zp, nvfp4, nvfp4_swizzled, fp8_ds_mla"
 SHAPES = "float32 of shape [] = [], [kv_heads] = [3], [pages, page_size, kv_heads] = [5, 8, 3]"
 
 REFUSED = {

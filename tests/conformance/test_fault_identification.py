@@ -29,7 +29,15 @@ PLACES = (
     *("window-both-sides", "x-packed-int8-tokens", "high-pages", "far", "very-far", "hints-low", "everything", "e5m2-tensor"),
     *("e4m3fnuz-tensor", "x-packed", "fp8-queries", "scale", "causal-mixed", "tree-window", "fp8-context", "long-random"),
     *("alibi-sinks", "extreme", "strided", "strided-context", "shard-tokens", "shard-tree", "spans-images", "cross"),
-    *("int4-tokens", "nvfp4", "nvfp4-swizzled", "two-fp8-formats", "select-positions-heads", "select-columns-heads"),
+    *(
+        "int4-tokens",
+        "int4-zero-points",
+        "nvfp4",
+        "nvfp4-swizzled",
+        "two-fp8-formats",
+        "select-positions-heads",
+        "select-columns-heads",
+    ),
     *("prefixes-tree", "latent", "latent-ds-mla"),
 )
 CHAOTIC = ("fp16-read-as-bf16", "lse-without-log", "accumulated-in-16-bits")

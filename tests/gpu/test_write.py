@@ -19,7 +19,13 @@ Q_LENS, KV_LENS = [5, 0, 1, 11], [9, 4, 30, 11]
 TOKENS = 19
 """Two of them padding."""
 CASES = [
-    (format, layout, SCALES[(at + other) % 3], ("given", "derived")[(at + other) % 2], ("native", "bytes")[(at // 2 + other) % 2])
+    (
+        format,
+        layout,
+        "token" if format == "int4_zp" else SCALES[(at + other) % 3],
+        ("given", "derived")[(at + other) % 2],
+        ("native", "bytes")[(at // 2 + other) % 2],
+    )
     for (at, format), (other, layout) in product(enumerate(TYPES), enumerate(LAYOUTS))
 ]
 """Every format in every layout; kinds of scales, ways to say the slots and kinds of storage take turns."""

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from quire import Batch, KVCache, Options, Prefixes, Select, reference
-from support import ds_mla, nvfp4
+from support import ds_mla, nvfp4, zero_points
 
 TYPES = {
     "fp32": torch.float32,
@@ -25,12 +25,15 @@ TYPES = {
     "e5m2": torch.float8_e5m2,
     "int8": torch.int8,
     "int4": torch.uint8,
+    "int4_zp": torch.uint8,
     "nvfp4": torch.uint8,
     "nvfp4_swizzled": torch.uint8,
 }
 """The type of the storage; a byte of the last three has two elements."""
-LARGEST = {"e4m3fn": 448.0, "e4m3fnuz": 240.0, "e5m2": 57344.0, "int8": 127.0, "int4": 7.0}
+LARGEST = {"e4m3fn": 448.0, "e4m3fnuz": 240.0, "e5m2": 57344.0, "int8": 127.0, "int4": 7.0, "int4_zp": 15.0}
 LARGEST |= {"nvfp4": 448.0 * 6, "nvfp4_swizzled": 448.0 * 6}
+Stored = torch.Tensor | nvfp4.Grouped | ds_mla.Stored | zero_points.WithZeros
+"""The elements of K or V as they are stored."""
 
 
 @dataclass
@@ -194,13 +197,13 @@ def build(
             at, page, offset = kept[i][key], torch.tensor(row, dtype=torch.long)[key // page_size], key % page_size
             content[page, offset] = dense[part][i][at]
             if scales == "token" and formats[part] in LARGEST:
-                largest = dense[part][i][at].float().abs().amax(-1)
-                scale[part][page, offset] = torch.where(largest == 0, 1.0, largest / LARGEST[formats[part]])
+                scale[part][page, offset] = _token_scales(dense[part][i][at], formats[part])
         stored[part] = _stored(content, formats[part], scale[part])
         # What a reader sees is what was stored; new tokens in context form are seen as they are.
         read = stored[part].double()
         if scale[part] is not None:
-            read = read * (scale[part].double().unsqueeze(-1) if scales == "token" else scale[part].double().reshape(-1, 1))
+            factor = (zero_points.factors(scale[part]) if formats[part] == zero_points.NAME else scale[part]).double()
+            read = read * (factor.unsqueeze(-1) if scales == "token" else factor.reshape(-1, 1))
         read = read.to(read_as).double()
         for i, row in enumerate(owned):
             key = cached[i][kept[i]].nonzero().flatten()
@@ -454,11 +457,21 @@ def _scales(
     return torch.full((pages, page_size, kv_heads), poison)
 
 
-def _stored(content: torch.Tensor, format: str, scale: torch.Tensor | None) -> torch.Tensor | nvfp4.Grouped | ds_mla.Stored:
+def _token_scales(rows: torch.Tensor, format: str) -> torch.Tensor:
+    """Scales that fit rows `[tokens, kv_heads, dim]`."""
+    if format == zero_points.NAME:
+        return zero_points.scales_of(rows)
+    largest = rows.float().abs().amax(-1)
+    return torch.where(largest == 0, 1.0, largest / LARGEST[format])
+
+
+def _stored(content: torch.Tensor, format: str, scale: torch.Tensor | None) -> Stored:
     if format == ds_mla.NAME:
         return ds_mla.encoded(content)
     if scale is None:
         return content.to(TYPES[format])
+    if format == zero_points.NAME:
+        return zero_points.encoded(content, scale)
     wide = scale.unsqueeze(-1) if scale.dim() == 3 else scale.reshape(-1, 1)
     x = (content.float() / wide).clamp(-LARGEST[format], LARGEST[format])
     if format.startswith("nvfp4"):
@@ -468,13 +481,13 @@ def _stored(content: torch.Tensor, format: str, scale: torch.Tensor | None) -> t
     return x if format == "int4" else x.to(TYPES[format])
 
 
-def in_bytes(stored: torch.Tensor | ds_mla.Stored, format: str) -> torch.Tensor:
+def in_bytes(stored: Stored, format: str) -> torch.Tensor:
     """Elements as integers of their size. Two of int4 make a byte, the even one below."""
     if isinstance(stored, ds_mla.Stored):
         return stored.bytes()
-    if format != "int4":
+    if not format.startswith("int4"):
         return stored.view(_bits(format))
-    codes = stored.to(torch.int16) % 16
+    codes = (stored.codes if isinstance(stored, zero_points.WithZeros) else stored).to(torch.int16) % 16
     return (codes[..., 0::2] + 16 * codes[..., 1::2]).to(torch.uint8)
 
 

@@ -68,7 +68,7 @@ def _numbers(cache: KVCache, chosen: Callable[[torch.Tensor], torch.Tensor]) -> 
     for x, format, scale in ((k, cache.k_format, cache.k_scale), (v, cache.v_format, cache.v_scale)):
         x = format.unpack(x) if format.latent or format.pack > 1 or format.group else x
         if scale is not None:
-            x = x.float() * (chosen(scale).unsqueeze(-1) if scale.dim() == 3 else scale)
+            x = format.scaled_in_place(x.float(), chosen(scale).unsqueeze(-1) if scale.dim() == 3 else scale)
         numbers.append(x.float() if cache.quantised else x)
     return numbers[0], numbers[1]
 
@@ -148,11 +148,8 @@ def _quantised(x: torch.Tensor, format: Format, kind: str, scale: Any) -> tuple[
     assert format.largest is not None
     if format.latent:
         return format.encode(x), None
-    if kind == "tensor":
-        stored = format.encode(x / scale)
-    else:
-        scale = (x.abs().amax(-1) / format.largest).clamp(min=1e-6)
-        stored = format.encode(x / scale.unsqueeze(-1))
+    scale = scale if kind == "tensor" else format.token_scale(x)
+    stored = format.quantise(x, scale if kind == "tensor" else scale.unsqueeze(-1))
     return joined(stored, format, LAYOUTS["nhd"].k) if format.group else stored, scale
 
 

@@ -45,7 +45,7 @@ def stored_difference(case: BenchCase) -> float:
     """The largest difference of what is stored from the new tokens, in units of the format."""
     worst = 0.0
     for (x, scale, got), format in zip(_stored(case), (case.cache.k_format, case.cache.v_format)):
-        want = format.encode(x if scale is None else x.float() / scale)
+        want = format.quantise(x, scale)
         worst = max(worst, float((got.float() - want.float()).abs().max()), key=_nan_first)
     return worst
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from quire.cache.latent_rows import GROUP as LATENT_GROUP
 from quire.cache.latent_rows import SMALLEST_SCALE, scale_bytes
+from quire.cache.zero_points import LARGEST_CODE, parts_of_scale, scale_and_zero
 from quire.errors import ArgumentError, describe
 
 
@@ -33,6 +35,9 @@ class Format:
     latent: int = 0
     """The first elements of a head, e4m3 with scales in the head (`quire.cache.latent_rows`), of a format that stores the others in
     another type; 0 for other formats. V is these elements."""
+    zero_point: bool = False
+    """Whether each token and head has a zero point, the code of 0, in the low four bits of its scale (`quire.cache.zero_points`).
+    Codes are then unsigned, and elements are read as `(code - zero point) * scale`."""
     swizzled: bool = False
     """Whether the group scales of each four tokens are permuted, as TensorRT-LLM's kernels for SM100 read those of V."""
 
@@ -101,31 +106,60 @@ class Format:
         """Whether elements are 8-bit floats."""
         return self.itemsize == 1 and self.dtype.is_floating_point
 
-    def encode(self, x: torch.Tensor) -> torch.Tensor:
+    def token_scale(self, x: torch.Tensor) -> torch.Tensor:
+        """The scale that a write computes for each row `[.., dim]`, fp32 `[..]`: the largest element becomes the format's; 1 for
+        zeros; NaN or infinite if the row contains such an element."""
+        assert self.largest is not None
+        if self.zero_point:
+            return scale_and_zero(x)
+        scale = x.float().abs().amax(-1) / self.largest
+        return torch.where(scale == 0, 1.0, scale)
+
+    def quantise(self, x: torch.Tensor, scale: torch.Tensor | float | None) -> torch.Tensor:
+        """Rows `[.., dim]` in this format, as `encode`. `scale` broadcasts against them; None if there is none."""
+        if scale is None:
+            return self.encode(x)
+        factor, zero = self.parts_of(scale)
+        return self.encode(x.float() / factor, zero)
+
+    def parts_of(self, scale: Any) -> tuple[Any, torch.Tensor | None]:
+        """The number that elements are multiplied by, and their zero point: scales as they are, unless they contain zero points."""
+        return parts_of_scale(scale) if self.zero_point else (scale, None)
+
+    def encode(self, x: torch.Tensor, zero: torch.Tensor | None = None) -> torch.Tensor:
         """Converts fp32 values, already divided by their scale, to this format. Values saturate, also if the cast does not. If the
-        format packs elements, the last axis of the result is shorter; scales of groups follow the codes."""
+        format packs elements, the last axis of the result is shorter; scales of groups follow the codes. `zero` are the zero points
+        of a format that has them."""
         if self.largest is None:
             return x.to(self.dtype)
         if self.latent:
             return encode_latent(x, self.latent)
+        if zero is not None:
+            return _pairs((x.round().nan_to_num(0.0) + zero).clamp(0, self.largest).to(torch.uint8))
         x = x.clamp(-self.largest, self.largest)
         if self.group:
             return torch.cat(encode_groups(x, self.group), -1)
         if self.integer:
             x = x.round().nan_to_num(0.0)
         if self.pack > 1:
-            codes = x.to(torch.int8).bitwise_and(0xF).view(torch.uint8)
-            return codes[..., ::2] | codes[..., 1::2] << 4
+            return _pairs(x.to(torch.int8).bitwise_and(0xF).view(torch.uint8))
         return x.to(self.dtype)
+
+    def scaled_in_place(self, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        """Decoded elements, fp32, as what they stand for: multiplied by their scales, after zero points are subtracted."""
+        factor, zero = self.parts_of(scale)
+        return x.mul_(factor) if zero is None else x.sub_(zero).mul_(factor)
 
     def unpack(self, stored: torch.Tensor) -> torch.Tensor:
         """The elements of storage, bytes as uint8, of a format that packs two in each: int8, the last axis twice as long. With
-        scales of groups behind the codes: fp32, multiplied by them."""
+        scales of groups behind the codes: fp32, multiplied by them. With zero points: codes, from 0."""
         if self.latent:
             return decode_latent(stored, self.latent)
         if self.group:
             codes = self.codes_of(self.elements_of(stored.shape[-1]))
             return decode_groups(stored[..., :codes], stored[..., codes:], self.group)
+        if self.zero_point:
+            return torch.stack((stored & 0xF, stored >> 4), -1).flatten(-2).view(torch.int8)
         # The low four bits are shifted up first: shifting down extends the sign.
         low = stored.bitwise_left_shift(4).view(torch.int8).bitwise_right_shift(4)
         return torch.stack((low, stored.view(torch.int8).bitwise_right_shift(4)), -1).flatten(-2)
@@ -140,6 +174,11 @@ E4M3_LARGEST, E4M3_SMALLEST = 448.0, 2.0**-9
 SWIZZLED = "_swizzled"
 
 
+def _pairs(codes: torch.Tensor) -> torch.Tensor:
+    """Two codes in a byte, the even one below."""
+    return codes[..., ::2] | codes[..., 1::2] << 4
+
+
 def encode_groups(x: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.Tensor]:
     """fp32 values as e2m1 codes, two in a byte, and e4m3 scales of groups, both uint8. The scale of a group is its largest
     magnitude / 6, at least the smallest number of e4m3, so that nothing is divided by 0; NaN if the group contains NaN."""
@@ -152,7 +191,7 @@ def encode_groups(x: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.Tens
     size = (size / step).round() * step
     codes = torch.bucketize(size, torch.tensor(E2M1, device=x.device)).to(torch.uint8)
     codes = (codes | (torch.signbit(scaled) & ~scaled.isnan()).to(torch.uint8) << 3).flatten(-2)
-    return codes[..., ::2] | codes[..., 1::2] << 4, scale.view(torch.uint8)
+    return _pairs(codes), scale.view(torch.uint8)
 
 
 def decode_groups(codes: torch.Tensor, scales: torch.Tensor, group: int) -> torch.Tensor:
@@ -199,6 +238,7 @@ FORMATS: dict[str, Format] = {
         Format("e5m2", torch.float8_e5m2, 57344.0),
         Format("int8", torch.int8, 127.0),
         Format("int4", torch.uint8, 7.0, pack=2),
+        Format("int4_zp", torch.uint8, float(LARGEST_CODE), pack=2, zero_point=True),
         Format("nvfp4", torch.uint8, E4M3_LARGEST * E2M1[-1], pack=2, group=16),
         Format("nvfp4" + SWIZZLED, torch.uint8, E4M3_LARGEST * E2M1[-1], pack=2, group=16, swizzled=True),
         Format("fp8_ds_mla", torch.uint8, E4M3_LARGEST, latent=512),

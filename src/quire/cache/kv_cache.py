@@ -728,9 +728,9 @@ def _first_of_k(k: torch.Tensor, order: Layout, v_in_k: int, format: Format) -> 
 
 def _check_format_of_parts(format: Format) -> None:
     """Raises if a part of K's storage does not hold a part of its elements."""
-    if format.group:
-        allowed = ", ".join(name for name, other in FORMATS.items() if not other.group)
-        raise ArgumentError("format", f"{format.name!r} with v_in_k", f"{allowed}: formats without scales of groups")
+    if format.group or format.zero_point:
+        allowed = ", ".join(name for name, other in FORMATS.items() if not other.group and not other.zero_point)
+        raise ArgumentError("format", f"{format.name!r} with v_in_k", f"{allowed}: formats without scales of groups or zero points")
 
 
 def _check_parts(v_in_k: int, head_dim: int) -> None:
@@ -820,6 +820,11 @@ def _scale(
             why = "has its scales in the pages" if format.quantised else "is not quantised"
             raise ArgumentError(name, describe(value), f"None: format {format} {why}")
         return None
+    if format.zero_point and not (isinstance(value, torch.Tensor) and value.dim() == 3):
+        allowed = (
+            f"float32 of shape [pages, page_size, kv_heads]: {format} has a zero point in each scale; allocate with scales='token'"
+        )
+        raise ArgumentError(name, describe(value), allowed)
     if value is None:
         if format.integer:
             raise ArgumentError(name, None, f"a scale: {format} stores integers, {format.largest:g} in magnitude at most")

@@ -41,8 +41,7 @@ def losses(name: str, x: torch.Tensor, scale: torch.Tensor | None, format: Forma
     per_token = scale is not None and scale.dim() == 3
     assert format.largest is not None
     if per_token:
-        largest = x.float().abs().amax(-1, keepdim=True)
-        divisor = torch.where(largest == 0, 1.0, largest / format.largest)
+        divisor = format.token_scale(x).unsqueeze(-1)
     else:
         divisor = torch.ones((), device=x.device) if scale is None else scale.float().reshape(-1, 1)
     scaled = x.float() / divisor
@@ -53,8 +52,9 @@ def losses(name: str, x: torch.Tensor, scale: torch.Tensor | None, format: Forma
             f"saturation: {int(beyond.sum())} of {x.numel()} elements of {name} are beyond {format.largest:g} times {name}_scale, "
             f"the largest number of {format}, by up to {factor:.3g} times, and are stored as that number"
         )
-    stored = format.encode(scaled)
-    empty = ((format.unpack(stored) if format.group else stored.float()) == 0).all(-1) & (x != 0).any(-1)
+    stored, zero = format.quantise(x, divisor), format.parts_of(divisor)[1]
+    numbers = format.unpack(stored).float() if format.group or zero is not None else stored.float()
+    empty = (numbers == (0 if zero is None else zero)).all(-1) & (x != 0).any(-1)
     if bool(empty.any()):
         found.append(
             f"underflow: {int(empty.sum())} of {empty.numel()} vectors of {name} (one for each token and head) are stored as 0: "

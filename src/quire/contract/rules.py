@@ -74,8 +74,9 @@ CONTRACT: tuple[Rule, ...] = (
     ),
     Rule(
         "quantisation",
-        "A quantised cache stores x / scale, saturating, and reads x * scale. The format is named, never guessed; a scale"
-        " is finite and above 0. The scale that `write` computes for a token with a NaN or an infinity is not: `check` "
+        "A quantised cache stores x / scale, saturating, and reads x * scale. `int4_zp` reads (code - zero point) * scale; the "
+        "zero point is in the low four bits of the scale, which do not count as its number. The format is named, never guessed; "
+        "a scale is finite and above 0. The scale that `write` computes for a token with a NaN or an infinity is not: `check` "
         "reports it, and the output of queries that see the token is NaN. In context form the new tokens are used as given, "
         "unquantised, so a batch-invariant call over a quantised cache must use full form.",
         binds="caller and kernel",

@@ -124,7 +124,34 @@ def test_every_code_and_every_scale_of_a_group(dim: int, group: int, level: str)
             assert torch.allclose(lse, want[first * 5 % dim].expand_as(lse), rtol=2e-7, atol=0)
 
 
-@pytest.mark.parametrize("format", [name for name in TYPES if name not in ("fp32", "int4") and not name.startswith("nvfp4")])
+@pytest.mark.parametrize("group", [1, 5, 40])
+@pytest.mark.parametrize("dim", [16, 62, 128, 512])
+def test_every_code_with_a_zero_point(dim: int, group: int, level: str) -> None:
+    """As above, less the zero points in the scales of K and of V, which differ."""
+    stored = (torch.arange(dim // 2) * 37 % 256).to(torch.uint8)
+    codes = torch.stack((stored % 16, stored // 16), -1).flatten().float()
+    for zero in (0, 7, 15):
+        want = (codes - zero) * 0.5
+        scales = [torch.tensor([0x3F000000 + z], dtype=torch.int32).view(torch.float32).view(1, 1, 1) for z in (zero, 15 - zero)]
+        zeros, shape = torch.full_like(stored, (15 - zero) * 17), (1, 1, 1, -1)
+        named = {"layout": "nhd", "format": "int4_zp"}
+        cache = quire.KVCache.wrap(zeros.view(shape), stored.view(shape), **named, k_scale=scales[1], v_scale=scales[0])
+        for out_type in (torch.float32, torch.bfloat16):
+            out, q = torch.full((1, group, dim), 7.0).to(out_type), torch.randn(1, group, dim).to(torch.bfloat16)
+            lse = torch.empty(1, group)
+            attend.launch(q, cache, ONE, quire.Options(), None, out, lse)
+            assert torch.equal(out.float(), want.expand_as(out)) and not lse.any()
+        cache = quire.KVCache.wrap(stored.view(shape), zeros.view(shape), **named, k_scale=scales[0], v_scale=scales[1])
+        for d in (0, dim // 2, dim - 1):
+            q, lse = torch.zeros(1, group, dim, dtype=torch.bfloat16), torch.empty(1, group)
+            q[..., d] = 1
+            attend.launch(q, cache, ONE, quire.Options(scale=1.0), None, torch.empty(1, group, dim, dtype=torch.bfloat16), lse)
+            assert torch.allclose(lse, want[d].expand_as(lse), rtol=2e-7, atol=0)
+
+
+@pytest.mark.parametrize(
+    "format", [name for name in TYPES if name not in ("fp32", "int4", "int4_zp") and not name.startswith("nvfp4")]
+)
 def test_numbers_are_rounded_to_the_nearest(format: str, level: str) -> None:
     """As torch does it: around every code and half-way between codes, and far outside."""
     if TYPES[format].itemsize == 1:

@@ -56,6 +56,7 @@ PLAIN |= {f"write-{format}": KernelSample("write", format=format) for format in 
 PLAIN |= {
     "write-token-scales": KernelSample("write", format="int8", scales="token", index="int64"),
     "write-int4": KernelSample("write", format="int4", scales="token"),
+    "write-int4-zero-points": KernelSample("write", format="int4_zp", scales="token"),
     "write-nvfp4": KernelSample("write", format="nvfp4"),
     "write-generic": KernelSample("write", format="e4m3fn", problem={"memory": "generic"}),
     "write-rope": KernelSample("write", format="e4m3fn", problem={"rope": [128, False, [], False, "bf16", "bf16"]}),
@@ -145,6 +146,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "large-group": {"q_heads": 160, "kv_heads": 2, **FP32},
     "spans": {"problem": {"spans": "int64", "alibi": True}},
     "new-spans": {"new": True, "problem": {"spans": "int32", "shard": True}},
+    "int4-zero-points": {"format": "int4_zp", "scales": "token"},
 }
 FEATURED = {
     f"mixed-small-{name}": KernelSample("mixed", **{"head_dim": 64, **given}, small=True) for name, given in FEATURES.items()
@@ -203,6 +205,7 @@ CHOICE = {
         "mixed-64-bf16",
         "mixed-128-bf16-new",
         "mixed-256-e4m3fn",
+        "write-int4-zero-points",
         *list(FEATURED)[::2],
     ],
     "sm100": ["decode-128-e4m3fn", "write-e4m3fn", "decode-64-bf16", "write-e5m2", "write-int8", "audit-window"],
@@ -223,6 +226,8 @@ CHOICE = {
         "mixed-128-bf16-new",
         "mixed-256-bf16",
         "mixed-512-bf16",
+        "write-int4-zero-points",
+        "mixed-small-int4-zero-points",
         *list(FEATURED)[1::2],
     ],
     "gfx950": ["decode-64-e5m2", "mixed-64-bf16", "write-e4m3fnuz", "write-token-scales", "audit-window"],

@@ -21,12 +21,17 @@ from quire.conformance.cases.formats import (
     LARGEST,
     PACK,
     TYPES,
+    ZERO_POINTS,
     encode_groups,
     encode_latent,
+    encode_with_zero_point,
     grouped_at,
     numbers_of_groups,
     pairs,
+    scale_with_zero_point,
     units_of,
+    without_zero_point,
+    zero_point,
 )
 from quire.conformance.cases.page_plan import PagePlan, generator, kept_positions, page_plan, page_table, prefixes_of
 from quire.options import NUMBERS
@@ -436,8 +441,7 @@ def _store(
         content[page, offset] = dense[i][at]
         spots.append((at, page, offset))
         if case.scales == "token" and scale is not None:
-            largest = dense[i][at].float().abs().amax(-1)
-            scale[ids, offset] = torch.where(largest == 0, 1.0, largest / LARGEST[format])
+            scale[ids, offset] = _token_scales(dense[i][at], format)
     wide: torch.Tensor | None = None
     if scale is not None:
         wide = scale[plan.touched.clamp(min=0)].unsqueeze(-1) if scale.dim() == 3 else scale.reshape(-1, 1)
@@ -452,11 +456,26 @@ def _store(
         for i, (at, page, offset) in enumerate(spots):
             dense[i][at] = read[page, offset]
         return torch.cat((pairs(codes), groups), -1), scale
+    if format == ZERO_POINTS:
+        assert wide is not None
+        codes, scales = encode_with_zero_point(content, wide.squeeze(-1)), wide.squeeze(-1)
+        read = (codes.double() - zero_point(scales).unsqueeze(-1)) * without_zero_point(scales).unsqueeze(-1)
+        for i, (at, page, offset) in enumerate(spots):
+            dense[i][at] = read[page, offset]
+        return pairs(codes), scale
     stored = encode(content, format, wide)
     read = stored.double() if wide is None else stored.double() * wide.double()
     for i, (at, page, offset) in enumerate(spots):
         dense[i][at] = read[page, offset]
     return packed(stored, format), scale
+
+
+def _token_scales(rows: torch.Tensor, format: str) -> torch.Tensor:
+    """The scales of tokens and heads `[tokens, kv_heads, dim]`."""
+    if format == ZERO_POINTS:
+        return scale_with_zero_point(rows)
+    largest = rows.float().abs().amax(-1)
+    return torch.where(largest == 0, 1.0, largest / LARGEST[format])
 
 
 def encode(content: torch.Tensor, format: str, scale: torch.Tensor | None) -> torch.Tensor:

@@ -122,6 +122,10 @@ class Case:
             raise ArgumentError("v_in_k", self.v_in_k, "0 with v_head_dim, v_format or a layout other than nhd and hnd")
         if not 0 <= self.v_in_k < self.head_dim:
             raise ArgumentError("v_in_k", self.v_in_k, f"less than head_dim = {self.head_dim}")
+        with_zero = [name for name in self.formats.values() if name in FORMATS and FORMATS[name].zero_point]
+        if with_zero and (self.scales != "token" or self.v_in_k):
+            given = f"{with_zero[0]} with scales {self.scales} and v_in_k {self.v_in_k}"
+            raise ArgumentError("format", given, "it with scales token and v_in_k 0")
         sizes = (self.head_dim, self.v_in_k, self.scales)
         if self.format == "fp8_ds_mla" and sizes != (576, 512, "none"):
             raise ArgumentError("format", f"fp8_ds_mla with head_dim, v_in_k and scales {sizes}", "it with 576, 512 and none")

@@ -15,16 +15,19 @@ TYPES = {
     "e5m2": torch.float8_e5m2,
     "int8": torch.int8,
     "int4": torch.uint8,
+    "int4_zp": torch.uint8,
     "nvfp4": torch.uint8,
     "nvfp4_swizzled": torch.uint8,
     "fp8_ds_mla": torch.uint8,
 }
-LARGEST = {"e4m3fn": 448.0, "e4m3fnuz": 240.0, "e5m2": 57344.0, "int8": 127.0, "int4": 7.0}
+LARGEST = {"e4m3fn": 448.0, "e4m3fnuz": 240.0, "e5m2": 57344.0, "int8": 127.0, "int4": 7.0, "int4_zp": 15.0}
 LARGEST |= {"nvfp4": 448.0 * 6, "nvfp4_swizzled": 448.0 * 6}
-PACK = {"int4": 2, "nvfp4": 2, "nvfp4_swizzled": 2}
+PACK = {"int4": 2, "int4_zp": 2, "nvfp4": 2, "nvfp4_swizzled": 2}
 """Elements in a byte, the first in the lowest bits; 1 in other formats."""
 GROUP = {"nvfp4": 16, "nvfp4_swizzled": 16}
 """Elements that share a scale in the page."""
+ZERO_POINTS = "int4_zp"
+"""Codes 0 to 15; the code of 0 is in the last four bits of the scale of a token and head."""
 DS_MLA = "fp8_ds_mla"
 """vLLM's and FlashMLA's: 512 bytes of e4m3, 4 scales of 128 of them in fp32, and the elements from 512 on in bf16."""
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -63,6 +66,29 @@ def numbers_of_codes(codes: torch.Tensor) -> torch.Tensor:
 
 def numbers_of_scales(scales: torch.Tensor) -> torch.Tensor:
     return scales.contiguous().view(torch.float8_e4m3fn).double()
+
+
+def zero_point(scale: torch.Tensor) -> torch.Tensor:
+    """The code of 0."""
+    return scale.view(torch.int32) % 16
+
+
+def without_zero_point(scale: torch.Tensor) -> torch.Tensor:
+    return (scale.view(torch.int32) // 16 * 16).view(torch.float32)
+
+
+def scale_with_zero_point(rows: torch.Tensor) -> torch.Tensor:
+    """The scales of rows `[.., dim]` by which codes cover their numbers and 0."""
+    low, high = rows.float().amin(-1).clamp(max=0), rows.float().amax(-1).clamp(min=0)
+    scale = without_zero_point((high - low) / 15)
+    scale = torch.where(scale == 0, 1.0, scale)
+    return (scale.view(torch.int32) + (-low / scale).round().clamp(max=15).int()).view(torch.float32)
+
+
+def encode_with_zero_point(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """Codes of rows with the scales of their tokens, one in each entry; NaN is code 13."""
+    codes = (x.float() / without_zero_point(scale).unsqueeze(-1)).round() + zero_point(scale).unsqueeze(-1)
+    return torch.where(codes.isnan(), 13.0, codes.clamp(0, 15)).to(torch.uint8)
 
 
 def encode_latent(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -21,11 +21,13 @@ from quire.conformance.faults.shard import SHARD
 from quire.conformance.faults.softmax import SOFTMAX
 from quire.conformance.faults.spans import SPANS
 from quire.conformance.faults.stored import STORED
+from quire.conformance.faults.zero_points import ZEROS
 
 CATALOGUE: tuple[Fault, ...] = (
     *INDICES,
     *PAGES,
     *STORED,
+    *ZEROS,
     *FORMS,
     *SCALE,
     *MASK,

@@ -90,7 +90,7 @@ def _of_codes(change: Any, parts: str = "kv") -> Stages:
     """Replaces decoding of elements of 4 bits by `change(raw)`, which gives their numbers."""
 
     def decode(w: Work, part: str, raw: torch.Tensor, page: torch.Tensor, offset: torch.Tensor) -> torch.Tensor:
-        if part not in parts or w.call.formats[part] not in PACK:
+        if part not in parts or w.call.formats[part] != "int4":
             return oracle.decode(w, part, raw, page, offset)
         return change(raw).to(w.number) * oracle.scale_at(w, part, page, offset)
 
@@ -159,7 +159,7 @@ def _values_as_keys() -> Stages:
 
 
 def _has_int4(call: KernelCall) -> bool:
-    return any(format in PACK and format not in GROUP for format in call.formats.values())
+    return "int4" in call.formats.values()
 
 
 def _has_packed(call: KernelCall) -> bool:

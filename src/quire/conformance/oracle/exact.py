@@ -30,7 +30,19 @@ import torch
 
 from quire.conformance.cases.build import LAYOUT_INDEX, flat_of
 from quire.conformance.cases.call import KernelCall
-from quire.conformance.cases.formats import DS_MLA, GROUP, PACK, TYPES, grouped_at, latent_byte, numbers_of_codes, numbers_of_scales
+from quire.conformance.cases.formats import (
+    DS_MLA,
+    GROUP,
+    PACK,
+    TYPES,
+    ZERO_POINTS,
+    grouped_at,
+    latent_byte,
+    numbers_of_codes,
+    numbers_of_scales,
+    without_zero_point,
+    zero_point,
+)
 from quire.conformance.oracle.rounding import ReducedPrecision
 
 LOG2E = 1.4426950408889634
@@ -196,6 +208,8 @@ def numbers_at(w: Work, part: str, raw: torch.Tensor, page: torch.Tensor, offset
     """Stored elements as numbers, before the scale of the cache, with the scales of their groups."""
     if w.call.formats[part] == DS_MLA:
         return (latent_numbers(w, part, raw, page, offset) * latent_scales(w, part, page, offset)).to(w.number)
+    if w.call.formats[part] == ZERO_POINTS:
+        return nibbles(raw).to(w.number) - zero_at(w, part, page, offset)
     if w.call.formats[part] not in GROUP:
         return as_numbers(raw, w.call.formats[part], w.number)
     return (numbers_of_codes(nibbles(raw)) * numbers_of_scales(group_scales(w, part, page, offset))).to(w.number)
@@ -261,10 +275,18 @@ def scale_at(w: Work, part: str, page: torch.Tensor, offset: torch.Tensor) -> to
     scale = w.scales[part]
     if scale is None:
         return 1.0
-    scale = scale.cpu().to(w.number)
+    scale = without_zero_point(scale.cpu()) if w.call.formats[part] == ZERO_POINTS else scale.cpu()
+    scale = scale.to(w.number)
     if scale.dim() == 3:
         return scale[page.clamp(0, scale.shape[0] - 1), offset].unsqueeze(-1)
     return scale.reshape(1, -1, 1)
+
+
+def zero_at(w: Work, part: str, page: torch.Tensor, offset: torch.Tensor) -> torch.Tensor:
+    """The zero points of the elements at these places, `[keys, kv_heads, 1]`."""
+    scale = w.scales[part]
+    assert scale is not None
+    return zero_point(scale.cpu())[page.clamp(0, scale.shape[0] - 1), offset].unsqueeze(-1).to(w.number)
 
 
 def gather(w: Work, s: Stages, indices: Indices, sequence: BatchSequence) -> Values:

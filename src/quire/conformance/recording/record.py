@@ -239,7 +239,7 @@ class Recorded:
                 held = torch.cat((held, groups[page, :, slot // groups.shape[3], slot % groups.shape[3]].flatten(2)), -1)
             if scale is not None:
                 scale = scale[page, slot, :, None] if scale.dim() == 3 else scale if scale.dim() == 0 else scale[:, None]
-            want = format.encode(x[rows].float() if scale is None else x[rows].float() / scale)
+            want = format.quantise(x[rows], scale)
             held = held if held.dtype is want.dtype else held.view(want.dtype)
             if format.pack > 1:
                 held, want = format.unpack(held), format.unpack(want)

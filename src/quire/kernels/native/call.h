@@ -12,11 +12,11 @@ constexpr int64_t UNBOUNDED = INT64_MAX;
 constexpr int64_t MOST_DIM = 576;  // the largest size of a head
 
 // The formats, in the order of `FORMATS` of quire/cache/format.py: `codec.h` converts them.
-enum Type : int64_t { FP32, FP16, BF16, E4M3FN, E4M3FNUZ, E5M2, INT8, INT4, NVFP4, FP8_DS_MLA, TYPES };
+enum Type : int64_t { FP32, FP16, BF16, E4M3FN, E4M3FNUZ, E5M2, INT8, INT4, INT4_ZP, NVFP4, FP8_DS_MLA, TYPES };
 
-constexpr uint64_t NANS[TYPES] = {0x7FC00000, 0x7E00, 0x7FC0, 0x7F, 0x80, 0x7F, 0, 0, 0, 0};  // a NaN of each type, the lowest bytes first
+constexpr uint64_t NANS[TYPES] = {0x7FC00000, 0x7E00, 0x7FC0, 0x7F, 0x80, 0x7F, 0, 0, 0, 0, 0};  // a NaN of each type, the lowest bytes first
 
-// Bytes of an element of storage. One of INT4 and NVFP4 has two elements, the even one in the low four bits.
+// Bytes of an element of storage. One of INT4, INT4_ZP and NVFP4 has two elements, the even one in the low four bits.
 INLINE int64_t size_of(int64_t type) { return type == FP32 ? 4 : type < E4M3FN ? 2 : 1; }
 
 // A head of FP8_DS_MLA: the latent in e4m3, an fp32 scale for each of its groups and, if it is a key, rotated elements in bf16.
@@ -25,7 +25,7 @@ constexpr int64_t LATENT = 512, LATENT_GROUP = 128, LATENT_BYTES = LATENT + LATE
 
 INLINE int64_t stored(int64_t type, int64_t elements) {  // elements of storage
     if (type == FP8_DS_MLA) return LATENT_BYTES + (elements - LATENT) * 2;
-    return type == INT4 || type == NVFP4 ? elements / 2 : elements;
+    return type >= INT4 ? elements / 2 : elements;
 }
 
 struct Array {  // [tokens, heads, dim]; strides in elements
@@ -53,6 +53,13 @@ struct GroupRow {
     INLINE int64_t element(int64_t g) const { return g / part * high + g % part * low; }
 };
 
+// The zero point of a token and head is in the low four bits of its scale.
+constexpr uint32_t ZERO_BITS = 0xF;
+INLINE int64_t zero_point_of(float scale) { return __builtin_bit_cast(uint32_t, scale) & ZERO_BITS; }
+INLINE float without_zero_point(float scale) {
+    return __builtin_bit_cast(float, __builtin_bit_cast(uint32_t, scale) & ~ZERO_BITS);
+}
+
 struct Pages {  // [pages, heads, slot/, slot%, dim/, dim%]; strides, and the length of dim%, in elements of storage
     uint8_t* data;
     int64_t page, head, slot_high, slot_low, dim_high, dim_low;
@@ -73,7 +80,8 @@ struct Pages {  // [pages, heads, slot/, slot%, dim/, dim%]; strides, and the le
     INLINE int64_t element(int64_t d) const { return d / dim_part * dim_high + d % dim_part * dim_low; }
     INLINE bool whole_rows() const { return dim_low == 1 && (dim_part == row() || dim_high == dim_part); }
     INLINE float scale_of(int64_t p, int64_t offset, int64_t h) const {
-        return scale[p * scale_page + offset * scale_slot + h * scale_head];
+        float found = scale[p * scale_page + offset * scale_slot + h * scale_head];
+        return type == INT4_ZP ? without_zero_point(found) : found;
     }
 };
 

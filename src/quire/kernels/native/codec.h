@@ -145,6 +145,17 @@ struct Number<INT4> {
     }
 };
 
+// Codes from 0 on, packed as those of INT4; zero points are subtracted by `row_with_zero_as_units`.
+template <>
+struct Number<INT4_ZP> : Number<INT4> {
+    static constexpr float LARGEST = 15;
+
+    static INLINE vf decode(const uint8_t* p) {
+        vw wide = __builtin_convertvector(load<vb>(p), vw);
+        return __builtin_convertvector((vi)(wide | wide << 28) & 0xF, vf);
+    }
+};
+
 // e2m1: a code in four bits, packed as those of INT4. Scales of groups are applied by `grouped_row_as_units`.
 template <>
 struct Number<NVFP4> : Small<2, 1, 1, FINITE> {
@@ -207,6 +218,19 @@ struct Codes {
 };
 template <int T>
 static constexpr Codes<T> CODES;
+
+// The bytes of -15 to 15 as bf16: those of the codes of INT4_ZP, less a zero point, are 16 entries from 15 - zero point on.
+struct Differences {
+    uint8_t low[32] = {}, high[32] = {};
+
+    constexpr Differences() {
+        for (int i = 0; i < 31; i++) {
+            uint32_t bits = __builtin_bit_cast(uint32_t, float(i - 15)) >> 16;
+            low[i] = bits & 0xFF, high[i] = bits >> 8;
+        }
+    }
+};
+static constexpr Differences DIFFERENCES;
 #endif
 
 // Calls f with the type as a constant.
@@ -221,6 +245,7 @@ INLINE auto with_type(int64_t type, F f) {
         case E5M2: return f(std::integral_constant<int, E5M2>());
         case INT8: return f(std::integral_constant<int, INT8>());
         case INT4: return f(std::integral_constant<int, INT4>());
+        case INT4_ZP: return f(std::integral_constant<int, INT4_ZP>());
         default: return f(std::integral_constant<int, NVFP4>());
     }
 }

@@ -44,13 +44,16 @@ struct Reader {
 struct RowReads {
     const uint8_t* const* at;
     int64_t count, first, head, bytes, type;
-    Strides elements;              // of a row
-    bool whole;                    // whether they are contiguous
-    bool heads_contiguous;         // whether the heads of a key are closer together than keys
-    const uint8_t* const* groups;  // the scales of groups of head 0; null without
-    GroupRow group;                // where they are in a row; `at` is not used
-    int64_t group_first;           // of the first head
+    Strides elements;                   // of a row
+    bool whole;                         // whether they are contiguous
+    bool heads_contiguous;              // whether the heads of a key are closer together than keys
+    const uint8_t* const* groups;       // the scales of groups of head 0; null without
+    GroupRow group;                     // where they are in a row; `at` is not used
+    int64_t group_first;                // of the first head
+    const float* scales = nullptr;      // of the first head, if they contain zero points, else null
+    const int64_t* scale_at = nullptr;  // where the scale of each key is
 
+    INLINE int64_t zero_of(int64_t j) const { return scales ? zero_point_of(scales[scale_at[j]]) : 0; }
     INLINE GroupRow groups_of(int64_t j) const { return {groups ? groups[j] + group_first : nullptr, group.part, group.high, group.low}; }
 
     INLINE const uint8_t* row(int64_t j, int64_t h) const { return at[j] + first + h * head; }
@@ -268,15 +271,16 @@ struct DecodeKernel {
         }
     }
 
-    RowReads keys(const Tile& tile, int64_t head) const { return reads(call.cache.k, call.new_k, tile, tile.k, tile.k_groups, head); }
-    RowReads values_in(const Tile& tile, int64_t head) const { return reads(call.cache.v, call.new_v, tile, tile.v, tile.v_groups, head); }
+    RowReads keys(const Tile& tile, int64_t head) const { return reads(call.cache.k, call.new_k, tile, tile.k, tile.k_groups, tile.k_scale, head); }
+    RowReads values_in(const Tile& tile, int64_t head) const { return reads(call.cache.v, call.new_v, tile, tile.v, tile.v_groups, tile.v_scale, head); }
 
     static RowReads reads(const Pages& p, const Array& fresh, const Tile& tile, const uint8_t* const* at, const uint8_t* const* groups,
-                          int64_t head) {
+                          const int64_t* scale_at, int64_t head) {
         if (tile.cut) {
             int64_t size = size_of(p.type);
             return {at, tile.count, head * p.head * size, p.head * size, p.row() * size, p.type, elements_of(p), p.whole_rows(),
-                    p.head < p.slot_low, p.groups ? groups : nullptr, p.group_row(nullptr), head * p.group_head};
+                    p.head < p.slot_low, p.groups ? groups : nullptr, p.group_row(nullptr), head * p.group_head,
+                    p.type == INT4_ZP ? p.scale + head * p.scale_head : nullptr, scale_at};
         }
         int64_t size = size_of(fresh.type);
         return {at, tile.count, head * fresh.head * size, fresh.head * size, p.dim * size, fresh.type, elements_of(fresh, p.dim),
@@ -301,7 +305,7 @@ struct DecodeKernel {
             const uint8_t* row = from.whole ? from.row(j, 0) : strided + j * step;
             if (from.type != F::TYPE) {
                 int32_t* to = copies + j * (units + W);  // not a power of two: rows would share few sets of the first cache
-                as_units<F>(row, from.type, dim, to, units, from.groups_of(j));
+                as_units<F>(row, from.type, dim, to, units, from.groups_of(j), from.zero_of(j));
                 row = (const uint8_t*)to;
             }
             places[j] = row;

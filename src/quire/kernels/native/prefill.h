@@ -56,12 +56,12 @@ struct PrefillKernel {
         if (j >= from.count) return (const int32_t*)ZEROS;
         int64_t type = from.type_of(j);
         if (type == F::TYPE && dim == padded * F::PER_UNIT) return (const int32_t*)from.at[j];
-        as_units<F>(from.at[j], type, dim, to, padded, from.groups[j]);
+        as_units<F>(from.at[j], type, dim, to, padded, from.groups[j], from.zero[j]);
         return to;
     }
 
     void pack_keys(int64_t head) {
-        rows_of(call.cache.k, call.new_k, tile->k, tile->k_groups, *tile, head, gathered, *rows);
+        rows_of(call.cache.k, call.new_k, tile->k, tile->k_groups, tile->k_scale, *tile, head, gathered, *rows);
         for (int64_t first = 0; first < round_up(tile->count, LANES_OF_PANEL); first += W) {
             const int32_t* from[W];
             for (int64_t i = 0; i < W; i++) from[i] = as_factor(*rows, first + i, call.cache.k.dim, line + i * k_units, k_units);
@@ -77,7 +77,7 @@ struct PrefillKernel {
 
     void pack_values(int64_t head, int64_t units) {
         constexpr int64_t PER = F::PER_UNIT;
-        rows_of(call.cache.v, call.new_v, tile->v, tile->v_groups, *tile, head, gathered, *rows);
+        rows_of(call.cache.v, call.new_v, tile->v, tile->v_groups, tile->v_scale, *tile, head, gathered, *rows);
         int64_t row_units = v_lanes / PER, panel = units * LANES_OF_PANEL;
         for (int64_t u = 0; u < units; u++) {
             const int32_t* a = as_factor(*rows, u * PER, call.cache.v.dim, line, row_units);

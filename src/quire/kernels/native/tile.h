@@ -158,14 +158,15 @@ static void locate_keys(const Attend& call, const Sequence& s, int64_t first, in
 struct Rows {
     const uint8_t* at[KEYS + 2];
     GroupRow groups[KEYS + 2];  // of cached rows
+    int64_t zero[KEYS + 2];     // their zero points, if the type has them
     int64_t cut, count;
     int64_t type, new_type;
 
     int64_t type_of(int64_t j) const { return j < cut ? type : new_type; }
 };
 
-static void rows_of(const Pages& pages, const Array& fresh, const uint8_t* const* found, const uint8_t* const* groups, const Tile& tile,
-                    int64_t head, uint8_t* buffer, Rows& rows) {
+static void rows_of(const Pages& pages, const Array& fresh, const uint8_t* const* found, const uint8_t* const* groups,
+                    const int64_t* scale_at, const Tile& tile, int64_t head, uint8_t* buffer, Rows& rows) {
     constexpr int64_t STEP = MOST_DIM * 4;
     rows.cut = tile.cut, rows.count = tile.count, rows.type = pages.type, rows.new_type = fresh.type;
     auto locate = [&](int64_t from, int64_t to, int64_t offset, bool whole, const Strides& elements) {
@@ -174,8 +175,9 @@ static void rows_of(const Pages& pages, const Array& fresh, const uint8_t* const
     };
     locate(0, tile.cut, head * pages.head * size_of(pages.type), pages.whole_rows(), elements_of(pages));
     locate(tile.cut, tile.count, head * fresh.head * size_of(fresh.type), fresh.dim == 1, elements_of(fresh, pages.dim));
-    for (int64_t j = 0; pages.groups && j < tile.cut; j++) {
-        rows.groups[j] = pages.group_row(found[j] ? groups[j] + head * pages.group_head : nullptr);
+    for (int64_t j = 0; j < tile.cut; j++) {
+        if (pages.type == INT4_ZP) rows.zero[j] = found[j] ? zero_point_of(pages.scale[scale_at[j] + head * pages.scale_head]) : 0;
+        if (pages.groups) rows.groups[j] = pages.group_row(found[j] ? groups[j] + head * pages.group_head : nullptr);
     }
     for (int64_t j = tile.count; j < round_up(tile.count, 2); j++) rows.at[j] = ZEROS;
 }
@@ -190,6 +192,7 @@ static bool scales_of(const Pages& pages, const uint8_t* const* found, const int
     } else {
         const float* first = pages.scale + head * pages.scale_head;
         for (int64_t j = 0; j < tile.cut; j++) to[j] = found[j] ? first[at[j]] : 0.0f;
+        for (int64_t j = 0; pages.type == INT4_ZP && j < tile.cut; j++) to[j] = without_zero_point(to[j]);
     }
     for (int64_t j = tile.cut; j < tile.count; j++) to[j] = 1.0f;
     for (int64_t j = tile.count; j < padded; j++) to[j] = 0.0f;

@@ -34,6 +34,27 @@ static void divide_by_groups(const Pages& pages, uint8_t* to, float* number) {
     }
 }
 
+// Quantises a row with a zero point: codes 0 to 15 reach from the smallest element, or 0, to the largest, or 0. `number` becomes
+// codes, and the scale is returned, its low bits the zero point; it is not finite if the row has such an element.
+static float quantise_with_zero(float* number, int64_t dim) {
+    constexpr float LARGEST = Number<INT4_ZP>::LARGEST;
+    vf top{}, bottom{}, none{};  // `bottom` is the smallest with the other sign; `none` stays 0 unless an element is infinite or NaN
+    for (int64_t d = 0; d < dim; d += W) {
+        vf x = load(number + d);
+        top = larger(top, x), bottom = larger(bottom, -x), none = fma(x, vf{}, none);
+    }
+    const float some = sum(none), high = some == some ? largest(top) : __builtin_nanf(""), low = -largest(bottom);
+    // The ends are divided before they are subtracted: their difference may be too large for fp32.
+    float scale = without_zero_point(high / LARGEST - low / LARGEST);
+    scale = scale == 0 ? 1.0f : scale;
+    vf zero = nearest(splat(-low / scale));
+    zero = not_above(select(zero == zero, zero, vf{}), LARGEST);
+    for (int64_t d = 0; d < dim; d += W) {
+        store(number + d, not_above(not_below(nearest(load(number + d) / scale) + zero, 0), LARGEST));
+    }
+    return __builtin_bit_cast(float, __builtin_bit_cast(uint32_t, scale) | (uint32_t)zero[0]);
+}
+
 // Stores a latent with the scales of its groups: the largest magnitude of a group over the largest number of its type, at least
 // the smallest normal number, so that nothing is divided by 0; NaN if it has a NaN.
 static void store_latent(const float* number, uint8_t* to) {
@@ -81,13 +102,15 @@ static void store_row(const Array& from, const Pages& pages, int64_t token, int6
         as_numbers(from, row, dim, number);
         if (pages.scale) {
             float* scale = pages.scale + page * pages.scale_page + slot * pages.scale_slot + head * pages.scale_head;
-            if (pages.scale_slot || pages.scale_page) {
+            if (pages.type == INT4_ZP) {
+                *scale = quantise_with_zero(number, dim);
+            } else if (pages.scale_slot || pages.scale_page) {
                 // One scale per token: it maps the largest element to the largest number of the format.
                 float top = known ? *known : largest_of(number, dim);
                 top /= with_type(pages.type, [](auto t) { return LARGEST_STORED<t.value>; });
                 *scale = top == 0 ? 1.0f : top;
             }
-            for (int64_t d = 0; d < dim; d += W) store(number + d, load(number + d) / *scale);
+            for (int64_t d = 0; d < dim && pages.type != INT4_ZP; d += W) store(number + d, load(number + d) / *scale);
         }
         if (pages.groups) divide_by_groups(pages, pages.groups_at(page, slot) + head * pages.group_head, number);
         with_type(pages.type, [&](auto t) {

@@ -90,7 +90,7 @@ class Reader:
             decode(frame.view, self.format, frame.tile_view, _in_parts(frame))
             tile = frame.tile
         if self.scale is not None:
-            tile.mul_(self._scale_of(ids, tile.shape[0]))
+            self.format.scaled_in_place(tile, self._scale_of(ids, tile.shape[0]))
         offset = start % self.page_size
         return tile if whole else tile[:, :, offset : offset + stop - start]
 
@@ -119,7 +119,8 @@ class Reader:
             tile = out[:, at - start : end - start]
             decode(piece, self.format, tile.unflatten(2, self.dims), self._groups_of(page, slots))
             if self.scale is not None:
-                tile.mul_(self.scale[page, slots].T.unsqueeze(2) if self.scale.dim() == 3 else self.scale.reshape(-1, 1, 1))
+                scale = self.scale[page, slots].T.unsqueeze(2) if self.scale.dim() == 3 else self.scale.reshape(-1, 1, 1)
+                self.format.scaled_in_place(tile, scale)
             at = end
         return out[None]
 

@@ -156,7 +156,8 @@ class AttendSelected:
         scale = (cache.k_scale, cache.v_scale)[part]
         if scale is not None:
             by_token = scale.dim() == 3
-            made *= scale[page, offset, head][..., None] if by_token else scale.expand(cache.kv_heads)[heads].view(1, -1, 1, 1)
+            scale = scale[page, offset, head][..., None] if by_token else scale.expand(cache.kv_heads)[heads].view(1, -1, 1, 1)
+            format.scaled_in_place(made, scale)
         return made.masked_fill_(~here[..., None], 0.0)
 
     def _tile(

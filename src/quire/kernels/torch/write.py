@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from quire.batch import Batch
-from quire.cache.format import Format
 from quire.cache.kv_cache import KVCache
 from quire.platform import Platform
 from quire.problem import Problem
@@ -43,15 +42,11 @@ def launch(k: torch.Tensor, v: torch.Tensor, cache: KVCache, batch: Batch, slots
     if cache.v_in_k is not None:
         parts = [(torch.cat((k[live], v[live]), -1), cache.k_view, None, cache.k_scale, cache.k_format)]
     for x, view, groups, scale, format in parts:
-        if scale is not None:
-            x = x.float()
-            if scale.dim() == 3:
-                of_token = token_scale(x, format)
-                scale[page, offset] = of_token
-                x = x / of_token.unsqueeze(2)
-            else:
-                x = x / scale.reshape(-1, 1)
-        stored = format.encode(x)
+        if scale is not None and scale.dim() == 3:
+            of_token = format.token_scale(x)
+            scale[page, offset] = of_token
+            scale = of_token
+        stored = format.quantise(x, None if scale is None else scale.unsqueeze(-1))
         if groups is not None:
             stored, scales = stored.split(view.shape[5], -1)  # split as `cache.groups.split` does
             scales = scales.unflatten(-1, groups.shape[4:])
@@ -60,13 +55,6 @@ def launch(k: torch.Tensor, v: torch.Tensor, cache: KVCache, batch: Batch, slots
         if format.itemsize == 1:
             stored, view = stored.view(torch.uint8), view.view(torch.uint8)
         view[page, :, offset // view.shape[3], offset % view.shape[3]] = stored
-
-
-def token_scale(x: torch.Tensor, format: Format) -> torch.Tensor:
-    """The scale of each token and head, fp32 `[tokens, kv_heads]`: its largest element becomes the format's; 1 for zeros."""
-    assert format.largest is not None
-    scale = x.abs().amax(-1) / format.largest
-    return torch.where(scale == 0, 1.0, scale)
 
 
 def launcher(problem: Problem, platform: Platform) -> Callable[[Any], None]:

@@ -42,8 +42,8 @@ def test_every_code_is_decoded(format: str, hardware: bool, device: str) -> None
 
 
 @triton.jit
-def decode_pairs_kernel(out, codes, DOT: tl.constexpr):
-    two = decode(tl.load(codes + tl.arange(0, 256)), "int4", False, DOT)
+def decode_pairs_kernel(out, codes, zero, FORMAT: tl.constexpr, DOT: tl.constexpr):
+    two = decode(tl.load(codes + tl.arange(0, 256)), FORMAT, False, DOT, None, zero)
     tl.store(out + tl.arange(0, 512), two)
 
 
@@ -51,9 +51,12 @@ def decode_pairs_kernel(out, codes, DOT: tl.constexpr):
 def test_both_codes_of_every_byte_are_decoded(dot: str, device: str) -> None:
     codes = torch.arange(256, dtype=torch.uint8, device=device)
     out = torch.zeros(512, dtype=TYPES[dot], device=device)
-    decode_pairs_kernel[(1,)](out, codes, dot)
+    decode_pairs_kernel[(1,)](out, codes, None, "int4", dot)
     both = torch.stack((codes.cpu() % 16, codes.cpu() // 16), 1).flatten().float()
     assert torch.equal(out.cpu().float(), torch.where(both < 8, both, both - 16))
+    for zero in (0, 6, 15):
+        decode_pairs_kernel[(1,)](out, codes, zero, "int4_zp", dot)
+        assert torch.equal(out.cpu().float(), both - zero)
 
 
 @pytest.mark.parametrize("format, hardware", [*((f, False) for f in EIGHT_BITS), ("e4m3fn", True), ("e5m2", True)])

@@ -18,7 +18,7 @@ from support.scenario import LARGEST, TYPES, place
 LAYOUTS = ["nhd", "hnd", "vllm_x", "vllm_joint", "aiter"]
 SCALES = ["tensor", "head", "token"]
 CASES = [
-    (f, layout, SCALES[(i + j) % 3], (i + j) % 2 == 0)
+    (f, layout, "token" if f == "int4_zp" else SCALES[(i + j) % 3], (i + j) % 2 == 0)
     for (i, f), (j, layout) in product(enumerate(TYPES), enumerate(LAYOUTS))
     if not f.startswith("nvfp4")
 ]
@@ -31,7 +31,7 @@ TOKENS = 19
 def cache_of(device: str, format: str, layout: str, scales: str, kv_heads: int = 3) -> KVCache:
     """14 pages of 8, full of 77s."""
     g = torch.Generator().manual_seed(5)
-    dims = (8, 4) if format == "int4" else (16, 8)
+    dims = (8, 4) if format.startswith("int4") else (16, 8)
     pages = [torch.full((14, 8, kv_heads, dim), 77, dtype=torch.uint8).view(torch.uint8) for dim in dims]
     if layout == "vllm_joint":
         parts = [place("hnd", "k", torch.cat(pages, -1).repeat_interleave(TYPES[format].itemsize, -1), 4)]

@@ -24,10 +24,10 @@ SMALLEST_SCALE = tl.constexpr(SMALLEST)
 
 
 @triton.jit
-def decode(x, FORMAT: tl.constexpr, HARDWARE: tl.constexpr, DOT: tl.constexpr, groups=None):
+def decode(x, FORMAT: tl.constexpr, HARDWARE: tl.constexpr, DOT: tl.constexpr, groups=None, zero=None):
     """Converts stored elements to a type that products take: bytes become fp16, other types stay. A byte with two elements becomes
     two columns. `DOT` is the type of the product, to which they may be converted at once. `groups` are the scales of groups, of a
-    format that has them."""
+    format that has them, and `zero` the zero points `[keys, 1]`."""
     if FORMAT == "e4m3fn":
         return decode_e4m3fn(x, HARDWARE)
     elif FORMAT == "e4m3fnuz":
@@ -38,6 +38,8 @@ def decode(x, FORMAT: tl.constexpr, HARDWARE: tl.constexpr, DOT: tl.constexpr, g
         return decode_int8(x)
     elif FORMAT == "int4":
         return decode_int4(x, DOT)
+    elif FORMAT == "int4_zp":
+        return decode_int4_zp(x, zero, DOT)
     elif FORMAT == "nvfp4":
         return decode_nvfp4(x, groups, HARDWARE)
     else:
@@ -134,6 +136,32 @@ def decode_int4(x, DOT: tl.constexpr):
 
 
 @triton.jit
+def decode_int4_zp(x, zero, DOT: tl.constexpr):
+    # As `decode_int4`, with codes from 0 on: the power of two and the zero point are subtracted at once.
+    if DOT == "bf16":
+        wide = x.to(tl.uint32)
+        low = ((wide & 0xF) | 0x4B000000).to(tl.float32, bitcast=True) - (zero.to(tl.float32) + 8388608.0)
+        high = ((wide & 0xF0) | 0x4B000000).to(tl.float32, bitcast=True) * 0.0625 - (zero.to(tl.float32) + 524288.0)
+        return tl.interleave(upper_half(low), upper_half(high))
+    else:
+        wide = x.to(tl.uint16)
+        low = ((wide & 0xF) | 0x6400).to(tl.float16, bitcast=True) - (zero.to(tl.float16) + 1024.0)
+        high = ((wide & 0xF0) | 0x6400).to(tl.float16, bitcast=True) * 0.0625 - (zero.to(tl.float16) + 64.0)
+        return tl.interleave(low, high)
+
+
+@triton.jit
+def zero_of(scale):
+    """The zero points in the low bits of scales, int32."""
+    return scale.to(tl.int32, bitcast=True) & 0xF
+
+
+@triton.jit
+def without_zero(scale):
+    return (scale.to(tl.int32, bitcast=True) & -16).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def upper_half(x):
     """fp32 as bf16, where that is exact."""
     return (x.to(tl.uint32, bitcast=True) >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
@@ -141,7 +169,29 @@ def upper_half(x):
 
 @triton.jit
 def encode_int4(x):
-    codes = rounded(x, 7.0).to(tl.uint8, bitcast=True) & 0xF
+    return pairs_of(rounded(x, 7.0).to(tl.uint8, bitcast=True) & 0xF)
+
+
+@triton.jit
+def encode_int4_zp(x):
+    """fp32 rows as codes from 0 to 15, which reach from the smallest element, or 0, to the largest, or 0; and their scales, with
+    zero points."""
+    low = tl.minimum(tl.min(x, 1), 0.0)
+    high = tl.maximum(tl.max(x, 1), 0.0)
+    # The ends are divided before they are subtracted: their difference may be too large for fp32.
+    most = tl.full(low.shape, 15.0, tl.float32)
+    scale = without_zero(tl.div_rn(high, most) - tl.div_rn(low, most))
+    # Minimum and maximum ignore NaN; the scale of a row with a NaN must be NaN.
+    scale = tl.where(tl.max((x != x).to(tl.int32), 1) > 0, float("nan"), tl.where(scale == 0.0, 1.0, scale))
+    zero = tl.minimum(rounded(tl.div_rn(-low, scale), 31.0), 15)
+    codes = rounded(tl.div_rn(x, tl.broadcast_to(scale[:, None], x.shape)), 31.0) + zero[:, None]
+    codes = tl.minimum(tl.maximum(codes, 0), 15).to(tl.uint8)
+    return pairs_of(codes), (scale.to(tl.int32, bitcast=True) | zero.to(tl.int32)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def pairs_of(codes):
+    """Two codes in a byte, the even one below."""
     low, high = tl.split(tl.reshape(codes, [codes.shape[0], codes.shape[1] // 2, 2]))
     return low | (high << 4)
 

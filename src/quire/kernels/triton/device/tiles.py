@@ -15,7 +15,7 @@ from quire.kernels.triton.device.features import (
     selected_keys,
     transform_scores,
 )
-from quire.kernels.triton.device.formats import GROUPED_FACTOR, decode, decode_latent
+from quire.kernels.triton.device.formats import GROUPED_FACTOR, decode, decode_latent, without_zero, zero_of
 from quire.kernels.triton.device.groups import load_groups
 from quire.kernels.triton.device.latent import is_latent, load_latent_rest, load_latent_scales
 from quire.kernels.triton.device.partials import empty_softmax, merge_softmax
@@ -204,7 +204,8 @@ def attend_tiles(
                 k = decode_latent(k, load_latent_scales(rows, from_pages, C.HEAD_DIM, MASKED), C.HARDWARE)
                 k_rest = to_dot_type(load_latent_rest(rows, from_pages, C.HEAD_DIM, C.REST_DIM, MASKED), C)
             else:
-                k = decode(k, tl.constexpr(C.K_FORMAT), C.HARDWARE, tl.constexpr(C.DOT), groups)
+                zero = _zeros(cache.k_scale, page, head, place, from_pages, C.K_FORMAT, C.K_SCALE_STEPS, C)
+                k = decode(k, tl.constexpr(C.K_FORMAT), C.HARDWARE, tl.constexpr(C.DOT), groups, zero)
             k = to_dot_type(k, C)
             if C.REST_DIM is not None and not is_latent(C):
                 k_rest = _rest_of_keys(cache, page, head, place, from_pages, MASKED, C)
@@ -383,7 +384,8 @@ def _values(
             at, inner = place[:, None] % C.PAGE_SIZE, from_pages[:, None]
             V_PLACES: tl.constexpr = C.V_GROUPS
             groups = load_groups(cache.v, page[:, None], head, at, inner, C.V_WIDTH, C.V_DIM, MASKED, V_PLACES)
-        v = decode(v, tl.constexpr(C.V_FORMAT), C.HARDWARE, tl.constexpr(C.DOT), groups)
+        zero = _zeros(cache.v_scale, page, head, place, from_pages, C.V_FORMAT, C.V_SCALE_STEPS, C)
+        v = decode(v, tl.constexpr(C.V_FORMAT), C.HARDWARE, tl.constexpr(C.DOT), groups, zero)
         if v_scale is not None and not scales_weights(C):
             v = v.to(tl.float32) * v_scale[:, None]
         v = to_dot_type(v, C)
@@ -408,19 +410,31 @@ def _scales(cache, page, head, key, inside, C: tl.constexpr):
     k_scale, v_scale = None, None
     if C.K_SCALE_STEPS is not None:
         at = page * C.K_SCALE_STEPS[0] + slot * C.K_SCALE_STEPS[1] + head * C.K_SCALE_STEPS[2]
-        k_scale = _load_scales(cache.k_scale + at, inside, C.K_GROUPS is not None)
+        k_scale = _load_scales(cache.k_scale + at, inside, C.K_GROUPS is not None, C.K_FORMAT)
     if C.REST_DIM is not None:
         v_scale = k_scale
     elif C.V_SCALE_STEPS is not None:
         at = page * C.V_SCALE_STEPS[0] + slot * C.V_SCALE_STEPS[1] + head * C.V_SCALE_STEPS[2]
-        v_scale = _load_scales(cache.v_scale + at, inside, C.V_GROUPS is not None)
+        v_scale = _load_scales(cache.v_scale + at, inside, C.V_GROUPS is not None, C.V_FORMAT)
     return k_scale, v_scale
 
 
 @triton.jit
-def _load_scales(at, inside, GROUPED: tl.constexpr):
+def _zeros(scales, page, head, key, inside, FORMAT: tl.constexpr, STEPS: tl.constexpr, C: tl.constexpr):
+    """The zero points of each key or value `[KEYS, 1]`, which are in its scale; None if the format has none."""
+    if FORMAT == "int4_zp":
+        at = page.to(tl.int64)[:, None] * STEPS[0] + (key % C.PAGE_SIZE)[:, None] * STEPS[1] + head * STEPS[2]
+        return zero_of(tl.load(scales + at, mask=inside[:, None], other=0.0))
+    else:
+        return None
+
+
+@triton.jit
+def _load_scales(at, inside, GROUPED: tl.constexpr, FORMAT: tl.constexpr):
     if GROUPED:
         return tl.load(at, mask=inside, other=1.0 / GROUPED_FACTOR) * GROUPED_FACTOR
+    elif FORMAT == "int4_zp":
+        return without_zero(tl.load(at, mask=inside, other=1.0))
     else:
         return tl.load(at, mask=inside, other=1.0)
 

@@ -9,7 +9,7 @@ import triton.language as tl
 
 from quire.kernels.triton.device.arguments import KStride, Number, Pointer, Stride, UnitStride, VectorPointer, VStride
 from quire.kernels.triton.device.features import is_in_shard, keys_before
-from quire.kernels.triton.device.formats import encode, encode_latent, encode_nvfp4
+from quire.kernels.triton.device.formats import encode, encode_int4_zp, encode_latent, encode_nvfp4
 from quire.kernels.triton.device.groups import group_at
 from quire.kernels.triton.device.latent import is_latent, rest_in, scales_in
 from quire.kernels.triton.device.rope import RopeConstants, rotated, rows_of_tables
@@ -271,20 +271,25 @@ def quantised(x, other, scale, live, LARGEST: tl.constexpr, FORMAT: tl.constexpr
     """Divides rows by their scales and converts them to the cache's format. Per-token scales are computed and stored here. `other`
     is None, or other parts of the rows, which have the same scales."""
     x = x.to(tl.float32)
-    if S.PER_TOKEN:
-        largest = tl.max(tl.abs(x), 1)
-        if other is not None:
-            other = other.to(tl.float32)
-            largest = tl.maximum(largest, tl.max(tl.abs(other), 1))
-            largest = tl.where(tl.max((other != other).to(tl.int32), 1) > 0, float("nan"), largest)
-        # A maximum ignores NaN; the scale of a row with a NaN must be NaN.
-        largest = tl.where(tl.max((x != x).to(tl.int32), 1) > 0, float("nan"), largest)
-        factor = tl.div_rn(largest, tl.full(largest.shape, LARGEST, tl.float32))
-        factor = tl.where(factor == 0.0, 1.0, factor)
+    if FORMAT == "int4_zp":
+        codes, factor = encode_int4_zp(x)
         tl.store(scale, factor, mask=live)
+        return codes
     else:
-        factor = tl.load(scale, mask=live, other=1.0)
-    return encode(tl.div_rn(x, tl.broadcast_to(factor[:, None], x.shape)), FORMAT, S.HARDWARE)
+        if S.PER_TOKEN:
+            largest = tl.max(tl.abs(x), 1)
+            if other is not None:
+                other = other.to(tl.float32)
+                largest = tl.maximum(largest, tl.max(tl.abs(other), 1))
+                largest = tl.where(tl.max((other != other).to(tl.int32), 1) > 0, float("nan"), largest)
+            # A maximum ignores NaN; the scale of a row with a NaN must be NaN.
+            largest = tl.where(tl.max((x != x).to(tl.int32), 1) > 0, float("nan"), largest)
+            factor = tl.div_rn(largest, tl.full(largest.shape, LARGEST, tl.float32))
+            factor = tl.where(factor == 0.0, 1.0, factor)
+            tl.store(scale, factor, mask=live)
+        else:
+            factor = tl.load(scale, mask=live, other=1.0)
+        return encode(tl.div_rn(x, tl.broadcast_to(factor[:, None], x.shape)), FORMAT, S.HARDWARE)
 
 
 @triton.jit
