@@ -168,7 +168,7 @@ def test_copies_of_pages_have_their_zero_points() -> None:
 
 PAGES = torch.zeros(2, 4, 2, 8, dtype=torch.uint8)
 TOKEN = torch.ones(2, 4, 2)
-SHAPE = r"float32 of shape \[pages, page_size, kv_heads\]: int4_zp has a zero point in each scale; allocate with scales='token'"
+SHAPE = r"float32 of shape \[pages, page_size, kv_heads\] \(or scales='token'\): int4_zp has a zero point in each scale"
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "without": ({}, f"k_scale: given nothing \\(None\\); allowed: {SHAPE}"),
     "number": ({"k_scale": 0.5, "v_scale": 0.5}, f"k_scale: given 0.5; allowed: {SHAPE}"),

@@ -805,6 +805,10 @@ def _scales(
     """Both scales as tensors, either both per token and head or neither."""
     shapes = {"[]": (), "[kv_heads]": size[2:], "[pages, page_size, kv_heads]": size}
     given = (("k_scale", k_scale, formats[0]), ("v_scale", v_scale, formats[1]))
+    for name, value, format in given:
+        if format.zero_point and not (isinstance(value, torch.Tensor) and value.dim() == 3):
+            allowed = f"float32 of shape [pages, page_size, kv_heads] (or scales='token'): {format} has a zero point in each scale"
+            raise ArgumentError(name, describe(value), allowed)
     k, v = (_scale(name, value, format, shapes, device) for name, value, format in given)
     if k is not None and v is not None and (k.dim() == 3) != (v.dim() == 3):
         raise ArgumentError("v_scale", describe(v), f"one per token and head, as k_scale {describe(k)}, or neither")
@@ -820,11 +824,6 @@ def _scale(
             why = "has its scales in the pages" if format.quantised else "is not quantised"
             raise ArgumentError(name, describe(value), f"None: format {format} {why}")
         return None
-    if format.zero_point and not (isinstance(value, torch.Tensor) and value.dim() == 3):
-        allowed = (
-            f"float32 of shape [pages, page_size, kv_heads]: {format} has a zero point in each scale; allocate with scales='token'"
-        )
-        raise ArgumentError(name, describe(value), allowed)
     if value is None:
         if format.integer:
             raise ArgumentError(name, None, f"a scale: {format} stores integers, {format.largest:g} in magnitude at most")

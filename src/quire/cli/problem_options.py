@@ -239,10 +239,7 @@ def _formats(args: Args, platform: Platform, q_dtype: str) -> tuple[str, str]:
         if latent and (args.v_in_k, args.head_dim) != (latent, rest):
             given = f"{name} with --head-dim {args.head_dim} and --v-in-k {args.v_in_k}"
             raise ArgumentError("--kv-dtype", given, f"it with --head-dim {rest} and --v-in-k {latent}, as --like deepseek-v3")
-        if (FORMATS[name].group or FORMATS[name].zero_point) and args.v_in_k:
-            raise ArgumentError("--kv-dtype", name, "with --v-in-k a format without scales of groups or zero points")
-        if FORMATS[name].zero_point and args.scales != "token":
-            raise ArgumentError("--scales", args.scales, f"token, as {name} requires")
+        _check_scales(args, name)
         if dim % FORMATS[name].unit:
             raise ArgumentError(word, dim, f"a multiple of {FORMATS[name].unit}, as {name} requires")
         if FORMATS[name].group and args.layout not in LAYOUTS_OF_GROUPS:
@@ -250,6 +247,14 @@ def _formats(args: Args, platform: Platform, q_dtype: str) -> tuple[str, str]:
         if FORMATS[name].swizzled and args.page_size % SWIZZLE:
             raise ArgumentError("--page-size", args.page_size, f"a multiple of {SWIZZLE}, as {name} requires")
     return format, v_format
+
+
+def _check_scales(args: Args, name: str) -> None:
+    """Refuses scales that a format cannot have."""
+    if (FORMATS[name].group or FORMATS[name].zero_point) and args.v_in_k:
+        raise ArgumentError("--kv-dtype", name, "with --v-in-k a format without scales of groups or zero points")
+    if FORMATS[name].zero_point and args.scales != "token":
+        raise ArgumentError("--scales", args.scales, f"token, as {name} requires")
 
 
 def default_out_type(q_dtype: str) -> str:

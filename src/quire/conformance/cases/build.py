@@ -445,29 +445,26 @@ def _store(
     wide: torch.Tensor | None = None
     if scale is not None:
         wide = scale[plan.touched.clamp(min=0)].unsqueeze(-1) if scale.dim() == 3 else scale.reshape(-1, 1)
+    stored, read = _encoded(content, format, wide)
+    for i, (at, page, offset) in enumerate(spots):
+        dense[i][at] = read[page, offset]
+    return stored, scale
+
+
+def _encoded(content: torch.Tensor, format: str, wide: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Numbers as they lie in memory, scales of groups behind the codes, and what a reader decodes."""
     if format == DS_MLA:
-        stored, read = encode_latent(content)
-        for i, (at, page, offset) in enumerate(spots):
-            dense[i][at] = read[page, offset]
-        return stored, None
+        return encode_latent(content)
     if format in GROUP:
         codes, groups = encode_groups(content.float() / (1.0 if wide is None else wide), LARGEST[format])
         read = numbers_of_groups(codes, groups).double() * (1.0 if wide is None else wide.double())
-        for i, (at, page, offset) in enumerate(spots):
-            dense[i][at] = read[page, offset]
-        return torch.cat((pairs(codes), groups), -1), scale
+        return torch.cat((pairs(codes), groups), -1), read
     if format == ZERO_POINTS:
         assert wide is not None
-        codes, scales = encode_with_zero_point(content, wide.squeeze(-1)), wide.squeeze(-1)
-        read = (codes.double() - zero_point(scales).unsqueeze(-1)) * without_zero_point(scales).unsqueeze(-1)
-        for i, (at, page, offset) in enumerate(spots):
-            dense[i][at] = read[page, offset]
-        return pairs(codes), scale
+        codes = encode_with_zero_point(content, wide)
+        return pairs(codes), (codes.double() - zero_point(wide)) * without_zero_point(wide)
     stored = encode(content, format, wide)
-    read = stored.double() if wide is None else stored.double() * wide.double()
-    for i, (at, page, offset) in enumerate(spots):
-        dense[i][at] = read[page, offset]
-    return packed(stored, format), scale
+    return packed(stored, format), stored.double() if wide is None else stored.double() * wide.double()
 
 
 def _token_scales(rows: torch.Tensor, format: str) -> torch.Tensor:

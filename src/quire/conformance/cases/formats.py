@@ -86,8 +86,8 @@ def scale_with_zero_point(rows: torch.Tensor) -> torch.Tensor:
 
 
 def encode_with_zero_point(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """Codes of rows with the scales of their tokens, one in each entry; NaN is code 13."""
-    codes = (x.float() / without_zero_point(scale).unsqueeze(-1)).round() + zero_point(scale).unsqueeze(-1)
+    """Codes of rows with the scales of their tokens `[.., 1]`, one in each entry; NaN is code 13."""
+    codes = (x.float() / without_zero_point(scale)).round() + zero_point(scale)
     return torch.where(codes.isnan(), 13.0, codes.clamp(0, 15)).to(torch.uint8)
 
 

@@ -145,7 +145,7 @@ struct Number<INT4> {
     }
 };
 
-// Codes from 0 on, packed as those of INT4; zero points are subtracted by `row_with_zero_as_units`.
+// Codes from 0 on, packed as those of INT4; zero points are subtracted when they become factors.
 template <>
 struct Number<INT4_ZP> : Number<INT4> {
     static constexpr float LARGEST = 15;
@@ -219,9 +219,9 @@ struct Codes {
 template <int T>
 static constexpr Codes<T> CODES;
 
-// The bytes of -15 to 15 as bf16: those of the codes of INT4_ZP, less a zero point, are 16 entries from 15 - zero point on.
+// The bytes of -15 to 15 as bf16: what codes of INT4_ZP are less a zero point.
 struct Differences {
-    uint8_t low[32] = {}, high[32] = {};
+    alignas(64) uint8_t low[64] = {}, high[64] = {};
 
     constexpr Differences() {
         for (int i = 0; i < 31; i++) {

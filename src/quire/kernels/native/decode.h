@@ -20,21 +20,23 @@ struct Reader {
     static constexpr int VECTORS = F::PER_UNIT == 2 && SIZE<T> == 1 ? 2 : 1;
     static constexpr int64_t STEP = VECTORS * W * F::PER_UNIT;
 
-    static INLINE void read(const uint8_t* p, int64_t left, vi (&to)[VECTORS]) {
+    static INLINE void read(const uint8_t* p, int64_t left, vi (&to)[VECTORS], int64_t zero) {
 #if QUIRE_BF16
-        if constexpr (VECTORS == 2) return halves_as_bf16<T>(quartered<T>(p, left), to[0], to[1]);
+        if constexpr (VECTORS == 2) return halves_as_bf16<T>(quartered<T>(p, left, zero), to[0], to[1]);
 #endif
-        to[0] = F::template units<T>(p, left);
+        to[0] = F::template units<T>(p, left, zero);
     }
 
     // One lane per element, of one row or of two, in an order that F::to_key_order reverts.
-    static INLINE void read(const uint8_t* p, const uint8_t* other, int64_t left, vi (&to)[STEP / W]) {
+    static INLINE void read(const uint8_t* p, const uint8_t* other, int64_t left, vi (&to)[STEP / W], int64_t zero, int64_t other_zero) {
 #if QUIRE_BF16
-        if constexpr (VECTORS == 2) return F::template interleave_groups_of_4<T>(quartered<T>(p, left), quartered<T>(other, left), to);
+        if constexpr (VECTORS == 2) {
+            return F::template interleave_groups_of_4<T>(quartered<T>(p, left, zero), quartered<T>(other, left, other_zero), to);
+        }
 #endif
-        to[0] = F::template units<T>(p, left);
+        to[0] = F::template units<T>(p, left, zero);
         if constexpr (F::PER_UNIT == 2) {
-            to[1] = F::template units<T>(other, left);
+            to[1] = F::template units<T>(other, left, other_zero);
             F::interleave_groups_of_4(to[0], to[1]);
         }
     }
@@ -52,8 +54,9 @@ struct RowReads {
     int64_t group_first;                // of the first head
     const float* scales = nullptr;      // of the first head, if they contain zero points, else null
     const int64_t* scale_at = nullptr;  // where the scale of each key is
+    int64_t scale_head = 0;
 
-    INLINE int64_t zero_of(int64_t j) const { return scales ? zero_point_of(scales[scale_at[j]]) : 0; }
+    INLINE int64_t zero_of(int64_t j, int64_t h) const { return scales ? zero_point_of(scales[scale_at[j] + h * scale_head]) : 0; }
     INLINE GroupRow groups_of(int64_t j) const { return {groups ? groups[j] + group_first : nullptr, group.part, group.high, group.low}; }
 
     INLINE const uint8_t* row(int64_t j, int64_t h) const { return at[j] + first + h * head; }
@@ -83,13 +86,13 @@ struct Prefetcher {
 
 // Scores of ROWS query rows over W / ROWS keys, one lane per score, row by row.
 template <class F, int T, int ROWS>
-static INLINE vf scores_of(const int32_t* q, int64_t q_stride, const uint8_t* const* key, int64_t dim) {
+static INLINE vf scores_of(const int32_t* q, int64_t q_stride, const uint8_t* const* key, const int64_t* zero, int64_t dim) {
     using R = Reader<F, T>;
     constexpr int AT_ONCE = W / ROWS;
     vf sum[W] = {};
     auto step = [&](int64_t d, int64_t left) __attribute__((always_inline)) {
         vi units[AT_ONCE][R::VECTORS];
-        UNROLL for (int i = 0; i < AT_ONCE; i++) R::read(key[i] + bytes_of<T>(d), left, units[i]);
+        UNROLL for (int i = 0; i < AT_ONCE; i++) R::read(key[i] + bytes_of<T>(d), left, units[i], zero[i]);
         UNROLL for (int n = 0; n < R::VECTORS; n++) UNROLL for (int r = 0; r < ROWS; r++) {
             vi mine = load<vi>(q + r * q_stride + d / F::PER_UNIT + n * W);
             UNROLL for (int i = 0; i < AT_ONCE; i++) sum[r * AT_ONCE + i] = F::dot(sum[r * AT_ONCE + i], mine, units[i][n]);
@@ -141,13 +144,15 @@ static INLINE void values_of(const int32_t* weights, const RowReads& v, int64_t 
             if (ahead && (since += PER) > pause) ahead->fetch(), since = PER;
             const uint8_t* row = v.at[u * PER] + offset;
             const uint8_t* other = u * PER + 1 < v.count ? v.at[u * PER + PER - 1] + offset : ZEROS;
+            int64_t zero = 0, other_zero = 0;
+            if constexpr (T == INT4_ZP) zero = v.zero_of(u * PER, h), other_zero = v.zero_of(least(u * PER + PER, v.count) - 1, h);
             vi unit[VECTORS] = {};
             UNROLL for (int n = 0; n < VECTORS; n += R::STEP / W) {
                 // A step has R::STEP / W vectors of lanes; with bf16 each lane holds the elements of two keys.
                 int64_t at = d + n * W, left = full ? R::STEP : dim - at;
                 if (!full && left <= 0) break;
                 vi some[R::STEP / W];
-                R::read(row + bytes_of<T>(at), other + bytes_of<T>(at), left, some);
+                R::read(row + bytes_of<T>(at), other + bytes_of<T>(at), left, some, zero, other_zero);
                 UNROLL for (int i = 0; i < R::STEP / W; i++) unit[n + i] = some[i];
             }
             UNROLL for (int r = 0; r < ROWS; r++) {
@@ -280,7 +285,7 @@ struct DecodeKernel {
             int64_t size = size_of(p.type);
             return {at, tile.count, head * p.head * size, p.head * size, p.row() * size, p.type, elements_of(p), p.whole_rows(),
                     p.head < p.slot_low, p.groups ? groups : nullptr, p.group_row(nullptr), head * p.group_head,
-                    p.type == INT4_ZP ? p.scale + head * p.scale_head : nullptr, scale_at};
+                    p.type == INT4_ZP ? p.scale + head * p.scale_head : nullptr, scale_at, p.scale_head};
         }
         int64_t size = size_of(fresh.type);
         return {at, tile.count, head * fresh.head * size, fresh.head * size, p.dim * size, fresh.type, elements_of(fresh, p.dim),
@@ -305,7 +310,7 @@ struct DecodeKernel {
             const uint8_t* row = from.whole ? from.row(j, 0) : strided + j * step;
             if (from.type != F::TYPE) {
                 int32_t* to = copies + j * (units + W);  // not a power of two: rows would share few sets of the first cache
-                as_units<F>(row, from.type, dim, to, units, from.groups_of(j), from.zero_of(j));
+                as_units<F>(row, from.type, dim, to, units, from.groups_of(j), from.zero_of(j, 0));
                 row = (const uint8_t*)to;
             }
             places[j] = row;
@@ -333,15 +338,18 @@ struct DecodeKernel {
             for (int64_t j = 0; j < least(STRIDE, k.count); j++) {
                 for (int64_t h = 0; h < heads; h++) {
                     const uint8_t* key[MANY];
+                    int64_t zero[MANY] = {};
                     const int64_t offset = k.first + h * k.head;
                     UNROLL for (int i = 0; i < MANY; i++) {
-                        key[i] = k.at[least(j + i * STRIDE, k.count - 1)] + offset;
+                        const int64_t at = least(j + i * STRIDE, k.count - 1);
+                        key[i] = k.at[at] + offset;
+                        if constexpr (t.value == INT4_ZP) zero[i] = k.zero_of(at, h);
                         if (i % STREAMS == 0) ahead.fetch();
                     }
                     for (int64_t r = 0; r < padded_rows; r += rows.value) {
                         int64_t at = (first + h) * padded_rows + r;
                         store(scores + at * DECODE_KEYS + j * W,
-                              scores_of<F, t.value, rows.value>(q + at * k_units, k_units, key, call.cache.k.dim));
+                              scores_of<F, t.value, rows.value>(q + at * k_units, k_units, key, zero, call.cache.k.dim));
                     }
                 }
             }

@@ -13,9 +13,10 @@ struct Fp32Factors {
 
     static INLINE vf dot(vf sum, vi a, vi b) { return fma(as_float(a), as_float(b), sum); }
 
-    // W units of a row of stored elements, of which `count` elements remain.
+    // W units of a row of stored elements, of which `count` elements remain. `zero` is the zero point of the row, if the type has one.
     template <int T>
-    static INLINE vi units(const uint8_t* p, int64_t count) {
+    static INLINE vi units(const uint8_t* p, int64_t count, int64_t zero) {
+        if constexpr (T == INT4_ZP) return as_int(decode<T>(p, count) - splat((float)zero));
         return as_int(decode<T>(p, count));
     }
 
@@ -41,44 +42,44 @@ INLINE __m512i looked_up(__m512i codes, const uint8_t* table) {
     return _mm512_maskz_permutex2var_epi8(_mm512_test_epi8_mask(codes, codes), a, size, b);
 }
 
-// The same for codes of 4 bits, from tables of the low and the high bytes of what they stand for.
-INLINE void nibbles_as_bf16(__m512i codes, __m128i lows, __m128i highs, vi& first, vi& second) {
-    __m512i low = _mm512_shuffle_epi8(_mm512_broadcast_i32x4(lows), codes);
-    __m512i high = _mm512_shuffle_epi8(_mm512_broadcast_i32x4(highs), codes);
-    first = (vi)_mm512_unpacklo_epi8(low, high);
-    second = (vi)_mm512_unpackhi_epi8(low, high);
-}
-
 // 64 codes, one in a byte, as bf16: the first halves of the four quarters, then the second halves.
 template <int T>
 INLINE void halves_as_bf16(__m512i codes, vi& first, vi& second) {
+    __m512i low, high;
     if constexpr (T == NVFP4) {
         // The bytes of 0 to 6 and of -0 to -6 as bf16.
         const __m128i lows = _mm_setr_epi8(0, 0, -128, -64, 0, 64, -128, -64, 0, 0, -128, -64, 0, 64, -128, -64);
         const __m128i highs = _mm_setr_epi8(0, 63, 63, 63, 64, 64, 64, 64, -128, -65, -65, -65, -64, -64, -64, -64);
-        return nibbles_as_bf16(codes, lows, highs, first, second);
+        low = _mm512_shuffle_epi8(_mm512_broadcast_i32x4(lows), codes);
+        high = _mm512_shuffle_epi8(_mm512_broadcast_i32x4(highs), codes);
+    } else if constexpr (T == INT4_ZP) {
+        low = _mm512_permutexvar_epi8(codes, _mm512_load_si512(DIFFERENCES.low));
+        high = _mm512_permutexvar_epi8(codes, _mm512_load_si512(DIFFERENCES.high));
     } else if constexpr (T == INT4) {
         // The bytes of 0 to 7 and of -8 to -1 as bf16.
         const __m128i lows = _mm_setr_epi8(0, -128, 0, 64, -128, -96, -64, -32, 0, -32, -64, -96, -128, 64, 0, -128);
         const __m128i highs = _mm_setr_epi8(0, 63, 64, 64, 64, 64, 64, 64, -63, -64, -64, -64, -64, -64, -64, -65);
-        return nibbles_as_bf16(codes, lows, highs, first, second);
+        low = _mm512_shuffle_epi8(_mm512_broadcast_i32x4(lows), codes);
+        high = _mm512_shuffle_epi8(_mm512_broadcast_i32x4(highs), codes);
     } else {
-        __m512i low = looked_up<T>(codes, CODES<T>.low), high = looked_up<T>(codes, CODES<T>.high);
+        low = looked_up<T>(codes, CODES<T>.low), high = looked_up<T>(codes, CODES<T>.high);
         high = _mm512_ternarylogic_epi64(high, codes, _mm512_set1_epi8((char)0x80), 0xF8);  // adds the sign
-        first = (vi)_mm512_unpacklo_epi8(low, high);
-        second = (vi)_mm512_unpackhi_epi8(low, high);
     }
+    first = (vi)_mm512_unpacklo_epi8(low, high);
+    second = (vi)_mm512_unpackhi_epi8(low, high);
 }
 
-// Up to 64 codes of a row, then zeros, permuted so that the first halves of the four quarters hold the first 32 codes.
+// Up to 64 codes of a row, then zeros, permuted so that the first halves of the four quarters hold the first 32 codes. Of codes with a
+// zero point, the index of their difference from it in DIFFERENCES.
 template <int T>
-INLINE __m512i quartered(const uint8_t* p, int64_t count) {
+INLINE __m512i quartered(const uint8_t* p, int64_t count, int64_t zero = 0) {
     if constexpr (T >= INT4) {
         __m256i pairs = count >= 64 ? load<__m256i>(p) : _mm256_maskz_loadu_epi8((1u << count / 2) - 1, p);
         const __m512i order = _mm512_set_epi32(0, 0, 7, 3, 0, 0, 6, 2, 0, 0, 5, 1, 0, 0, 4, 0);
         __m512i low = _mm512_permutexvar_epi32(order, _mm512_castsi256_si512(pairs)), nibble = _mm512_set1_epi8(0xF);
         __m512i high = _mm512_and_si512(_mm512_srli_epi16(low, 4), nibble);
-        return _mm512_unpacklo_epi8(_mm512_and_si512(low, nibble), high);
+        __m512i codes = _mm512_unpacklo_epi8(_mm512_and_si512(low, nibble), high);
+        return T == INT4_ZP ? _mm512_add_epi8(codes, _mm512_set1_epi8((char)(15 - zero))) : codes;
     }
     __m512i bytes = count >= 64 ? load<__m512i>(p) : _mm512_maskz_loadu_epi8((1ull << count) - 1, p);
     return _mm512_permutexvar_epi64(_mm512_set_epi64(7, 3, 6, 2, 5, 1, 4, 0), bytes);
@@ -95,14 +96,14 @@ struct Bf16Factors {
     }
 
     template <int T>
-    static INLINE vi units(const uint8_t* p, int64_t count) {
+    static INLINE vi units(const uint8_t* p, int64_t count, int64_t zero) {
         if constexpr (T == BF16) {
             if (count >= 32) return load<vi>(p);
             return (vi)_mm512_maskz_loadu_epi16((1u << count) - 1, p);
         } else {
             static_assert(SIZE<T> == 1, "fp16 and fp32 do not fit into bf16");
             vi first, second;
-            halves_as_bf16<T>(quartered<T>(p, least<int64_t>(count, 32)), first, second);
+            halves_as_bf16<T>(quartered<T>(p, least<int64_t>(count, 32), zero), first, second);
             return first;
         }
     }
@@ -157,22 +158,23 @@ INLINE void store_halves(int32_t* to, vi halves) {
 }
 #endif
 
-// Converts a row of stored elements to units, and fills it with zeros up to `padded` units, a multiple of W.
+// Converts a row of stored elements to units, and fills it with zeros up to `padded` units, a multiple of W. With a zero point, the
+// last unit may end with its opposite in place of zeros: the other factor has zeros there, or the product is not used.
 template <class F, int T>
-INLINE void row_as_units(const uint8_t* row, int64_t dim, int32_t* to, int64_t padded) {
+INLINE void row_as_units(const uint8_t* row, int64_t dim, int32_t* to, int64_t padded, int64_t zero) {
     constexpr int STEP = W * F::PER_UNIT;
     int64_t d = 0;
 #if QUIRE_BF16
     if constexpr (SIZE<T> == 1) {
         for (; d + 64 <= dim; d += 64) {
             vi first, second;
-            halves_as_bf16<T>(quartered<T>(row + bytes_of<T>(d), 64), first, second);
+            halves_as_bf16<T>(quartered<T>(row + bytes_of<T>(d), 64, zero), first, second);
             store_halves<F>(to + d / F::PER_UNIT, first);
             store_halves<F>(to + (d + 32) / F::PER_UNIT, second);
         }
     }
 #endif
-    for (; d < dim; d += STEP) store(to + d / F::PER_UNIT, F::template units<T>(row + bytes_of<T>(d), dim - d));
+    for (; d < dim; d += STEP) store(to + d / F::PER_UNIT, F::template units<T>(row + bytes_of<T>(d), dim - d, zero));
     for (; d < padded * F::PER_UNIT; d += STEP) store(to + d / F::PER_UNIT, vi{});
 }
 
@@ -232,33 +234,6 @@ INLINE void grouped_row_as_units(const uint8_t* row, const GroupRow& groups, int
     for (; d < padded * F::PER_UNIT; d += STEP) store(to + d / F::PER_UNIT, vi{});
 }
 
-// The same for a row of INT4_ZP, less its zero point.
-template <class F>
-INLINE void row_with_zero_as_units(const uint8_t* row, int64_t zero, int64_t dim, int32_t* to, int64_t padded) {
-    constexpr int STEP = W * F::PER_UNIT;
-    int64_t d = 0;
-#if QUIRE_BF16
-    const __m128i lows = load<__m128i>(DIFFERENCES.low + 15 - zero), highs = load<__m128i>(DIFFERENCES.high + 15 - zero);
-    for (; d + 64 <= dim; d += 64) {
-        vi first, second;
-        nibbles_as_bf16(quartered<INT4_ZP>(row + d / 2, 64), lows, highs, first, second);
-        store_halves<F>(to + d / F::PER_UNIT, first);
-        store_halves<F>(to + (d + 32) / F::PER_UNIT, second);
-    }
-#endif
-    // Beyond the row there is nothing to subtract from.
-    auto some = [&](int64_t at) __attribute__((always_inline)) {
-        int64_t left = dim - at;
-        if (left <= 0) return vf{};
-        vf x = decode<INT4_ZP>(row + at / 2, left) - splat((float)zero);
-        return left >= W ? x : select(lanes() < (int32_t)left, x, vf{});
-    };
-    for (; d < padded * F::PER_UNIT; d += STEP) {
-        if constexpr (F::PER_UNIT == 1) store(to + d, as_int(some(d)));
-        else F::put(to, d, some(d), some(d + W));
-    }
-}
-
 // The same for a row of FP8_DS_MLA, whose elements are fp32.
 template <class F>
 INLINE void latent_row_as_units(const uint8_t* row, int64_t dim, int32_t* to, int64_t padded) {
@@ -280,25 +255,24 @@ INLINE void latent_row_as_units(const uint8_t* row, int64_t dim, int32_t* to, in
 
 // Whether every element of a type is exact as a factor of this kind, and can be converted alone.
 template <class F, int T>
-constexpr bool FITS = T != NVFP4 && T != INT4_ZP && (F::PER_UNIT == 1 || (T != FP32 && T != FP16));
+constexpr bool FITS = T != NVFP4 && (F::PER_UNIT == 1 || (T != FP32 && T != FP16));
 
-// Whether rows of a type are copied as factors before they are multiplied: those with zero points or scales of groups, and codes that
-// become fp32. 64 of these are looked up at once; 16 at a time, as products take them, would need three times as many instructions.
+// Whether rows of a type are copied as factors before they are multiplied: those with scales of groups, and codes that become fp32. 64 of
+// these are looked up at once; 16 at a time, as products take them, would need three times as many instructions.
 template <class F>
 INLINE bool is_copied(int64_t type) {
 #if QUIRE_BF16
     if (F::PER_UNIT == 1 && size_of(type) == 1) return true;
 #endif
-    return type >= INT4_ZP;
+    return type >= NVFP4;
 }
 
 template <class F>
 INLINE void as_units(const uint8_t* row, int64_t type, int64_t dim, int32_t* to, int64_t padded, GroupRow groups = {}, int64_t zero = 0) {
     if (type == FP8_DS_MLA) return latent_row_as_units<F>(row, dim, to, padded);
-    if (type == INT4_ZP) return row_with_zero_as_units<F>(row, zero, dim, to, padded);
     if (type == NVFP4) return grouped_row_as_units<F>(row, groups, dim, to, padded);
     with_type(type, [&](auto t) {
-        if constexpr (FITS<F, t.value>) row_as_units<F, t.value>(row, dim, to, padded);
+        if constexpr (FITS<F, t.value>) row_as_units<F, t.value>(row, dim, to, padded, zero);
     });
 }
 

@@ -150,6 +150,12 @@ def decode_int4_zp(x, zero, DOT: tl.constexpr):
         return tl.interleave(low, high)
 
 
+@triton.constexpr_function
+def has_zero_points(FORMAT):
+    """Whether scales contain zero points."""
+    return FORMAT == "int4_zp"
+
+
 @triton.jit
 def zero_of(scale):
     """The zero points in the low bits of scales, int32."""
@@ -173,7 +179,7 @@ def encode_int4(x):
 
 
 @triton.jit
-def encode_int4_zp(x):
+def encode_with_zero(x):
     """fp32 rows as codes from 0 to 15, which reach from the smallest element, or 0, to the largest, or 0; and their scales, with
     zero points."""
     low = tl.minimum(tl.min(x, 1), 0.0)

@@ -15,7 +15,7 @@ from quire.kernels.triton.device.features import (
     selected_keys,
     transform_scores,
 )
-from quire.kernels.triton.device.formats import GROUPED_FACTOR, decode, decode_latent, without_zero, zero_of
+from quire.kernels.triton.device.formats import GROUPED_FACTOR, decode, decode_latent, has_zero_points, without_zero, zero_of
 from quire.kernels.triton.device.groups import load_groups
 from quire.kernels.triton.device.latent import is_latent, load_latent_rest, load_latent_scales
 from quire.kernels.triton.device.partials import empty_softmax, merge_softmax
@@ -422,7 +422,7 @@ def _scales(cache, page, head, key, inside, C: tl.constexpr):
 @triton.jit
 def _zeros(scales, page, head, key, inside, FORMAT: tl.constexpr, STEPS: tl.constexpr, C: tl.constexpr):
     """The zero points of each key or value `[KEYS, 1]`, which are in its scale; None if the format has none."""
-    if FORMAT == "int4_zp":
+    if has_zero_points(FORMAT):
         at = page.to(tl.int64)[:, None] * STEPS[0] + (key % C.PAGE_SIZE)[:, None] * STEPS[1] + head * STEPS[2]
         return zero_of(tl.load(scales + at, mask=inside[:, None], other=0.0))
     else:
@@ -433,7 +433,7 @@ def _zeros(scales, page, head, key, inside, FORMAT: tl.constexpr, STEPS: tl.cons
 def _load_scales(at, inside, GROUPED: tl.constexpr, FORMAT: tl.constexpr):
     if GROUPED:
         return tl.load(at, mask=inside, other=1.0 / GROUPED_FACTOR) * GROUPED_FACTOR
-    elif FORMAT == "int4_zp":
+    elif has_zero_points(FORMAT):
         return without_zero(tl.load(at, mask=inside, other=1.0))
     else:
         return tl.load(at, mask=inside, other=1.0)

@@ -9,7 +9,7 @@ import triton.language as tl
 
 from quire.kernels.triton.device.arguments import KStride, Number, Pointer, Stride, UnitStride, VectorPointer, VStride
 from quire.kernels.triton.device.features import is_in_shard, keys_before
-from quire.kernels.triton.device.formats import encode, encode_int4_zp, encode_latent, encode_nvfp4
+from quire.kernels.triton.device.formats import encode, encode_latent, encode_nvfp4, encode_with_zero, has_zero_points
 from quire.kernels.triton.device.groups import group_at
 from quire.kernels.triton.device.latent import is_latent, rest_in, scales_in
 from quire.kernels.triton.device.rope import RopeConstants, rotated, rows_of_tables
@@ -271,8 +271,8 @@ def quantised(x, other, scale, live, LARGEST: tl.constexpr, FORMAT: tl.constexpr
     """Divides rows by their scales and converts them to the cache's format. Per-token scales are computed and stored here. `other`
     is None, or other parts of the rows, which have the same scales."""
     x = x.to(tl.float32)
-    if FORMAT == "int4_zp":
-        codes, factor = encode_int4_zp(x)
+    if has_zero_points(FORMAT):
+        codes, factor = encode_with_zero(x)
         tl.store(scale, factor, mask=live)
         return codes
     else:
