@@ -24,6 +24,7 @@ from quire.conformance.cases.formats import (
     encode_groups,
     encode_latent,
     grouped_at,
+    hadamard,
     numbers_of_groups,
     pairs,
     units_of,
@@ -91,6 +92,7 @@ def build(case: Case, device: torch.device | str = "cpu") -> KernelCall:
         layout=case.layout,
         format=case.format,
         v_format=case.v_format,
+        hadamard=case.hadamard,
         lse=guarded((tokens, case.q_heads), torch.float32, device) if case.lse else None,
         q_scale=Q_SCALE if case.q_dtype in LARGEST else None,
         batch_invariant=case.batch_invariant,
@@ -121,7 +123,12 @@ def _keys_and_values(case: Case, made: torch.dtype, plan: PagePlan, cached: list
             dense["v"] = [keys[..., : case.v_in_k] for keys in dense["k"]]
             continue
         dense[part] = _dense(case, part, dim, made, plan)
+        turns = case.hadamard and part == "k"
+        if turns:
+            dense[part] = [hadamard(x) for x in dense[part]]
         pages[part], scales[part] = _store(case, part, dim, plan, cached, dense[part])
+        if turns:
+            dense[part] = [hadamard(x) for x in dense[part]]  # its own inverse: a reader's numbers, in terms of the queries
     return dense, pages, scales
 
 

@@ -46,6 +46,8 @@ class Case:
     v_format: str = ""
     scales: str = "none"
     """none, tensor, head or token."""
+    hadamard: bool = False
+    """K is stored times the Hadamard matrix of ±1 / sqrt(head_dim), in its natural order; queries and new keys are not."""
     storage: str = "native"
     """native; bytes: fp8 pages as uint8; padded: a gap after every page."""
     q_dtype: str = "fp16"
@@ -106,6 +108,7 @@ class Case:
         if not -1 <= self.only < len(self.q_lens):
             raise ArgumentError("only", self.only, f"-1, or a sequence: 0 to {len(self.q_lens) - 1}")
         self._check_latent()
+        self._check_hadamard()
         if len(self.shard) != 3 or not 0 <= self.shard[0] < self.shard[1] or self.shard[2] < 1:
             raise ArgumentError("shard", self.shard, "rank, ranks, interleave with 0 <= rank < ranks and interleave >= 1")
         alone = [name for name in NOT_WITH_PREFIXES if getattr(self, name) != DEFAULTS[name]]
@@ -125,6 +128,14 @@ class Case:
         sizes = (self.head_dim, self.v_in_k, self.scales)
         if self.format == "fp8_ds_mla" and sizes != (576, 512, "none"):
             raise ArgumentError("format", f"fp8_ds_mla with head_dim, v_in_k and scales {sizes}", "it with 576, 512 and none")
+
+    def _check_hadamard(self) -> None:
+        if not self.hadamard:
+            return
+        if self.head_dim & (self.head_dim - 1) or self.v_in_k or FORMATS[self.q_dtype].quantised:
+            given = f"yes with head_dim={self.head_dim} v_in_k={self.v_in_k} q_dtype={self.q_dtype}"
+            allowed = "yes with a head_dim that is a power of two, values of their own, and queries of 16 or 32 bits; or no"
+            raise ArgumentError("hadamard", given, allowed)
 
     @property
     def seqs(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from itertools import pairwise
 
 import torch
@@ -80,6 +81,27 @@ def encode_latent(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def latent_byte(dim: torch.Tensor) -> torch.Tensor:
     """Where an element begins in its head."""
     return torch.where(dim < 512, dim, 528 + 2 * (dim - 512))
+
+
+def hadamard(x: torch.Tensor) -> torch.Tensor:
+    """The last axis times the Hadamard matrix H[i, j] = (-1)^popcount(i & j) / sqrt(n), in the dtype of x."""
+    return x @ hadamard_matrix(x.shape[-1]).to(x.dtype)
+
+
+@lru_cache
+def hadamard_matrix(n: int) -> torch.Tensor:
+    """The matrix, fp64 [n, n]; n is a power of two."""
+    matrix = torch.ones(1, 1, dtype=torch.float64)
+    while matrix.shape[0] < n:
+        matrix = torch.cat((torch.cat((matrix, matrix), 1), torch.cat((matrix, -matrix), 1)))
+    return matrix * n**-0.5
+
+
+def in_sequency_order(x: torch.Tensor) -> torch.Tensor:
+    """`hadamard`, by the matrix whose rows are ordered by how often their sign changes. Only faults use it."""
+    matrix = hadamard_matrix(x.shape[-1])
+    changes = (matrix.sign().diff(dim=-1) != 0).sum(-1)
+    return x @ matrix[changes.argsort()].to(x.dtype)
 
 
 def pairs(codes: torch.Tensor) -> torch.Tensor:

@@ -18,6 +18,7 @@ IGNORED = ("name", "q_lens", "kv_lens", "seed", "fill_byte", "x", "poison", "onl
 WORDS = {
     "lse": "with LSE output",
     "form": "in the {} form",
+    "hadamard": "with Hadamard-transformed keys",
     "mask": "with a tree mask",
     "causal": "with causal={}",
     "alibi": "with ALiBi",

@@ -6,6 +6,7 @@ from quire.conformance.faults.behaviour import BEHAVIOUR
 from quire.conformance.faults.bias import BIAS
 from quire.conformance.faults.fault import Fault, Observation, Parameters
 from quire.conformance.faults.forms import FORMS
+from quire.conformance.faults.hadamard import HADAMARD
 from quire.conformance.faults.heads import HEADS
 from quire.conformance.faults.indices import INDICES
 from quire.conformance.faults.keys import KEYS
@@ -35,6 +36,7 @@ CATALOGUE: tuple[Fault, ...] = (
     *SELECT,
     *PREFIXES,
     *LATENT,
+    *HADAMARD,
     *BIAS,
     *HEADS,
     *OUTPUT,
