@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from quire.cache.kv_cache import MOST_DIM
 from quire.conformance.cases.case import Case
 
-IGNORED = ("name", "q_lens", "kv_lens", "seed", "fill_byte", "x", "poison", "only")
+IGNORED = ("name", "operation", "q_lens", "kv_lens", "seed", "fill_byte", "x", "poison", "only")
 """Fields that a kernel does not depend on, or that other facts cover."""
 WORDS = {
     "lse": "with LSE output",
@@ -47,6 +47,17 @@ WORDS_OF_VALUES = {
     ("table", "far"): "with element offsets above 2^31",
     ("table", "very-far"): "with element offsets above 2^32",
     ("scales", "none"): "without scales",
+    ("slots", "batch"): "with slots of the page table",
+    ("slots", "skipped"): "with tokens of slot -1",
+    ("slots", "scattered"): "with slots in any order",
+    ("rope", "none"): "without RoPE",
+    ("rope", "half-split"): "with half-split RoPE",
+    ("rope", "interleaved"): "with interleaved RoPE",
+    ("norm", "none"): "without a norm",
+    ("norm", "weight"): "with a norm",
+    ("norm", "unit-offset"): "with a norm by 1 + weight",
+    ("positions", "own"): "with positions of the sequences",
+    ("positions", "given"): "with given positions",
     ("scales", "tensor"): "with one scale per tensor",
     ("scales", "head"): "with scales per head",
     ("scales", "token"): "with scales per token",
@@ -165,6 +176,8 @@ def _reset(name: str, value: Any) -> Callable[[Case], Case | None]:
         changes: dict[str, Any] = {name: value}
         if name == "format" and value in ("fp16", "bf16", "fp32"):
             changes |= {"scales": "none", "storage": "native"}
+        if name == "rope" and value == "none":
+            changes |= {"rotary_dim": 0, "norm": "none", "queries": True, "positions": "own"}
         return case.replace(**changes)
 
     return without
@@ -205,6 +218,11 @@ def shape_facts() -> Iterator[Fact]:
         "with values that are a part of keys",
         lambda case, i: case.v_in_k > 0,
         lambda case: case.replace(v_in_k=0, head_dim=min(case.head_dim, MOST_DIM)),
+    )
+    yield Fact(
+        "with a head that is rotated in part",
+        lambda case, i: case.rotary_dim not in (0, case.head_dim),
+        lambda case: case.replace(rotary_dim=0),
     )
     yield Fact(
         "with a sequence without queries",
