@@ -191,6 +191,20 @@ class KernelCall:
                 found.append(f"padding rows of {name}")
         return list(dict.fromkeys((*found, *self.changed_in_subprocess)))
 
+    # What a subprocess sends back.
+
+    def outputs(self) -> dict[str, torch.Tensor]:
+        """The output and the LSE with their guards, in host memory."""
+        return {name: whole_of(x).cpu() for name, x in (("out", self.out), ("lse", self.lse)) if x is not None}
+
+    def take_outputs(self, outputs: dict[str, torch.Tensor]) -> None:
+        """Copies the outputs of the same call in another process. Without an LSE, that target returns none."""
+        whole_of(self.out).copy_(outputs["out"])
+        if self.lse is not None and "lse" in outputs:
+            whole_of(self.lse).copy_(outputs["lse"])
+        else:
+            self.lse = None
+
     def unwritten(self) -> torch.Tensor:
         """Which elements of out still hold the fill byte, bool [tokens, q_heads, v_head_dim]."""
         width = self.out.dtype.itemsize

@@ -39,6 +39,10 @@ def _scales_swapped() -> WriteStages:
     return _divisors(lambda w, part, rows: oracle.divisor(w, "v" if part == "k" else "k", rows))
 
 
+def _one_scale(part: str) -> WriteStages:
+    return _divisors(lambda w, other, rows: oracle.divisor(w, part, rows))
+
+
 def _inverted(parts: str) -> WriteStages:
     return _divisors(lambda w, part, rows: Divisor(1.0 / oracle.divisor(w, part, rows).value), parts)
 
@@ -138,6 +142,10 @@ def _has_scales(call: WriteCall) -> bool:
     return any(scale is not None and scale.dim() < 3 for scale in call.scales.values())
 
 
+def _has_both_scales(call: WriteCall) -> bool:
+    return _has_scales(call) and call.k_scale is not None and call.v_scale is not None and "v" in call.places
+
+
 def _has_token_scales(call: WriteCall) -> bool:
     return any(scale is not None and scale.dim() == 3 for scale in call.scales.values())
 
@@ -179,7 +187,16 @@ WRITTEN_NUMBERS = (
         "keys are divided by the scale of values, and values by that of keys",
         "two arguments of the same type are exchanged",
         _scales_swapped,
-        lambda call: _has_scales(call) and call.k_scale is not None and call.v_scale is not None and "v" in call.places,
+        _has_both_scales,
+    ),
+    Fault(
+        "write-one-scale-for-both",
+        "writes: scales",
+        "keys and values are divided by the same scale",
+        "a kernel takes one scale for the whole cache",
+        _one_scale,
+        _has_both_scales,
+        ({"part": "k"}, {"part": "v"}),
     ),
     Fault(
         "write-head-scales-in-wrong-order",

@@ -316,7 +316,7 @@ WRITTEN_PLACES = (
         "pages above 65535 are stored in pages with lower ids",
         "a page id is kept in 16 bits",
         lambda: _pages(lambda w, page: page % 2**16),
-        lambda call: int(call.slots.max()) // call.case.page_size >= 2**16,
+        lambda call: call.live and int(call.slots[: call.live].max()) // call.case.page_size >= 2**16,
     ),
     Fault(
         "write-offset-wrapped-at-2^31",

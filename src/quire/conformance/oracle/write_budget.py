@@ -9,7 +9,6 @@ import torch
 
 from quire.conformance.cases.call import bytes_of
 from quire.conformance.cases.formats import E2M1, GROUP, LARGEST_SCALE, PACK, SMALLEST, TYPES, encode_groups, numbers_of_codes, numbers_of_scales, pairs
-from quire.conformance.cases.build import encode
 from quire.conformance.cases.write_call import WriteCall
 from quire.conformance.oracle.exact import nibbles, signed
 from quire.conformance.oracle.write import StoredPart, WriteOutcome, WriteWork
@@ -126,12 +125,12 @@ def put_write(call: WriteCall, want: WriteOutcome) -> None:
 def _encoded(format: str, before: torch.Tensor, stored: StoredPart, dim: int) -> torch.Tensor:
     """The storage of the pages after a write, [.., units]."""
     if format not in PACK:
-        new = encode(stored.value, format, None) if format == "int8" else stored.value.to(TYPES[format])
+        new = (stored.value.round() if format == "int8" else stored.value).to(TYPES[format])
         return torch.where(stored.written, *(x.view(BITS[x.element_size()]) for x in (new, before.view(TYPES[format])))).view(TYPES[format])
     old = nibbles(before[..., : dim // 2].repeat_interleave(2, -1)).to(torch.uint8)
     if format not in GROUP:
-        codes = torch.where(stored.written, encode(stored.value, format, None).to(torch.uint8) % 16, old)
-        return pairs(codes)
+        codes = stored.value.round().to(torch.int16) % 16
+        return pairs(torch.where(stored.written, codes.to(torch.uint8), old))
     assert stored.groups is not None
     codes, scales = encode_groups(stored.value.float(), LARGEST_SCALE * E2M1[-1])
     scales = torch.where(stored.groups.isnan(), before[..., dim // 2 :], scales)
