@@ -385,7 +385,7 @@ class HighNibbleFirst(Write):
         return (codes[..., 0::2] << 4 | codes[..., 1::2]).to(torch.uint8)
 
 
-@unseen(words="v_format|other than")
+@unseen("write-as-other-fp8", words="v_format|other than")
 class FormatOfKeys(Write):
     """V is encoded in the format of K where both have one byte."""
 

@@ -66,6 +66,8 @@ WORDS_OF_VALUES = {
     ("storage", "padded"): "with padded pages",
 }
 """The same for single values."""
+WORDS_OF_OTHERS = {"rope": "with RoPE", "norm": "with a norm", "slots": "with slots that do not follow from the page table"}
+"""The same for all values but the default."""
 SIZES = ("kv_heads", "group", "head_dim", "page_size")
 """Numeric fields for which thresholds make sense."""
 
@@ -125,7 +127,7 @@ def field_facts(cases: Iterable[Case]) -> Iterator[Fact]:
             continue
         if isinstance(spec.default, str):
             if len(special) > 1:
-                words = f"with {spec.name} other than {spec.default}"
+                words = WORDS_OF_OTHERS.get(spec.name, f"with {spec.name} other than {spec.default}")
                 yield Fact(words, _differs(spec.name, spec.default), _reset(spec.name, spec.default))
             for value in values:
                 words = WORDS_OF_VALUES.get((spec.name, value)) or WORDS.get(spec.name, f"with {spec.name} {{}}").format(value)
