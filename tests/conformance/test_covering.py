@@ -54,7 +54,9 @@ def near(names: Sequence[str], prefix: str) -> list[str]:
     """Parameters that share a rule with these, and those that share a rule with them."""
     found = dict.fromkeys(names)
     for _ in range(2):
-        found |= dict.fromkeys(p for rule in MODULES[prefix].FORBIDDEN if found.keys() & set(rule.parameters) for p in rule.parameters)
+        found |= dict.fromkeys(
+            p for rule in MODULES[prefix].FORBIDDEN if found.keys() & set(rule.parameters) for p in rule.parameters
+        )
     return [name for name in found if name not in names]
 
 

@@ -1,7 +1,8 @@
-"""Writes as a thing under test: every fault is detected and named, correct kernels have no findings, and nothing else is written."""
+"""Writes under test: every fault is detected and named, correct kernels have no findings, and nothing else is written."""
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,16 @@ from quire.conformance.runner.target import Target, wrap
 from quire.errors import ArgumentError
 
 BY_NAME = {case.name: case for case in (*cases_of("write_smoke"), *cases_of("write_standard"))}
-COVER = ("write-far", "write-int4-head", "rope-partial", "rope-everything", "write-x", "rope-shared", "write-hadamard-int8", "rope-nvfp4")
+COVER = (
+    "write-far",
+    "write-int4-head",
+    "rope-partial",
+    "rope-everything",
+    "write-x",
+    "rope-shared",
+    "write-hadamard-int8",
+    "rope-nvfp4",
+)
 """Cases that, with those of smoke, detect every fault; `quire conform --power --level standard` prints the matrix."""
 CASES = [*cases_of("write_smoke"), *(BY_NAME[name] for name in COVER)]
 FOUND = {}
@@ -99,7 +109,12 @@ def test_fault_outside_the_catalogue_is_unknown(run: Any, place: str) -> None:
 
 @pytest.mark.parametrize("target", ["write.torch", "write.native"])
 def test_correct_kernels_have_no_findings(target: str) -> None:
-    chosen = [*cases_of("write_smoke"), *cases_of("write_standard")[::7], *cases_of("write_pairs")[::9], *cases_of("write_triples")[::60]]
+    chosen = [
+        *cases_of("write_smoke"),
+        *cases_of("write_standard")[::7],
+        *cases_of("write_pairs")[::9],
+        *cases_of("write_triples")[::60],
+    ]
     report = conform(find(target), chosen)
     assert [(result.case.name, result.status, result.findings) for result in report.results if result.status != "correct"] == []
 
@@ -116,7 +131,7 @@ def test_half_a_step_is_the_rounding_of_a_format(format: str) -> None:
         one = torch.tensor([1.0], dtype=TYPES[format])
         around = [one * 2.0**n * (1 + i * torch.finfo(TYPES[format]).eps) for n in (-14, -3, 0, 5) for i in range(4)]
         numbers = torch.cat(around).double()
-        pairs = [(a, b) for a, b in zip(numbers[:-1], numbers[1:]) if b < 1.5 * a]
+        pairs = [(a, b) for a, b in pairwise(numbers) if b < 1.5 * a]
         for a, b in pairs:
             assert float(half_step(format, (a + b) / 2)) == float(b - a) / 2
         return
@@ -169,8 +184,14 @@ def by_table(*, k, v, k_pages, v_pages, page_table, kv_lens, q_starts):
 def test_a_function_with_k_is_a_write() -> None:
     target = wrap(plain, "plain", supports={"page_size": (16,)})
     assert target.operation == "write"
-    statuses = {name: examine(BY_NAME[name], target).status for name in ("write", "write-edges", "write-scattered", "rope", "write-nvfp4")}
-    assert statuses == {**dict.fromkeys(("write", "write-edges", "write-scattered"), "correct"), "rope": "skipped", "write-nvfp4": "skipped"}
+    statuses = {
+        name: examine(BY_NAME[name], target).status for name in ("write", "write-edges", "write-scattered", "rope", "write-nvfp4")
+    }
+    assert statuses == {
+        **dict.fromkeys(("write", "write-edges", "write-scattered"), "correct"),
+        "rope": "skipped",
+        "write-nvfp4": "skipped",
+    }
     assert "cos, sin, positions, q" in examine(BY_NAME["rope"], target).reason
     assert examine(BY_NAME["write-page-8"], target).reason == "returned a result although page_size = 8 is beyond its limits"
     assert "a case of attend" in examine(Case("mixed"), target).reason
@@ -231,7 +252,12 @@ def test_a_write_in_a_subprocess(tmp_path: Path) -> None:
         assert target.operation == "write"
         results = conform(target, cases).results
     assert [result.status for result in results] == ["wrong", "raised", "raised", "wrong"]
-    assert [result.findings[0].fault for result in results] == ["write-one-part-in-both", "crashes", "raises", "write-one-part-in-both"]
+    assert [result.findings[0].fault for result in results] == [
+        "write-one-part-in-both",
+        "crashes",
+        "raises",
+        "write-one-part-in-both",
+    ]
 
 
 def test_the_command_runs_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -41,7 +41,7 @@ SHOWN = 8
 """Entries of a long list that a summary shows."""
 NOTHING_RAN = 3
 """The exit status of a run that computed nothing."""
-HELP = "Runs any paged-attention function, or any function that writes the cache, through test cases, and names what is wrong with it."
+HELP = "Runs any function that attends over a paged cache, or writes it, through test cases, and names what is wrong with it."
 EXAMPLES = """\
 examples:
   quire conform cpu                                     Quire's kernel for this CPU, in seconds

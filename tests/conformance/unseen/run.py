@@ -1,6 +1,6 @@
 """Measures the kit with the unseen faults: which are detected, named, or described by contrast.
 
-    python tests/conformance/unseen/run.py [--writes] [--jobs N] [--level standard] [--quick] [--json FILE] [--markdown FILE] [NAME ...]
+    python tests/conformance/unseen/run.py [--writes] [--jobs N] [--level standard] [--quick] [--json FILE] [--markdown FILE] [NAME]
 
 Every kernel goes through the suite as `quire conform tests/conformance/unseen/unseen_kernels.py:NAME --in-process` does; with
 `--writes` those of writes.py. A name

@@ -32,7 +32,8 @@ def build_write(case: Case, device: torch.device | str = "cpu") -> WriteCall:
     plan.before = max(plan.before, MARGIN)
     g = generator(case, "pages")
     units = {part: units_of(case.formats[part], dim) for part, dim in case.dims.items() if part == "k" or not case.v_in_k}
-    held = {part: _bytes((plan.touched.numel(), case.page_size, case.kv_heads, n), case.formats[part], g) for part, n in units.items()}
+    shape = (plan.touched.numel(), case.page_size, case.kv_heads)
+    held = {part: _bytes((*shape, n), case.formats[part], g) for part, n in units.items()}
     k_pages, v_pages = _wrap(case, held, plan, device)
     rows = {part: _rows(case, part, case.kv_heads, case.dims[part], device) for part in units}
     index = {name: getattr(torch, kind) for name, kind in zip(("table", "lens", "starts"), case.index)}
@@ -87,8 +88,8 @@ def _slots(case: Case, plan: PagePlan) -> tuple[torch.Tensor, torch.Tensor]:
         return table, slots
     row = 0
     for pages, q_len, kv_len in zip(plan.owned, case.q_lens, case.kv_lens):
-        at = torch.arange(kv_len - q_len, kv_len)
-        slots[row : row + q_len] = torch.tensor(pages, dtype=torch.long)[at // case.page_size] * case.page_size + at % case.page_size
+        at, ids = torch.arange(kv_len - q_len, kv_len), torch.tensor(pages, dtype=torch.long)
+        slots[row : row + q_len] = ids[at // case.page_size] * case.page_size + at % case.page_size
         row += q_len
     if case.slots == "skipped":
         skipped = torch.rand(case.live, generator=g) < 0.25
@@ -114,9 +115,9 @@ def _places(case: Case, part: str, units: int, pages: torch.Tensor, plan: PagePl
     return Places(flat_of(pages), (address + int(pages.storage_offset())).expand(shape))
 
 
-def _scales(case: Case, plan: PagePlan, device: torch.device | str) -> dict[str, torch.Tensor]:
+def _scales(case: Case, plan: PagePlan, device: torch.device | str) -> dict[str, Any]:
     """The scales of the cache. Those of tokens are written, and hold other numbers before."""
-    found: dict[str, torch.Tensor] = {}
+    found: dict[str, Any] = {}
     for part in case.dims:
         scale = _scale(case.replace(poison="decoy"), part, plan)
         if part == "v" and case.v_in_k:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from dataclasses import MISSING, dataclass, fields, replace
+from dataclasses import MISSING, dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any
 
@@ -29,7 +29,7 @@ class Case:
     """
 
     name: str
-    operation: str = "attend"
+    operation: str = field(default="attend", kw_only=True)
     """attend; or write: the new tokens of every sequence are stored in the cache."""
     q_lens: tuple[int, ...] = (1, 5, 20, 1)
     kv_lens: tuple[int, ...] = (37, 40, 20, 64)
@@ -103,8 +103,8 @@ class Case:
     batch_invariant: bool = False
     """Each sequence must give the same bits alone as in the batch."""
     slots: str = "batch"
-    """Where a write stores tokens. batch: the slots that follow from page table and lengths; skipped: the same, but some tokens have
-    slot -1; scattered: any slots, without a page table."""
+    """Where a write stores tokens. batch: the slots that follow from page table and lengths; skipped: the same, but some tokens
+    have slot -1; scattered: any slots, without a page table."""
     rope: str = "none"
     """How a write rotates keys, and queries beside them: none, half-split or interleaved."""
     rotary_dim: int = 0
@@ -166,7 +166,7 @@ class Case:
             given_types = f"a write of {self.q_dtype} to {self.format}"
             raise ArgumentError("format", given_types, "a write of fp32, fp16 or bf16 to a format other than fp8_ds_mla")
         turned = [name for name in ("rotary_dim", "norm", "positions", "queries") if getattr(self, name) != DEFAULTS[name]]
-        if self.rope == "none" and turned or self.rope != "none" and (self.hadamard or self.v_in_k):
+        if turned if self.rope == "none" else self.hadamard or self.v_in_k:
             given_rope = f"{self.rope} with {', '.join((*turned, f'hadamard={_word(self.hadamard)}', f'v_in_k={self.v_in_k}'))}"
             raise ArgumentError("rope", given_rope, "half-split or interleaved, without hadamard and v_in_k")
 

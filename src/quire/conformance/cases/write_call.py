@@ -116,8 +116,8 @@ class WriteCall:
     def features(self) -> dict[str, bool]:
         """For each optional argument, whether the call needs it."""
         rotates, normalises = self.cos is not None, self.k_norm is not None
-        needed = {name: rotates for name in ("cos", "sin", "positions")} | {"q": self.q is not None}
-        needed |= {name: normalises for name in ("k_norm", "eps")} | {"q_norm": normalises and self.q is not None}
+        needed = dict.fromkeys(("cos", "sin", "positions"), rotates) | {"q": self.q is not None}
+        needed |= dict.fromkeys(("k_norm", "eps"), normalises) | {"q_norm": normalises and self.q is not None}
         needed |= {"interleaved": self.interleaved, "unit_offset": self.unit_offset, "hadamard": self.hadamard}
         needed |= {f"{part}_scale": scale is not None for part, scale in self.scales.items() if part == "k" or not self.v_in_k}
         return needed | {"v_format": bool(self.v_format), "v_in_k": self.v_in_k, "slots": self.case.slots != "batch"}
@@ -189,7 +189,8 @@ class WriteCall:
             if tensor is not None:
                 found += _outside(name, tensor, self.case.fill_byte)
         # Without `q_starts` a kernel cannot know which rows are padding.
-        if self.q_out is not None and self.q_starts is not None and bool((bytes_of(self.q_out[self.live :]) != self.case.fill_byte).any()):
+        padding = None if self.q_out is None or self.q_starts is None else bytes_of(self.q_out[self.live :])
+        if padding is not None and bool((padding != self.case.fill_byte).any()):
             found.append("padding rows of q_out")
         return list(dict.fromkeys((*found, *self.changed_in_subprocess)))
 

@@ -117,13 +117,13 @@ def case_of(name: str, row: Row) -> Case:
     for parameter, value in row.items():
         given |= PARAMETERS[parameter][value]
     sequences = lengths_of(row["lengths"], given["page_size"], row["empty"])
-    lens = {"q_lens": tuple(q for q, _ in sequences), "kv_lens": tuple(kv for _, kv in sequences)}
-    return Case(name, operation="write", seed=zlib.crc32(name.encode()) % 1000, **lens, **given)
+    given |= {"q_lens": tuple(q for q, _ in sequences), "kv_lens": tuple(kv for _, kv in sequences)}
+    return Case(name, operation="write", seed=zlib.crc32(name.encode()) % 1000, **given)
 
 
 def generate() -> None:
-    """Writes write_pairs.txt and write_triples.txt after a change of `PARAMETERS`: `python -m quire.conformance.cases.write_parameters`
-    (a minute)."""
+    """Writes write_pairs.txt and write_triples.txt after a change of `PARAMETERS`, in a minute:
+    `python -m quire.conformance.cases.write_parameters`."""
     pairs = covering_array(SPACE, 2, attempts=8)
     for strength, rows in ((2, pairs), (3, covering_array(SPACE, 3, given=pairs, attempts=1))):
         lines = [str(case_of(f"write-{WORDS[strength]}-{n:03}", row)) for n, row in enumerate(rows)]

@@ -17,7 +17,7 @@ import torch
 
 from quire.conformance.cases.case import Case
 from quire.conformance.diagnosis import precision
-from quire.conformance.diagnosis.attempt import Attempt, attempt, run_on, try_case
+from quire.conformance.diagnosis.attempt import Attempt, TriedCall, attempt, run_on, try_case
 from quire.conformance.diagnosis.candidates import SYMPTOMS, Match, matches
 from quire.conformance.diagnosis.confirm import confirm
 from quire.conformance.diagnosis.determinism import check_determinism
@@ -221,9 +221,7 @@ def _of_pair(state: DiagnosisState) -> Diagnosis | None:
         return None
     found = []
     for match, alone in zip(pair.matches, pair.reproduced):
-        finding = Finding(
-            match.fault.name, (match.fault.name,), plain(match.parameters), pair.distance, summary=match.fault.effect
-        )
+        finding = Finding(match.fault.name, (match.fault.name,), plain(match.parameters), pair.distance, summary=match.fault.effect)
         finding = _diagnosis(finding, state.with_evidence(*pair.evidence), match).findings[0]
         found.append(replace(finding, reproduce=str(alone or state.case)))
     return Diagnosis(found, state.done)
@@ -255,7 +253,8 @@ def _unknown(state: DiagnosisState) -> Diagnosis:
     return _diagnosis(finding, state)
 
 
-def _has_no_name(case: Case, target: Target, done: Attempt) -> bool:
+def _has_no_name(case: Case, target: Target, done: TriedCall) -> bool:
+    assert isinstance(done, Attempt)
     return diagnose(case, target, done, shrinks=False).name == UNKNOWN
 
 

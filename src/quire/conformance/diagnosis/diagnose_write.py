@@ -38,7 +38,7 @@ def diagnose_write(case: Case, target: Target, first: WriteAttempt, trusted: fro
         case = here
     if done.failure is not None:
         return _found(done.failure.fault, case, done, (), done.error)
-    if all(torch.equal(*(x.view(torch.uint8) for x in (done.held[what].contiguous(), done.call.before[what]))) for what in done.held):
+    if all(_same_bytes(held, done.call.before[what]) for what, held in done.held.items()):
         return _symptom("nothing is written", case, done, ())
     found, far = matches(done, NAMED_WRITES)
     evidence: list[str] = []
@@ -65,11 +65,14 @@ def check_repeated_writes(case: Case, target: Target, first: WriteAttempt) -> tu
         again = attempt_write(case, target, None)
         if isinstance(again.failure, Failure):
             return again.failure.fault, f"it fails only in some calls: {again.failure}"
-        live = {"q": slice(0, case.live)}
-        pairs = ((first.held[what][live.get(what, slice(None))], x[live.get(what, slice(None))]) for what, x in again.held.items())
-        if not all(torch.equal(*(x.contiguous().view(torch.uint8) for x in pair)) for pair in pairs):
+        ends = {"q": case.live}
+        if not all(_same_bytes(first.held[what][: ends.get(what)], x[: ends.get(what)]) for what, x in again.held.items()):
             return "two-runs-differ", BY_NAME["two-runs-differ"].effect
     return None
+
+
+def _same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
 
 
 def spread_of_write(done: WriteAttempt) -> str:
@@ -79,10 +82,8 @@ def spread_of_write(done: WriteAttempt) -> str:
         wrong = ratio > 1
         if not bool(wrong.any()):
             continue
-        where = f"{int(wrong.sum())} of {ratio.numel()} {NAMES[what]}" if what != "k" and what != "v" else (
-            f"{int(wrong.sum())} elements of {NAMES[what]} in {int(wrong.flatten(2).any(2).sum())} slots"
-        )  # fmt: skip
-        words.append(where)
+        slots = f" in {int(wrong.flatten(2).any(2).sum())} slots" if what in ("k", "v") else f" of {ratio.numel()}"
+        words.append(f"{int(wrong.sum())} elements of {NAMES[what]}{slots}")
     rows = done.rows_wrong.nonzero().flatten().tolist()
     words.append(f"tokens {', '.join(map(str, rows[:8]))}{' ...' if len(rows) > 8 else ''}" if rows else "no token of the call")
     return "; ".join(words)
@@ -94,11 +95,11 @@ def where_of_write(done: WriteAttempt) -> Where:
         return Where()
     worst = done.worst
     if worst.what == "q":
-        row, head, dim = worst.index
+        row, head, dim = worst.place
         return _of_row(done, row, Where(row=row, head=head, dim=dim))
-    number, offset, head, *dim = worst.index
+    number, offset, head, *rest = worst.place
     page = int(done.call.pages_of[number])
-    place = Where(head=head, dim=dim[0] if dim else None, page=page, offset=offset)
+    place = Where(head=head, dim=rest[0] if rest else None, page=page, offset=offset)
     rows = (done.call.slots[: done.call.live].cpu() == page * done.call.case.page_size + offset).nonzero().flatten()
     return _of_row(done, int(rows[0]), place) if rows.numel() else place
 
@@ -128,7 +129,9 @@ def values_of_write(done: WriteAttempt) -> tuple[float | None, float | None]:
     return float(stored.value[index]), float(done.numbers(what)[index])
 
 
-def _named(found: list[Match], far: list[tuple[str, float]], case: Case, done: WriteAttempt, evidence: tuple[str, ...]) -> Diagnosis:
+def _named(
+    found: list[Match], far: list[tuple[str, float]], case: Case, done: WriteAttempt, evidence: tuple[str, ...]
+) -> Diagnosis:
     best, equivalent = found[0], tuple(dict.fromkeys(match.fault.name for match in found))
     margin = min((off for name, off in far if name not in equivalent), default=math.inf)
     finding = Finding(best.fault.name, equivalent, plain(best.parameters), best.distance, margin, ranking=tuple(far[:8]))

@@ -26,7 +26,7 @@ class WrongElement(NamedTuple):
 
     what: str
     """k, v, k_scale, v_scale or q."""
-    index: tuple[int, ...]
+    place: tuple[int, ...]
     """Number of the page among those with contents, offset, head and dim; row, head and dim of queries."""
 
 

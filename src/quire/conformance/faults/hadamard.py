@@ -1,4 +1,4 @@
-"""Faults of Hadamard-transformed keys: what a kernel does with queries and new keys, which must be transformed as stored keys are."""
+"""Faults of Hadamard-transformed keys: what a kernel does with queries and new keys, which it must transform as stored keys are."""
 
 from __future__ import annotations
 

@@ -257,9 +257,7 @@ WRITTEN_NUMBERS = (
         "numbers beyond the range of the format wrap around, or become NaN or infinite",
         "a cast that does not saturate",
         lambda: _quotients(_unsaturated),
-        lambda call: (
-            _has_scales(call) and any(format in LARGEST and format not in GROUP for format in call.case.formats.values())
-        ),
+        lambda call: _has_scales(call) and any(format in LARGEST and format not in GROUP for format in call.case.formats.values()),
     ),
     Fault(
         "write-truncated",

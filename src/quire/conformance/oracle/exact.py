@@ -296,8 +296,8 @@ def gather(w: Work, s: Stages, indices: Indices, sequence: BatchSequence) -> Val
 
 
 def transform(w: Work, x: torch.Tensor) -> torch.Tensor:
-    """Queries or new keys, [tokens, heads, head_dim], times the Hadamard matrix if stored keys are. Kernels round the product to the
-    type of the queries."""
+    """Queries or new keys, [tokens, heads, head_dim], times the Hadamard matrix if stored keys are. Kernels round the product to
+    the type of the queries."""
     return w.rounded_for_logits(hadamard(x)) if w.call.hadamard else x
 
 

@@ -33,8 +33,8 @@ from quire.conformance.cases.write_call import WriteCall
 FP32 = 2.0**-24
 """The largest relative error of one rounding in fp32."""
 ROUNDINGS = {"norm": 1, "rotate": 3, "transform": 1}
-"""How often each stage may round to the type of the new keys. A kernel that rotates in that type rounds the tables, the products and
-their sum; one that keeps fp32 rounds less."""
+"""How often each stage may round to the type of the new keys. A kernel that rotates in that type rounds the tables, the products
+and their sum; one that keeps fp32 rounds less."""
 
 
 class Rows(NamedTuple):

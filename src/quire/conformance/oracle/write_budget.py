@@ -7,8 +7,18 @@ import math
 
 import torch
 
-from quire.conformance.cases.call import bytes_of
-from quire.conformance.cases.formats import E2M1, GROUP, LARGEST_SCALE, PACK, SMALLEST, TYPES, encode_groups, numbers_of_codes, numbers_of_scales, pairs
+from quire.conformance.cases.formats import (
+    E2M1,
+    GROUP,
+    LARGEST_SCALE,
+    PACK,
+    SMALLEST,
+    TYPES,
+    encode_groups,
+    numbers_of_codes,
+    numbers_of_scales,
+    pairs,
+)
 from quire.conformance.cases.write_call import WriteCall
 from quire.conformance.oracle.exact import nibbles, signed
 from quire.conformance.oracle.write import StoredPart, WriteOutcome, WriteWork
@@ -126,7 +136,8 @@ def _encoded(format: str, before: torch.Tensor, stored: StoredPart, dim: int) ->
     """The storage of the pages after a write, [.., units]."""
     if format not in PACK:
         new = (stored.value.round() if format == "int8" else stored.value).to(TYPES[format])
-        return torch.where(stored.written, *(x.view(BITS[x.element_size()]) for x in (new, before.view(TYPES[format])))).view(TYPES[format])
+        bits = BITS[new.element_size()]
+        return torch.where(stored.written, new.view(bits), before.view(TYPES[format]).view(bits)).view(TYPES[format])
     old = nibbles(before[..., : dim // 2].repeat_interleave(2, -1)).to(torch.uint8)
     if format not in GROUP:
         codes = stored.value.round().to(torch.int16) % 16

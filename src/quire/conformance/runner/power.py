@@ -31,6 +31,10 @@ ALWAYS_SHOW = (
 """Faults of behaviour that are visible whatever the data of a case."""
 
 
+FAULTS = {"attend": ATTENTION, "write": WRITES}
+"""By operation."""
+
+
 @dataclass
 class Power:
     """Which faults a case detects, of those that can occur in it."""
@@ -89,7 +93,8 @@ def _power_of_write(case: Case, faults: Sequence[Fault]) -> Power:
             except (IndexError, RuntimeError, ValueError):
                 continue  # the fault stores to a page that this case does not have
             (found.exposed if WriteAttempt(wrong, right).off > 1 else found.passed).append(fault.name)
-    can_show = {"writes-padding-rows": call.q is not None and case.padding and call.q_starts is not None, "writes-outside-output": bool(call.memory)}
+    padded = call.q is not None and case.padding > 0 and call.q_starts is not None
+    can_show = {"writes-padding-rows": padded, "writes-outside-output": bool(call.memory)}
     _add_behaviour(found, [name for name in BEHAVIOUR_OF_WRITES if can_show.get(name, True)])
     return found
 
@@ -152,6 +157,5 @@ def power(cases: Sequence[Case], *, names: int = 0, each: Callable[[Power], None
 def never_exposed(found: Sequence[Power]) -> list[str]:
     """Faults of the operations of these cases that no case detects."""
     seen = {name for one in found for name in one.exposed}
-    operations = {one.case.operation for one in found}
-    faults = [fault for operation, group in (("attend", ATTENTION), ("write", WRITES)) if operation in operations for fault in group]
+    faults = [fault for operation in {one.case.operation for one in found} for fault in FAULTS[operation]]
     return [fault.name for fault in faults if fault.name not in seen]

@@ -240,7 +240,7 @@ def time_limit(within: float) -> str:
 
 def facts_of(target: Target) -> dict[str, str]:
     """What a report says about its target."""
-    return {"target": target.name, "operation": target.operation, "device": target.runs_on or target.device, "version": target.version}
+    return {"target": target.name, "device": target.runs_on or target.device, "version": target.version}
 
 
 def report_of(facts: dict[str, str], results: list[Result], level: str, seconds: float) -> Report:

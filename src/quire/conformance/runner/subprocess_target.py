@@ -109,7 +109,7 @@ class TargetWorker(SubprocessWorker):
             raise Failure(result.error, "crashes" if is_lost(result.error) else "raises", result.at)
         self.gave_result = True
         call.changed_in_subprocess = result.broken
-        call.take_outputs({name: _tensor(*data) for name, *data in result.outputs})
+        call.take_outputs({name: _tensor(data, kind, shape) for name, data, kind, shape in result.outputs})
 
     def _request(self, what: str, call: KernelCall | WriteCall) -> Any:
         if call.case is None:

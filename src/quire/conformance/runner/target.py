@@ -15,8 +15,8 @@ whether a value is allowed:
 
 `"contiguous": (True,)` declares that queries, page table and new tokens must not be views of wider tensors.
 
-A function with an argument `k` is a write. It takes `k, v, k_pages, v_pages`, and `slots` or `page_table, kv_lens, q_starts`, all as
-in `WriteCall`, and may declare more: the names in `OPTIONAL_OF_WRITES`.
+A function with an argument `k` is a write. It takes `k, v, k_pages, v_pages`, and `slots` or `page_table, kv_lens, q_starts`, all
+as in `WriteCall`, and may declare more: the names in `OPTIONAL_OF_WRITES`.
 
     def write(*, k, v, k_pages, v_pages, slots, ...):
 
