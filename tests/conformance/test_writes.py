@@ -64,11 +64,10 @@ def place_of(fault: Any) -> Case:
         if not fault.applies(call):
             continue
         try:
-            wrong = exact_write(call, fault.change(**fault.injected_parameters(call)))
+            write(call, fault.change(**fault.injected_parameters(call)))
         except IndexError:
             continue
-        write(call)
-        if any(float(ratio.max()) > 1 for ratio in ratios_of_write(call, call.contents(), wrong).values()):
+        if any(float(ratio.max()) > 1 for ratio in ratios_of_write(call, call.contents(), exact_write(call)).values()):
             return case
     raise AssertionError(f"{fault.name} can occur in no case")
 

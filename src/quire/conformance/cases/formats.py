@@ -26,6 +26,12 @@ PACK = {"int4": 2, "nvfp4": 2, "nvfp4_swizzled": 2}
 """Elements in a byte, the first in the lowest bits; 1 in other formats."""
 GROUP = {"nvfp4": 16, "nvfp4_swizzled": 16}
 """Elements that share a scale in the page."""
+FP8 = ("e4m3fn", "e4m3fnuz", "e5m2")
+WITH_INFINITY = ("e5m2",)
+"""Formats of one byte in which a number that is too large becomes infinite; in other floating-point formats it becomes NaN."""
+INTEGERS = ("int8", "int4")
+SCALE_FORMAT = "e4m3fn"
+"""The format of the scales of groups."""
 DS_MLA = "fp8_ds_mla"
 """vLLM's and FlashMLA's: 512 bytes of e4m3, 4 scales of 128 of them in fp32, and the elements from 512 on in bf16."""
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)

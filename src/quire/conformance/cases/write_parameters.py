@@ -9,11 +9,11 @@ from typing import Any
 from quire.cache.format import BYTE_NAMES, FLOAT_NAMES, FP8_NAMES
 from quire.conformance.cases.case import Case
 from quire.conformance.cases.covering import Forbidden, Row, Space, covering_array
-from quire.conformance.cases.formats import GROUP, units_of
+from quire.conformance.cases.formats import GROUP, INTEGERS, units_of
 from quire.conformance.cases.parameters import ELEMENT_BYTES, WORDS, lengths_of, shares
 
 PARAMETERS: dict[str, dict[str, dict[str, Any]]] = {
-    "format": {name: {"format": name} for name in (*FLOAT_NAMES, *BYTE_NAMES, "int4", "nvfp4")},
+    "format": {name: {"format": name} for name in (*FLOAT_NAMES, *BYTE_NAMES, *INTEGERS[1:], "nvfp4")},
     "scales": {name: {"scales": name} for name in ("none", "tensor", "head", "token")},
     "q_dtype": {name: {"q_dtype": name} for name in FLOAT_NAMES},
     "layout": {name: {"layout": name} for name in ("nhd", "hnd", "vllm_x", "vllm_joint", "aiter")},

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from quire.conformance.cases.formats import GROUP, LARGEST, TYPES, in_sequency_order
+from quire.conformance.cases.formats import FP8, GROUP, LARGEST, TYPES, WITH_INFINITY, in_sequency_order
 from quire.conformance.cases.write_call import WriteCall
 from quire.conformance.faults.fault import Fault
 from quire.conformance.faults.written_places import ORDERS, PARTS, prepared
@@ -14,7 +14,6 @@ from quire.conformance.oracle import write as oracle
 from quire.conformance.oracle.write import RIGHT, Divisor, Rows, WriteStages, WriteWork
 from quire.conformance.oracle.write_budget import half_step
 
-FP8 = ("e4m3fn", "e4m3fnuz", "e5m2")
 Change = Callable[[WriteWork, str, Rows], Divisor]
 
 
@@ -97,7 +96,7 @@ def _unsaturated(format: str, quotient: torch.Tensor) -> torch.Tensor:
     if format in FP8:
         beyond = quotient.abs() > largest + float(half_step(format, torch.tensor(largest, dtype=torch.float64)))
         kept = quotient.clamp(-largest, largest)
-        return torch.where(beyond, quotient.sign() * torch.inf if format == "e5m2" else torch.nan, kept)
+        return torch.where(beyond, quotient.sign() * torch.inf if format in WITH_INFINITY else torch.nan, kept)
     wrap = 2 * (largest + 1)
     rounded = quotient.round()
     return torch.where(rounded.abs() > largest, (rounded + largest + 1) % wrap - largest - 1, quotient)
@@ -249,7 +248,7 @@ WRITTEN_NUMBERS = (
         _other_range,
         _has_token_scales,
         tuple({"largest": n} for n in (128.0, 8.0, 240.0, 448.0, 127.0, 57344.0, 6.0)),
-        inject=lambda call: {"largest": 240.0 if call.case.formats["k"] in FP8 and call.case.formats["k"] != "e4m3fnuz" else 128.0},
+        inject=lambda call: {"largest": 240.0 if call.case.formats["k"] in (FP8[0], FP8[2]) else 128.0},
     ),
     Fault(
         "write-not-saturated",
@@ -272,11 +271,11 @@ WRITTEN_NUMBERS = (
         "write-as-other-fp8",
         "writes: formats",
         "numbers are encoded in another fp8 format than that of the cache",
-        "e4m3fn and e4m3fnuz (AMD) differ by a factor of 2, e5m2 is another format: all are bytes",
+        "a byte does not state its format: those of NVIDIA and AMD with three bits of fraction differ by a factor of 2",
         _as_fp8,
         _has_format(*FP8),
         tuple({"other": other} for other in FP8),
-        inject=lambda call: {"other": "e4m3fnuz" if call.case.formats["k"] == "e4m3fn" else "e4m3fn"},
+        inject=lambda call: {"other": FP8[1] if call.case.formats["k"] == FP8[0] else FP8[0]},
     ),
     Fault(
         "write-keys-not-transformed",

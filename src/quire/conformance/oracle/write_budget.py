@@ -10,8 +10,10 @@ import torch
 from quire.conformance.cases.formats import (
     E2M1,
     GROUP,
+    INTEGERS,
     LARGEST_SCALE,
     PACK,
+    SCALE_FORMAT,
     SMALLEST,
     TYPES,
     encode_groups,
@@ -28,7 +30,7 @@ BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 def half_step(format: str, magnitude: torch.Tensor) -> torch.Tensor:
     """Half the distance of two neighbours of a format near a magnitude."""
-    if format in ("int8", "int4"):
+    if format in INTEGERS:
         return torch.full_like(magnitude, 0.5)
     if format in GROUP:
         step, normal = 0.5, 1.0  # e2m1
@@ -99,10 +101,10 @@ def _groups(held: torch.Tensor, dim: int) -> torch.Tensor:
 
 
 def _ratios_of_groups(held: torch.Tensor, before: torch.Tensor, stored: StoredPart, dim: int) -> torch.Tensor:
-    """The same for the scale of the group of each element: it may be off by one step of e4m3."""
+    """The same for the scale of the group of each element: it may be off by one step of its format."""
     assert stored.groups is not None
     got = _groups(held, dim)
-    off = _over(got - stored.groups, 2 * half_step("e4m3fn", stored.groups))
+    off = _over(got - stored.groups, 2 * half_step(SCALE_FORMAT, stored.groups))
     same = torch.where(_same_bits(held[..., dim // 2 :], before[..., dim // 2 :]), 0.0, torch.inf)
     off = torch.where(stored.groups.isnan(), same, off).repeat_interleave(dim // got.shape[-1], -1)
     return torch.where(stored.free, 0.0, off)
@@ -135,7 +137,7 @@ def put_write(call: WriteCall, want: WriteOutcome) -> None:
 def _encoded(format: str, before: torch.Tensor, stored: StoredPart, dim: int) -> torch.Tensor:
     """The storage of the pages after a write, [.., units]."""
     if format not in PACK:
-        new = (stored.value.round() if format == "int8" else stored.value).to(TYPES[format])
+        new = (stored.value.round() if format in INTEGERS else stored.value).to(TYPES[format])
         bits = BITS[new.element_size()]
         return torch.where(stored.written, new.view(bits), before.view(TYPES[format]).view(bits)).view(TYPES[format])
     old = nibbles(before[..., : dim // 2].repeat_interleave(2, -1)).to(torch.uint8)
