@@ -7,18 +7,18 @@ import torch
 
 from quire.conformance.cases.build import build
 from quire.conformance.cases.case import Case
-from quire.conformance.cases.suite import LEVELS, cases
+from quire.conformance.cases.suite import LEVELS, all_cases, cases
 from quire.errors import ArgumentError
 
 
 def test_str_and_parse_are_inverse() -> None:
-    for case in cases("full"):
+    for case in all_cases():
         assert Case.parse(str(case)) == case
 
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_names_are_unique(level: str) -> None:
-    names = [case.name for case in cases(level)]
+    names = [case.name for operation in ("attend", "write") for case in cases(level, operation)]
     assert len(set(names)) == len(names)
 
 
@@ -34,6 +34,13 @@ def test_names_are_unique(level: str) -> None:
         ("a group=two", "group: given two; allowed: an integer"),
         ("a layout=rows", "layout: given rows; allowed: nhd, hnd"),
         ("a q_lens=1,2", "as many as kv_lens"),
+        ("a rope=half-split", "attend with rope=half-split"),
+        ("a operation=write window=3,0", "write with window=3,0"),
+        ("a operation=write norm=weight", "rope: given none with norm"),
+        ("a operation=write rope=interleaved hadamard=yes", "without hadamard"),
+        ("a operation=write rope=interleaved rotary_dim=66", "rotary_dim: given 66; allowed: an even number"),
+        ("a operation=write q_dtype=e4m3fn", "a write of fp32, fp16 or bf16"),
+        ("a hadamard=yes head_dim=80", "a power of two"),
     ],
 )
 def test_invalid_line_is_refused_with_the_allowed_values(line: str, allowed: str) -> None:

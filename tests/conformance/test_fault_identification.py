@@ -14,7 +14,7 @@ from quire.conformance.cases.build import build
 from quire.conformance.cases.call import KernelCall
 from quire.conformance.cases.case import Case
 from quire.conformance.cases.suite import cases_of
-from quire.conformance.faults import CATALOGUE
+from quire.conformance.faults import ATTENTION
 from quire.conformance.faults.injected import BEHAVIOUR, compute, injected
 from quire.conformance.oracle import exact as oracle
 from quire.conformance.oracle.exact import PLAIN, SequenceResult, Stages
@@ -29,16 +29,8 @@ PLACES = (
     *("window-both-sides", "x-packed-int8-tokens", "high-pages", "far", "very-far", "hints-low", "everything", "e5m2-tensor"),
     *("e4m3fnuz-tensor", "x-packed", "fp8-queries", "scale", "causal-mixed", "tree-window", "fp8-context", "long-random"),
     *("alibi-sinks", "extreme", "strided", "strided-context", "shard-tokens", "shard-tree", "spans-images", "cross"),
-    *(
-        "int4-tokens",
-        "int4-zero-points",
-        "nvfp4",
-        "nvfp4-swizzled",
-        "two-fp8-formats",
-        "select-positions-heads",
-        "select-columns-heads",
-    ),
-    *("prefixes-tree", "latent", "latent-ds-mla"),
+    *("int4-tokens", "int4-zero-points", "nvfp4", "nvfp4-swizzled", "two-fp8-formats", "select-positions-heads"),
+    *("select-columns-heads", "prefixes-tree", "latent", "latent-ds-mla", "hadamard-context"),
 )
 CHAOTIC = ("fp16-read-as-bf16", "lse-without-log", "accumulated-in-16-bits")
 """Outputs that overflow, or consist of rounding errors: no prediction is within the budget everywhere."""
@@ -46,7 +38,7 @@ CHAOTIC = ("fp16-read-as-bf16", "lse-without-log", "accumulated-in-16-bits")
 
 def place_of(name: str) -> Case | None:
     """The first case in which a fault can occur."""
-    fault = next(fault for fault in CATALOGUE if fault.name == name)
+    fault = next(fault for fault in ATTENTION if fault.name == name)
     return next((BY_NAME[place] for place in PLACES if fault.applies(_built(place))), None)
 
 
@@ -55,8 +47,8 @@ def _built(place: str) -> KernelCall:
     return build(BY_NAME[place])
 
 
-FAULT = {fault.name: fault for fault in CATALOGUE}
-FAULTS = [fault.name for fault in CATALOGUE if fault.predicted and fault.name not in CHAOTIC]
+FAULT = {fault.name: fault for fault in ATTENTION}
+FAULTS = [fault.name for fault in ATTENTION if fault.predicted and fault.name not in CHAOTIC]
 
 
 @pytest.mark.parametrize("name", FAULTS[::6])
@@ -332,14 +324,14 @@ def test_reproducible_dependence_on_an_earlier_call_is_a_state_leak() -> None:
     assert finding.fault == "state-leaks"
 
 
-@pytest.mark.parametrize("name", [fault.name for fault in CATALOGUE if fault.group == "shard"])
+@pytest.mark.parametrize("name", [fault.name for fault in ATTENTION if fault.group == "shard"])
 def test_faults_of_shards_are_identified(name: str) -> None:
     case = place_of(name)
     assert case is not None and case.shard[1] > 1
     assert examine(case, injected(name)).findings[0].fault == name
 
 
-@pytest.mark.parametrize("name", [fault.name for fault in CATALOGUE if fault.group in ("select", "prefixes", "latent")])
+@pytest.mark.parametrize("name", [fault.name for fault in ATTENTION if fault.group in ("select", "prefixes", "latent", "hadamard")])
 def test_faults_of_features_are_identified(name: str) -> None:
     case = place_of(name)
     assert case is not None

@@ -31,8 +31,9 @@ pytestmark = pytest.mark.skipif(
         ("triton-mixed", ["mixed", "context-form", "tree", "everything"], []),
         ("triton-decode", ["decode-fp8", "decode-far", "decode-everything", "mixed"], []),
         ("triton-shared", ["prefixes-decode"], ["mixed", "prefixes"]),
+        ("write.triton", ["write-skipped", "write-nvfp4", "rope-interleaved", "rope-int8-tokens", "write-hadamard"], []),
     ],
-    ids=["mixed", "decode", "shared"],
+    ids=["mixed", "decode", "shared", "write"],
 )
 def test_no_false_alarm(kernel: str, right: list[str], refused: list[str]) -> None:
     only = f"^({'|'.join((*right, *refused))})$"

@@ -15,7 +15,7 @@ COVER = (
     *("cross", "fp32", "extreme", "strided", "strided-context", "invariant", "shard-tokens", "shard-tree"),
     *("spans-any", "spans-prefix"),
     *("select-positions-heads", "select-columns-heads", "prefixes-tree", "latent"),
-    *("int4-tokens", "int4-zero-points", "nvfp4-swizzled", "two-fp8-formats", "latent-ds-mla"),
+    *("int4-tokens", "int4-zero-points", "nvfp4-swizzled", "two-fp8-formats", "latent-ds-mla", "hadamard-context"),
 )
 """Cases that, with those of smoke, detect every fault; `quire conform --power --level standard` prints the matrix."""
 CASES = [*cases_of("smoke"), *(case for case in cases_of("standard") if case.name in COVER)]

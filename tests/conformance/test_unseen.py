@@ -53,5 +53,34 @@ def test_a_fault_is_described_and_gets_no_false_name(name: str, described: str) 
 def test_there_are_forty_and_the_document_has_each() -> None:
     assert len(unseen.KERNELS) >= 40
     text = (HERE.parents[1] / "docs" / "power.md").read_text()
-    measured = [line.split("`")[1] for line in text.split(unseen.MARKER)[1].splitlines() if line.startswith("| `")]
-    assert sorted(measured) == sorted(unseen.KERNELS)
+    assert measured(text, "attention") == sorted(unseen.KERNELS)
+    assert measured(text, "writes") == sorted(unseen.WRITES)
+
+
+def measured(text: str, of: str) -> list[str]:
+    part = text.split(unseen.MARKERS[of])[1].split("\n## ")[0]
+    return sorted(line.split("`")[1] for line in part.splitlines() if line.startswith("| `"))
+
+
+def test_the_write_without_a_fault_is_correct() -> None:
+    chosen = [*cases_of("write_smoke"), *cases_of("write_standard")[::9], *cases_of("write_pairs")[::14]]
+    report = conform(adapter(f"{HERE / 'unseen' / 'writes.py'}:correct"), chosen)
+    assert [result.case.name for result in report.results if result.failed] == []
+    assert report.counts()["correct"] > 20
+
+
+@pytest.mark.parametrize(
+    "name, said",
+    [
+        ("norm_last", "norm-after-rotation"),
+        ("skipped_at_slot_zero", "write-skipped-token-stored"),
+        ("page_by_shift", "only with a page size that is no power of two"),
+    ],
+)
+def test_an_unseen_write_is_described(name: str, said: str) -> None:
+    lens = {"operation": "write", "q_lens": (1, 5, 20), "kv_lens": (37, 40, 27)}
+    cases = [Case("plain", **lens), Case("page-24", **lens, page_size=24), Case("skipped", **lens, slots="skipped")]
+    cases += [Case("rope", **lens, rope="half-split"), Case("norm", **lens, rope="half-split", norm="weight")]
+    found = unseen.judge(name, conform(adapter(f"{HERE / 'unseen' / 'writes.py'}:{name}"), cases))
+    assert found.failing and not found.false, found
+    assert said in (*found.names, found.contrast.split(" (")[0]), found

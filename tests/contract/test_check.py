@@ -58,7 +58,7 @@ def test_rule_ids_are_stable() -> None:
     assert [rule.id for rule in CONTRACT] == [
         "dont-care", "residency", "index-types", "table", "lengths", "ownership", "output", "quantisation", "addressing",
         "capture", "repeatable", "shapes", "devices", "numbers", "written-scales", "shards",
-        "rotation", "spans", "selection", "prefixes", "latent",
+        "rotation", "spans", "selection", "prefixes", "latent", "hadamard",
     ]  # fmt: skip
 
 

@@ -41,11 +41,13 @@ SHOWN = 8
 """Entries of a long list that a summary shows."""
 NOTHING_RAN = 3
 """The exit status of a run that computed nothing."""
-HELP = "Runs any paged-attention function through a suite of test cases, and names what is wrong with it."
+HELP = "Runs any function that attends over a paged cache, or writes it, through test cases, and names what is wrong with it."
 EXAMPLES = """\
 examples:
   quire conform cpu                                     Quire's kernel for this CPU, in seconds
   quire conform my_kernel.py:attention --level standard a function of yours; an adapter takes 20 lines (quire example 05)
+  quire conform my_kernel.py:write --level standard     the same of a cache write, fused with RoPE or not (quire example 14)
+  quire conform write.cpu                               Quire's own write
   quire conform vllm.unified_attention --html out.html  an installed peer, and a report with figures
   quire conform triton-mixed --level standard --jobs 16 on a GPU: 16 processes, which compile in parallel
   quire conform triton-mixed --case 'window q_lens=1,9 kv_lens=40,50 window=7,0'
@@ -55,7 +57,9 @@ examples:
 
 A function takes its tensors by name: q, k_pages, v_pages, page_table, kv_lens, q_starts, out, scale, and an argument for each
 feature it supports: window, alibi, sinks, causal, mask, positions, k_scale, v_scale, new_k, new_v, lse, ... Cases with a
-feature that it has no argument for are skipped; `SUPPORTS = {"page_size": (16, 32)}` in its file declares finer limits.
+feature that it has no argument for are skipped. A function with an argument k is a write: k, v, k_pages, v_pages, slots, and
+k_scale, v_scale, cos, sin, positions, interleaved, q, q_out, k_norm, q_norm, hadamard, ...
+ `SUPPORTS = {"page_size": (16, 32)}` in its file declares finer limits.
 `python -c 'import quire.conformance.runner.target as t; help(t)'` prints the whole signature; docs/faults.md lists the faults.
 
 statuses: correct; wrong; raised: an exception, a crash or a hang; refused: an exception beyond the declared limits, as expected;
@@ -137,7 +141,8 @@ def run(args: Args) -> int:
         from quire.cli import conform_power
 
         _refuse_unused(args)
-        return conform_power.power(args, find_cases(args)) if args.power else conform_power.compare(args)
+        every = [*find_cases(args, ("attend", "write"))] if args.power else []
+        return conform_power.power(args, every) if args.power else conform_power.compare(args)
     if args.target is None:
         raise ArgumentError("TARGET", "nothing", "a kernel, a peer or file.py:function; or --power, or --compare")
     if args.names:
@@ -158,7 +163,8 @@ def _refuse_unused(args: Args) -> None:
             raise ArgumentError(f"--{name.replace('_', '-')}", getattr(args, name), f"none with {mode}, which does not use it")
 
 
-def find_cases(args: Args) -> list[Case]:
+def find_cases(args: Args, operations: Sequence[str]) -> list[Case]:
+    """The case of `--case`, or the cases of the level that operations have and `--only` matches."""
     from quire.conformance.cases.case import Case
     from quire.conformance.cases.suite import cases
 
@@ -174,20 +180,21 @@ def find_cases(args: Args) -> list[Case]:
             if q_len > kv_len and case.causal == "yes":
                 raise ArgumentError("--case", f"q_len {q_len} over kv_len {kv_len}", "at least q_len: kv_lens count the new tokens")
         return [case]
+    every = [case for operation in operations for case in cases(args.level, operation)]
     try:
-        found = [case for case in cases(args.level) if re.search(args.only or "", case.name)]
+        found = [case for case in every if re.search(args.only or "", case.name)]
     except re.error as error:
         raise ArgumentError("--only", repr(args.only), f"a regular expression ({error})") from None
     if not found:
-        raise ArgumentError("--only", repr(args.only), "a match for one of: " + ", ".join(case.name for case in cases(args.level)))
+        raise ArgumentError("--only", repr(args.only), "a match for one of: " + ", ".join(case.name for case in every))
     return found
 
 
 def _case_named(name: str) -> Case:
     """A case of the suite, by its name."""
-    from quire.conformance.cases.suite import cases
+    from quire.conformance.cases.suite import all_cases
 
-    known = {case.name: case for case in cases("full")}
+    known = {case.name: case for case in all_cases()}
     if name not in known:
         raise ArgumentError("--case", repr(name), "NAME FIELD=VALUE ..., as it was printed, or the name of a case of the suite")
     return known[name]
@@ -197,13 +204,13 @@ def _check_device(target: str, device: str | None) -> None:
     """Raises if a kernel of Quire would run on a GPU and there is none. Other targets check their own device."""
     import torch
 
-    from quire.conformance.runner.find_target import is_ours, ours
+    from quire.conformance.runner.find_target import find, is_ours
 
     no_gpu = not torch.cuda.is_available()
     if (device or "").startswith("cuda") and no_gpu:
         raise ArgumentError("--device", device, "a device that torch sees: there is no CUDA or ROCm device here")
-    if is_ours(target) and device is None and ours(target).device.startswith("cuda") and no_gpu:
-        raise ArgumentError("TARGET", target, "cpu, torch or native: there is no CUDA or ROCm device here")
+    if is_ours(target) and device is None and find(target).device.startswith("cuda") and no_gpu:
+        raise ArgumentError("TARGET", target, "cpu, torch or native, or write.cpu: there is no CUDA or ROCm device here")
 
 
 def _conform(args: Args) -> int:
@@ -213,7 +220,6 @@ def _conform(args: Args) -> int:
     from quire.conformance.runner.run import conform
     from quire.conformance.runner.subprocess_target import in_subprocess
 
-    cases = find_cases(args)
     _check_device(args.target, args.device)
 
     def reasons(name: str) -> dict[str, str]:
@@ -225,6 +231,7 @@ def _conform(args: Args) -> int:
         if args.jobs == 1:
             subprocess = in_subprocess(args.target, args.device, args.timeout)
             target = find(args.target, args.device) if here else stack.enter_context(subprocess)
+        cases = find_cases(args, (target.operation if target is not None else _operation(args, here),))
         tell = stack.enter_context(progress(len(cases), quiet=is_quiet(args)))
 
         def each(result: Result) -> None:
@@ -244,6 +251,17 @@ def _conform(args: Args) -> int:
 
         Path(args.html).write_text(html_report(report), encoding="utf-8")
     return exit_status(report)
+
+
+def _operation(args: Args, here: bool) -> str:
+    """What a target does, for a run in several processes."""
+    from quire.conformance.runner.find_target import find
+    from quire.conformance.runner.subprocess_target import in_subprocess
+
+    if here:
+        return find(args.target, args.device).operation
+    with in_subprocess(args.target, args.device, args.timeout) as target:
+        return target.operation
 
 
 def exit_status(report: Report) -> int:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from quire.cli.command import INTERRUPTED, Args, answer, is_quiet
 from quire.cli.progress import progress
-from quire.conformance.faults import CATALOGUE
+from quire.conformance.faults import ATTENTION, CATALOGUE
 from quire.conformance.runner.power import never_exposed
 from quire.conformance.runner.power import power as measure
 
@@ -78,7 +78,7 @@ def _report(found: Sequence[Power], result: dict[str, Any]) -> list[str]:
 
 
 def compare(args: Args) -> int:
-    """Injects the same faults under the inputs and tolerances of other suites."""
+    """Injects the same faults of attention under the inputs and tolerances of other suites."""
     from quire.conformance.cases.suite import cases
     from quire.conformance.runner.other_suites import TOLERANCES, comparison
 
@@ -86,9 +86,9 @@ def compare(args: Args) -> int:
     with progress(len(TOLERANCES) + len(ours), quiet=is_quiet(args)) as tell:
         suites = comparison(tell)
         found = measure(ours, each=lambda one: tell(one.case.name))
-    missed, total = never_exposed(found), len(CATALOGUE)
+    missed, total = never_exposed(found), len(ATTENTION)
     suites.append({"suite": "quire conform --level standard", "can": total, "exposed": total - len(missed), "missed": missed})
-    lines = [f"of {total} faults in the catalogue: how many can occur in a suite's cases, and how many are detected?", ""]
+    lines = [f"of {total} faults of attention in the catalogue: how many can occur in a suite's cases, how many are detected?", ""]
     lines.append(f"{'suite':64} {'can occur':>9} {'detected':>8}")
     lines += [f"{one['suite']!s:64} {one['can']!s:>9} {one['exposed']!s:>8}" for one in suites]
     answer(args, {"faults": total, "suites": suites}, "\n".join(lines))

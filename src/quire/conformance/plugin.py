@@ -68,7 +68,7 @@ class Suite(pytest.Collector):
                 made.target = stack.enter_context(in_subprocess(target, option("--quire-device")))
             else:
                 made.target = find(target, option("--quire-device"))
-            made.cases = suite.cases(option("--quire-level"))
+            made.cases = suite.cases(option("--quire-level"), made.target.operation)
             made.known = known.read(option("--quire-known"), made.target.name) if option("--quire-known") else {}
             for name in known.unmatched(made.known):
                 session.config.issue_config_time_warning(pytest.PytestWarning(f"--quire-known: no case is named {name}"), 2)

@@ -202,4 +202,13 @@ CONTRACT: tuple[Rule, ...] = (
         static=(static.latent,),
         proof="tests/test_mla.py",
     ),
+    Rule(
+        "hadamard",
+        "With `KVCache(hadamard=True)` keys are stored times the matrix `H[i, j] = (-1) ** popcount(i & j) / sqrt(head_dim)`. "
+        "`write` and `step` transform k, `attend` and `step` transform q, and `attend` the keys of `new`: in fp32, rounded once to "
+        "their type; a key is quantised after that. V is not transformed. The result is that over keys and queries that were not "
+        "transformed, up to rounding. K is quantised, and head_dim a power of two; `v_in_k`, `rope` and fp8 queries are rejected.",
+        binds="caller and kernel",
+        proof="tests/test_hadamard.py",
+    ),
 )

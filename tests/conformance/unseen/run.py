@@ -1,8 +1,9 @@
 """Measures the kit with the unseen faults: which are detected, named, or described by contrast.
 
-    python tests/conformance/unseen/run.py [--jobs N] [--level standard] [--quick] [--json FILE] [--markdown FILE] [NAME ...]
+    python tests/conformance/unseen/run.py [--writes] [--jobs N] [--level standard] [--quick] [--json FILE] [--markdown FILE] [NAME]
 
-Every kernel goes through the suite as `quire conform tests/conformance/unseen/unseen_kernels.py:NAME --in-process` does. A name
+Every kernel goes through the suite as `quire conform tests/conformance/unseen/unseen_kernels.py:NAME --in-process` does; with
+`--writes` those of writes.py. A name
 is true if it is one of the kernel's own, and false otherwise; `unknown` and symptoms are no names. A contrast describes a fault
 if it states a condition under which that kernel fails (`words`). With `--quick` correct results are not computed a second time,
 which only finds nondeterminism: the kernel that has it is measured in full.
@@ -27,6 +28,7 @@ sys.path.insert(0, str(HERE))
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from unseen_kernels import KERNELS  # noqa: E402
+from writes import WRITES  # noqa: E402
 
 from quire.conformance.cases.suite import cases  # noqa: E402
 from quire.conformance.reporting.report import UNKNOWN, Report  # noqa: E402
@@ -35,7 +37,11 @@ from quire.conformance.runner.run import conform  # noqa: E402
 
 OBSERVED = ("raises", "crashes", "hangs")
 """Names of what happened in a case: a kernel that raises because of its fault has them rightly."""
-MARKER = "<!-- Everything below is written by tests/conformance/unseen/run.py --markdown. -->"
+MARKERS = {
+    "writes": "<!-- Everything up to the next heading is written by tests/conformance/unseen/run.py --writes --markdown. -->",
+    "attention": "<!-- Everything below is written by tests/conformance/unseen/run.py --markdown. -->",
+}
+MARKER = MARKERS["attention"]
 
 
 @dataclass
@@ -62,10 +68,11 @@ class Measured:
 
 def judge(name: str, report: Report) -> Measured:
     """Compares a report with what is true of the kernel."""
-    kernel = KERNELS[name]
+    kernel = WRITES[name] if name in WRITES else KERNELS[name]
     found = [finding for finding, _ in report.findings]
     names = list(dict.fromkeys(finding.fault for finding in found if finding.fault != UNKNOWN))
     said = [report.contrast, *(finding.contrast for finding in found)]
+    said += [finding.symptom for finding in found] if name in WRITES else []
     return Measured(
         name,
         sum(result.failed for result in report.results),
@@ -81,6 +88,8 @@ def judge(name: str, report: Report) -> Measured:
 
 def measure(name: str, level: str = "standard", quick: bool = False) -> Measured:
     """One kernel through the cases of a level."""
+    if name in WRITES:
+        return judge(name, conform(adapter(f"{HERE / 'writes.py'}:{name}"), cases(level, "write"), level))
     target = adapter(f"{HERE / 'unseen_kernels.py'}:{name}")
     if quick and "two-runs-differ" not in KERNELS[name].names:
         with patch("quire.conformance.runner.run.check_repetition", lambda *_: None):
@@ -111,13 +120,15 @@ def table(figures: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def write_document(file: Path, figures: dict[str, Any]) -> None:
-    """Replaces what follows the marker in docs/power.md by these figures."""
-    head = file.read_text(encoding="utf-8").split(MARKER)[0]
+def write_document(file: Path, figures: dict[str, Any], of: str, every: int) -> None:
+    """Replaces what follows the marker in docs/power.md, up to the next heading, by these figures."""
+    head, _, rest = file.read_text(encoding="utf-8").partition(MARKERS[of])
+    _, heading, tail = rest.partition("\n## ")
     counts = {key: figures[key] for key in ("kernels", "detected", "named", "named_or_described", "false_names")}
     words = ", ".join(f"{key.replace('_', ' ')} {value}" for key, value in counts.items())
-    words = words.replace("kernels ", f"{len(KERNELS)} kernels, measured ", 1)
-    file.write_text(f"{head}{MARKER}\n\nLevel `{figures['level']}`: {words}.\n\n{table(figures)}", encoding="utf-8")
+    words = words.replace("kernels ", f"{every} kernels, measured ", 1)
+    made = f"{MARKERS[of]}\n\nLevel `{figures['level']}`: {words}.\n\n{table(figures)}"
+    file.write_text(f"{head}{made}{heading}{tail}", encoding="utf-8")
 
 
 def _measure(job: tuple[str, str, bool]) -> Measured:
@@ -127,13 +138,15 @@ def _measure(job: tuple[str, str, bool]) -> Measured:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("names", nargs="*", metavar="NAME", help="kernels to measure (default: all)")
+    parser.add_argument("--writes", action="store_true", help="measure the writes")
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--level", default="standard")
     parser.add_argument("--json", metavar="FILE", help="also write the figures to a file")
     parser.add_argument("--quick", action="store_true", help="do not repeat calls whose result is correct")
     parser.add_argument("--markdown", metavar="FILE", help="also write the figures into docs/power.md")
     args = parser.parse_args()
-    names = args.names or list(KERNELS)
+    every = WRITES if args.writes else KERNELS
+    names = args.names or list(every)
     start = time.perf_counter()
     with multiprocessing.get_context("spawn").Pool(args.jobs) as pool:
         found = []
@@ -146,7 +159,7 @@ def main() -> int:
     if args.json:
         Path(args.json).write_text(json.dumps(figures, indent=2) + "\n")
     if args.markdown:
-        write_document(Path(args.markdown), figures)
+        write_document(Path(args.markdown), figures, "writes" if args.writes else "attention", len(every))
     return 0
 
 

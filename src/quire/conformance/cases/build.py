@@ -26,6 +26,7 @@ from quire.conformance.cases.formats import (
     encode_latent,
     encode_with_zero_point,
     grouped_at,
+    hadamard,
     numbers_of_groups,
     pairs,
     scale_with_zero_point,
@@ -96,6 +97,7 @@ def build(case: Case, device: torch.device | str = "cpu") -> KernelCall:
         layout=case.layout,
         format=case.format,
         v_format=case.v_format,
+        hadamard=case.hadamard,
         lse=guarded((tokens, case.q_heads), torch.float32, device) if case.lse else None,
         q_scale=Q_SCALE if case.q_dtype in LARGEST else None,
         batch_invariant=case.batch_invariant,
@@ -126,7 +128,12 @@ def _keys_and_values(case: Case, made: torch.dtype, plan: PagePlan, cached: list
             dense["v"] = [keys[..., : case.v_in_k] for keys in dense["k"]]
             continue
         dense[part] = _dense(case, part, dim, made, plan)
+        turns = case.hadamard and part == "k"
+        if turns:
+            dense[part] = [hadamard(x) for x in dense[part]]
         pages[part], scales[part] = _store(case, part, dim, plan, cached, dense[part])
+        if turns:
+            dense[part] = [hadamard(x) for x in dense[part]]  # its own inverse: a reader's numbers, in terms of the queries
     return dense, pages, scales
 
 

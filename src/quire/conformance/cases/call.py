@@ -44,6 +44,9 @@ class KernelCall:
     v_format: str = ""
     v_in_k: bool = False
     """Whether V is a part of K: `v_pages` and `new_v` are views of the first elements of `k_pages` and `new_k`."""
+    hadamard: bool = False
+    """Whether stored keys are multiplied by the Hadamard matrix H[i, j] = (-1)^popcount(i & j) / sqrt(head_dim). Queries and new
+    keys are not: the kernel multiplies them."""
     k_scale: torch.Tensor | None = None
     v_scale: torch.Tensor | None = None
     lse: torch.Tensor | None = None
@@ -130,7 +133,9 @@ class KernelCall:
 
     def cache(self) -> KVCache:
         layout, formats = layout_named(self.layout), (FORMATS[self.formats["k"]], FORMATS[self.formats["v"]])
-        return KVCache(self.k_pages, self.v_pages, layout, formats, self.k_scale, self.v_scale, None, False, self.v_in_k)
+        cache = KVCache(self.k_pages, self.v_pages, layout, formats, self.k_scale, self.v_scale, None, False, self.v_in_k)
+        cache.hadamard = self.hadamard
+        return cache
 
     def batch(self) -> Batch:
         index = self.page_table, self.kv_lens, self.q_starts
@@ -186,6 +191,20 @@ class KernelCall:
                 found.append(f"padding rows of {name}")
         return list(dict.fromkeys((*found, *self.changed_in_subprocess)))
 
+    # What a subprocess sends back.
+
+    def outputs(self) -> dict[str, torch.Tensor]:
+        """The output and the LSE with their guards, in host memory."""
+        return {name: whole_of(x).cpu() for name, x in (("out", self.out), ("lse", self.lse)) if x is not None}
+
+    def take_outputs(self, outputs: dict[str, torch.Tensor]) -> None:
+        """Copies the outputs of the same call in another process. Without an LSE, that target returns none."""
+        whole_of(self.out).copy_(outputs["out"])
+        if self.lse is not None and "lse" in outputs:
+            whole_of(self.lse).copy_(outputs["lse"])
+        else:
+            self.lse = None
+
     def unwritten(self) -> torch.Tensor:
         """Which elements of out still hold the fill byte, bool [tokens, q_heads, v_head_dim]."""
         width = self.out.dtype.itemsize
@@ -199,6 +218,7 @@ OPTIONAL_ARGUMENTS = (
     "v_scale",
     "v_format",
     "v_in_k",
+    "hadamard",
     "new_k",
     "new_v",
     "shard",

@@ -1,10 +1,11 @@
-"""A case: everything that determines one attention call and its tensors. A case is written and parsed as one line of text."""
+"""A case: everything that determines one call of attention, or one write, and its tensors. A case is written and parsed as one line
+of text."""
 
 from __future__ import annotations
 
 import math
 import zlib
-from dataclasses import MISSING, dataclass, fields, replace
+from dataclasses import MISSING, dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any
 
@@ -28,6 +29,8 @@ class Case:
     """
 
     name: str
+    operation: str = field(default="attend", kw_only=True)
+    """attend; or write: the new tokens of every sequence are stored in the cache."""
     q_lens: tuple[int, ...] = (1, 5, 20, 1)
     kv_lens: tuple[int, ...] = (37, 40, 20, 64)
     kv_heads: int = 2
@@ -46,9 +49,12 @@ class Case:
     v_format: str = ""
     scales: str = "none"
     """none, tensor, head or token."""
+    hadamard: bool = False
+    """K is stored times the Hadamard matrix of ±1 / sqrt(head_dim), in its natural order; queries and new keys are not."""
     storage: str = "native"
     """native; bytes: fp8 pages as uint8; padded: a gap after every page."""
     q_dtype: str = "fp16"
+    """Of queries; in a write also of the new keys and values."""
     index: tuple[str, ...] = ("int32", "int32", "int32")
     """The dtypes of page_table, kv_lens and q_starts."""
     form: str = "full"
@@ -96,6 +102,19 @@ class Case:
     lse: bool = False
     batch_invariant: bool = False
     """Each sequence must give the same bits alone as in the batch."""
+    slots: str = "batch"
+    """Where a write stores tokens. batch: the slots that follow from page table and lengths; skipped: the same, but some tokens
+    have slot -1; scattered: any slots, without a page table."""
+    rope: str = "none"
+    """How a write rotates keys, and queries beside them: none, half-split or interleaved."""
+    rotary_dim: int = 0
+    """Elements of a head that are rotated; 0 means head_dim."""
+    norm: str = "none"
+    """The norm before the rotation. weight: RMSNorm times the weight; unit-offset: times 1 + weight; none."""
+    queries: bool = True
+    """Whether a write with rope rotates queries too."""
+    positions: str = "own"
+    """own: tokens are rotated by their positions in their sequences; given: by any others."""
     only: int = -1
     """The only sequence of the batch that is in the call, with the same numbers as in the batch; -1 means all sequences."""
     seed: int = 0
@@ -106,6 +125,8 @@ class Case:
         if not -1 <= self.only < len(self.q_lens):
             raise ArgumentError("only", self.only, f"-1, or a sequence: 0 to {len(self.q_lens) - 1}")
         self._check_latent()
+        self._check_hadamard()
+        self._check_write()
         if len(self.shard) != 3 or not 0 <= self.shard[0] < self.shard[1] or self.shard[2] < 1:
             raise ArgumentError("shard", self.shard, "rank, ranks, interleave with 0 <= rank < ranks and interleave >= 1")
         alone = [name for name in NOT_WITH_PREFIXES if getattr(self, name) != DEFAULTS[name]]
@@ -129,6 +150,34 @@ class Case:
         sizes = (self.head_dim, self.v_in_k, self.scales)
         if self.format == "fp8_ds_mla" and sizes != (576, 512, "none"):
             raise ArgumentError("format", f"fp8_ds_mla with head_dim, v_in_k and scales {sizes}", "it with 576, 512 and none")
+
+    def _check_hadamard(self) -> None:
+        if not self.hadamard:
+            return
+        if self.head_dim & (self.head_dim - 1) or self.v_in_k or FORMATS[self.q_dtype].quantised:
+            given = f"yes with head_dim={self.head_dim} v_in_k={self.v_in_k} q_dtype={self.q_dtype}"
+            allowed = "yes with a head_dim that is a power of two, values of their own, and queries of 16 or 32 bits; or no"
+            raise ArgumentError("hadamard", given, allowed)
+
+    def _check_write(self) -> None:
+        unused = OF_WRITES if self.operation == "attend" else OF_ATTENTION
+        given = [f"{name}={_word(getattr(self, name))}" for name in unused if getattr(self, name) != DEFAULTS[name]]
+        if given:
+            raise ArgumentError("operation", f"{self.operation} with {', '.join(given)}", "only fields of that operation")
+        if self.rotary_dim % 2 or self.rotary_dim > self.head_dim:
+            raise ArgumentError("rotary_dim", self.rotary_dim, f"an even number up to head_dim = {self.head_dim}")
+        if self.operation == "write" and (self.format == "fp8_ds_mla" or FORMATS[self.q_dtype].quantised):
+            given_types = f"a write of {self.q_dtype} to {self.format}"
+            raise ArgumentError("format", given_types, "a write of fp32, fp16 or bf16 to a format other than fp8_ds_mla")
+        turned = [name for name in ("rotary_dim", "norm", "positions", "queries") if getattr(self, name) != DEFAULTS[name]]
+        if turned if self.rope == "none" else self.hadamard or self.v_in_k:
+            given_rope = f"{self.rope} with {', '.join((*turned, f'hadamard={_word(self.hadamard)}', f'v_in_k={self.v_in_k}'))}"
+            raise ArgumentError("rope", given_rope, "half-split or interleaved, without hadamard and v_in_k")
+
+    @property
+    def rotated(self) -> int:
+        """Elements of a head that a write rotates."""
+        return 0 if self.rope == "none" else self.rotary_dim or self.head_dim
 
     @property
     def seqs(self) -> int:
@@ -222,7 +271,18 @@ class Case:
 
 DEFAULTS = {spec.name: spec.default for spec in fields(Case)}
 NOT_WITH_PREFIXES = ("window", "mask", "spans", "select", "shard", "batch_invariant")
+OF_WRITES = ("slots", "rope", "rotary_dim", "norm", "queries", "positions")
+OF_ATTENTION = (
+    *("form", "causal", "window", "mask", "scale", "shard", "spans", "select", "select_heads", "data", "prefixes", "tail", "hints"),
+    *("lse", "only", *FEATURES),
+)
+"""Fields that only one of the operations has."""
 ALLOWED: dict[str, tuple[str, ...]] = {
+    "operation": ("attend", "write"),
+    "slots": ("batch", "skipped", "scattered"),
+    "rope": ("none", "half-split", "interleaved"),
+    "norm": ("none", "weight", "unit-offset"),
+    "positions": ("own", "given"),
     "layout": ("nhd", "hnd", "vllm_x", "vllm_joint", "aiter"),
     "format": tuple(FORMATS),
     "v_format": ("", *FORMATS),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from itertools import pairwise
 
 import torch
@@ -28,6 +29,12 @@ GROUP = {"nvfp4": 16, "nvfp4_swizzled": 16}
 """Elements that share a scale in the page."""
 ZERO_POINTS = "int4_zp"
 """Codes 0 to 15; the code of 0 is in the last four bits of the scale of a token and head."""
+FP8 = ("e4m3fn", "e4m3fnuz", "e5m2")
+WITH_INFINITY = ("e5m2",)
+"""Formats of one byte in which a number that is too large becomes infinite; in other floating-point formats it becomes NaN."""
+INTEGERS = ("int8", "int4")
+SCALE_FORMAT = "e4m3fn"
+"""The format of the scales of groups."""
 DS_MLA = "fp8_ds_mla"
 """vLLM's and FlashMLA's: 512 bytes of e4m3, 4 scales of 128 of them in fp32, and the elements from 512 on in bf16."""
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -106,6 +113,27 @@ def encode_latent(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def latent_byte(dim: torch.Tensor) -> torch.Tensor:
     """Where an element begins in its head."""
     return torch.where(dim < 512, dim, 528 + 2 * (dim - 512))
+
+
+def hadamard(x: torch.Tensor) -> torch.Tensor:
+    """The last axis times the Hadamard matrix H[i, j] = (-1)^popcount(i & j) / sqrt(n), in the dtype of x."""
+    return x @ hadamard_matrix(x.shape[-1]).to(x.dtype)
+
+
+@lru_cache
+def hadamard_matrix(n: int) -> torch.Tensor:
+    """The matrix, fp64 [n, n]; n is a power of two."""
+    matrix = torch.ones(1, 1, dtype=torch.float64)
+    while matrix.shape[0] < n:
+        matrix = torch.cat((torch.cat((matrix, matrix), 1), torch.cat((matrix, -matrix), 1)))
+    return matrix * n**-0.5
+
+
+def in_sequency_order(x: torch.Tensor) -> torch.Tensor:
+    """`hadamard`, by the matrix whose rows are ordered by how often their sign changes. Only faults use it."""
+    matrix = hadamard_matrix(x.shape[-1])
+    changes = (matrix.sign().diff(dim=-1) != 0).sum(-1)
+    return x @ matrix[changes.argsort()].to(x.dtype)
 
 
 def pairs(codes: torch.Tensor) -> torch.Tensor:

@@ -4,6 +4,8 @@
     standard   standard.txt and pairs.txt     more handwritten cases, and all pairs of parameter values: up to a minute
     full       full.txt and triples.txt       large sizes, and all triples of parameter values: minutes
 
+Those of writes are in write_smoke.txt, and so on.
+
 `quire.conformance.cases.parameters` generates pairs.txt and triples.txt.
 """
 
@@ -20,17 +22,27 @@ LEVELS = {"smoke": ("smoke",), "standard": ("standard", "pairs"), "full": ("full
 """The files that each level adds."""
 
 
-def cases(level: str) -> list[Case]:
-    """The cases of a level."""
+PREFIX = {"attend": "", "write": "write_"}
+"""How the names of the files of each operation begin."""
+
+
+def cases(level: str, operation: str = "attend") -> list[Case]:
+    """The cases of a level, of one operation."""
     if level not in LEVELS:
         raise ArgumentError("level", level, ", ".join(LEVELS))
     levels = [*LEVELS]
-    return [case for each in levels[: levels.index(level) + 1] for name in LEVELS[each] for case in cases_of(name)]
+    files = [f"{PREFIX[operation]}{name}" for each in levels[: levels.index(level) + 1] for name in LEVELS[each]]
+    return [case for name in files for case in cases_of(name)]
+
+
+def all_cases() -> list[Case]:
+    """Every case, of both operations."""
+    return [*cases("full"), *cases("full", "write")]
 
 
 def case_named(name: str) -> Case | None:
     """The case with this name, of any level, or None."""
-    return next((case for case in cases("full") if case.name == name), None)
+    return next((case for case in all_cases() if case.name == name), None)
 
 
 @lru_cache

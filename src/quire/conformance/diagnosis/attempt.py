@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any, Protocol
 
 import torch
 
 from quire.conformance.cases.build import build
+from quire.conformance.cases.build_write import build_write
 from quire.conformance.cases.call import KernelCall
 from quire.conformance.cases.case import Case
+from quire.conformance.cases.write_call import WriteCall
 from quire.conformance.diagnosis import precision
+from quire.conformance.diagnosis.write_attempt import attempt_write
 from quire.conformance.faults import Observation
 from quire.conformance.oracle import exact as x
 from quire.conformance.oracle.budget import Truth, distance, lse_ratios, ratios, rounding_losses, truth
@@ -22,6 +26,29 @@ NEAR = 64.0
 """A prediction at most this many budgets away is compared again with its own budget: a fault may make a computation coarser."""
 COARSEST = 256.0
 """How much larger than the budget of the correct computation that budget may be."""
+
+
+class TriedCall(Protocol):
+    """A call of any operation that was run, and its exact result: an `Attempt` or a `WriteAttempt`."""
+
+    failure: Failure | None
+
+    @property
+    def call(self) -> Any: ...
+    @property
+    def error(self) -> str: ...
+    @property
+    def off(self) -> float: ...
+    @property
+    def is_correct(self) -> bool: ...
+    @property
+    def wrong_elements(self) -> int: ...
+    @property
+    def wrong_sequences(self) -> tuple[int, ...]: ...
+    @property
+    def seen(self) -> Any: ...
+    def distance_to(self, stages: Any) -> float: ...
+    def share_missed(self, stages: Any) -> float: ...
 
 
 @dataclass
@@ -86,6 +113,11 @@ class Attempt:
     def ratios(self) -> torch.Tensor:
         """Error over budget of every live element, [rows, q_heads, v_head_dim]."""
         return ratios(self.out, self.bare, self.truth, self.call.live)
+
+    @property
+    def wrong_elements(self) -> int:
+        """How many elements of the output are beyond their budget."""
+        return int((self.ratios > 1).sum())
 
     @cached_property
     def wrong_rows(self) -> torch.Tensor:
@@ -156,9 +188,29 @@ def attempt(case: Case, target: Target, call: KernelCall | None = None) -> Attem
     return done
 
 
+def call_of(case: Case, device: torch.device | str = "cpu") -> KernelCall | WriteCall:
+    """The call of a case of any operation."""
+    return build_write(case, device) if case.operation == "write" else build(case, device)
+
+
+def attempt_any(case: Case, target: Target, call: Any = None) -> TriedCall:
+    """Builds a case of any operation and runs a target on it."""
+    return attempt_write(case, target, call) if case.operation == "write" else attempt(case, target, call)
+
+
+def try_any(case: Case, target: Target) -> TriedCall | None:
+    """As `try_case`, for any operation."""
+    if case.operation == "attend":
+        return try_case(case, target)
+    try:
+        return attempt_write(case, target) if case.live and can_run(case, target) else None
+    except (IndexError, ValueError, RuntimeError):
+        return None
+
+
 def can_run(case: Case, target: Target) -> bool:
     """Whether a target takes a case: it has the arguments, and the case is within its limits."""
-    call = build(case, target.device)
+    call = call_of(case, target.device)
     return target.missing(call) is None and target.limits(call) is None
 
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from quire.conformance.diagnosis.attempt import Attempt
-from quire.conformance.faults import CATALOGUE, Fault, Parameters
-from quire.conformance.oracle.exact import Stages
+from quire.conformance.diagnosis.attempt import TriedCall
+from quire.conformance.faults import ATTENTION, WRITES, Fault, Parameters
 
 
 class Match(NamedTuple):
@@ -19,18 +18,20 @@ class Match(NamedTuple):
     distance: float
 
     @property
-    def stages(self) -> Stages:
+    def stages(self) -> Any:
         assert self.fault.change is not None
         return self.fault.change(**self.parameters)
 
 
 SOLVED = 0.01
 """The largest relative difference of two solutions for the same number."""
-NAMED = tuple(fault for fault in CATALOGUE if fault.predicted and not fault.symptom)
-SYMPTOMS = tuple(fault for fault in CATALOGUE if fault.predicted and fault.symptom)
+NAMED = tuple(fault for fault in ATTENTION if fault.predicted and not fault.symptom)
+SYMPTOMS = tuple(fault for fault in ATTENTION if fault.predicted and fault.symptom)
+NAMED_WRITES = tuple(fault for fault in WRITES if fault.predicted and not fault.symptom)
+SYMPTOMS_OF_WRITES = tuple(fault for fault in WRITES if fault.predicted and fault.symptom)
 
 
-def matches(done: Attempt, faults: tuple[Fault, ...] = NAMED) -> tuple[list[Match], list[tuple[str, float]]]:
+def matches(done: TriedCall, faults: tuple[Fault, ...] = NAMED) -> tuple[list[Match], list[tuple[str, float]]]:
     """The faults that explain a result, the most specific first, and the distance of every fault that was tried. A fault occurs
     with each of its parameters that explain the result: other results decide between them."""
     found: list[Match] = []
@@ -47,7 +48,7 @@ def matches(done: Attempt, faults: tuple[Fault, ...] = NAMED) -> tuple[list[Matc
     return found, sorted(far, key=lambda entry: entry[1])
 
 
-def tries(fault: Fault, done: Attempt) -> Iterator[Match]:
+def tries(fault: Fault, done: TriedCall) -> Iterator[Match]:
     """A fault with each of its parameter values; of solved ones, up to the first that explains the result."""
     proposals: list[Parameters] = list(fault.tries)
     if fault.solve is not None:
@@ -64,12 +65,12 @@ def tries(fault: Fault, done: Attempt) -> Iterator[Match]:
             return
 
 
-def carries(match: Match, done: Attempt) -> bool:
+def carries(match: Match, done: TriedCall) -> bool:
     """Whether a fault explains another result with the same parameters."""
     return distance_to(match, done) <= 1
 
 
-def distance_to(match: Match, done: Attempt) -> float:
+def distance_to(match: Match, done: TriedCall) -> float:
     """How far a fault's prediction is; infinite where it needs rows, keys or pages that the call does not have."""
     try:
         return done.distance_to(match.stages)
@@ -77,7 +78,7 @@ def distance_to(match: Match, done: Attempt) -> float:
         return math.inf
 
 
-def explains(match: Match, done: Attempt) -> bool:
+def explains(match: Match, done: TriedCall) -> bool:
     """Whether a fault explains another wrong result. Parameters that name a place in a call are solved again."""
     if not match.fault.applies(done.call):
         return False

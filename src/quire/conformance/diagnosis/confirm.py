@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from quire.conformance.cases.case import Case
-from quire.conformance.diagnosis.attempt import Attempt, try_case
+from quire.conformance.diagnosis.attempt import TriedCall, try_any
 from quire.conformance.diagnosis.candidates import Match, carries, explains
 from quire.conformance.diagnosis.probes import Probe, probes
 from quire.conformance.runner.target import Target
@@ -26,7 +26,7 @@ class Confirmation:
     """Probes with a correct result."""
     missed_once: bool = False
 
-    def take(self, probe: Probe, done: Attempt) -> None:
+    def take(self, probe: Probe, done: TriedCall) -> None:
         """Drops the candidates that a probe refutes."""
         if done.error:
             return
@@ -39,7 +39,7 @@ class Confirmation:
             self._keep(kept, f"wrong with {probe.what}, but not as predicted by")
         self.held |= {match.fault.name for match in kept}
 
-    def _supported(self, probe: Probe, done: Attempt) -> list[Match]:
+    def _supported(self, probe: Probe, done: TriedCall) -> list[Match]:
         """Candidates that explain a probe with a wrong result."""
         kept = [match for match in self.found if explains(match, done)]
         fixed = [match for match in self.found if match.fault.solve is None]
@@ -70,7 +70,7 @@ def confirm(found: list[Match], case: Case, target: Target) -> tuple[list[Match]
     for probe in probes(case):
         if not state.found or (len(state.names) < 2 and not probe.required):
             break
-        done = try_case(probe.case, target)
+        done = try_any(probe.case, target)
         if done is not None:
             state.take(probe, done)
     alone = [name for name in state.names if name not in state.held]
@@ -80,7 +80,7 @@ def confirm(found: list[Match], case: Case, target: Target) -> tuple[list[Match]
     return kept, [*state.evidence, *([f"correct with {', with '.join(state.correct)}"] if state.correct else [])]
 
 
-def _shows(match: Match, done: Attempt) -> bool:
+def _shows(match: Match, done: TriedCall) -> bool:
     """Whether a fault would show in a probe that is correct, which refutes it. A solved parameter that names a place of one call
     (a row, a page) says nothing about another call."""
     if not match.fault.applies(done.call) or (match.fault.solve is not None and not match.fault.lasting):
@@ -88,7 +88,7 @@ def _shows(match: Match, done: Attempt) -> bool:
     return not carries(match, done)
 
 
-def _nearly(match: Match, done: Attempt) -> bool:
+def _nearly(match: Match, done: TriedCall) -> bool:
     """Whether a fault explains almost every element of another wrong result."""
     try:
         return match.fault.applies(done.call) and done.share_missed(match.stages) <= FEW

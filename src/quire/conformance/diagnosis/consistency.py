@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from quire.conformance.cases.build import build
+from quire.conformance.diagnosis.attempt import call_of
 from quire.conformance.faults import BY_NAME
 from quire.conformance.reporting.report import UNKNOWN, Finding, Result
 
@@ -39,7 +39,7 @@ def _left_unexplained(name: str, results: Sequence[Result]) -> int:
     """Diagnosed cases without a name in which the fault can occur."""
     first = [(result, result.findings[0]) for result in results if result.findings]
     unknown = [result for result, finding in first if finding.fault == UNKNOWN and finding.evidence]
-    return sum(BY_NAME[name].applies(build(result.case)) for result in unknown[:MOST_BUILT])
+    return sum(BY_NAME[name].applies(call_of(result.case)) for result in unknown[:MOST_BUILT])
 
 
 def _demoted(finding: Finding) -> Finding:

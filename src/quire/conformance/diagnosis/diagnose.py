@@ -17,7 +17,7 @@ import torch
 
 from quire.conformance.cases.case import Case
 from quire.conformance.diagnosis import precision
-from quire.conformance.diagnosis.attempt import Attempt, attempt, run_on, try_case
+from quire.conformance.diagnosis.attempt import Attempt, TriedCall, attempt, run_on, try_case
 from quire.conformance.diagnosis.candidates import SYMPTOMS, Match, matches
 from quire.conformance.diagnosis.confirm import confirm
 from quire.conformance.diagnosis.determinism import check_determinism
@@ -44,7 +44,7 @@ class Diagnosis:
     """The findings of one wrong result, and the attempt that shows them: error maps are drawn from it."""
 
     findings: list[Finding]
-    attempt: Attempt
+    attempt: Any
 
     @property
     def name(self) -> str:
@@ -179,7 +179,7 @@ def _of_matches(found: list[Match], far: list[tuple[str, float]], state: Diagnos
     finding = Finding(
         best.fault.name,
         equivalent,
-        _plain(best.parameters),
+        plain(best.parameters),
         best.distance,
         min((off for name, off in far if name not in equivalent), default=torch.inf),
         summary=best.fault.effect,
@@ -221,9 +221,7 @@ def _of_pair(state: DiagnosisState) -> Diagnosis | None:
         return None
     found = []
     for match, alone in zip(pair.matches, pair.reproduced):
-        finding = Finding(
-            match.fault.name, (match.fault.name,), _plain(match.parameters), pair.distance, summary=match.fault.effect
-        )
+        finding = Finding(match.fault.name, (match.fault.name,), plain(match.parameters), pair.distance, summary=match.fault.effect)
         finding = _diagnosis(finding, state.with_evidence(*pair.evidence), match).findings[0]
         found.append(replace(finding, reproduce=str(alone or state.case)))
     return Diagnosis(found, state.done)
@@ -239,7 +237,7 @@ def _of_symptom(state: DiagnosisState) -> Diagnosis | None:
 
 
 def _symptom(looks: str, state: DiagnosisState, match: Match | None = None) -> Diagnosis:
-    parameters = {} if match is None else _plain(match.parameters)
+    parameters = {} if match is None else plain(match.parameters)
     finding = Finding(UNKNOWN, (UNKNOWN,), parameters, symptom=looks, summary=spread(state.done))
     return _diagnosis(finding, state, match)
 
@@ -255,7 +253,8 @@ def _unknown(state: DiagnosisState) -> Diagnosis:
     return _diagnosis(finding, state)
 
 
-def _has_no_name(case: Case, target: Target, done: Attempt) -> bool:
+def _has_no_name(case: Case, target: Target, done: TriedCall) -> bool:
+    assert isinstance(done, Attempt)
     return diagnose(case, target, done, shrinks=False).name == UNKNOWN
 
 
@@ -285,11 +284,11 @@ def _diagnosis(finding: Finding, state: DiagnosisState, match: Match | None = No
     return Diagnosis([finding], done)
 
 
-def _plain(parameters: Parameters) -> dict[str, Any]:
+def plain(parameters: Parameters) -> dict[str, Any]:
     """Parameters that JSON can hold."""
-    plain: dict[str, Any] = {}
+    found: dict[str, Any] = {}
     for name, value in parameters.items():
         if isinstance(value, dict):
             value = {", ".join(map(str, key)) if isinstance(key, tuple) else str(key): v for key, v in value.items()}
-        plain[name] = "the end" if value == OPEN else value
-    return plain
+        found[name] = "the end" if value == OPEN else value
+    return found

@@ -13,11 +13,12 @@ from typing import Any, NamedTuple
 from quire.cache.kv_cache import MOST_DIM
 from quire.conformance.cases.case import Case
 
-IGNORED = ("name", "q_lens", "kv_lens", "seed", "fill_byte", "x", "poison", "only")
+IGNORED = ("name", "operation", "q_lens", "kv_lens", "seed", "fill_byte", "x", "poison", "only")
 """Fields that a kernel does not depend on, or that other facts cover."""
 WORDS = {
     "lse": "with LSE output",
     "form": "in the {} form",
+    "hadamard": "with Hadamard-transformed keys",
     "mask": "with a tree mask",
     "causal": "with causal={}",
     "alibi": "with ALiBi",
@@ -46,6 +47,17 @@ WORDS_OF_VALUES = {
     ("table", "far"): "with element offsets above 2^31",
     ("table", "very-far"): "with element offsets above 2^32",
     ("scales", "none"): "without scales",
+    ("slots", "batch"): "with slots of the page table",
+    ("slots", "skipped"): "with tokens of slot -1",
+    ("slots", "scattered"): "with slots in any order",
+    ("rope", "none"): "without RoPE",
+    ("rope", "half-split"): "with half-split RoPE",
+    ("rope", "interleaved"): "with interleaved RoPE",
+    ("norm", "none"): "without a norm",
+    ("norm", "weight"): "with a norm",
+    ("norm", "unit-offset"): "with a norm by 1 + weight",
+    ("positions", "own"): "with positions of the sequences",
+    ("positions", "given"): "with given positions",
     ("scales", "tensor"): "with one scale per tensor",
     ("scales", "head"): "with scales per head",
     ("scales", "token"): "with scales per token",
@@ -54,6 +66,8 @@ WORDS_OF_VALUES = {
     ("storage", "padded"): "with padded pages",
 }
 """The same for single values."""
+WORDS_OF_OTHERS = {"rope": "with RoPE", "norm": "with a norm", "slots": "with slots that do not follow from the page table"}
+"""The same for all values but the default."""
 SIZES = ("kv_heads", "group", "head_dim", "page_size")
 """Numeric fields for which thresholds make sense."""
 
@@ -113,7 +127,7 @@ def field_facts(cases: Iterable[Case]) -> Iterator[Fact]:
             continue
         if isinstance(spec.default, str):
             if len(special) > 1:
-                words = f"with {spec.name} other than {spec.default}"
+                words = WORDS_OF_OTHERS.get(spec.name, f"with {spec.name} other than {spec.default}")
                 yield Fact(words, _differs(spec.name, spec.default), _reset(spec.name, spec.default))
             for value in values:
                 words = WORDS_OF_VALUES.get((spec.name, value)) or WORDS.get(spec.name, f"with {spec.name} {{}}").format(value)
@@ -164,6 +178,8 @@ def _reset(name: str, value: Any) -> Callable[[Case], Case | None]:
         changes: dict[str, Any] = {name: value}
         if name == "format" and value in ("fp16", "bf16", "fp32"):
             changes |= {"scales": "none", "storage": "native"}
+        if name == "rope" and value == "none":
+            changes |= {"rotary_dim": 0, "norm": "none", "queries": True, "positions": "own"}
         return case.replace(**changes)
 
     return without
@@ -204,6 +220,11 @@ def shape_facts() -> Iterator[Fact]:
         "with values that are a part of keys",
         lambda case, i: case.v_in_k > 0,
         lambda case: case.replace(v_in_k=0, head_dim=min(case.head_dim, MOST_DIM)),
+    )
+    yield Fact(
+        "with a head that is rotated in part",
+        lambda case, i: case.rotary_dim not in (0, case.head_dim),
+        lambda case: case.replace(rotary_dim=0),
     )
     yield Fact(
         "with a sequence without queries",

@@ -23,6 +23,9 @@ class Probe(NamedTuple):
 
 def probes(case: Case) -> Iterator[Probe]:
     """Required probes first: other indices, numbers and lengths."""
+    if case.operation == "write":
+        yield from _of_write(case)
+        return
     size = case.page_size
     plain = case.replace(poison="decoy", tail="page")
     lens = list(zip(case.q_lens, case.kv_lens))
@@ -46,3 +49,24 @@ def probes(case: Case) -> Iterator[Probe]:
     if case.form == "full" and case.table == "shuffled":
         more = plain.replace(q_lens=(*case.q_lens, 2), kv_lens=(*case.kv_lens, 3 * size - 1))
         yield Probe("one sequence more", more)
+
+
+def _of_write(case: Case) -> Iterator[Probe]:
+    """The same for a write."""
+    plain = case.replace(poison="decoy", tail="page")
+    lens = list(zip(case.q_lens, case.kv_lens))
+    other = tuple(q + 1 + i % 2 if q else 0 for i, q in enumerate(case.q_lens))
+    longer = tuple(n + 7 + 3 * i for i, (_, n) in enumerate(lens))
+    yield Probe("other numbers", plain.replace(seed=case.seed + 2), True, True)
+    yield Probe("other numbers and lengths", plain.replace(seed=case.seed + 1, q_lens=other, kv_lens=longer), required=True)
+    yield Probe("one new token each", plain.replace(q_lens=(1,) * case.seqs, kv_lens=tuple(max(n, 1) for n in case.kv_lens)))
+    yield Probe("new tokens without context", plain.replace(kv_lens=case.q_lens))
+    yield Probe("a longer context", plain.replace(kv_lens=tuple(n + LONG for n in case.kv_lens), seed=case.seed + 3))
+    if case.kv_heads * case.group < 16:
+        yield Probe("more heads", plain.replace(kv_heads=case.kv_heads + 1, seed=case.seed + 4))
+    if case.rotated:
+        yield Probe("given positions", plain.replace(positions="given", seed=case.seed + 5))
+        yield Probe("keys alone", plain.replace(queries=False))
+    if case.slots == "batch":
+        yield Probe("tokens that are skipped", plain.replace(slots="skipped"))
+    yield Probe("larger pages", plain.replace(page_size=case.page_size * 2))

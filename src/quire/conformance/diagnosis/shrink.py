@@ -5,23 +5,23 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from quire.conformance.cases.case import Case
-from quire.conformance.diagnosis.attempt import Attempt, try_case
+from quire.conformance.diagnosis.attempt import TriedCall, try_any
 from quire.conformance.runner.target import Target
 
 
-def shrink(case: Case, target: Target, has_no_name: Callable[[Case, Attempt], bool]) -> Case:
+def shrink(case: Case, target: Target, has_no_name: Callable[[Case, TriedCall], bool]) -> Case:
     """A smaller case that fails too, and whose fault has no name either."""
     # Mostly the smallest case that fails has no name. Only otherwise is each step diagnosed.
     small = smaller(case, target, lambda smaller, done: True)
     if small == case:
         return case
-    done = try_case(small, target)
+    done = try_any(small, target)
     if done is not None and not done.error and has_no_name(small, done):
         return small
     return smaller(case, target, has_no_name)
 
 
-def smaller(case: Case, target: Target, keeps: Callable[[Case, Attempt], bool]) -> Case:
+def smaller(case: Case, target: Target, keeps: Callable[[Case, TriedCall], bool]) -> Case:
     """The case after every step that leaves it wrong, where `keeps` agrees."""
     steps: list[Callable[[Case], Case]] = [
         *(lambda c, i=i: keep(c, (i,)) for i in range(min(case.seqs, 8))),
@@ -38,7 +38,7 @@ def smaller(case: Case, target: Target, keeps: Callable[[Case, Attempt], bool]) 
             less = step(case)
         except (IndexError, ValueError):
             continue
-        done = None if less == case else try_case(less, target)
+        done = None if less == case else try_any(less, target)
         if done is not None and not done.error and done.off > 1 and keeps(less, done):
             case = less
     return case

@@ -1,4 +1,4 @@
-"""One fault of the catalogue: a name, a description, and a change of the exact computation."""
+"""One fault of the catalogue, of attention or of writes: a name, a description, and a change of the exact computation."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import torch
 
 from quire.conformance.cases.call import KernelCall
 from quire.conformance.oracle.budget import Truth, ratios
-from quire.conformance.oracle.exact import Stages
 
 Parameters = dict[str, Any]
 
@@ -41,19 +40,19 @@ class Fault:
     """Effect on the output."""
     cause: str
     """Usual cause in kernels."""
-    change: Callable[..., Stages] | None = None
-    """Returns the stages with the fault; takes the parameters by name."""
-    applies: Callable[[KernelCall], bool] = lambda call: True
+    change: Callable[..., Any] | None = None
+    """Returns the stages with the fault, `Stages` or `WriteStages`; takes the parameters by name."""
+    applies: Callable[[Any], bool] = lambda call: True
     """Whether the fault can occur in a call."""
     tries: Sequence[Parameters] = field(default=({},))
     """Parameters to try; the first ones are injected."""
-    solve: Callable[[Observation], Sequence[Parameters]] | None = None
+    solve: Callable[[Any], Sequence[Parameters]] | None = None
     """Computes parameters from the output of a kernel."""
     lasting: bool = False
     """Whether solved parameters must be the same in other calls: factors, distances and orders, but not rows, keys or pages."""
     symptom: bool = False
     """Whether it describes the output (zero rows, missing keys) and not the error in the kernel: reported as a symptom."""
-    inject: Callable[[KernelCall], Parameters] | None = None
+    inject: Callable[[Any], Parameters] | None = None
     """Returns the parameters to inject, if they depend on the call."""
     issues: tuple[str, ...] = ()
     """Public reports."""
@@ -62,6 +61,6 @@ class Fault:
     def predicted(self) -> bool:
         return self.change is not None
 
-    def injected_parameters(self, call: KernelCall) -> Parameters:
+    def injected_parameters(self, call: Any) -> Parameters:
         """The parameters with which the fault is injected into a call."""
         return self.inject(call) if self.inject is not None else dict(self.tries[0])

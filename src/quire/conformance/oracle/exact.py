@@ -5,6 +5,7 @@
     locate      the page of each key, and its offset in the page
     address     the memory address of each element, counted in elements
     decode      stored elements to numbers, times their scale
+    transform   queries and new keys of a call with Hadamard-transformed keys
     gather      keys and values of a sequence: from the cache, and new ones that are passed as arguments
     kv_head     the kv head of each query head
     score       logits: q·k, scale, softcap
@@ -37,6 +38,7 @@ from quire.conformance.cases.formats import (
     TYPES,
     ZERO_POINTS,
     grouped_at,
+    hadamard,
     latent_byte,
     numbers_of_codes,
     numbers_of_scales,
@@ -300,9 +302,16 @@ def gather(w: Work, s: Stages, indices: Indices, sequence: BatchSequence) -> Val
         value = s.decode(w, part, load(w, part, s.address(w, part, page, offset)), page, offset)
         fresh = w.new[part]
         if fresh is not None:
-            value = torch.cat((value, fresh[sequence.first : sequence.first + sequence.q_len].cpu().to(w.number)))
+            rows = fresh[sequence.first : sequence.first + sequence.q_len].cpu().to(w.number)
+            value = torch.cat((value, s.transform(w, rows) if part == "k" else rows))
         parts.append(value)
     return Values(*parts)
+
+
+def transform(w: Work, x: torch.Tensor) -> torch.Tensor:
+    """Queries or new keys, [tokens, heads, head_dim], times the Hadamard matrix if stored keys are. Kernels round the product to
+    the type of the queries."""
+    return w.rounded_for_logits(hadamard(x)) if w.call.hadamard else x
 
 
 def kv_head(w: Work) -> torch.Tensor:
@@ -472,6 +481,7 @@ class Stages:
     locate: Callable[..., tuple[torch.Tensor, torch.Tensor]] = locate
     address: Callable[..., torch.Tensor] = address
     decode: Callable[..., torch.Tensor] = decode
+    transform: Callable[..., torch.Tensor] = transform
     gather: Callable[..., Values] = gather
     kv_head: Callable[..., torch.Tensor] = kv_head
     score: Callable[..., torch.Tensor] = score
@@ -489,11 +499,13 @@ class Stages:
 
 
 PLAIN = Stages()
+READING = ("read", "sequences", "locate", "address", "decode", "transform", "gather")
+"""The stages that keys and values depend on."""
 
 
 def _values(w: Work, s: Stages, indices: Indices, sequence: BatchSequence) -> Values:
     """Keys and values of a sequence. If no stage of the reading is replaced, they are read once and reused for all faults."""
-    if any(getattr(s, name) is not getattr(PLAIN, name) for name in ("read", "sequences", "locate", "address", "decode", "gather")):
+    if any(getattr(s, name) is not getattr(PLAIN, name) for name in READING):
         return s.gather(w, s, indices, sequence)
     key = (sequence.seq, w.number)
     if key not in w.call.memo:
@@ -518,7 +530,7 @@ def exact(
         torch.zeros(shape, dtype=torch.bool),
     )
     indices = s.read(w)
-    q = call.q.cpu().to(number) * (1.0 if call.q_scale is None else call.q_scale)
+    q = s.transform(w, call.q.cpu().to(number) * (1.0 if call.q_scale is None else call.q_scale))
     heads = s.kv_head(w)
     for sequence in s.sequences(w, indices):
         if sequence.q_len < 1 or sequence.first < 0 or sequence.first + sequence.q_len > shape[0]:

@@ -6,7 +6,7 @@ from itertools import groupby
 
 from quire.conformance.faults import CATALOGUE
 
-_HEAD = """# Faults of paged attention
+_HEAD = """# Faults of paged attention and cache writes
 
 Generated from `quire.conformance.faults.CATALOGUE` by `python -m quire.conformance`; a test checks that this document is current.
 

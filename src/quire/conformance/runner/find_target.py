@@ -12,6 +12,7 @@ from typing import Any
 import quire
 from quire.conformance import targets
 from quire.conformance.cases.call import KernelCall
+from quire.conformance.cases.write_call import WriteCall
 from quire.conformance.runner.target import Target, wrap
 from quire.dispatch.catalogue import CATALOGUE
 from quire.errors import ArgumentError
@@ -19,6 +20,8 @@ from quire.errors import ArgumentError
 
 def find(text: str, device: str | None = None) -> Target:
     """The target of this name: a kernel of Quire, a peer, `file.py:function` or `package.module:function`."""
+    if text in OUR_WRITES:
+        return our_write(text, device)
     if is_ours(text):
         return ours(text, device)
     if text in targets.TARGETS:
@@ -29,7 +32,12 @@ def find(text: str, device: str | None = None) -> Target:
     raise ArgumentError("target", text, f"{known}, or file.py:function")
 
 
-OURS = ("cpu", *(kernel.name for kernel in CATALOGUE if kernel.operation == "attend"))
+def _kernels(operation: str) -> tuple[str, ...]:
+    return "cpu", *(kernel.name for kernel in CATALOGUE if kernel.operation == operation)
+
+
+OUR_WRITES = tuple(f"write.{name}" for name in _kernels("write"))
+OURS = (*_kernels("attend"), *OUR_WRITES)
 
 
 def is_ours(text: str) -> bool:
@@ -37,11 +45,32 @@ def is_ours(text: str) -> bool:
     return text in OURS
 
 
+def _device_of(operation: str, name: str) -> str:
+    vendors = next((one.vendors for one in CATALOGUE if (one.operation, one.name) == (operation, name)), None)
+    return "cpu" if vendors is None or "cpu" in vendors else "cuda"
+
+
+def our_write(text: str, device: str | None = None) -> Target:
+    """A kernel of Quire, called through `quire.write`; `write.cpu` is the kernel that `quire.write` chooses on this CPU."""
+    name = text.removeprefix("write.")
+    kernel = None if name == "cpu" else name
+
+    def run(call: WriteCall) -> None:
+        batch, rope = call.batch(), call.rope()
+        by_batch = batch is not None and call.case.slots == "batch"
+        how: dict[str, Any] = {"slots": None if by_batch else call.slots, "kernel": kernel}
+        if rope is not None:
+            own = batch is not None and call.case.positions == "own"
+            how |= {"rope": rope, "q": call.q, "q_out": call.q_out, "positions": None if own else call.positions}
+        quire.write(call.k, call.v, call.cache(), batch, **how)
+
+    return Target(text, run, device or _device_of("write", name), version=quire.__version__, operation="write")
+
+
 def ours(name: str, device: str | None = None) -> Target:
     """A kernel of Quire, called through `quire.attend`; `cpu` is the kernel that `quire.attend` chooses on this CPU."""
     kernel = None if name == "cpu" else name
-    vendors = next((one.vendors for one in CATALOGUE if (one.operation, one.name) == ("attend", name)), None)
-    device = device or ("cpu" if vendors is None or "cpu" in vendors else "cuda")
+    device = device or _device_of("attend", name)
 
     def run(call: KernelCall) -> None:
         arguments = call.q, call.cache(), call.batch(), call.options()

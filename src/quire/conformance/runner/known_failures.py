@@ -11,7 +11,7 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
-from quire.conformance.cases.suite import cases
+from quire.conformance.cases.suite import all_cases
 from quire.errors import ArgumentError
 
 
@@ -43,5 +43,5 @@ def _same(named: str, target: str) -> bool:
 
 def unmatched(known: Iterable[str]) -> tuple[str, ...]:
     """The names that no case of any level has: misspelt, or of a case that was removed."""
-    names = {case.name for case in cases("full")}
+    names = {case.name for case in all_cases()}
     return tuple(name for name in known if name not in names)

@@ -17,7 +17,7 @@ from quire.cache.format import FORMATS
 from quire.conformance.cases.build import build
 from quire.conformance.cases.call import KernelCall
 from quire.conformance.cases.case import Case
-from quire.conformance.faults import CATALOGUE
+from quire.conformance.faults import ATTENTION
 from quire.conformance.faults.injected import compute
 from quire.conformance.oracle.exact import exact
 from quire.conformance.runner.threads import one_thread
@@ -62,7 +62,7 @@ def exposed_by(suite: OtherSuite) -> tuple[list[str], list[str]]:
             if case.data == "weak" and case.scales == "tensor":
                 _unit_scales(call)
             right = exact(call).out[: call.live]
-            for fault in CATALOGUE:
+            for fault in ATTENTION:
                 if not fault.predicted or not fault.applies(call):
                     continue
                 can[fault.name] = None

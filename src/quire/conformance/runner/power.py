@@ -12,11 +12,15 @@ from typing import Any
 
 from quire.cache.format import FORMATS
 from quire.conformance.cases.build import build
+from quire.conformance.cases.build_write import build_write
 from quire.conformance.cases.case import Case
 from quire.conformance.diagnosis.attempt import Attempt
-from quire.conformance.faults import CATALOGUE, Fault
-from quire.conformance.faults.injected import BEHAVIOUR, compute, injected
+from quire.conformance.diagnosis.write_attempt import WriteAttempt
+from quire.conformance.faults import ATTENTION, WRITES, Fault
+from quire.conformance.faults.injected import BEHAVIOUR, BEHAVIOUR_OF_WRITES, compute, injected
 from quire.conformance.oracle.budget import rounding_losses, truth
+from quire.conformance.oracle.write import exact_write
+from quire.conformance.oracle.write_budget import put_write
 from quire.conformance.runner.run import examine
 from quire.conformance.runner.threads import one_thread
 
@@ -25,6 +29,10 @@ ALWAYS_SHOW = (
     *("raises", "depends-on-batch"),
 )
 """Faults of behaviour that are visible whatever the data of a case."""
+
+
+FAULTS = {"attend": ATTENTION, "write": WRITES}
+"""By operation."""
 
 
 @dataclass
@@ -55,8 +63,50 @@ class Power:
         }
 
 
-def power_of(case: Case, *, names: int = 0, faults: Sequence[Fault] = CATALOGUE) -> Power:
+def power_of(case: Case, *, names: int = 0, faults: Sequence[Fault] | None = None) -> Power:
     """Injects every fault into a case, and diagnoses every `names`-th of those that are detected."""
+    if case.operation == "write":
+        found = _power_of_write(case, WRITES if faults is None else faults)
+    else:
+        found = _power_of_attention(case, ATTENTION if faults is None else faults)
+    if names:
+        # The first one differs from case to case, so that every fault is diagnosed in some case.
+        for name in found.exposed[case.code % names :: names]:
+            first = next(iter(examine(case, injected(name, operation=case.operation)).findings))
+            found.named[name] = name if name in (first.fault, *first.equivalent_faults) else first.fault
+    return found
+
+
+def _power_of_write(case: Case, faults: Sequence[Fault]) -> Power:
+    with one_thread():
+        found, call = Power(case), build_write(case)
+        right = exact_write(call)
+        put_write(call, right)
+        found.alarm = WriteAttempt(call, right).off > 1
+        for fault in faults:
+            if not fault.applies(call):
+                continue
+            assert fault.change is not None
+            wrong = build_write(case)
+            try:
+                put_write(wrong, exact_write(wrong, fault.change(**fault.injected_parameters(call))))
+            except (IndexError, RuntimeError, ValueError):
+                continue  # the fault stores to a page that this case does not have
+            (found.exposed if WriteAttempt(wrong, right).off > 1 else found.passed).append(fault.name)
+    padded = call.q is not None and case.padding > 0 and call.q_starts is not None
+    can_show = {"writes-padding-rows": padded, "writes-outside-output": bool(call.memory)}
+    _add_behaviour(found, [name for name in BEHAVIOUR_OF_WRITES if can_show.get(name, True)])
+    return found
+
+
+def _add_behaviour(found: Power, names: Sequence[str]) -> None:
+    """Injects faults of behaviour."""
+    for name in names:
+        findings = examine(found.case, injected(name, operation=found.case.operation)).findings
+        (found.exposed if findings else found.passed).append(name)
+
+
+def _power_of_attention(case: Case, faults: Sequence[Fault]) -> Power:
     with one_thread():
         found = Power(case)
         call = build(case)
@@ -77,16 +127,7 @@ def power_of(case: Case, *, names: int = 0, faults: Sequence[Fault] = CATALOGUE)
                 found.passed.append(fault.name)
                 continue
             found.exposed.append(fault.name)
-    for name in BEHAVIOUR:
-        if name not in {fault.name for fault in faults} or not _can_show(name, case):
-            continue
-        findings = examine(case, injected(name)).findings
-        (found.exposed if findings else found.passed).append(name)
-    if names:
-        # The first one differs from case to case, so that every fault is diagnosed in some case.
-        for name in found.exposed[case.code % names :: names]:
-            first = next(iter(examine(case, injected(name)).findings))
-            found.named[name] = name if name in (first.fault, *first.equivalent_faults) else first.fault
+    _add_behaviour(found, [name for name in BEHAVIOUR if name in {fault.name for fault in faults} and _can_show(name, case)])
     return found
 
 
@@ -114,6 +155,7 @@ def power(cases: Sequence[Case], *, names: int = 0, each: Callable[[Power], None
 
 
 def never_exposed(found: Sequence[Power]) -> list[str]:
-    """Faults that no case detects."""
+    """Faults of the operations of these cases that no case detects."""
     seen = {name for one in found for name in one.exposed}
-    return [fault.name for fault in CATALOGUE if fault.name not in seen]
+    faults = [fault for operation in {one.case.operation for one in found} for fault in FAULTS[operation]]
+    return [fault.name for fault in faults if fault.name not in seen]

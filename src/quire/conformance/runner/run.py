@@ -12,15 +12,17 @@ from dataclasses import replace
 import torch
 
 import quire
-from quire.conformance.cases.build import build
 from quire.conformance.cases.call import KernelCall
 from quire.conformance.cases.case import Case
-from quire.conformance.diagnosis.attempt import Attempt, attempt, try_case
+from quire.conformance.cases.write_call import WriteCall
+from quire.conformance.diagnosis.attempt import Attempt, TriedCall, attempt_any, call_of, try_any
 from quire.conformance.diagnosis.consistency import without_minority_names
 from quire.conformance.diagnosis.contrast import RunCase, contrast, contrast_of
 from quire.conformance.diagnosis.determinism import check_repetition
-from quire.conformance.diagnosis.diagnose import diagnose
+from quire.conformance.diagnosis.diagnose import Diagnosis, diagnose
+from quire.conformance.diagnosis.diagnose_write import check_repeated_writes, diagnose_write
 from quire.conformance.diagnosis.locate import cell
+from quire.conformance.diagnosis.write_attempt import WriteAttempt
 from quire.conformance.faults import BY_NAME
 from quire.conformance.oracle.budget import ratios
 from quire.conformance.reporting.report import INTERRUPTED, NOT_DIAGNOSED, TIME_LIMIT, Finding, Picture, Report, Result
@@ -43,43 +45,45 @@ def examine(case: Case, target: Target, trusted: frozenset[str] | None = frozens
 
 def _examine(case: Case, target: Target, trusted: frozenset[str] | None) -> Result:
     start = time.perf_counter()
-    call = build(case, target.device)
+    if case.operation != target.operation:
+        return Result(case, "skipped", f"a case of {case.operation}, and the target is one of {target.operation}")
+    call = call_of(case, target.device)
     lacks = target.missing(call)
     if lacks is not None and case.lse:
         # Without an `lse` argument only the output is compared.
         case = case.replace(lse=False)
-        call = build(case, target.device)
+        call = call_of(case, target.device)
         lacks = target.missing(call)
     if lacks is not None:
         return Result(case, "skipped", lacks)
     beyond = target.limits(call)
     if beyond is not None and not target.refuses:
         return Result(case, "skipped", beyond)
-    first = attempt(case, target, call)
+    first = attempt_any(case, target, call)
     result = _judge(case, target, first, beyond, trusted)
     return replace(result, seconds=round(time.perf_counter() - start, 4))
 
 
-def _judge(case: Case, target: Target, first: Attempt, beyond: str | None, trusted: frozenset[str] | None) -> Result:
+def _judge(case: Case, target: Target, first: TriedCall, beyond: str | None, trusted: frozenset[str] | None) -> Result:
     if first.failure is not None:
         if beyond is not None and first.failure.fault == "raises":
             return Result(case, "refused", f"{beyond}: {first.error}")
         return failed(case, first.failure)
     findings = list(_broken(case, first.call))
-    error, wrong = _count(first)
+    error, wrong = first.off, first.wrong_elements
     shown, reason = first, "" if beyond is None else f"returned a result although {beyond} is beyond its limits"
     if error > 1 and trusted is None:
         reason = NOT_DIAGNOSED
     elif error > 1 and trusted is not None:
-        diagnosis = diagnose(case, target, first, trusted=trusted)
+        diagnosis = _diagnosis(case, target, first, trusted)
         findings[:0], shown = diagnosis.findings, diagnosis.attempt
     elif beyond is None:
-        differs = check_repetition(case, target, first)
+        differs = _repetition(case, target, first)
         if differs is not None:
             findings.append(Finding(differs[0], differs[:1], summary=differs[1], reproduce=str(case)))
     status = "correct" if error <= 1 and not findings else "wrong"
     # The map is of the run that the first finding describes.
-    picture = _picture(shown, findings) if status == "wrong" else None
+    picture = _picture(shown, findings) if status == "wrong" and isinstance(shown, Attempt) else None
     places = first.wrong_sequences if error > 1 else ()
     return Result(case, status, reason, error, wrong, tuple(findings), picture=picture, wrong_sequences=places)
 
@@ -90,19 +94,26 @@ def failed(case: Case, failure: Failure) -> Result:
     return Result(case, "raised", text, findings=(Finding(failure.fault, (failure.fault,), summary=text, reproduce=str(case)),))
 
 
-def _count(done: Attempt) -> tuple[float, int]:
-    """The largest error in budgets, and how many elements of the output are beyond theirs."""
-    live = done.call.live
-    off = ratios(done.call.out.cpu(), done.call.unwritten().cpu(), done.truth, live)
-    return done.off, int((off > 1).sum())
+def _diagnosis(case: Case, target: Target, first: TriedCall, trusted: frozenset[str]) -> Diagnosis:
+    if isinstance(first, WriteAttempt):
+        return diagnose_write(case, target, first, trusted)
+    assert isinstance(first, Attempt)
+    return diagnose(case, target, first, trusted=trusted)
 
 
-def _broken(case: Case, call: KernelCall) -> Iterable[Finding]:
+def _repetition(case: Case, target: Target, first: TriedCall) -> tuple[str, str] | None:
+    if isinstance(first, WriteAttempt):
+        return check_repeated_writes(case, target, first)
+    assert isinstance(first, Attempt)
+    return check_repetition(case, target, first)
+
+
+def _broken(case: Case, call: KernelCall | WriteCall) -> Iterable[Finding]:
     """Findings of writes to guards, padding rows and inputs."""
     changed = call.changed_inputs()
     groups = {
         "writes-padding-rows": [s for s in changed if s.startswith("padding")],
-        "writes-outside-output": [s for s in changed if s.startswith(("before", "after"))],
+        "writes-outside-output": [s for s in changed if s.startswith(("before", "after", "beside"))],
         "changes-inputs": [s for s in changed if " " not in s],
     }
     for name, parts in groups.items():
@@ -186,7 +197,7 @@ def case_runner(target: Target) -> RunCase:
 
     def run_case(case: Case) -> bool | None:
         with one_thread():
-            done = try_case(case, target)
+            done = try_any(case, target)
         return None if done is None or done.error else done.is_correct
 
     return run_case

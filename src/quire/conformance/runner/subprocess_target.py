@@ -22,9 +22,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from quire.conformance.cases.build import build
-from quire.conformance.cases.call import KernelCall, whole_of
+from quire.conformance.cases.call import KernelCall
 from quire.conformance.cases.case import Case
+from quire.conformance.cases.write_call import WriteCall
+from quire.conformance.diagnosis.attempt import call_of
 from quire.conformance.runner.find_target import find
 from quire.conformance.runner.target import Failure, Target, frame_at, is_lost
 from quire.conformance.runner.threads import all_threads, one_thread
@@ -45,9 +46,8 @@ MOST_CRASHES = 5
 class CallResult(NamedTuple):
     """What a child sends after a call."""
 
-    out: bytes = b""
-    """The output with its guards; `lse` likewise."""
-    lse: bytes | None = None
+    outputs: tuple[tuple[str, bytes, str, tuple[int, ...]], ...] = ()
+    """The name, the bytes, the type and the shape of each tensor that the target wrote."""
     broken: tuple[str, ...] = ()
     error: str = ""
     at: str = ""
@@ -68,6 +68,7 @@ def in_subprocess(text: str, device: str | None = None, seconds: float = SECONDS
                 refuses=facts["refuses"],
                 version=facts["version"],
                 runs_on=facts["device"],
+                operation=facts["operation"],
             )
         finally:
             worker.stop()
@@ -89,7 +90,7 @@ class TargetWorker(SubprocessWorker):
         facts: dict[str, Any] = self._wait(self.ready_message)
         return facts
 
-    def support(self, call: KernelCall) -> tuple[str | None, str | None]:
+    def support(self, call: KernelCall | WriteCall) -> tuple[str | None, str | None]:
         """Which part of a call the target has no argument for, and which limit the call is beyond."""
         if self.timeouts >= MOST_TIMEOUTS:
             return f"not run: the target timed out {MOST_TIMEOUTS} times", None
@@ -99,7 +100,7 @@ class TargetWorker(SubprocessWorker):
             self.known = call.case, self._request("support", call)
         return self.known[1]
 
-    def run(self, call: KernelCall) -> None:
+    def run(self, call: KernelCall | WriteCall) -> None:
         """Runs the target on the case of a call in the child, and copies the outputs into the call."""
         result: CallResult = self._request("run", call)
         if result.error:
@@ -108,13 +109,9 @@ class TargetWorker(SubprocessWorker):
             raise Failure(result.error, "crashes" if is_lost(result.error) else "raises", result.at)
         self.gave_result = True
         call.changed_in_subprocess = result.broken
-        if result.lse is None:
-            call.lse = None
-        for tensor, data in ((call.out, result.out), (call.lse, result.lse)):
-            if tensor is not None and data is not None:
-                whole_of(tensor).copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+        call.take_outputs({name: _tensor(data, kind, shape) for name, data, kind, shape in result.outputs})
 
-    def _request(self, what: str, call: KernelCall) -> Any:
+    def _request(self, what: str, call: KernelCall | WriteCall) -> Any:
         if call.case is None:
             raise ArgumentError("call", "one without a case", "a call that `build` made: its case is sent to the child")
         if self.process is None:
@@ -172,8 +169,11 @@ def _serve(connection: Connection, text: str, device: str | None, seconds: float
             traceback.print_exc()
             connection.send(("target", f"{text}, which raises {type(error).__name__}: {error}", "a module that can be imported"))
             return
-        connection.send({"name": target.name, "device": target.device, "refuses": target.refuses, "version": target.version})
-        call: KernelCall | None = None
+        connection.send(
+            {"name": target.name, "device": target.device, "refuses": target.refuses, "version": target.version}
+            | {"operation": target.operation}
+        )
+        call: KernelCall | WriteCall | None = None
         while True:
             faulthandler.cancel_dump_traceback_later()
             try:
@@ -183,7 +183,7 @@ def _serve(connection: Connection, text: str, device: str | None, seconds: float
             if call is None or call.case != case:
                 try:
                     with one_thread():
-                        call = build(case, target.device)
+                        call = call_of(case, target.device)
                 except torch.OutOfMemoryError as error:
                     connection.send(error)
                     continue
@@ -196,17 +196,23 @@ def _serve(connection: Connection, text: str, device: str | None, seconds: float
                 return  # the parent closed the connection
 
 
-def _run(target: Target, call: KernelCall) -> CallResult:
+def _run(target: Target, call: KernelCall | WriteCall) -> CallResult:
     try:
         with all_threads():
             target.run(call)
-        out, lse = (None if t is None else _bytes(whole_of(t)) for t in (call.out, call.lse))
-        return CallResult(out or b"", lse, tuple(call.changed_inputs()))
+        return CallResult(tuple((name, *_data(x)) for name, x in call.outputs().items()), tuple(call.changed_inputs()))
     except Exception as error:
         failure = Failure.of(error)
         return CallResult(error=str(failure), at=failure.at)
 
 
-def _bytes(whole: torch.Tensor) -> bytes:
-    here = whole.cpu()
-    return ctypes.string_at(here.data_ptr(), here.numel())
+def _data(x: torch.Tensor) -> tuple[bytes, str, tuple[int, ...]]:
+    whole = x.contiguous()
+    kind = str(x.dtype).removeprefix("torch.")
+    return ctypes.string_at(whole.data_ptr(), whole.numel() * whole.element_size()), kind, tuple(x.shape)
+
+
+def _tensor(data: bytes, kind: str, shape: tuple[int, ...]) -> torch.Tensor:
+    if not data:
+        return torch.empty(shape, dtype=getattr(torch, kind))
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8).view(getattr(torch, kind)).view(shape)

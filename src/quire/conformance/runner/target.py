@@ -1,4 +1,4 @@
-"""A target: the function under test, which writes the output of a call, and its declared limits.
+"""A target: the function under test, which writes the output of a call or the cache, and its declared limits.
 
 The signature of an adapter, a function in any file (`quire conform my_kernel.py:attention`):
 
@@ -14,6 +14,13 @@ whether a value is allowed:
     SUPPORTS = {"q_dtype": ("fp16", "bf16"), "page_size": (16, 32), "head_dim": lambda n: n % 8 == 0, "max_q_len": range(0, 2)}
 
 `"contiguous": (True,)` declares that queries, page table and new tokens must not be views of wider tensors.
+
+A function with an argument `k` is a write. It takes `k, v, k_pages, v_pages`, and `slots` or `page_table, kv_lens, q_starts`, all
+as in `WriteCall`, and may declare more: the names in `OPTIONAL_OF_WRITES`.
+
+    def write(*, k, v, k_pages, v_pages, slots, ...):
+
+It stores k and v in the pages, and writes `q_out` or returns the rotated queries, if it takes `q`.
 
 Beyond such a limit the function is still called, and must raise or be correct. With `REFUSES = False` it is not called there: those
 cases are skipped.
@@ -32,16 +39,26 @@ from typing import Any
 import torch
 
 import quire
+from quire.cache.latent import rows_to_write
 from quire.conformance.cases.call import OPTIONAL_ARGUMENTS, KernelCall
+from quire.conformance.cases.write_call import WriteCall
 from quire.contract.call import Call
 from quire.errors import ArgumentError
 from quire.launch import described
 from quire.problem import FIELDS, Extent, Problem
+from quire.slot_batch import slots_batch
 
 NEEDED = ("q", "k_pages", "v_pages", "page_table", "kv_lens", "q_starts", "out", "scale")
 INDISPENSABLE = NEEDED[:6]
 """Without these the keys of a sequence cannot be found. A function may do without `out` and `scale`: it may return its output."""
 OPTIONAL = (*OPTIONAL_ARGUMENTS, "prefixes", "lse", "layout", "format", "max_q_len", "max_kv_len")
+NEEDED_OF_WRITES = ("k", "v", "k_pages", "v_pages")
+PLACES = ("page_table", "kv_lens", "q_starts")
+"""What tells where tokens go, besides `slots`."""
+OPTIONAL_OF_WRITES = (
+    *("slots", *PLACES, "k_scale", "v_scale", "layout", "format", "v_format", "v_in_k", "hadamard"),
+    *("cos", "sin", "positions", "interleaved", "q", "q_out", "k_norm", "q_norm", "eps", "unit_offset"),
+)
 EXTENT = Extent._fields
 LIMITED = (*FIELDS, *EXTENT, "contiguous")
 """The keys that `SUPPORTS` may have."""
@@ -54,18 +71,21 @@ class Target:
     """One function under test."""
 
     name: str
-    run: Callable[[KernelCall], None]
-    """Writes `call.out`, and `call.lse` where it is not None; raises any exception for a call that it refuses."""
+    run: Callable[[Any], None]
+    """Writes `call.out`, and `call.lse` where it is not None, or what a `WriteCall` stores; raises any exception for a call that it
+    refuses."""
     device: str = "cpu"
-    limits: Callable[[KernelCall], str | None] = lambda call: None
+    limits: Callable[[Any], str | None] = lambda call: None
     """Why a call is beyond what the target declares to support; None if it is not."""
-    missing: Callable[[KernelCall], str | None] = lambda call: None
+    missing: Callable[[Any], str | None] = lambda call: None
     """Which part of a call the target has no argument for: such a call cannot be made at all."""
     refuses: bool = True
     """Whether it may be called beyond its limits: it must then raise or be correct."""
     version: str = ""
     runs_on: str = ""
     """The device of a target that runs in a subprocess (`quire.conformance.runner.subprocess_target`)."""
+    operation: str = "attend"
+    """attend or write: which cases it is run on."""
 
 
 class Failure(Exception):
@@ -107,23 +127,28 @@ def wrap(
     version: str = "",
 ) -> Target:
     """A plain function of the documented signature as a target."""
-    made = _Adapter(function, name, supports or {})
-    return Target(name, made.run, device, made.limits, made.missing, refuses, version)
+    is_write = "k" in inspect.signature(function).parameters
+    made = (WriteAdapter if is_write else AttentionAdapter)(function, name, supports or {})
+    return Target(name, made.run, device, made.limits, made.missing, refuses, version, operation="write" if is_write else "attend")
 
 
 class _Adapter:
     """A function that takes a call's tensors by name."""
 
+    needed: tuple[str, ...]
+    optional: tuple[str, ...]
+    indispensable: tuple[str, ...]
+
     def __init__(self, function: Callable[..., Any], name: str, supports: dict[str, Limit]):
         parameters = inspect.signature(function).parameters
-        anything = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+        anything, known = any(p.kind is p.VAR_KEYWORD for p in parameters.values()), (*self.needed, *self.optional)
         self.function, self.supports = function, supports
-        self.takes = {n for n in (*NEEDED, *OPTIONAL) if n in parameters or anything}
+        self.takes = {n for n in known if n in parameters or anything}
         required = [n for n, p in parameters.items() if p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
-        strange = [n for n in required if n not in (*NEEDED, *OPTIONAL) or parameters[n].kind is inspect.Parameter.POSITIONAL_ONLY]
+        strange = [n for n in required if n not in known or parameters[n].kind is inspect.Parameter.POSITIONAL_ONLY]
         if strange:
-            raise ArgumentError(name, f"arguments {', '.join(strange)}", f"by name: {', '.join((*NEEDED, *OPTIONAL))}")
-        absent = [n for n in INDISPENSABLE if n not in self.takes]
+            raise ArgumentError(name, f"arguments {', '.join(strange)}", f"by name: {', '.join(known)}")
+        absent = [n for n in self.indispensable if n not in self.takes]
         if absent:
             given = ", ".join(parameters) or "none"
             raise ArgumentError(name, f"a function of the arguments {given}", f"one that also takes {', '.join(absent)}, by name")
@@ -131,17 +156,12 @@ class _Adapter:
             if key not in LIMITED:
                 raise ArgumentError("SUPPORTS", key, ", ".join(LIMITED))
 
-    def run(self, call: KernelCall) -> None:
-        """Calls the function, and copies what it returns, if anything, into the buffers of the call."""
+    def called(self, call: Any) -> tuple[Any, ...]:
+        """Calls the function, and returns its results."""
         result = self.function(**{n: getattr(call, n) for n in self.takes})
-        parts = result if isinstance(result, (tuple, list)) else (result,)
-        if call.lse is not None and "lse" not in self.takes and len(parts) < 2:
-            call.lse = None  # it returns no LSE: only the output is compared
-        for buffer, part in zip((call.out, call.lse), parts):
-            if buffer is not None and part is not None:
-                _copy_result(part, buffer, call.live)
+        return tuple(result) if isinstance(result, (tuple, list)) else (result,)
 
-    def missing(self, call: KernelCall) -> str | None:
+    def missing(self, call: Any) -> str | None:
         """Which part of a call the function has no argument for."""
         lacks = [n for n, present in call.features.items() if present and n not in self.takes]
         if call.layout != "nhd" and "layout" not in self.takes and "layout" not in self.supports:
@@ -150,7 +170,7 @@ class _Adapter:
             lacks.append("format")
         return f"no argument for {', '.join(lacks)}" if lacks else None
 
-    def limits(self, call: KernelCall) -> str | None:
+    def limits(self, call: Any) -> str | None:
         """The first limit in `SUPPORTS` that a call is beyond."""
         problem, extent = facts(call), extent_of(call)
         for key, limit in self.supports.items():
@@ -160,6 +180,39 @@ class _Adapter:
         return None
 
 
+class AttentionAdapter(_Adapter):
+    """A function that attends."""
+
+    needed, optional, indispensable = NEEDED, OPTIONAL, INDISPENSABLE
+
+    def run(self, call: KernelCall) -> None:
+        """Calls the function, and copies what it returns, if anything, into the buffers of the call."""
+        parts = self.called(call)
+        if call.lse is not None and "lse" not in self.takes and len(parts) < 2:
+            call.lse = None  # it returns no LSE: only the output is compared
+        for buffer, part in zip((call.out, call.lse), parts):
+            if buffer is not None and part is not None:
+                _copy_result(part, buffer, call.live)
+
+
+class WriteAdapter(_Adapter):
+    """A function that writes."""
+
+    needed, optional, indispensable = NEEDED_OF_WRITES, OPTIONAL_OF_WRITES, NEEDED_OF_WRITES
+
+    def __init__(self, function: Callable[..., Any], name: str, supports: dict[str, Limit]):
+        super().__init__(function, name, supports)
+        if "slots" not in self.takes and not self.takes.issuperset(PLACES):
+            given = f"a write of the arguments {', '.join(inspect.signature(function).parameters)}"
+            raise ArgumentError(name, given, f"one that also takes slots, or {', '.join(PLACES)}")
+
+    def run(self, call: WriteCall) -> None:
+        """Calls the function, and copies the queries that it returns, if any, into the buffer of the call."""
+        rotated = self.called(call)[0]
+        if call.q_out is not None and rotated is not None:
+            _copy_result(rotated, call.q_out, call.live)
+
+
 def _copy_result(part: torch.Tensor, buffer: torch.Tensor, live: int) -> None:
     if part.shape[1:] != buffer.shape[1:] or not part.shape or part.shape[0] < live:
         raise ArgumentError("result", f"a tensor of shape {list(part.shape)}", f"one of shape {list(buffer.shape)}")
@@ -167,19 +220,32 @@ def _copy_result(part: torch.Tensor, buffer: torch.Tensor, live: int) -> None:
         buffer[:live] = part[:live].to(buffer.dtype)
 
 
-def facts(call: KernelCall) -> Problem:
+def facts(call: KernelCall | WriteCall) -> Problem:
     """The problem of a call: everything that a kernel is compiled for."""
+    if isinstance(call, WriteCall):
+        return described("write", _contract_call(call))[0]
     lse = call.lse is not None
     new = None if call.new_k is None or call.new_v is None else (call.new_k, call.new_v)
     return described("attend", Call(call.cache(), call.batch(), call.q, call.options(), new, call.out, with_lse=lse))[0]
 
 
-def extent_of(call: KernelCall) -> Extent:
+def _contract_call(call: WriteCall) -> Call:
+    cache, batch = call.cache(), call.batch()
+    keys, values = rows_to_write(call.k, call.v, cache)
+    made = Call(cache, slots_batch(call.tokens, call.slots) if batch is None else batch, k=keys, v=values, slots=call.slots)
+    made.rope, made.q_in, made.q_out = call.rope(), call.q, call.q_out
+    return made
+
+
+def extent_of(call: KernelCall | WriteCall) -> Extent:
     """The size of a call's batch, from its lengths on the device."""
+    if isinstance(call, WriteCall):
+        return Extent(call.case.seqs, call.tokens, max(call.case.q_lens, default=0), max(call.case.kv_lens, default=0))
     q_len, kv_len = (int(t.max()) if t.numel() else 0 for t in (call.q_starts.diff(), call.kv_lens))
     return Extent(call.seqs, call.q.shape[0], q_len, kv_len)
 
 
-def is_contiguous(call: KernelCall) -> bool:
+def is_contiguous(call: KernelCall | WriteCall) -> bool:
     """Whether queries, page table and new tokens are contiguous: in an engine they may be views of wider tensors."""
-    return all(t.is_contiguous() for t in (call.q, call.page_table, call.new_k, call.new_v) if t is not None)
+    new = (call.k, call.v) if isinstance(call, WriteCall) else (call.new_k, call.new_v)
+    return all(t.is_contiguous() for t in (call.q, call.page_table, *new) if t is not None)
