@@ -57,7 +57,12 @@ def attend_sequences(out, workspace, query, cache, batch, new, features, SHORT: 
             tl.extra.cuda.gdc_launch_dependents()
     if program < workspace.programs:
         zero_padding(out, batch, program, workspace.programs, C)
-        short_sequences(out, workspace, query, cache, batch, new, features, program, SHORT, C)
+        if C.WIDE_ROWS is None:
+            short_sequences(out, workspace, query, cache, batch, new, features, program, SHORT, C)
+        elif batch.wide_rows != 0:
+            short_sequences(out, workspace, query, cache, batch, new, features, program, C.WIDE_ROWS, C)
+        else:
+            short_sequences(out, workspace, query, cache, batch, new, features, program, SHORT, C)
         if C.PDL:
             if workspace.overlapped == 0:
                 tl.extra.cuda.gdc_launch_dependents()

@@ -51,8 +51,8 @@ class SharedLauncher(AttendLauncher):
     def constants_for(self, tile: TritonTile) -> AttendConstants:
         return constants_of(self.problem, self.platform, self.row, tile, None)._replace(SHARED=True)
 
-    def _attend(self, tile: TritonTile) -> Program:
-        row, constants = self.row, self.constants_for(tile)
+    def _attend(self, tile: TritonTile, constants: AttendConstants) -> Program:
+        row = self.row
         stages = max(row.stages, row.long_stages)
         return Program(attend_kernel, ATTEND, (tile, self.tiles.long, constants), self.units, row.warps, stages, row.registers)
 
