@@ -38,8 +38,8 @@ def dot_type(problem: Problem) -> tuple[str, bool]:
 
 
 def has_one_kernel(problem: Problem) -> bool:
-    """Whether one compiled kernel serves all batches: those with spans or a selection, since a layer may have other batches without,
-    which have kernels of their own. Batch-invariant calls have few kernels in any case."""
+    """Whether one compiled kernel serves all batches: those with spans or a selection, since a layer may have other batches too,
+    with kernels of their own. Batch-invariant calls have few kernels in any case."""
     return (problem.spans != "none" or problem.select != "none") and not problem.batch_invariant
 
 
