@@ -192,7 +192,7 @@ def test_dropped_pages_are_evicted_last_ones_first():
 
 def longest_in_window(prompt, there, window, size=4):
     """The most tokens, in whole pages, of which all that the next token sees are in pages that are there."""
-    ends = range(0, max(len(prompt) - 1, 0) // size + 1)
+    ends = range(max(len(prompt) - 1, 0) // size + 1)
     return max(end for end in ends if all(at // size in there for at in range(max(end * size - window + 1, 0), end * size))) * size
 
 
