@@ -23,7 +23,7 @@ from quire.dispatch.choose import able_kernels, choose, kernel_for
 from quire.dispatch.kernel import SHORT, Kernel, KernelLauncher
 from quire.options import PLAIN, Traits
 from quire.platform import Platform
-from quire.problem import ANY, FIELDS, Extent, Problem, default_out_dtype, dtype_name
+from quire.problem import ALIGNED, ANY, FIELDS, Extent, Problem, default_out_dtype, dtype_name, is_aligned
 from quire.rope import RopeTraits
 
 MAX_PROBLEMS = 4096
@@ -31,8 +31,6 @@ MAX_PROBLEMS = 4096
 AUTO = "auto"
 NO_TYPES: tuple[tuple[str, torch.dtype], ...] = ()
 NO_SELECTION: tuple[str, torch.dtype | None] = ("none", None)
-ALIGNED = 16
-"""Kernels of aligned problems require that tensors start at multiples of this number of bytes."""
 
 
 class KnownProblem:
@@ -102,7 +100,7 @@ def described_attend(call: Call) -> tuple[Problem, Extent]:
     """As `described`, for an attend or an audit."""
     cache, batch, q, options, out, new = call.cache, call.batch, call.q, call.options, call.out, call.new
     storage, table, kv_lens, q_starts = cache.storage, batch.page_table, batch.kv_lens, batch.q_starts
-    aligned = storage.aligned and table.stride(1) == kv_lens.stride(0) == q_starts.stride(0) == 1
+    aligned = storage.aligned_pages and table.stride(1) == kv_lens.stride(0) == q_starts.stride(0) == 1
     k_unit, v_unit = storage.stride_units
     assert q is not None
     tensors, out_dtype, new_dtype, q_scale, out_scale, types = [(q, k_unit)], q.dtype, None, "none", "none", NO_TYPES
@@ -144,7 +142,7 @@ def described_write(call: Call) -> tuple[Problem, Extent]:
     cache, batch, k, v = call.cache, call.batch, call.k, call.v
     assert k is not None and v is not None
     storage, table, kv_lens, q_starts = cache.storage, batch.page_table, batch.kv_lens, batch.q_starts
-    aligned = storage.aligned and table.stride(1) == kv_lens.stride(0) == q_starts.stride(0) == 1
+    aligned = storage.aligned_pages and table.stride(1) == kv_lens.stride(0) == q_starts.stride(0) == 1
     aligned = aligned and is_aligned(k, storage.stride_units[0]) and is_aligned(v, storage.stride_units[1])
     index = (table.dtype, kv_lens.dtype, q_starts.dtype)
     facts = Facts(storage.kv_heads, k.dtype, k.dtype, None, index, NO_TYPES, "none", "none", False, aligned, k.device)
@@ -163,15 +161,6 @@ def _with_rope(call: Call, facts: Facts) -> Facts:
         return facts._replace(rope=call.rope.traits(False))
     aligned = facts.aligned and is_aligned(q, unit) and (q_out is None or is_aligned(q_out, unit))
     return facts._replace(rope=call.rope.traits(True), q_heads=q.shape[1], aligned=aligned)
-
-
-def is_aligned(tensor: torch.Tensor, unit: int) -> bool:
-    """Whether a tensor [tokens, heads, dim] can be read 16 bytes at a time, like the views of a fused projection. Heads are
-    addressed in 32 bits, tokens in 64."""
-    token, head, last = tensor.stride()
-    if last != 1 or (token | head) % unit or (token | head * tensor.shape[1]) >= 2**31:
-        return False
-    return (tensor.data_ptr() or tensor.storage_offset() * tensor.element_size()) % ALIGNED == 0
 
 
 DESCRIBE = {"attend": described_attend, "write": described_write, "audit": described_attend}

@@ -25,6 +25,8 @@ from quire.rope import RopeTraits
 
 ANY = 2**31 - 1
 """More new tokens than any sequence has."""
+ALIGNED = 16
+"""Kernels of aligned problems require that tensors start at multiples of this number of bytes."""
 
 
 class Extent(NamedTuple):
@@ -136,6 +138,8 @@ class Problem(Traits):
     """The same for V."""
     v_in_k: bool = False
     """Whether V is the first `v_head_dim` elements of K (`KVCache.v_in_k`)."""
+    aligned_pages: bool = True
+    """Whether K and V start at multiples of 16 bytes. If not, `memory` is generic."""
     far: bool = False
     """Whether offsets of elements in the cache reach 2^31, so that they need 64 bits."""
     shard: bool = False
@@ -295,6 +299,15 @@ FIELDS = tuple(field.name for field in fields(Problem))
 _NOT_OF_WRITES = frozenset(
     (*(field.name for field in fields(Traits)), "form", "lse", "new_dtype", "q_scale", "out_scale", "context_from", "only", "spans")
 ) | {"select", "select_index", "prefixes"}
+
+
+def is_aligned(tensor: torch.Tensor, unit: int) -> bool:
+    """Whether a tensor [tokens, heads, dim] can be read 16 bytes at a time, like the views of a fused projection. Heads are
+    addressed in 32 bits, tokens in 64."""
+    token, head, last = tensor.stride()
+    if last != 1 or (token | head) % unit or (token | head * tensor.shape[1]) >= 2**31:
+        return False
+    return (tensor.data_ptr() or tensor.storage_offset() * tensor.element_size()) % ALIGNED == 0
 
 
 def is_fp8(dtype: torch.dtype) -> bool:

@@ -305,13 +305,14 @@ class Prefixed(Honest):
         self.free(indices)
 
     @precondition(lambda self: self.past and len(self.history) < 8)
-    @rule(index=st.integers(0, 3), cut=st.integers(0, 4), count=st.integers(0, 7))
-    def match(self, index, cut, count):
+    @rule(index=st.integers(0, 3), cut=st.integers(0, 4), count=st.integers(0, 7), window=st.sampled_from((None, None, 1, 4, 7)))
+    def match(self, index, cut, count, window):
         prompt = self.past[-1 - index % len(self.past)]
         prompt = [*prompt[: max(len(prompt) - cut, 0)], -1]
-        found = self.pool.match(prompt)
+        found = self.pool.match(prompt, window=window)
         assert found.length % PAGE_SIZE == 0 and found.length < len(prompt)
-        self.history[found], self.kept_from[found] = prompt[: found.length], 0
+        first_seen = 0 if window is None else max(found.length + 1 - window, 0)
+        self.history[found], self.kept_from[found] = prompt[: found.length], first_seen // PAGE_SIZE * PAGE_SIZE
         self.perform_step({found: count})
 
     @precondition(lambda self: len(self.history) > 1)
@@ -384,7 +385,9 @@ def run_long(machine, operations, seed=0):
         return [(index, chance.randint(0, 7)) for index in indices()]
 
     acts = {
-        "match": lambda: machine.match(chance.randrange(6), chance.randrange(5), chance.randint(0, 7)),
+        "match": lambda: machine.match(
+            chance.randrange(6), chance.randrange(5), chance.randint(0, 7), chance.choice((None, None, 1, 4, 7))
+        ),
         "step": lambda: machine.step(wanted()),
         "decode": machine.decode,
         "step_and_roll_back": lambda: machine.step_and_roll_back(wanted()),
@@ -619,25 +622,25 @@ class EvictedPagesStayCached(PagePool):
 
 
 class EvictsHeldPages(PagePool):
-    def match(self, token_ids, salt=""):
+    def match(self, token_ids, salt="", *, window=None):
         queue = self._prefix_cache().unheld
         remove, queue.remove = queue.remove, lambda pages, transaction: None
         try:
-            return super().match(token_ids, salt)
+            return super().match(token_ids, salt, window=window)
         finally:
             queue.remove = remove
 
 
 class FoundPagesAreNotCounted(PagePool):
-    def match(self, token_ids, salt=""):
-        sequence = super().match(token_ids, salt)
-        self._holders[sequence.pages] -= 1
+    def match(self, token_ids, salt="", *, window=None):
+        sequence = super().match(token_ids, salt, window=window)
+        self._holders[[page for page in sequence.pages if page >= 0]] -= 1
         return sequence
 
 
 class FoundTokensAreItsOwn(PagePool):
-    def match(self, token_ids, salt=""):
-        sequence = super().match(token_ids, salt)
+    def match(self, token_ids, salt="", *, window=None):
+        sequence = super().match(token_ids, salt, window=window)
         sequence._runs = [(0, sequence.id)] if sequence.length else []
         return sequence
 

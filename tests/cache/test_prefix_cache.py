@@ -148,7 +148,23 @@ def test_registering_again_adds_pages_in_place_of_evicted_ones():
     assert pool.prefix_usage().cached == 3 and pool.match(prompt).pages == b.pages
 
 
-def test_pages_after_one_that_is_missing_are_not_added():
+def test_pages_after_one_that_was_evicted_are_found_when_that_one_is_computed_again():
+    """The surviving pages are adopted; the copies of the sequence that computed all of them stay its own."""
+    pool = PagePool(pages=8, page_size=4)
+    prompt = ids((0, 16))
+    a = serve(pool, prompt[:12])
+    pool.drop(a, 8)
+    pool.step({pool.sequence(): 28})
+    assert pool.prefix_usage()[:2] == (1, 0) and pool.match(prompt).length == 0, "pages 0 and 1 are evicted, page 2 is held"
+    pool.free(*pool.sequences[1:])
+    b = serve(pool, prompt)
+    assert pool.match(prompt).pages == [*b.pages[:2], a.pages[2]] and a.pages[2] != b.pages[2]
+    assert pool.prefix_usage().cached == 4
+    pool.free(b)
+    assert pool.match(prompt).pages == [*pool.match(prompt).pages[:2], a.pages[2]]
+
+
+def test_pages_after_one_that_is_missing_are_added():
     pool = PagePool(pages=6, page_size=4)
     prompt = ids((0, 16))
     a = serve(pool, prompt[:8])
@@ -157,13 +173,81 @@ def test_pages_after_one_that_is_missing_are_not_added():
     pool.step({other: 20})
     pool.step({a: 4})
     pool.register(a, prompt[:12])
-    assert pool.prefix_usage().cached == 0, "match would not find the third page"
+    assert pool.prefix_usage().cached == 1 and pool.match(prompt).length == 0
+    assert pool.match(prompt, window=5).pages == [-1, -1, a.pages[2]]
     pool.free(other)
     b = pool.match(prompt)
     pool.step({b: 8})
     pool.register(b, prompt[:8])
-    pool.register(a, prompt[:12])
-    assert pool.match(prompt).pages == [*b.pages, a.pages[2]], "it does with the first two"
+    assert pool.match(prompt).pages == [*b.pages, a.pages[2]], "the first two are there again"
+
+
+def test_dropped_pages_are_evicted_last_ones_first():
+    pool = PagePool(pages=6, page_size=4)
+    a = serve(pool, ids((0, 17)))
+    pool.drop(a, 16)
+    pool.step({pool.sequence(): 8})
+    assert pool.match(ids((0, 17))).length == 12 and pool.prefix_usage().evictions == 1
+
+
+def longest_in_window(prompt, there, window, size=4):
+    """The most tokens, in whole pages, of which all that the next token sees are in pages that are there."""
+    ends = range(max(len(prompt) - 1, 0) // size + 1)
+    return max(end for end in ends if all(at // size in there for at in range(max(end * size - window + 1, 0), end * size))) * size
+
+
+@pytest.mark.parametrize("window", [1, 2, 4, 5, 6, 9, 13, 100])
+def test_with_a_window_only_the_pages_that_the_next_token_sees_are_needed(window):
+    """For every set of pages that were evicted."""
+    prompt = ids((0, 18))
+    for evicted in range(16):
+        pool = PagePool(pages=16, page_size=4)
+        a = serve(pool, prompt)
+        gone = [page for page in range(4) if evicted >> page & 1]
+        for page in gone:
+            del pool._prefixes.page_of[pool._prefixes.key_of(a.pages[page])]
+            pool._prefixes.writers[a.pages[page]] = -2
+        before = pool.prefix_usage()
+        b = pool.match(prompt, window=window)
+        there = set(range(4)) - set(gone)
+        assert b.length == longest_in_window(prompt, there, window)
+        first, end = max(b.length - window + 1, 0) // 4, b.length // 4
+        assert b.pages == [-1] * first + a.pages[first:end]
+        usage = pool.prefix_usage()
+        assert (usage.hits - before.hits, usage.misses - before.misses) == (end - first, 4 - end)
+        assert pool.holders[a.pages[:4]].tolist() == [1 + (first <= page < end) for page in range(4)]
+        pool.step({b: len(prompt) - b.length})
+        pool.register(b, prompt)
+        assert pool.match(prompt, window=window).length == 16, "the pages that were missing are computed and added"
+        pool.free(*pool.sequences)
+        assert pool.free_pages == 16 and not pool.holders.any()
+
+
+def test_attention_with_a_window_over_found_pages_is_the_same():
+    torch.manual_seed(5)
+    pool = PagePool(pages=12, page_size=4)
+    cache = quire.KVCache.allocate(pool, kv_heads=2, head_dim=16, dtype=torch.float32, ledger=True)
+    options, prompt = quire.Options(window=6), ids((0, 22))
+    q, k, v = torch.randn(22, 8, 16).split((4, 2, 2), dim=1)
+    a = pool.match(prompt, window=6)
+    whole = quire.step(q, k, v, cache, pool.step({a: 22}), options)
+    pool.register(a, prompt)
+    pool.drop(a, 12)
+    filler = pool.sequence()
+    pool.step({filler: 9 * 4})
+    pool.free(filler)
+    assert pool.prefix_usage().evictions == 3 and pool.match(prompt).length == 0
+    with quire.checked():
+        b = pool.match(prompt, window=6)
+        out = quire.step(q[20:], k[20:], v[20:], cache, pool.step({b: 2}), options)
+    assert b.pages[:5] == a.pages[:5]
+    torch.testing.assert_close(out, whole[20:])
+
+
+@pytest.mark.parametrize("window", [0, -1, True, 2.0, (4, 0)])
+def test_windows_that_are_refused(window):
+    with pytest.raises(ArgumentError, match="window"):
+        PagePool(pages=4, page_size=4).match([1, 2], window=window)
 
 
 def test_other_ids_than_before_are_refused():

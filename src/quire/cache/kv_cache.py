@@ -72,7 +72,7 @@ class Storage(NamedTuple):
     v_scale_strides: tuple[int, ...]
     far: bool
     """Whether offsets of elements reach 2^31, so that they need 64 bits."""
-    aligned: bool
+    aligned_pages: bool
     """Whether K and V start at multiples of 16 bytes."""
     stride_units: tuple[int, int]
     """For aligned memory, the divisors of the strides of K's and V's heads: gcd(16, head_dim)."""

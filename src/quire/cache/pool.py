@@ -303,7 +303,8 @@ class PagePool:
             return
         transaction, after = Transaction(), row.copy()
         table = self._tables[int(row[WIDTH])]
-        release(self, table.cells[row[ROW], first:end].astype(numpy.int64), transaction)
+        # The last ones first, so that what is not evicted is a prefix.
+        release(self, table.cells[row[ROW], first:end][::-1].astype(numpy.int64), transaction)
         transaction.set_cells(table, "cells", (int(row[ROW]), slice(first, end)), -1)
         after[DROPPED] = end
         if end == row[PAGES]:
@@ -382,7 +383,7 @@ class PagePool:
         transaction.set_attribute(self, "_tokens", self._tokens + int(row[LENGTH]))
         return self._new_sequence(transaction, row, sequence._runs, sequence._chain)
 
-    def match(self, token_ids: Any, salt: str = "") -> Sequence:
+    def match(self, token_ids: Any, salt: str = "", *, window: int | None = None) -> Sequence:
         """Makes a new sequence that begins with the cached pages of a prompt: full pages that `register` added for sequences with
         the same first tokens and the same salt. At least the last token is left to be computed.
 
@@ -395,12 +396,14 @@ class PagePool:
                 stands for other content, such as a part of an image, give a hash of the content in place of its id.
             salt: What else the keys and values depend on, or who may share them: a LoRA adapter, a tenant. Only sequences with
                 the same salt share pages.
+            window: For a pool of which all layers have a sliding window: the largest `Options.window`. Only pages that the next
+                token sees are then needed and held; pages before these are as after `drop`. Default: all pages are needed.
 
         Returns:
             The sequence. Its `length` is the number of tokens found, a multiple of `page_size`, perhaps 0.
 
         Raises:
-            ArgumentError: `token_ids` or `salt` has another type, or the pool has a shard.
+            ArgumentError: `token_ids`, `salt` or `window` has another type or value, or the pool has a shard.
 
         Example:
             >>> import quire
@@ -416,7 +419,7 @@ class PagePool:
         self._undo_pending()
         transaction = Transaction()
         try:
-            sequence = plan_match(self, token_ids, salt, transaction)
+            sequence = plan_match(self, token_ids, salt, window, transaction)
             self._commit(transaction)
             return sequence
         except BaseException:
@@ -428,8 +431,8 @@ class PagePool:
         full: ids of pages that were added before are only compared.
 
         Their keys and values must be written before a sequence that `match` returned reads them. A page whose content the cache
-        has already, in another page, is not added; if that page is evicted, calling this again adds the sequence's own. Pages
-        after one that was dropped and evicted are not added. The salt is that of `match`; a sequence that `sequence` made has none.
+        has already, in another page, is not added; if that page is evicted, calling this again adds the sequence's own. The
+        salt is that of `match`; a sequence that `sequence` made has none.
 
         Args:
             token_ids: The ids of the sequence's tokens from the first on, as in `match`; of all its tokens or of fewer.

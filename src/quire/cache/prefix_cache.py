@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from itertools import takewhile
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy
@@ -12,10 +11,10 @@ from quire.cache.eviction_queue import EvictionQueue
 from quire.cache.issue_numbers import FREE
 from quire.cache.page_rows import width_for
 from quire.cache.sequence import Runs, Sequence
-from quire.cache.sequence_record import FIELDS, LAST, LENGTH, PAGES, ROW, WIDTH
+from quire.cache.sequence_record import DROPPED, FIELDS, LAST, LENGTH, PAGES, ROW, WIDTH
 from quire.cache.token_ids import KEY_BYTES, KeyChain, TokenIds
 from quire.cache.transaction import Transaction
-from quire.errors import ArgumentError
+from quire.errors import ArgumentError, describe
 
 if TYPE_CHECKING:
     from quire.cache.pool import PagePool
@@ -30,7 +29,7 @@ class PrefixUsage(NamedTuple):
     """The state of a pool's prefix cache in numbers of pages."""
 
     cached: int
-    """Pages in the cache. `match` finds a page if all pages before it are in the cache, too."""
+    """Pages in the cache. `match` finds a page if all pages before it that the next token sees are in the cache, too."""
     unheld: int
     """Of these, pages that no sequence holds: they count as free."""
     hits: int
@@ -105,40 +104,63 @@ def forget_overwritten(pool: PagePool, pages: numpy.ndarray, transaction: Transa
         pool._prefixes.forget(pages, transaction.lasting)
 
 
-def plan_match(pool: PagePool, token_ids: object, salt: object, transaction: Transaction) -> Sequence:
-    """Plans a sequence that holds the cached pages of the first of these tokens, without the last token."""
+def plan_match(pool: PagePool, token_ids: object, salt: object, window: object, transaction: Transaction) -> Sequence:
+    """Plans a sequence that holds the cached pages of the first of these tokens, without the last token; with a window, those of
+    them that the next token sees."""
     _check_whole(pool)
-    ids, chain = TokenIds(token_ids), KeyChain.begin(salt)
+    ids, chain, reach = TokenIds(token_ids), KeyChain.begin(salt), _reach_of(window)
     cache, size = pool._prefix_cache(), pool.page_size
     most = max(len(ids) - 1, 0) // size
     found, keys = [], []
     for key in ids.keys(size, 0, most, chain.key):
-        page = cache.page_of.get(key)
-        if page is None:
+        page = cache.page_of.get(key, -1)
+        if page < 0 and reach is None:
             break
         found.append(page)
         keys.append(key)
-    transaction.set_attribute(cache, "hits", cache.hits + len(found))
-    transaction.set_attribute(cache, "misses", cache.misses + most - len(found))
-    chain = KeyChain(chain.root, tuple(keys))
-    if not found:
+    first, end = (0, len(found)) if reach is None else _pages_in_reach(found, size, reach)
+    transaction.set_attribute(cache, "hits", cache.hits + end - first)
+    transaction.set_attribute(cache, "misses", cache.misses + most - end)
+    chain = KeyChain(chain.root, tuple(keys[:end]))
+    if not end:
         return pool._new_sequence(transaction, chain=chain)
-    pages = numpy.array(found, dtype=numpy.int64)
+    pages = numpy.array(found[first:end], dtype=numpy.int64)
     row = numpy.zeros(FIELDS, dtype=numpy.int64)
-    row[LENGTH], row[PAGES], row[LAST] = len(found) * size, len(found), found[-1]
+    row[LENGTH], row[PAGES], row[DROPPED], row[LAST] = end * size, end, first, found[end - 1] if first < end else -1
     row[WIDTH] = width_for(-(-len(ids) // size))
     table = pool.table(int(row[WIDTH]))
     (row[ROW],) = table.next_rows(1)
     table.rows.exchange(transaction, 1)
     cells = numpy.full(table.width, -1, dtype=numpy.int32)
-    cells[: len(found)] = pages
+    cells[first:end] = pages
     transaction.set_cells(table, "cells", int(row[ROW]), cells)
     holders = pool._holders[pages]
     transaction.set_cells(pool, "_holders", pages, holders + 1, old=holders)
     transaction.set_attribute(pool, "_shared", pool._shared + int((holders == 1).sum()))
     transaction.set_attribute(pool, "_tokens", pool._tokens + int(row[LENGTH]))
     cache.unheld.remove(pages, transaction)
-    return pool._new_sequence(transaction, row, _runs_of(cache.writers[pages], size), chain)
+    return pool._new_sequence(transaction, row, _runs_of(cache.writers[pages], first, size), chain)
+
+
+def _reach_of(window: object) -> int | None:
+    """How many keys before its own a query sees; None without a window."""
+    if window is None:
+        return None
+    if not isinstance(window, int) or isinstance(window, bool) or window < 1:
+        raise ArgumentError("window", describe(window), "an int of 1 or more, as in Options, or None")
+    return window - 1
+
+
+def _pages_in_reach(found: list[int], size: int, reach: int) -> tuple[int, int]:
+    """The longest beginning of which all pages are there that the token after it sees: the first of these pages, and the one after
+    the last. `found` has -1 for pages that are not there."""
+    best, first_of_run = (0, 0), 0
+    for end, page in enumerate(found, start=1):
+        first_of_run = end if page < 0 else first_of_run
+        first = max(end * size - reach, 0) // size
+        if first_of_run <= first:
+            best = first, end
+    return best
 
 
 def plan_registration(pool: PagePool, sequence: Sequence, token_ids: object, transaction: Transaction) -> None:
@@ -158,8 +180,7 @@ def plan_registration(pool: PagePool, sequence: Sequence, token_ids: object, tra
     cache = pool._prefix_cache()
     missing = [i for i, key in enumerate(keys) if key not in cache.page_of]
     _check_keys(cache, pages, keys, [*(i for i in missing if i < chain.pages), *range(chain.pages, end)])
-    # `match` does not find the pages after one that was dropped and evicted.
-    indices = list(takewhile(lambda i: pages[i] >= 0, missing))
+    indices = [i for i in missing if pages[i] >= 0]
     new = {keys[i]: int(pages[i]) for i in indices}
     at = pages[indices]
     transaction.add_entries(cache, "page_of", new)
@@ -198,7 +219,9 @@ def _writers_of(runs: Runs, starts: numpy.ndarray, size: int) -> numpy.ndarray:
     return numpy.where(first == last, ids[first], UNKNOWN)
 
 
-def _runs_of(writers: numpy.ndarray, size: int) -> Runs:
-    """The runs of a sequence whose pages these sequences wrote."""
-    begins = numpy.flatnonzero(numpy.concatenate([[True], writers[1:] != writers[:-1]]))
-    return list(zip((begins * size).tolist(), writers[begins].tolist()))
+def _runs_of(writers: numpy.ndarray, first: int, size: int) -> Runs:
+    """The runs of a sequence whose pages, from number `first` on, these sequences wrote. It has no pages before."""
+    if not len(writers):
+        return [(0, UNKNOWN)]
+    begins = numpy.flatnonzero(numpy.concatenate([[False], writers[1:] != writers[:-1]]))
+    return [(0, int(writers[0])), *zip(((first + begins) * size).tolist(), writers[begins].tolist())]

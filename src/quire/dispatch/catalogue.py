@@ -23,7 +23,7 @@ keys are divided among programs, they take 0.4 to 1.0 of the time (docs/performa
 
 _NATIVE = "kernels/native/libquire.so"
 
-_PLAIN_ALONE = ("mask", "batch_invariant", "shard", "spans", "select", "window")
+_PLAIN_ALONE = ("mask", "shard", "spans", "select", "window")
 """What kernels that read shared prefixes once do not support: a batch with prefixes is then read sequence by sequence."""
 
 CATALOGUE: tuple[Kernel, ...] = (

@@ -6,6 +6,7 @@ attends, writes and audits need: a key is a hash of what `triton.compile` receiv
 
 from __future__ import annotations
 
+import math
 import random
 from collections import Counter
 from dataclasses import dataclass, field
@@ -59,10 +60,11 @@ class Layer:
     spans: bool = False
     prefixes: bool = False
     """Whether some batches have prefixes."""
-    select: str = ""
-    """positions or columns, if batches select keys."""
+    select: tuple[str, ...] = ()
+    """Of positions and columns, what batches select."""
     mixed: bool = False
-    """Whether only some batches select keys."""
+    """Whether only some batches have spans or select keys."""
+    aligned_pages: bool = True
     v_in_k: int | None = None
     options: dict[str, Any] = field(default_factory=dict)
     batches: int = BATCHES
@@ -88,13 +90,23 @@ LAYERS = {
     "rope": Layer(rope=True),
     "latent": Layer(kv_heads=1, group=128, head_dim=576, v_in_k=512, page_size=64),
     "latent, fp8_ds_mla": Layer(kv_heads=1, group=16, head_dim=576, v_in_k=512, page_size=64, format="fp8_ds_mla"),
-    "columns": Layer(select="columns", batches=40),
-    "positions": Layer(select="positions", format="e4m3fn", lse=True, batches=40),
+    "columns": Layer(select=("columns",), batches=40),
+    "positions": Layer(select=("positions",), format="e4m3fn", lse=True, batches=40),
+    "batch-invariant columns": Layer(select=("columns",), mixed=True, options={"batch_invariant": True}, batches=40),
     "latent, positions": Layer(
-        kv_heads=1, group=128, head_dim=576, v_in_k=512, page_size=64, select="positions", mixed=True, batches=40
+        kv_heads=1, group=128, head_dim=576, v_in_k=512, page_size=64, select=("positions",), mixed=True, batches=40
     ),
-    # Keys are selected by other kernels: a layer that does so in some batches only has both.
-    "columns sometimes": Layer(select="columns", mixed=True, prefixes=True, batches=40, most=18),
+    # Some batches have spans or select keys, others do not.
+    "columns sometimes": Layer(select=("columns",), mixed=True),
+    "columns sometimes, e4m3fn": Layer(select=("columns",), mixed=True, format="e4m3fn", group=8, lse=True),
+    "positions sometimes": Layer(select=("positions",), mixed=True),
+    "spans sometimes": Layer(spans=True, mixed=True),
+    "spans sometimes, context form": Layer(spans=True, mixed=True, context=True, format="e4m3fn"),
+    "pages from an odd address": Layer(spans=True, select=("columns", "positions"), mixed=True, aligned_pages=False),
+    # Each kind of batch has one kernel of its own: several kinds in one layer are more than twelve together.
+    "columns and prefixes": Layer(select=("columns",), mixed=True, prefixes=True, most=13),
+    "spans and prefixes": Layer(spans=True, mixed=True, prefixes=True, most=13),
+    "everything": Layer(select=("columns", "positions"), spans=True, mixed=True, prefixes=True, batches=150, most=15),
     "latent, prefixes": Layer(kv_heads=1, group=16, head_dim=576, v_in_k=512, page_size=64, prefixes=True, batches=40),
     "latent context form": Layer(kv_heads=1, group=16, head_dim=576, v_in_k=512, context=True, format="e4m3fn", scales="token"),
 }
@@ -125,7 +137,7 @@ class Draws:
         # allocated once, so that no layer has batches over caches of both sizes.
         pages = self.chance.choice((1, 17, 4096))
         size = (pages, layer.page_size, layer.kv_heads)
-        k, v = (nothing(*size, format.units_of(layer.head_dim), dtype=format.dtype) for format in formats)
+        k, v = (self.pages(*size, format.units_of(layer.head_dim), dtype=format.dtype) for format in formats)
         one = () if layer.scales == "tensor" else size
         scales = [nothing(*one) if format.scaled else None for format in formats]
         names: dict[str, Any] = {"k_format": formats[0].name, "v_format": formats[1].name, "v_scale": scales[1]}
@@ -137,6 +149,9 @@ class Draws:
         marks = {"position": cells.int(), "issue": cells, "current": cells, "violations": nothing(9, dtype=torch.int64)}
         cache.ledger = SimpleNamespace(**marks)  # type: ignore[assignment]  # all that the check of a ledger asks of it
         return cache
+
+    def pages(self, *size: int, dtype: torch.dtype) -> torch.Tensor:
+        return nothing(*size, dtype=dtype) if self.layer.aligned_pages else nothing(math.prod(size) + 1, dtype=dtype)[1:].view(size)
 
     def batch(self) -> tuple[int, Batch]:
         """The number of tokens, and a batch of them: decodes, verifications, prefills or all of these, with hints that are exact,
@@ -156,7 +171,7 @@ class Draws:
             starts = nothing(2 * seqs + 2, dtype=self.index)[::2]
         hint, kv_hint = chance.choice((None, 1, most, tokens)), chance.choice((None, 1, width * self.layer.page_size))
         spans = None
-        if self.layer.spans:
+        if self.layer.spans and not (self.layer.mixed and self.one_in(2)):
             spans = nothing(tokens, 2, dtype=self.index) if not self.one_in(4) else nothing(2, tokens, dtype=self.index).T
         prefixes = None
         if self.layer.prefixes and not self.one_in(3):
@@ -164,13 +179,13 @@ class Draws:
             prefixes = Prefixes.allocate(seqs, chance.randint(1, 40), seqs, width, chance.randint(1, 8), device="meta")
             prefixes._measure(chance.choice(((), ((seqs, chance.randint(1, width)),))), width)
         batch = Batch(table, lens, starts, max_q_len=hint, max_kv_len=kv_hint, spans=spans, prefixes=prefixes)
-        return tokens, batch.with_select(self.selection(tokens, seqs))
+        return tokens, batch if spans is not None else batch.with_select(self.selection(tokens, seqs))
 
     def selection(self, tokens: int, seqs: int) -> Select | None:
         """Entries for each head or for all of them; views of more, or of another order of axes."""
-        kind = self.layer.select
-        if not kind or (self.layer.mixed and self.one_in(2)):
+        if not self.layer.select or (self.layer.mixed and self.one_in(2)):
             return None
+        kind = self.chance.choice(self.layer.select)
         rows, heads, n = (
             tokens if kind == "positions" else seqs,
             self.chance.choice((1, self.layer.kv_heads)),

@@ -263,6 +263,9 @@ struct Unit {
     int64_t part_rows;            // the rows of a head in `part`
     const SharedToken* shared;    // the tokens of a unit over a shared prefix; null for others
     int64_t prefix;
+    // The partial results of the keys before, from which a unit of a batch-invariant call goes on: for each token those of its
+    // first row of this head, then `part_stride` apart; null if there are none.
+    const float* const* before = nullptr;
 };
 
 // A partial result of the rows of a unit: for each row the maximum, the sum and the accumulated values.

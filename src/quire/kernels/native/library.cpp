@@ -302,6 +302,9 @@ class Cutter {
         for (Unit& unit : units) {
             if (unit.part) unit.part = memory.get() + (reinterpret_cast<uintptr_t>(unit.part) - 64) / sizeof(float);
         }
+        for (Unit& unit : units) {
+            if (call.invariant) go_on(unit);
+        }
         for (Part& part : parts) part.at = memory.get() + reinterpret_cast<uintptr_t>(part.at) / sizeof(float);
         for (size_t i = 0; i < split_units.size(); i++) split_units[i].parts = parts.data() + first_parts[i];
     }
@@ -313,6 +316,7 @@ class Cutter {
     double part_cost;
     std::vector<Part> parts;
     std::vector<size_t> first_parts;  // of each split unit
+    std::vector<std::vector<const float*>> befores;
     std::unique_ptr<float[]> memory;
     size_t bytes = 0;
 
@@ -351,13 +355,13 @@ class Cutter {
     void add_own(const Unit& unit) {
         const int64_t count = parts_of(unit);
         const bool shares = !call.select.kind && plan.shares(unit.seq);
-        if (count < 2 && !shares) {
+        if (call.invariant || (count < 2 && !shares)) {
             units.push_back(unit);
             return;
         }
         const size_t first = parts.size();
         for (size_t i = 0; shares && i < plan.places[unit.seq].size(); i++) {
-            const SharedPlan::Place& at = plan.places[unit.seq][i];
+            const SharedPlace& at = plan.places[unit.seq][i];
             const SharedPrefix& prefix = plan.prefixes[at.prefix];
             const int64_t rows = static_cast<int64_t>(prefix.tokens.size()) * call.group;
             for (int64_t c = 0; c < prefix.chunks; c++) {
@@ -373,6 +377,23 @@ class Cutter {
         first_parts.push_back(first);
         split_units.push_back(
             {unit.seq, unit.head, unit.heads, unit.row, unit.rows, nullptr, static_cast<int64_t>(parts.size() - first)});
+    }
+
+    // Finds the partial results of the prefixes before a unit.
+    void go_on(Unit& unit) {
+        if (call.select.kind || (!unit.shared && !plan.shares(unit.seq))) return;
+        if (!unit.shared && plan.places[unit.seq].empty()) return;
+        const int64_t tokens = (unit.row + unit.rows - 1) / call.group + 1;
+        std::vector<const float*> found(static_cast<size_t>(tokens), nullptr);
+        for (int64_t t = 0; t < tokens; t++) {
+            SharedPlace at = unit.shared ? plan.prefixes[unit.prefix].before[t] : plan.places[unit.seq].back();
+            if (at.prefix < 0) return;
+            const SharedPrefix& prefix = plan.prefixes[at.prefix];
+            const int64_t token = unit.shared ? at.token : at.token + t;
+            found[t] = memory.get() + place_of(prefix, 0, unit.head, token * call.group) / sizeof(float);
+        }
+        befores.push_back(std::move(found));
+        unit.before = befores.back().data();
     }
 
     size_t place_of(const SharedPrefix& prefix, int64_t chunk, int64_t head, int64_t row) const {
@@ -395,7 +416,7 @@ void run(Attend& call) {
         fill_nan(call, sequence.begin, q_len);
         sequence.q_len = 0;
     }
-    SharedPlan plan(call, lengths, [&](int64_t seq) {
+    SharedPlan plan(call, level, lengths, [&](int64_t seq) {
         fill_nan(call, lengths[seq].begin, lengths[seq].q_len);
         lengths[seq].q_len = 0;
     });
@@ -453,11 +474,21 @@ void run(Attend& call) {
     std::stable_sort(order.begin(), order.end(), [&](int64_t a, int64_t b) { return cut[a].cost > cut[b].cost; });
     // Starting threads takes microseconds: smaller calls run on one thread.
     int64_t threads = total * (call.cache.k.dim + call.cache.v.dim) < 1e6 ? 1 : call.threads;
-    parallel_for(threads, static_cast<int64_t>(cut.size()), level.workspace_size(call), [&](int64_t i, char* mine) {
-        const Unit& unit = cut[order[i]];
-        const bool few = call.select.kind || unit.shared ? level.uses_decode(call, unit.rows) : decodes(unit.seq);
-        level.attend(call, unit, few, mine);
-    });
+    // Units that go on from the results of others are computed after these: in a batch-invariant call, prefix after prefix.
+    auto phase_of = [&](int64_t i) {
+        const Unit& unit = cut[i];
+        if (!call.invariant || plan.prefixes.empty()) return INT64_C(0);
+        return unit.shared ? plan.prefixes[unit.prefix].depth : INT64_MAX;
+    };
+    std::stable_sort(order.begin(), order.end(), [&](int64_t a, int64_t b) { return phase_of(a) < phase_of(b); });
+    for (size_t begin = 0, end; begin < order.size(); begin = end) {
+        for (end = begin + 1; end < order.size() && phase_of(order[end]) == phase_of(order[begin]);) end++;
+        parallel_for(threads, static_cast<int64_t>(end - begin), level.workspace_size(call), [&](int64_t i, char* mine) {
+            const Unit& unit = cut[order[begin + static_cast<size_t>(i)]];
+            const bool few = call.select.kind || unit.shared ? level.uses_decode(call, unit.rows) : decodes(unit.seq);
+            level.attend(call, unit, few, mine);
+        });
+    }
     parallel_for(threads, static_cast<int64_t>(split_units.size()), 0, [&](int64_t i, char*) { level.combine(call, split_units[i]); });
 }
 

@@ -107,6 +107,11 @@ struct PrefillKernel {
         }
         for (int64_t i = unit.rows; i < padded_rows; i++) memset(q + i * k_units, 0, k_units * 4);
         memset(values, 0, padded_rows * v_lanes * 4);
+        for (int64_t i = 0; unit.before && i < unit.rows; i++) {
+            const float* from = unit.before[(unit.row + i) / group] + (unit.row + i) % group * part_stride(call);
+            have[i] = SoftmaxState{from[0], from[1]};
+            memcpy(values + i * v_lanes, from + 2, call.cache.v.dim * 4);
+        }
         const Logits logits(call);
         bool bad = false;
         const SeenPositions positions(call, s, unit);

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from quire import Batch
-from quire.kernels.triton.host import launcher, tile_selection
+from quire.kernels.triton.host import launcher, shared, tile_selection
 from quire.kernels.triton.host.tuning import tuning_for
 from support.launched import bits, card, check, platform_at, run
 from support.scenario import Scenario, build
@@ -125,3 +125,40 @@ def test_a_short_table(device: str) -> None:
 
 def first_is_nan(out: torch.Tensor, lse: torch.Tensor, good: torch.Tensor) -> None:
     assert out[0].isnan().all() and lse[0].isnan().all() and torch.equal(bits(out[1]), bits(good[1]))
+
+
+FORKS: list[tuple[tuple[int, ...], int, int]] = [((3, 0, 1, 4, 5), 0, 17), ((0, 1), 17, 25), ((4, 3), 17, 26), ((4, 3), 26, 27)]
+"""Prefixes that end before, at and after the end of a piece of 64 keys, with pages of 8. Sequence 2 shares nothing."""
+SHARING: dict[str, dict[str, Any]] = {
+    "e4m3fn": BYTES,
+    "softcap-alibi-sinks": {"softcap": 3.0, "alibi": True, "sinks": True},
+    "context": {"form": "context", "group": 5},
+}
+
+
+@pytest.mark.parametrize("name", SHARING)
+def test_prefixes_that_are_read_once_change_no_bit(name: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against the kernel without them, and alone: each sequence's pieces are the same, and are merged in the same order, whether its
+    own are divided among programs or not. A sequence longer than the hint is read by itself."""
+    case: dict[str, Any] = {"page_size": 8, "kv_heads": 1, "padding": 2, "prefixes": FORKS, "batch_invariant": True, "device": device}
+    s = build(86, [1, 2, 3, 1, 3, 1], [300, 290, 70, 218, 333, 137], **case, **SHARING[name])
+    plain = run("mixed", s, platform=card(device, 3))
+    check("mixed", s, *plain)
+    for programs, hint in ((1, None), (20, None), (5, 2)):
+        s.batch.max_q_len = hint
+        assert same(run("shared", s, platform=card(device, programs)), plain, slice(None)), (programs, hint)
+    monkeypatch.setattr(shared, "MOST_SHARED", 0)
+    assert same(run("shared", s, platform=card(device, 5)), plain, slice(None)), "no memory for parts: nothing is shared"
+
+
+def test_a_wrong_page_of_a_prefix_in_a_batch_invariant_call(device: str) -> None:
+    """Of a whole piece, where pages are compared."""
+    case: dict[str, Any] = {"page_size": 8, "prefixes": [((0, 1), 0, 17)], "batch_invariant": True, "device": device}
+    s = build(87, [1, 1], [300, 290], **case)
+    good, _ = run("shared", s)
+    s.batch.page_table[1, 5] = s.batch.page_table[1, 20]
+    out, lse = run("shared", s)
+    assert lse is not None and out[1].isnan().all() and lse[1].isnan().all() and torch.equal(bits(out[0]), bits(good[0]))
+    s.batch.page_table[:, 5] = -1
+    out, _ = run("shared", s)
+    assert out.isnan().all()

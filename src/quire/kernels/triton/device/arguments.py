@@ -52,6 +52,8 @@ class BatchTensors(NamedTuple):
     tokens: Number
     short: Number
     """Sequences with at most so many new tokens are short: their keys are split over programs."""
+    wide_rows: Number
+    """1 if short sequences take tiles of C.WIDE_ROWS; None in kernels without these."""
     rank: Number
     """This and the next two are the shard, None without one: which keys of a sequence are in the cache."""
     ranks: Number
@@ -284,6 +286,8 @@ class AttendConstants(NamedTuple):
     """Sequences, or columns of the table, that are read at a time."""
     WIDE: bool
     """Whether the work of a batch is counted in 64 bits."""
+    UNIFORM: bool
+    """Whether the compiler is told of numbers that they are equal in all threads."""
     NVIDIA: bool
     """Whether the target is a GPU of NVIDIA: its compiler must be told which numbers are equal in all threads, and it has an
     instruction for reciprocals."""
@@ -291,6 +295,8 @@ class AttendConstants(NamedTuple):
     """Programmatic dependent launch: the next kernel may be launched before this one has ended, and waits for it on the GPU."""
     SHARED: bool = False
     """Whether keys of shared prefixes are read once for all of their sequences."""
+    WIDE_ROWS: TritonTile | None = None
+    """Another tile of short sequences, with more rows: of kernels that serve decodes and longer queries alike."""
 
 
 class CombineConstants(NamedTuple):

@@ -57,7 +57,12 @@ def attend_sequences(out, workspace, query, cache, batch, new, features, SHORT: 
             tl.extra.cuda.gdc_launch_dependents()
     if program < workspace.programs:
         zero_padding(out, batch, program, workspace.programs, C)
-        short_sequences(out, workspace, query, cache, batch, new, features, program, SHORT, C)
+        if C.WIDE_ROWS is None:
+            short_sequences(out, workspace, query, cache, batch, new, features, program, SHORT, C)
+        elif batch.wide_rows != 0:
+            short_sequences(out, workspace, query, cache, batch, new, features, program, C.WIDE_ROWS, C)
+        else:
+            short_sequences(out, workspace, query, cache, batch, new, features, program, SHORT, C)
         if C.PDL:
             if workspace.overlapped == 0:
                 tl.extra.cuda.gdc_launch_dependents()
@@ -110,7 +115,8 @@ def short_sequences(out, workspace, query, cache, batch, new, features, program,
                 if (count == pieces) | divided:
                     attend_pieces(
                         out, workspace, query, cache, batch, new, features, unit, invalid, q_len, kv_len,
-                        first + piece, count, count == pieces, at.to(tl.int32) * rows, rows, T, C,
+                        first + piece, count, count == pieces, at.to(tl.int32) * rows, rows,
+                        piece == 0 if C.SHARED else None, T, C,
                     )  # fmt: skip
                     if (piece == 0) & (count < pieces):
                         place = at.to(tl.int32) * rows
@@ -162,11 +168,12 @@ def short_sequences(out, workspace, query, cache, batch, new, features, program,
 
 @triton.jit
 def attend_pieces(
-    out, workspace, query, cache, batch, new, features, unit, invalid, q_len, kv_len, first, count, whole, place, rows,
+    out, workspace, query, cache, batch, new, features, unit, invalid, q_len, kv_len, first, count, whole, place, rows, adds_shared,
     T: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """Pieces [first, first + count) of a unit in a batch-invariant call. If that is all, they are merged and the output is stored.
-    Otherwise each becomes a partial result, the first at `place`, with a number of rows."""
+    Otherwise each becomes a partial result, the first at `place`, with a number of rows. `adds_shared`: whether the first of them
+    is that after the shared prefixes, whose pieces are merged before it."""
     q, scale = load_queries(query, cache, features, unit, T, C)
     SOURCE: tl.constexpr = "both" if C.NEW else "pages"
     for nth in range(tl.where(whole, 1, count)):
@@ -177,6 +184,8 @@ def attend_pieces(
             highest = lowest
         page = load_page_ids(batch, unit, lowest + key_in_tile(T), highest, C)
         state = initial_state(T, C)
+        if C.SHARED:
+            state = after_shared(state, unit, batch, q_len, adds_shared & (nth == 0), C)
         state = attend_tiles(
             state, q, scale, page, None, unit, batch, cache, new, features, lowest, highest, True, SOURCE, True, T, C
         )
@@ -186,8 +195,20 @@ def attend_pieces(
             result, lse = finish(acc, row_max, row_sum, unit.head, unit.live, features, cache, unit.kv_head, C)
             store(out, unit.token, unit.head, unit.live, result, lse, wrong, tl.arange(0, C.V_WIDTH), C)
         else:
-            row_sum = tl.where(wrong, float("nan"), state[2])
-            store_partial(workspace, place + nth * rows, 1, rows, state[0], state[1], row_sum, T, C)
+            acc, row_max, row_sum = state[0], state[1], state[2]
+            if C.SHARED:
+                acc, row_max, row_sum = merged(state, C)
+            row_sum = tl.where(wrong, float("nan"), row_sum)
+            store_partial(workspace, place + nth * rows, 1, rows, acc, row_max, row_sum, T, C)
+
+
+@triton.jit
+def after_shared(state, unit, batch, q_len, adds, C: tl.constexpr):
+    """The state of no keys of a batch-invariant call or, if `adds`, of those of the unit's shared prefixes."""
+    acc, row_max, row_sum = state[4], state[5], state[6]
+    if adds:
+        acc, row_max, row_sum = add_shared(acc, row_max, row_sum, batch, unit.seq, q_len, unit.token, unit.head, unit.live, C)
+    return state[0], state[1], state[2], state[3], acc, row_max, row_sum
 
 
 @triton.jit

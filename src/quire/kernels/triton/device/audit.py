@@ -48,37 +48,46 @@ class AuditConstants(NamedTuple):
     MIN_Q_LEN: int
     MAX_Q_LEN: int
     """Sequences with other numbers of new tokens are not checked."""
-    SELECT: str | None = None
-    """What the batch selects: 'positions' per query, 'columns' per sequence, or None."""
-    KV_HEADS: int = 1
-    """1 without a selection. The next two are for selected positions alone."""
-    RIGHT: int | None = None
+    KV_HEADS: int
+    """This and the next two are for selections alone."""
+    RIGHT: int | None
     """Visible keys to the right of a query; None is unbounded."""
-    CAUSAL: bool | None = True
+    CAUSAL: bool | None
     """None: `BatchTensors.causal` has it per sequence."""
 
 
+class Narrowed(NamedTuple):
+    """What narrows the keys that a batch needs. These are numbers, so that a layer of which only some batches have spans or a
+    selection has one compiled audit. The tensors of what a batch does not have are never read."""
+
+    by_spans: Number
+    """1 if the batch has spans, else 0."""
+    by_positions: Number
+    """The same for selected positions, and for selected columns."""
+    by_columns: Number
+
+
 @triton.jit
-def audit_kernel(found, marks, batch, tree, chunks, N: tl.constexpr):
+def audit_kernel(found, marks, batch, tree, narrowed, chunks, N: tl.constexpr):
     if chunks > 0:
-        count_wrong(found, marks, batch, tree, chunks, N)
+        count_wrong(found, marks, batch, tree, narrowed, chunks, N)
     else:
         record_first(found, marks, batch, N)
 
 
 @triton.jit
-def count_wrong(found, marks, batch, tree, chunks, N: tl.constexpr):
+def count_wrong(found, marks, batch, tree, narrowed, chunks, N: tl.constexpr):
     """Counts the keys of one chunk whose slots do not hold their token."""
     seq = (tl.program_id(0) // chunks).to(tl.int64)
     key = (tl.program_id(0) % chunks).to(tl.int64) * N.POSITIONS + tl.arange(0, N.POSITIONS)
     first, end = needed_of(batch, tree, seq, N)
     needed = (key >= first) & (key < end)
-    if batch.spans is not None:
+    if narrowed.by_spans != 0:
         start = tl.load(batch.q_starts + seq * batch.q_starts_step).to(tl.int64)
         stop = tl.load(batch.q_starts + (seq + 1) * batch.q_starts_step).to(tl.int64)
         needed &= is_in_some_span(batch, start, stop, position_of(batch, key), SPANS_AT_ONCE)
-    if N.SELECT is not None:
-        needed &= is_selected_by_some(batch, seq, key, needed, N)
+    if narrowed.by_positions + narrowed.by_columns != 0:
+        needed &= is_selected_by_some(batch, narrowed, seq, key, needed, N)
     slot, needed = slot_of(marks, batch, seq, key, needed, N)
     _, _, _, wrong = marks_of(marks, slot, position_of(batch, key), needed)
     count = tl.sum(wrong.to(tl.int32))
@@ -107,16 +116,15 @@ def needed_of(batch, tree, seq, N: tl.constexpr):
 
 
 @triton.jit
-def is_selected_by_some(batch, seq, key, needed, N: tl.constexpr):
+def is_selected_by_some(batch, narrowed, seq, key, needed, N: tl.constexpr):
     """Which keys some query of a sequence selects and sees. There is no shard: a key is its position."""
-    first = seq
-    rows = tl.max(needed.to(tl.int32))  # nothing is read for a chunk of which no key is needed
-    wanted = key // N.PAGE_SIZE
-    if N.SELECT == "positions":
-        first = tl.load(batch.q_starts + seq * batch.q_starts_step).to(tl.int64)
-        stop = tl.load(batch.q_starts + (seq + 1) * batch.q_starts_step).to(tl.int64)
-        rows *= (tl.minimum(stop, batch.tokens) - tl.maximum(first, 0)).to(tl.int32)
-        wanted = key
+    start = tl.load(batch.q_starts + seq * batch.q_starts_step).to(tl.int64)
+    stop = tl.load(batch.q_starts + (seq + 1) * batch.q_starts_step).to(tl.int64)
+    by_positions = narrowed.by_positions != 0
+    first = tl.where(by_positions, start, seq)
+    rows = tl.where(by_positions, (tl.minimum(stop, batch.tokens) - tl.maximum(start, 0)).to(tl.int32), 1)
+    rows *= tl.max(needed.to(tl.int32))  # nothing is read for a chunk of which no key is needed
+    wanted = tl.where(by_positions, key, key // N.PAGE_SIZE)
     # Entries that all heads share have no stride.
     heads = tl.where(batch.select_head == 0, 1, N.KV_HEADS)
     seen = key < 0
@@ -128,7 +136,7 @@ def is_selected_by_some(batch, seq, key, needed, N: tl.constexpr):
             at = row * batch.select_row + (i % heads) * batch.select_head + entry.to(tl.int64) * batch.select_step
             value = tl.load(batch.select + at, mask=entry < batch.select_count, other=-1)
             here |= tl.max((wanted[:, None] == value[None, :]).to(tl.int32), 1) > 0
-        if N.SELECT == "positions":
+        if by_positions:
             here &= is_seen_by(batch, seq, row, key, N)
         seen |= here
     return seen

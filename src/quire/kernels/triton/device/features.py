@@ -406,9 +406,15 @@ def selected_keys(batch, unit, key, C: tl.constexpr):
 
 @triton.jit
 def shared_keys(batch, seq, q_len, C: tl.constexpr):
-    """How many keys of a sequence belong to shared prefixes."""
+    """How many keys of a sequence are read with shared prefixes."""
     shares = (q_len > 0) & (q_len <= batch.shared_tokens)
-    return tl.load(batch.chains + seq * (batch.levels + 1), mask=shares, other=0) * C.PAGE_SIZE
+    return whole_parts(batch, tl.load(batch.chains + seq * (batch.levels + 1), mask=shares, other=0) * C.PAGE_SIZE, C)
+
+
+@triton.jit
+def whole_parts(batch, keys, C: tl.constexpr):
+    """The keys of prefixes that are read once, of so many: in a batch-invariant call whole pieces, which are parts there."""
+    return keys // batch.part_keys * batch.part_keys if C.INVARIANT else keys
 
 
 # ALiBi

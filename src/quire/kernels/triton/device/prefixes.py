@@ -3,14 +3,19 @@ read once for all of these rows, and stores partial results. The program that co
 
 The keys of a prefix are divided into parts at multiples of `batch.part_keys`. A sequence has the parts of its prefixes, of which
 each continues the one before it. The part of a prefix of level l that begins in interval i has number i + l, so that a sequence's
-parts have different numbers."""
+parts have different numbers.
+
+In a batch-invariant call parts are the pieces of its keys, and a prefix ends at its last multiple of a piece: each sequence reads the
+keys after that itself. The pieces of a sequence are the same then as without prefixes, with the same products and sums, and they are
+merged in the same order."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from quire.kernels.triton.device.features import load_slopes
+from quire.kernels.triton.device.features import load_slopes, whole_parts
+from quire.kernels.triton.device.partials import merge_softmax
 from quire.kernels.triton.device.schedule import is_selected, lengths, uniform
 from quire.kernels.triton.device.tiles import attend_unit, clamp_page_ids
 from quire.kernels.triton.device.units import WorkUnit, initial_state, load_queries
@@ -80,11 +85,12 @@ def shared_unit(query, cache, batch, new, features, prefix, nth, head, T: tl.con
         absent, differs = compare_pages(batch, cache, unit.seq, seq, unit.live, low, high, T, C)
         stop = tl.where(absent > 0, low // T.KEYS * T.KEYS, high)
         q, scale = load_queries(query, cache, features, unit, T, C)
-        acc, row_max, row_sum, _ = attend_unit(
+        # In a batch-invariant call a part is one piece: that of the state which was not merged yet.
+        state = attend_unit(
             initial_state(T, C), q, scale, unit, batch, cache, new, features, low // T.KEYS * T.KEYS, stop, T, C
         )
-        row_sum = tl.where(wrong | (differs > 0) | (absent > 0), float("nan"), row_sum)
-        store_part(batch, interval + level, unit.token, unit.head, unit.live, acc, row_max, row_sum, C)
+        row_sum = tl.where(wrong | (differs > 0) | (absent > 0), float("nan"), state[2])
+        store_part(batch, interval + level, unit.token, unit.head, unit.live, state[0], state[1], row_sum, C)
 
 
 @triton.jit
@@ -141,10 +147,10 @@ def compare_pages(batch, cache, own, seq, live, low, high, T: tl.constexpr, C: t
 
 @triton.jit
 def prefix_keys(batch, prefix, inside, C: tl.constexpr):
-    """The keys [begin, end) of prefixes; none outside."""
+    """The keys [begin, end) of prefixes that are read once; none outside."""
     begin = tl.load(batch.prefixes + prefix * 5 + 2, mask=inside, other=0)
     end = tl.load(batch.prefixes + prefix * 5 + 3, mask=inside, other=0)
-    return begin * C.PAGE_SIZE, end * C.PAGE_SIZE
+    return whole_parts(batch, begin * C.PAGE_SIZE, C), whole_parts(batch, end * C.PAGE_SIZE, C)
 
 
 @triton.jit
@@ -192,11 +198,14 @@ def add_shared(acc, row_max, row_sum, batch, seq, q_len, token, head, live, C: t
             part_max = tl.load(row_maxima + place, mask=live, other=float("-inf"))
             part_sum = tl.load(row_sums + place, mask=live, other=0.0)
             part_acc = tl.load(batch.parts_at + place[:, None] * C.V_WIDTH + dim[None, :], mask=live[:, None], other=0.0)
-            new_max = tl.maximum(row_max, part_max)
-            base = tl.where(new_max == float("-inf"), 0.0, new_max)
-            rescale = tl.exp2(row_max - base)
-            fraction = tl.exp2(part_max - base)
-            row_sum = row_sum * rescale + part_sum * fraction
-            acc = acc * rescale[:, None] + part_acc * fraction[:, None]
-            row_max = new_max
+            if C.INVARIANT:
+                acc, row_max, row_sum = merge_softmax(acc, row_max, row_sum, part_acc, part_max, part_sum)
+            else:
+                new_max = tl.maximum(row_max, part_max)
+                base = tl.where(new_max == float("-inf"), 0.0, new_max)
+                rescale = tl.exp2(row_max - base)
+                fraction = tl.exp2(part_max - base)
+                row_sum = row_sum * rescale + part_sum * fraction
+                acc = acc * rescale[:, None] + part_acc * fraction[:, None]
+                row_max = new_max
     return acc, row_max, row_sum

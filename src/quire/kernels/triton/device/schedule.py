@@ -139,12 +139,16 @@ def as_count(x, C: tl.constexpr):
 def uniform(x, C: tl.constexpr):
     """Marks a number as equal in all threads, so that values derived from it are kept in uniform registers. NVIDIA's compiler does
     not derive this from a reduction of Triton's; one more reduction over the warp tells it."""
-    if C.NVIDIA and not C.WIDE:
+    if not C.UNIFORM:
+        return x
+    elif x.dtype == tl.int64:
+        low = uniform((x & 0xFFFFFFFF).to(tl.uint32).to(tl.int32, bitcast=True), C)
+        high = uniform((x >> 32).to(tl.int32), C)
+        return (high.to(tl.int64) << 32) | low.to(tl.uint32, bitcast=True).to(tl.int64)
+    else:
         return tl.inline_asm_elementwise(
             "redux.sync.min.s32 $0, $1, 0xffffffff;", "=r,r", [x], dtype=tl.int32, is_pure=True, pack=1
         )
-    else:
-        return x
 
 
 @triton.jit

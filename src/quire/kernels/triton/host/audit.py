@@ -8,12 +8,10 @@ from typing import Any
 import torch
 
 from quire.kernels.triton.device.arguments import BatchTensors, Number, Pointer
-from quire.kernels.triton.device.audit import AuditConstants, LedgerTensors, TreePositions, audit_kernel
+from quire.kernels.triton.device.audit import AuditConstants, LedgerTensors, Narrowed, TreePositions, audit_kernel
 from quire.kernels.triton.host.launcher import (
     NO_PREFIXES,
-    NO_SELECT,
     NO_SHARD,
-    NO_SPANS,
     At,
     Launch,
     Launcher,
@@ -43,11 +41,12 @@ class AuditLauncher(Launcher):
             CONTEXT_FROM=context_from,
             MIN_Q_LEN=problem.only[0],
             MAX_Q_LEN=problem.only[1],
-            **({} if problem.select == "none" else _of_selection(problem, right)),
+            KV_HEADS=problem.kv_heads,
+            RIGHT=None if right is None else min(right, ANY),
+            CAUSAL={"yes": True, "no": False}.get(problem.causal),
         )
-        self.program = Program(
-            audit_kernel, (Pointer, LedgerTensors, BatchTensors, TreePositions, Number), (needs,), None, work.warps
-        )
+        records = (Pointer, LedgerTensors, BatchTensors, TreePositions, Narrowed, Number)
+        self.program = Program(audit_kernel, records, (needs,), None, work.warps)
 
     def launches(self, call: Any, extent: Extent, at: At) -> Iterator[Launch]:
         cache, batch, ledger, positions = call.cache, call.batch, call.cache.ledger, call.options.positions
@@ -57,28 +56,20 @@ class AuditLauncher(Launcher):
         if not extent.tokens or not programs:
             return
         marks = (at(ledger.position), at(ledger.issue), at(ledger.current), cache.pages)
-        causal, select = call.options.causal, batch.select
-        by_sequence = self.problem.select == "positions" and isinstance(causal, torch.Tensor)
+        causal, spans, select = call.options.causal, batch.spans, batch.select
+        # The page table stands for tensors that the batch does not have: all index tensors of a layer usually have one type.
         rows = (
             at(table), *table.stride(), table.shape[1], at(kv_lens), *kv_lens.stride(), at(q_starts), *q_starts.stride(),
-            *((at(causal), causal.stride(0)) if by_sequence else (None, None)),
-            extent.seqs, extent.tokens, ANY, *(batch.shard or NO_SHARD),
-            *(NO_SPANS if batch.spans is None else (at(batch.spans), *batch.spans.stride())),
-            *(NO_SELECT if select is None else selection_of(select, at)), *NO_PREFIXES,
+            *((at(causal), causal.stride(0)) if isinstance(causal, torch.Tensor) else (None, None)),
+            extent.seqs, extent.tokens, ANY, None, *(batch.shard or NO_SHARD),
+            *((at(table), 0, 0) if spans is None else (at(spans), *spans.stride())),
+            *((at(table), 0, 0, 0, 0) if select is None else selection_of(select, at)), *NO_PREFIXES,
         )  # fmt: skip
         tree = (None, None) if positions is None else (at(positions), positions.stride(0))
-        found = at(ledger.violations)
-        yield self.program, (programs, 1, 1), (found, marks, rows, tree, chunks), False
-        yield self.program, (1, 1, 1), (found, marks, rows, tree, 0), False
-
-
-def _of_selection(problem: Problem, right: int | None) -> dict[str, Any]:
-    """The constants of an audit of selected keys."""
-    found: dict[str, Any] = {"SELECT": problem.select, "KV_HEADS": problem.kv_heads}
-    if problem.select == "positions":
-        found["RIGHT"] = None if right is None else min(right, ANY)
-        found["CAUSAL"] = {"yes": True, "no": False}.get(problem.causal)
-    return found
+        found, kind = at(ledger.violations), None if select is None else select.kind
+        narrowed = (int(spans is not None), int(kind == "positions"), int(kind == "columns"))
+        yield self.program, (programs, 1, 1), (found, marks, rows, tree, narrowed, chunks), False
+        yield self.program, (1, 1, 1), (found, marks, rows, tree, narrowed, 0), False
 
 
 def launcher(problem: Problem, platform: Platform) -> AuditLauncher:

@@ -37,6 +37,12 @@ def dot_type(problem: Problem) -> tuple[str, bool]:
     return next(iter(floats), "fp16"), False
 
 
+def has_one_kernel(problem: Problem) -> bool:
+    """Whether one compiled kernel serves all batches: those with spans or a selection, since a layer may have other batches too,
+    with kernels of their own. Batch-invariant calls have few kernels in any case."""
+    return (problem.spans != "none" or problem.select != "none") and not problem.batch_invariant
+
+
 def parts_of(problem: Problem) -> tuple[int, int | None]:
     """The elements of a key that are loaded as one tile, and those of a second one: if V is a part of K, V and the others."""
     return (problem.v_head_dim, problem.head_dim - problem.v_head_dim) if problem.v_in_k else (problem.head_dim, None)
@@ -84,8 +90,8 @@ def cache_constants(problem: Problem, words: bool = False) -> dict[str, Any]:
 
 def constants_of(problem: Problem, platform: Platform, row: Tuning, short: TritonTile, long: TritonTile | None) -> AttendConstants:
     """What a kernel with these tiles is compiled for. In generic memory work is counted in 64 bits: batches with too much work for
-    32 bits are launched as generic ones."""
-    (dot, balance), generic = dot_type(problem), problem.memory == "generic"
+    32 bits are launched as generic ones. Kernels of spans and selections count all work in 64 bits: they have no other variant."""
+    (dot, balance), generic, merged = dot_type(problem), problem.memory == "generic", has_one_kernel(problem)
     (k_width, v_width), (_, rest) = widths_of(problem, platform), parts_of(problem)
     left, right = problem.window
     q_format, out_format = (name if FORMATS[name].itemsize == 1 else "float" for name in (problem.q_dtype, problem.out_dtype))
@@ -101,7 +107,7 @@ def constants_of(problem: Problem, platform: Platform, row: Tuning, short: Trito
         HARDWARE=platform.decodes_fp8,
         PER_KEY=problem.scales == "token" or (problem.scales != "none" and problem.form == "context"),
         DOT=dot,
-        BALANCE=None if not balance else "here" if long is None or generic or rest is not None else "before",
+        BALANCE=None if not balance else "here" if long is None or generic or merged or rest is not None else "before",
         NEGATE=problem.negative_scale,
         CAUSAL={"yes": True, "no": False}.get(problem.causal),
         NEW=problem.form == "context",
@@ -123,7 +129,8 @@ def constants_of(problem: Problem, platform: Platform, row: Tuning, short: Trito
         OUT=out_format,
         OUT_NUMBER=problem.out_scale != "tensor",
         SCAN=row.scan,
-        WIDE=generic,
+        WIDE=generic or merged,
+        UNIFORM=platform.vendor == "nvidia" and not generic,
         NVIDIA=platform.vendor == "nvidia",
         PDL=platform.launches_dependents,
     )

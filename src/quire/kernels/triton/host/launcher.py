@@ -32,7 +32,7 @@ from quire.kernels.triton.device.balance import balance_kernel
 from quire.kernels.triton.device.combine import combine_kernel
 from quire.kernels.triton.device.features import Features
 from quire.kernels.triton.device.partials import HEADER
-from quire.kernels.triton.host.constants import constants_of
+from quire.kernels.triton.host.constants import constants_of, has_one_kernel
 from quire.kernels.triton.host.program import Program, as_bytes, is_compiled
 from quire.kernels.triton.host.specimen import specimen
 from quire.kernels.triton.host.tile_selection import MAX_DECODE_TOKENS, Tiles
@@ -186,8 +186,15 @@ class AttendLauncher(Launcher):
         self.row, self.long = self.tiles.row, self.tiles.long
         self.warps = 1 if self.row in (SMALL, SMALL_GLUON) else 4
         """Of the kernels that prepare queries and units."""
-        self.programs: dict[TritonTile, Program] = {tile: self._attend(tile) for tile in self.tiles.short.values()}
-        constants = self.constants_for(self.tiles.short[1, 1])
+        first, *others = dict.fromkeys(self.tiles.short.values())
+        constants = self.constants_for(first)
+        if self.tiles.one_kernel:
+            if others:
+                (wide_rows,) = others
+                constants = constants._replace(WIDE_ROWS=wide_rows)
+            self.programs = dict.fromkeys((first, *others), self._attend(first, constants))
+        else:
+            self.programs = {tile: self._attend(tile, self.constants_for(tile)) for tile in (first, *others)}
         self.balance = None
         if constants.BALANCE == "before":
             self.balance = Program(balance_kernel, BALANCE, (BALANCE_ROWS, BalanceConstants.of(constants)), self.units, self.warps)
@@ -208,8 +215,8 @@ class AttendLauncher(Launcher):
         """What the kernel with this tile of short sequences is compiled for."""
         return constants_of(self.problem, self.platform, self.row, tile, self.long)
 
-    def _attend(self, tile: TritonTile) -> Program:
-        row, constants = self.row, self.constants_for(tile)
+    def _attend(self, tile: TritonTile, constants: AttendConstants) -> Program:
+        row = self.row
         stages = max(row.stages, row.long_stages)
         return Program(attend_kernel, ATTEND, (tile, self.long, constants), self.units, row.warps, stages, row.registers)
 
@@ -228,12 +235,13 @@ class AttendLauncher(Launcher):
 
     def schedule(self, call: Any, extent: Extent) -> Schedule:
         """The tile of a batch's short sequences, the programs they are split over, and the workspace."""
-        tiles, problem, long = self.tiles, self.problem, self.long
+        tiles, problem = self.tiles, self.problem
+        long = None if tiles.all_decode else self.long
         seqs, tokens, max_q_len, _, _ = extent
         few, heads, programs = 1, 1, tiles.programs
         if problem.batch_invariant:
             few = min(max_q_len, tiles.short[1, 1].TOKENS)
-        if tiles.all_decode and max_q_len > 1 and not tiles.by_query:
+        if tiles.all_decode and max_q_len > (tiles.short[1, 1].TOKENS if tiles.one_kernel else 1) and not tiles.by_query:
             few = min(power_of_two(max_q_len), MAX_DECODE_TOKENS)
             few = few if (few, 1) in tiles.short else MAX_DECODE_TOKENS
         # Several key heads in a tile only if there are more units than programs: otherwise more units would be split and have to be
@@ -266,7 +274,7 @@ class AttendLauncher(Launcher):
             workspace,
             rows,
             short,
-            self.units is None or most < 2**31,
+            self.constants.WIDE or most < 2**31,
         )
 
     def launches(self, call: Any, extent: Extent, at: At) -> Iterator[Launch]:
@@ -287,7 +295,8 @@ class AttendLauncher(Launcher):
         partials = torch.empty(schedule.workspace, dtype=torch.float32, device=q.device)
         workspace = (at(partials), programs, schedule.tail_programs, schedule.main_programs, self.row.many or 0, 0, schedule.rows)
         heads = 0 if self.long is None else self.long.HEADS
-        out, cache, sequences, new, features = arguments_of(call, at, extent, schedule.short)
+        wide_rows = None if self.constants.WIDE_ROWS is None else int(tile == self.constants.WIDE_ROWS)
+        out, cache, sequences, new, features = arguments_of(call, at, extent, schedule.short, wide_rows=wide_rows)
         grid = (programs + schedule.long_tiles * heads, 1, 1)
         yield self.programs[tile], grid, (out, workspace, query, cache, sequences, new, features), False
         numbers = (tile.ROWS, tile.HEADS_PER_TILE, tile.TOKENS, tile.HEADS)
@@ -296,7 +305,7 @@ class AttendLauncher(Launcher):
 
     def all_launches(self, call: Any, at: At) -> Iterator[Launch]:
         for program, grid, arguments, early in self.launches(call, ANY_BATCH, at):
-            for one in self.programs.values() if program.kernel is attend_kernel else [program]:
+            for one in dict.fromkeys(self.programs.values()) if program.kernel is attend_kernel else [program]:
                 yield one, grid, arguments, early
 
     def balancing(self, query: tuple[Any, ...], extent: Extent, ready: Any, exponents: Any) -> Launch:
@@ -313,10 +322,11 @@ def balanced(q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def arguments_of(
-    call: Any, at: At, extent: Extent, short: int, prefixes: tuple[Any, ...] = NO_PREFIXES
+    call: Any, at: At, extent: Extent, short: int, prefixes: tuple[Any, ...] = NO_PREFIXES, wide_rows: int | None = None
 ) -> tuple[tuple[Any, ...], ...]:
     """The arguments of the attention kernels except queries and workspace: `Out`, `Cache`, `BatchTensors`, `New` and `Features`, as
-    plain tuples. Sequences with up to `short` new tokens are short. `prefixes` are the members of `BatchTensors` about them."""
+    plain tuples. Sequences with up to `short` new tokens are short. `prefixes` are the members of `BatchTensors` about them;
+    `wide_rows` is one, too."""
     cache, batch, options, out, lse, new = call.cache, call.batch, call.options, call.out, call.lse, call.new
     table, kv_lens, q_starts = batch.page_table, batch.kv_lens, batch.q_starts
     causal, k_scale, v_scale, q_scale, out_scale = options.causal, cache.k_scale, cache.v_scale, options.q_scale, options.out_scale
@@ -345,7 +355,7 @@ def arguments_of(
         (
             *(at(table), *table.stride(), table.shape[1], at(kv_lens), *kv_lens.stride(), at(q_starts), *q_starts.stride()),
             *((None, None) if causal is True or causal is False else (at(causal), causal.stride(0))),
-            *(extent.seqs, extent.tokens, short, *(batch.shard or NO_SHARD)),
+            *(extent.seqs, extent.tokens, short, wide_rows, *(batch.shard or NO_SHARD)),
             *(NO_SPANS if batch.spans is None else (at(batch.spans), *batch.spans.stride())),
             *(NO_SELECT if batch.select is None else selection_of(batch.select, at)),
             *prefixes,
@@ -382,4 +392,8 @@ def decode(problem: Problem, platform: Platform) -> AttendLauncher:
 
 def mixed(problem: Problem, platform: Platform) -> AttendLauncher:
     """Short and long sequences in one launch."""
+    if problem.memory == "generic" and problem.aligned_pages and has_one_kernel(problem):
+        from quire.kernels.triton.host.copied import CopyingLauncher
+
+        return CopyingLauncher("mixed", problem, platform_of(problem, platform))
     return AttendLauncher("mixed", problem, platform_of(problem, platform))

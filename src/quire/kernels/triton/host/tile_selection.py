@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from quire.cache.format import FORMATS
 from quire.kernels.triton.device.arguments import TritonTile
-from quire.kernels.triton.host.constants import BYTES, dot_type, parts_of, width_of, widths_of
+from quire.kernels.triton.host.constants import BYTES, dot_type, has_one_kernel, parts_of, width_of, widths_of
 from quire.kernels.triton.host.tuning import Tuning, tuning_for
 from quire.platform import Platform
 from quire.problem import Problem, power_of_two
@@ -37,7 +37,12 @@ class Tiles:
     """The tiles of a problem on a platform, from an entry of the tuning table."""
 
     def __init__(self, kernel: str, problem: Problem, platform: Platform, tuning: Tuning | None = None):
-        self.all_decode = kernel == "decode" and not problem.batch_invariant
+        self.one_kernel, selects = has_one_kernel(problem), problem.select != "none"
+        self.all_decode = (kernel == "decode" or (self.one_kernel and selects)) and not problem.batch_invariant
+        """Whether every sequence is short."""
+        if self.one_kernel:
+            # The entry for what its batches mostly are.
+            kernel = "decode" if selects else "mixed"
         dot, _ = dot_type(problem)
         width, element = max(*widths_of(problem, platform), width_of(parts_of(problem)[1] or 1)), BYTES[dot]
         self.sizes = width, element, stored_bytes(problem), problem.v_in_k
@@ -49,10 +54,11 @@ class Tiles:
         self.heads_per_tile = row.heads_per_tile if _is_plain(problem) else 1
         self.by_query = problem.select == "positions"
         """Whether each query sees keys of its own: then a tile has one token, and every sequence is short."""
-        self.long = None if self.all_decode or self.by_query else self._long_tile()
+        has_long = not selects if self.one_kernel else not (self.all_decode or self.by_query)
+        self.long = self._long_tile() if has_long else None
         self.short: dict[tuple[int, int], TritonTile] = {}
         """All tiles of short sequences, by the most new tokens, a power of two, and by key heads per tile."""
-        for few in TOKEN_COUNTS if self.all_decode and not self.by_query else (1,):
+        for few in self._token_counts():
             rows = self.most if problem.batch_invariant else max(row.rows, min(self.most, power_of_two(few * problem.group)))
             heads = 1
             while heads <= max(1, min(self.heads_per_tile, rows // (few * problem.group))) and problem.kv_heads % heads == 0:
@@ -60,6 +66,14 @@ class Tiles:
                 if self.by_query:
                     self.short[few, heads] = self.short[few, heads]._replace(TOKENS=1)
                 heads *= 2
+
+    def _token_counts(self) -> tuple[int, ...]:
+        """The numbers of new tokens of a sequence for which there are tiles of short sequences."""
+        if self.by_query:
+            return (1,)
+        if self.one_kernel:
+            return 1, MAX_DECODE_TOKENS
+        return TOKEN_COUNTS if self.all_decode else (1,)
 
     def _long_tile(self) -> TritonTile:
         row, problem = self.row, self.problem
