@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from quire.conformance.runner.find_target import find
 from quire.conformance.runner.power import never_exposed, power_of
 from quire.conformance.runner.run import conform, examine
 from quire.conformance.runner.subprocess_target import in_subprocess
-from quire.conformance.runner.target import Target, wrap
+from quire.conformance.runner.target import NEEDED_OF_WRITES, OPTIONAL_OF_WRITES, Target, wrap
 from quire.errors import ArgumentError
 
 BY_NAME = {case.name: case for case in (*cases_of("write_smoke"), *cases_of("write_standard"))}
@@ -227,6 +228,20 @@ def test_verdicts_of_the_example(function: str, case: str, status: str, fault: s
     assert (result.findings[0].fault if result.findings else None) == fault
 
 
+def test_the_adapter_of_the_document_is_correct() -> None:
+    page = (EXAMPLE.parents[1] / "docs" / "testing_your_kernel.md").read_text().split("## Test a write")[1].split("\n## ")[0]
+    code, line = re.search(r"```python\n(.*?)```", page, re.DOTALL), re.search(r"--case '(.*)'", page)
+    assert code is not None and line is not None
+    session: dict[str, Any] = {}
+    exec(code[1], session)
+    target = wrap(session["write"], "of the document")
+    assert [examine(BY_NAME[name], target).status for name in ("write-edges", "write-skipped", "write-scattered")] == [
+        "correct"
+    ] * 3
+    assert Case.parse(line[1]).rope == "half-split"
+    assert all(f"`{name}`" in page for name in (*NEEDED_OF_WRITES, *OPTIONAL_OF_WRITES))
+
+
 ADAPTER = """
 import ctypes
 
@@ -246,7 +261,7 @@ def test_a_write_in_a_subprocess(tmp_path: Path) -> None:
     file = tmp_path / "own.py"
     file.write_text(ADAPTER)
     lines = ("write", "page-8 page_size=8", "int8 format=int8 scales=token", "scattered slots=scattered")
-    cases = [Case.parse(line.replace(" ", " operation=write ", 1) if " " in line else f"{line} operation=write") for line in lines]
+    cases = [Case.parse(f"{line} operation=write") for line in lines]
     with in_subprocess(f"{file}:write") as target:
         assert target.operation == "write"
         results = conform(target, cases).results

@@ -88,7 +88,7 @@ def compare(args: Args) -> int:
         found = measure(ours, each=lambda one: tell(one.case.name))
     missed, total = never_exposed(found), len(ATTENTION)
     suites.append({"suite": "quire conform --level standard", "can": total, "exposed": total - len(missed), "missed": missed})
-    lines = [f"of {total} faults of attention in the catalogue: how many can occur in a suite's cases, how many are detected?", ""]
+    lines = [f"of {total} faults of attention: how many can occur in a suite's cases, and how many are detected?", ""]
     lines.append(f"{'suite':64} {'can occur':>9} {'detected':>8}")
     lines += [f"{one['suite']!s:64} {one['can']!s:>9} {one['exposed']!s:>8}" for one in suites]
     answer(args, {"faults": total, "suites": suites}, "\n".join(lines))

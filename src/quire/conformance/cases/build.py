@@ -71,10 +71,10 @@ def build(case: Case, device: torch.device | str = "cpu") -> KernelCall:
     made = TYPES[case.q_dtype] if case.q_dtype not in LARGEST else torch.bfloat16
     plan = page_plan(case)
     dense, pages, scales = _keys_and_values(case, made, plan, cached)
-    k_pages, v_pages = _wrap(case, pages, plan, device)
+    k_pages, v_pages = laid_out(case, pages, plan, device)
 
     q = _queries(case, options, starts, visible, dense["k"], tokens)
-    q[live:] = _poison(case, "q", q[live:].shape)
+    q[live:] = poison_of(case, "q", q[live:].shape)
     kinds = [getattr(torch, name) for name in case.index]
     max_q_len, max_kv_len = _hints(case)
     moved: dict[str, Any] = {n: o.to(device) if isinstance(o, torch.Tensor) else o for n, o in options.items() if n != "scale"}
@@ -86,10 +86,10 @@ def build(case: Case, device: torch.device | str = "cpu") -> KernelCall:
         moved |= {"new_v": moved["new_k"][..., : case.v_in_k]} if "new_k" in moved else {}
     moved |= {f"select_{case.select}": x.to(kinds[0]).to(device) for x in entries}
     call = KernelCall(
-        q=_strided(case, _cast(q, case.q_dtype), 1, device),
+        q=strided(case, _cast(q, case.q_dtype), 1, device),
         k_pages=k_pages,
         v_pages=v_pages,
-        page_table=_strided(case, page_table(case, plan, cached).to(kinds[0]), 1, device),
+        page_table=strided(case, page_table(case, plan, cached).to(kinds[0]), 1, device),
         kv_lens=torch.tensor(case.kv_lens, dtype=kinds[1], device=device),
         q_starts=torch.tensor(starts, dtype=kinds[2], device=device),
         out=guarded((tokens, case.q_heads, case.dims["v"]), TYPES[case.problem.out_dtype], device),
@@ -176,10 +176,10 @@ def _new_tokens(
     case: Case, part: str, dense: list[torch.Tensor], starts: Sequence[int], made: torch.dtype, device: torch.device | str
 ) -> torch.Tensor:
     """The keys or values of the new tokens, [tokens, kv_heads, dim], with poison in padding rows."""
-    rows = _poison(case, f"new_{part}", (case.live + case.padding, case.kv_heads, case.dims[part]))
+    rows = poison_of(case, f"new_{part}", (case.live + case.padding, case.kv_heads, case.dims[part]))
     for i in range(case.seqs):
         rows[starts[i] : starts[i + 1]] = dense[i][case.kv_lens[i] - case.q_lens[i] :]
-    return _strided(case, rows.to(made), 1, device)
+    return strided(case, rows.to(made), 1, device)
 
 
 def _alone(call: KernelCall, case: Case) -> KernelCall:
@@ -214,14 +214,14 @@ def _alone(call: KernelCall, case: Case) -> KernelCall:
     return cut.take_checksums()
 
 
-def _strided(case: Case, x: torch.Tensor, dim: int, device: torch.device | str) -> torch.Tensor:
+def strided(case: Case, x: torch.Tensor, dim: int, device: torch.device | str) -> torch.Tensor:
     """A tensor on a device; with strides "views", the middle of a tensor that is wider along `dim`."""
     if case.strides == "dense":
         return x.to(device)
     margin = 2
     shape = [*x.shape[:dim], margin, *x.shape[dim + 1 :]]
     if x.dtype.is_floating_point:
-        left, right = (_cast(_poison(case, side, shape), case.q_dtype).to(x.dtype) for side in ("left", "right"))
+        left, right = (_cast(poison_of(case, side, shape), case.q_dtype).to(x.dtype) for side in ("left", "right"))
     else:
         # Valid page ids: a kernel that ignores strides reads keys of another sequence, not unmapped memory.
         left, right = (x[:, :margin], x[:, :margin].flip(0))
@@ -323,7 +323,7 @@ def _options(case: Case, starts: Sequence[int], tokens: int) -> dict[str, Any]:
         if case.window != (None, None) or case.alibi:
             given["positions"] = positions
     if case.spans != "none":
-        given["spans"] = _strided(case, _spans(case, tokens), 1, "cpu")
+        given["spans"] = strided(case, _spans(case, tokens), 1, "cpu")
     return given
 
 
@@ -436,8 +436,8 @@ def _store(
     if at_of is not None:
         inside = plan.touched >= 0
         at_of[plan.touched[inside]] = torch.arange(plan.touched.numel())[inside]
-    content = _poison(case, f"pages {part}", (plan.touched.numel(), size, heads, dim)).double()
-    scale = _scale(case, part, plan)
+    content = poison_of(case, f"pages {part}", (plan.touched.numel(), size, heads, dim)).double()
+    scale = scale_of(case, part, plan)
     spots = []
     for i, row in enumerate(plan.owned):
         kept = kept_positions(case, case.kv_lens[i])
@@ -500,7 +500,7 @@ def packed(stored: torch.Tensor, format: str) -> torch.Tensor:
     return pairs(stored.short() % 16)
 
 
-def _scale(case: Case, part: str, plan: PagePlan) -> torch.Tensor | None:
+def scale_of(case: Case, part: str, plan: PagePlan) -> torch.Tensor | None:
     format = case.formats[part]
     if format not in LARGEST:
         return None
@@ -517,7 +517,7 @@ LARGE = 30.0
 """The standard deviation of poison `large`; that of keys and values is about 1."""
 
 
-def _poison(case: Case, what: str, shape: Sequence[int]) -> torch.Tensor:
+def poison_of(case: Case, what: str, shape: Sequence[int]) -> torch.Tensor:
     """Poison values: the content of everything that must not be read."""
     if case.poison.startswith("decoy"):
         return torch.randn(*shape, generator=generator(case, case.poison, what)) * (1.0 if case.poison == "decoy" else 1.5) + 0.25
@@ -598,7 +598,7 @@ def needle_positions(case: Case, seq: int) -> list[int]:
     return [j for j in dict.fromkeys(spots) if 0 <= j < n]
 
 
-def _wrap(
+def laid_out(
     case: Case, pages: dict[str, torch.Tensor], plan: PagePlan, device: torch.device | str
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The page tensors in the layout of the case, written element by element by its index formula."""

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from quire.conformance.cases.build import LAYOUT_INDEX, _poison, _scale, _strided, _wrap, flat_of, x_of
+from quire.conformance.cases.build import LAYOUT_INDEX, flat_of, laid_out, poison_of, scale_of, strided, x_of
 from quire.conformance.cases.call import guarded, whole_of
 from quire.conformance.cases.case import Case
 from quire.conformance.cases.formats import GROUP, TYPES, grouped_at, units_of
@@ -34,14 +34,14 @@ def build_write(case: Case, device: torch.device | str = "cpu") -> WriteCall:
     units = {part: units_of(case.formats[part], dim) for part, dim in case.dims.items() if part == "k" or not case.v_in_k}
     shape = (plan.touched.numel(), case.page_size, case.kv_heads)
     held = {part: _bytes((*shape, n), case.formats[part], g) for part, n in units.items()}
-    k_pages, v_pages = _wrap(case, held, plan, device)
+    k_pages, v_pages = laid_out(case, held, plan, device)
     rows = {part: _rows(case, part, case.kv_heads, case.dims[part], device) for part in units}
     index = {name: getattr(torch, kind) for name, kind in zip(("table", "lens", "starts"), case.index)}
     table, slots = _slots(case, plan)
     starts = [sum(case.q_lens[:i]) for i in range(case.seqs + 1)]
     given: dict[str, Any] = {"page_table": None, "kv_lens": None, "q_starts": None}
     if case.slots != "scattered":
-        given["page_table"] = _strided(case, table.to(index["table"]), 1, device)
+        given["page_table"] = strided(case, table.to(index["table"]), 1, device)
         given["kv_lens"] = torch.tensor(case.kv_lens, dtype=index["lens"], device=device)
         given["q_starts"] = torch.tensor(starts, dtype=index["starts"], device=device)
     call = WriteCall(
@@ -72,8 +72,8 @@ def _rows(case: Case, part: str, heads: int, dim: int, device: torch.device | st
     g = generator(case, "new", part)
     x = torch.randn(case.live + case.padding, heads, dim, generator=g)
     x = torch.where(torch.rand(x.shape, generator=g) < 1 / 64, WIDE * x, x)
-    x[case.live :] = _poison(case, f"new {part}", x[case.live :].shape)
-    return _strided(case, x.to(TYPES[case.q_dtype]), 1, device)
+    x[case.live :] = poison_of(case, f"new {part}", x[case.live :].shape)
+    return strided(case, x.to(TYPES[case.q_dtype]), 1, device)
 
 
 def _slots(case: Case, plan: PagePlan) -> tuple[torch.Tensor, torch.Tensor]:
@@ -119,7 +119,7 @@ def _scales(case: Case, plan: PagePlan, device: torch.device | str) -> dict[str,
     """The scales of the cache. Those of tokens are written, and hold other numbers before."""
     found: dict[str, Any] = {}
     for part in case.dims:
-        scale = _scale(case.replace(poison="decoy"), part, plan)
+        scale = scale_of(case.replace(poison="decoy"), part, plan)
         if part == "v" and case.v_in_k:
             break
         if scale is not None and scale.dim() == 3:

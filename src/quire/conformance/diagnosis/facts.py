@@ -18,6 +18,7 @@ IGNORED = ("name", "operation", "q_lens", "kv_lens", "seed", "fill_byte", "x", "
 WORDS = {
     "lse": "with LSE output",
     "form": "in the {} form",
+    "queries": "without queries to rotate",
     "hadamard": "with Hadamard-transformed keys",
     "mask": "with a tree mask",
     "causal": "with causal={}",
