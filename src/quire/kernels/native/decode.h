@@ -46,13 +46,13 @@ struct Reader {
 struct RowReads {
     const uint8_t* const* at;
     int64_t count, first, head, bytes, type;
-    int64_t dim_part, dim_high, dim_low;  // strides of the elements of a row, as in Pages
-    bool whole;                           // whether the elements of a row are contiguous
-    bool heads_contiguous;                // whether the heads of a key are closer together than keys
-    const uint8_t* const* groups;         // the scales of groups of head 0; null without
-    GroupRow group;                       // where they are in a row; `at` is not used
-    int64_t group_first;                  // of the first head
-    const float* scales = nullptr;        // of the first head, if they contain zero points, else null
+    Strides elements;                  // of a row
+    bool whole;                        // whether they are contiguous
+    bool heads_contiguous;             // whether the heads of a key are closer together than keys
+    const uint8_t* const* groups;      // the scales of groups of head 0; null without
+    GroupRow group;                    // where they are in a row; `at` is not used
+    int64_t group_first;               // of the first head
+    const float* scales = nullptr;     // of the first head, if they contain zero points, else null
     const int64_t* scale_at = nullptr;
     int64_t scale_head = 0;
 
@@ -176,6 +176,7 @@ struct DecodeKernel {
     const Attend& call;
     int64_t k_units, v_lanes;
     int32_t *q, *weights, *copies;
+    uint8_t* strided;
     float *values, *scores, *keep, *bias, *k_scale, *v_scale;
     SoftmaxState* have;
     VisibleRange* visibles;
@@ -200,6 +201,7 @@ struct DecodeKernel {
         tiles = workspace.take<Tile>(2);
         copies = workspace.take<int32_t>(DECODE_KEYS * (MOST_DIM + W));
         places = workspace.take<const uint8_t*>(DECODE_KEYS);
+        strided = workspace.take<uint8_t>(DECODE_KEYS * (MOST_DIM * 4 + 64));
     }
 
     void run(const Unit& unit) {
@@ -217,9 +219,7 @@ struct DecodeKernel {
                 }
                 int64_t q_head = (unit.head + h) * group + (unit.row + i) % group;
                 const uint8_t* from = call.q.data + (query_row(s, unit, token) * call.q.token + q_head * call.q.head) * size;
-                if (call.q.dim != 1) {
-                    from = gathered(from, size, k_dim, (uint8_t*)copies, [&](int64_t d) { return d * call.q.dim; });
-                }
+                if (call.q.dim != 1) from = gather_row(from, elements_of(call.q, k_dim), (uint8_t*)copies);
                 as_units<F>(from, call.q.type, k_dim, to, k_units);
                 visibles[at] = visible_in(call, s, unit, token, q_head);
                 if (s.selected) visibles[at].low = 0, visibles[at].high = KEYS;
@@ -283,18 +283,18 @@ struct DecodeKernel {
                           const int64_t* scale_at, int64_t head) {
         if (tile.cut) {
             int64_t size = size_of(p.type);
-            return {at, tile.count, head * p.head * size, p.head * size, p.row() * size, p.type, p.dim_part, p.dim_high, p.dim_low,
-                    p.whole_rows(), p.head < p.slot_low, p.groups ? groups : nullptr, p.group_row(nullptr), head * p.group_head,
+            return {at, tile.count, head * p.head * size, p.head * size, p.row() * size, p.type, elements_of(p), p.whole_rows(),
+                    p.head < p.slot_low, p.groups ? groups : nullptr, p.group_row(nullptr), head * p.group_head,
                     p.type == INT4_ZP ? p.scale + head * p.scale_head : nullptr, scale_at, p.scale_head};
         }
         int64_t size = size_of(fresh.type);
-        return {at, tile.count, head * fresh.head * size, fresh.head * size, p.dim * size, fresh.type, p.dim, 0, fresh.dim,
+        return {at, tile.count, head * fresh.head * size, fresh.head * size, p.dim * size, fresh.type, elements_of(fresh, p.dim),
                 fresh.dim == 1, fresh.head < fresh.token, nullptr, {}, 0};
     }
 
-    // Rows are multiplied in place, unless their elements are not contiguous, would be decoded again for every strip, or have scales
-    // of groups.
-    bool in_place(const RowReads& r) const { return r.whole && r.type < NVFP4 && (padded_rows == strip || r.type == F::TYPE); }
+    // Rows are multiplied in place, unless their elements are not contiguous, would be decoded again for every strip, or are copied in
+    // any case.
+    bool in_place(const RowReads& r) const { return r.whole && !is_copied<F>(r.type) && (padded_rows == strip || r.type == F::TYPE); }
 
     int64_t heads_at_once(const RowReads& k, const RowReads& v) const {
         if (!in_place(k) || !in_place(v) || !k.heads_contiguous || !v.heads_contiguous) return 1;
@@ -304,20 +304,18 @@ struct DecodeKernel {
     // Rows in the form that the products take. If they have to be copied, only those of one head.
     RowReads ready(const RowReads& from, int64_t dim) {
         if (in_place(from)) return from;
-        int64_t units = round_up((dim + F::PER_UNIT - 1) / F::PER_UNIT, W);
-        uint8_t whole[MOST_DIM * 4];
+        int64_t units = round_up((dim + F::PER_UNIT - 1) / F::PER_UNIT, W), step = round_up(from.bytes, 64) + 64;
+        if (!from.whole) gather_rows(from.at, from.count, from.first, from.elements, strided, step);
         for (int64_t j = 0; j < from.count; j++) {
-            const uint8_t* row = from.row(j, 0);
-            if (!from.whole) {
-                row = gathered(row, size_of(from.type), stored(from.type, dim), whole, [&](int64_t d) {
-                    return d / from.dim_part * from.dim_high + d % from.dim_part * from.dim_low;
-                });
+            const uint8_t* row = from.whole ? from.row(j, 0) : strided + j * step;
+            if (from.type != F::TYPE) {
+                int32_t* to = copies + j * (units + W);  // not a power of two: rows would share few sets of the first cache
+                as_units<F>(row, from.type, dim, to, units, from.groups_of(j), from.zero_of(j, 0));
+                row = (const uint8_t*)to;
             }
-            int32_t* to = copies + j * (units + W);  // not a power of two: rows would share few sets of the first cache
-            as_units<F>(row, from.type, dim, to, units, from.groups_of(j), from.zero_of(j, 0));
-            places[j] = (const uint8_t*)to;
+            places[j] = row;
         }
-        return {places, from.count, 0, 0, dim * size_of(F::TYPE), F::TYPE, dim, 0, 1, true, false, nullptr, {}, 0};
+        return {places, from.count, 0, 0, dim * size_of(F::TYPE), F::TYPE, {}, true, false, nullptr, {}, 0};
     }
 
     // Calls f with a type and the number of rows in a strip as constants.

@@ -85,6 +85,9 @@ INLINE __m512i quartered(const uint8_t* p, int64_t count, int64_t zero = 0) {
     return _mm512_permutexvar_epi64(_mm512_set_epi64(7, 3, 6, 2, 5, 1, 4, 0), bytes);
 }
 
+// Elements of bf16 as fp32.
+INLINE vi widened(__m256i halves) { return (vi)_mm512_slli_epi32(_mm512_cvtepu16_epi32(halves), 16); }
+
 struct Bf16Factors {
     static constexpr int PER_UNIT = 2, TYPE = BF16;
 
@@ -149,12 +152,18 @@ INLINE void row_as_units(const uint8_t* row, int64_t dim, int32_t* to, int64_t p
     constexpr int STEP = W * F::PER_UNIT;
     int64_t d = 0;
 #if QUIRE_BF16
-    if constexpr (F::PER_UNIT == 2 && SIZE<T> == 1) {
+    if constexpr (SIZE<T> == 1) {
         for (; d + 64 <= dim; d += 64) {
-            vi first, second;
-            halves_as_bf16<T>(quartered<T>(row + bytes_of<T>(d), 64, zero), first, second);
-            store(to + d / 2, first);
-            store(to + d / 2 + W, second);
+            vi halves[2];
+            halves_as_bf16<T>(quartered<T>(row + bytes_of<T>(d), 64, zero), halves[0], halves[1]);
+            UNROLL for (int i = 0; i < 2; i++) {
+                if constexpr (F::PER_UNIT == 2) {
+                    store(to + d / 2 + i * W, halves[i]);
+                } else {
+                    store(to + d + 2 * i * W, widened(_mm512_castsi512_si256((__m512i)halves[i])));
+                    store(to + d + 2 * i * W + W, widened(_mm512_extracti64x4_epi64((__m512i)halves[i], 1)));
+                }
+            }
         }
     }
 #endif
@@ -179,27 +188,33 @@ INLINE void grouped_row_as_units(const uint8_t* row, const GroupRow& groups, int
     uint8_t buffer[512 / GROUP];
     const uint8_t* codes = contiguous(groups, count, buffer);
 #if QUIRE_BF16
-    if constexpr (F::PER_UNIT == 2) {
-        for (; d < count * GROUP; d += 64) {
-            int64_t g = d / GROUP, left = least<int64_t>(4, count - g);
-            __m128i bytes = _mm_maskz_loadu_epi8((1u << left) - 1, codes + g);
-            // Of four scales as fp32, the first two and the last two, eight times each: a lane has two elements of a group.
-            __m128i low = _mm512_castsi512_si128(looked_up<GROUP_SCALE_TYPE>(_mm512_castsi128_si512(bytes), CODES<GROUP_SCALE_TYPE>.low));
-            __m128i high = _mm512_castsi512_si128(looked_up<GROUP_SCALE_TYPE>(_mm512_castsi128_si512(bytes), CODES<GROUP_SCALE_TYPE>.high));
-            high = _mm_or_si128(high, _mm_and_si128(bytes, _mm_set1_epi8((char)0x80)));
-            __m512i four = _mm512_castsi128_si512(_mm_slli_epi32(_mm_cvtepu16_epi32(_mm_unpacklo_epi8(low, high)), 16));
-            const __m512i order = _mm512_set_epi32(1, 1, 1, 1, 1, 1, 1, 1, 0, 0, 0, 0, 0, 0, 0, 0);
-            vi halves[2];
-            halves_as_bf16<NVFP4>(quartered<NVFP4>(row + d / 2, least<int64_t>(64, dim - d)), halves[0], halves[1]);
-            UNROLL for (int i = 0; i < 2; i++) {
-                if (i && d + 32 >= padded * 2) break;
-                vf scale = (vf)_mm512_castsi512_ps(_mm512_permutexvar_epi32(_mm512_add_epi32(order, _mm512_set1_epi32(2 * i)), four));
-                vi even = as_int(as_float(halves[i] << 16) * scale), odd = as_int(as_float(halves[i] & (int32_t)0xFFFF0000) * scale);
-                store(to + d / 2 + i * W, (vi)((__m512i)odd | _mm512_srli_epi32((__m512i)even, 16)));
+    for (; d < count * GROUP; d += 64) {
+        int64_t g = d / GROUP, left = least<int64_t>(4, count - g);
+        __m128i bytes = _mm_maskz_loadu_epi8((1u << left) - 1, codes + g);
+        // Of four scales as fp32, the first two and the last two, eight times each: a lane has two elements of a group.
+        __m128i low = _mm512_castsi512_si128(looked_up<GROUP_SCALE_TYPE>(_mm512_castsi128_si512(bytes), CODES<GROUP_SCALE_TYPE>.low));
+        __m128i high = _mm512_castsi512_si128(looked_up<GROUP_SCALE_TYPE>(_mm512_castsi128_si512(bytes), CODES<GROUP_SCALE_TYPE>.high));
+        high = _mm_or_si128(high, _mm_and_si128(bytes, _mm_set1_epi8((char)0x80)));
+        __m512i four = _mm512_castsi128_si512(_mm_slli_epi32(_mm_cvtepu16_epi32(_mm_unpacklo_epi8(low, high)), 16));
+        const __m512i order = _mm512_set_epi32(1, 1, 1, 1, 1, 1, 1, 1, 0, 0, 0, 0, 0, 0, 0, 0);
+        vi halves[2];
+        halves_as_bf16<NVFP4>(quartered<NVFP4>(row + d / 2, least<int64_t>(64, dim - d)), halves[0], halves[1]);
+        UNROLL for (int i = 0; i < 2; i++) {
+            const int64_t at = (d + 32 * i) / F::PER_UNIT;
+            if (at >= padded) break;
+            vf scale = (vf)_mm512_castsi512_ps(_mm512_permutexvar_epi32(_mm512_add_epi32(order, _mm512_set1_epi32(2 * i)), four));
+            vi even = as_int(as_float(halves[i] << 16) * scale), odd = as_int(as_float(halves[i] & (int32_t)0xFFFF0000) * scale);
+            if constexpr (F::PER_UNIT == 2) {
+                store(to + at, (vi)((__m512i)odd | _mm512_srli_epi32((__m512i)even, 16)));
+            } else {
+                const __m512i first = _mm512_set_epi32(23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+                const __m512i second = _mm512_add_epi32(first, _mm512_set1_epi32(8));
+                store(to + at, (vi)_mm512_permutex2var_epi32((__m512i)even, first, (__m512i)odd));
+                if (at + W < padded) store(to + at + W, (vi)_mm512_permutex2var_epi32((__m512i)even, second, (__m512i)odd));
             }
         }
-        d = least(round_up(d, 64), padded * 2);
     }
+    d = least(round_up(d, 64), padded * F::PER_UNIT);
 #endif
     float scales[512 / GROUP + W];
     for (int64_t g = 0; d < dim && g < count; g += W) store(scales + g, decode<GROUP_SCALE_TYPE>(codes + g, count - g));
@@ -234,6 +249,16 @@ INLINE void latent_row_as_units(const uint8_t* row, int64_t dim, int32_t* to, in
 // Whether every element of a type is exact as a factor of this kind, and can be converted alone.
 template <class F, int T>
 constexpr bool FITS = T != NVFP4 && (F::PER_UNIT == 1 || (T != FP32 && T != FP16));
+
+// Whether rows of a type are copied as factors before they are multiplied. Codes of 8 bits become fp32 by looking up 64 of them; 16 at
+// a time, as products take them, the conversion takes three times as many instructions.
+template <class F>
+INLINE bool is_copied(int64_t type) {
+#if QUIRE_BF16
+    if (F::PER_UNIT == 1 && size_of(type) == 1) return true;
+#endif
+    return type >= NVFP4;
+}
 
 template <class F>
 INLINE void as_units(const uint8_t* row, int64_t type, int64_t dim, int32_t* to, int64_t padded, GroupRow groups = {}, int64_t zero = 0) {

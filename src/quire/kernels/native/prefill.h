@@ -99,9 +99,7 @@ struct PrefillKernel {
         for (int64_t i = 0; i < unit.rows; i++) {
             int64_t token = (unit.row + i) / group, q_head = head * group + (unit.row + i) % group, size = size_of(call.q.type);
             const uint8_t* from = call.q.data + (query_row(s, unit, token) * call.q.token + q_head * call.q.head) * size;
-            if (call.q.dim != 1) {
-                from = quire::QUIRE_LEVEL::gathered(from, size, k_dim, gathered, [&](int64_t d) { return d * call.q.dim; });
-            }
+            if (call.q.dim != 1) from = gather_row(from, elements_of(call.q, k_dim), gathered);
             as_units<F>(from, call.q.type, k_dim, q + i * k_units, k_units);
             visibles[i] = visible_in(call, s, unit, token, q_head);
             if (s.selected) visibles[i].low = 0, visibles[i].high = KEYS;

@@ -1,6 +1,7 @@
 // Tiles of keys: the addresses of their rows, their scales, and the softmax of the scores of query rows.
 #pragma once
 #include "attention_features.h"
+#include "gather.h"
 #include "product.h"
 
 namespace quire {
@@ -153,13 +154,6 @@ static void locate_keys(const Attend& call, const Sequence& s, int64_t first, in
     }
 }
 
-// Copies strided elements into contiguous memory.
-template <class Place>
-static INLINE const uint8_t* gathered(const uint8_t* row, int64_t size, int64_t dim, uint8_t* to, Place place) {
-    for (int64_t d = 0; d < dim; d++) memcpy(to + d * size, row + place(d) * size, size);
-    return to;
-}
-
 // The rows of one head of K or V: pointers to contiguous rows. Rows with strided elements are gathered into `buffer`, [KEYS, MOST_DIM].
 struct Rows {
     const uint8_t* at[KEYS + 2];
@@ -173,24 +167,19 @@ struct Rows {
 
 static void rows_of(const Pages& pages, const Array& fresh, const uint8_t* const* found, const uint8_t* const* groups,
                     const int64_t* scale_at, const Tile& tile, int64_t head, uint8_t* buffer, Rows& rows) {
-    int64_t size = size_of(pages.type), new_size = size_of(fresh.type), step = MOST_DIM * 4;
+    constexpr int64_t STEP = MOST_DIM * 4;
     rows.cut = tile.cut, rows.count = tile.count, rows.type = pages.type, rows.new_type = fresh.type;
-    bool whole = pages.whole_rows();
-    for (int64_t j = 0; j < tile.cut; j++) {
-        const uint8_t* row = found[j] ? found[j] + head * pages.head * size : ZEROS;
-        if (!whole && found[j]) {
-            row = gathered(row, size, pages.row(), buffer + j * step, [&](int64_t d) { return pages.element(d); });
-        }
-        rows.at[j] = row;
-        if (pages.type == INT4_ZP) rows.zero[j] = found[j] ? zero_point_of(pages.scale[scale_at[j] + head * pages.scale_head]) : 0;
-        if (pages.groups) rows.groups[j] = pages.group_row(found[j] ? groups[j] + head * pages.group_head : nullptr);
+    auto locate = [&](int64_t from, int64_t to, int64_t offset, bool whole, const Strides& elements) {
+        if (!whole) gather_rows(found + from, to - from, offset, elements, buffer + from * STEP, STEP);
+        for (int64_t j = from; j < to; j++) rows.at[j] = !found[j] ? ZEROS : whole ? found[j] + offset : buffer + j * STEP;
+    };
+    locate(0, tile.cut, head * pages.head * size_of(pages.type), pages.whole_rows(), elements_of(pages));
+    locate(tile.cut, tile.count, head * fresh.head * size_of(fresh.type), fresh.dim == 1, elements_of(fresh, pages.dim));
+    for (int64_t j = 0; pages.type == INT4_ZP && j < tile.cut; j++) {
+        rows.zero[j] = found[j] ? zero_point_of(pages.scale[scale_at[j] + head * pages.scale_head]) : 0;
     }
-    for (int64_t j = tile.cut; j < tile.count; j++) {
-        const uint8_t* row = found[j] ? found[j] + head * fresh.head * new_size : ZEROS;
-        if (fresh.dim != 1 && found[j]) {
-            row = gathered(row, new_size, pages.dim, buffer + j * step, [&](int64_t d) { return d * fresh.dim; });
-        }
-        rows.at[j] = row;
+    for (int64_t j = 0; pages.groups && j < tile.cut; j++) {
+        rows.groups[j] = pages.group_row(found[j] ? groups[j] + head * pages.group_head : nullptr);
     }
     for (int64_t j = tile.count; j < round_up(tile.count, 2); j++) rows.at[j] = ZEROS;
 }

@@ -1,19 +1,24 @@
 // Cache writes: a token's keys and values, quantised, into their slot.
 #pragma once
 #include "factors.h"
+#include "gather.h"
 
 namespace quire {
 namespace QUIRE_LEVEL {
 
-// The largest magnitude of some elements, or NaN.
+// The largest magnitude of some elements, or NaN. Zeros follow them up to a multiple of W.
 static float largest_of(const float* number, int64_t dim) {
-    float top = 0;
-    for (int64_t d = 0; d < dim; d++) {
-        float x = __builtin_fabsf(number[d]);
-        if (x > top || x != x) top = x;
-        if (top != top) break;
+    vf top{}, none{};  // `none` stays 0 unless an element is infinite or NaN
+    for (int64_t d = 0; d < dim; d += W) {
+        vf x = magnitude(load(number + d));
+        top = larger(top, x), none = fma(x, vf{}, none);
     }
-    return top;
+    float some = sum(none);
+    if (some == some) return largest(top);
+    for (int64_t d = 0; d < dim; d++) {
+        if (number[d] != number[d]) return __builtin_fabsf(number[d]);
+    }
+    return __builtin_inff();
 }
 
 // Divides each group of a row by its scale, which is stored: its largest magnitude over the largest code, NaN if it has a NaN. At
@@ -33,11 +38,14 @@ static void divide_by_groups(const Pages& pages, uint8_t* to, float* number) {
 // codes, and the scale is returned, its low bits the zero point; it is not finite if the row has such an element.
 static float quantise_with_zero(float* number, int64_t dim) {
     constexpr float LARGEST = Number<INT4_ZP>::LARGEST;
-    float low = 0, high = 0;
-    for (int64_t d = 0; d < dim; d++) {
+    vf top{}, bottom{}, none{};  // `none` stays 0 unless an element is infinite or NaN
+    for (int64_t d = 0; d < dim; d += W) {
+        vf x = load(number + d);
+        top = larger(top, x), bottom = larger(bottom, -x), none = fma(x, vf{}, none);
+    }
+    float high = largest(top), low = -largest(bottom);
+    for (int64_t d = 0; sum(none) != 0 && d < dim; d++) {
         if (number[d] != number[d]) low = high = number[d];
-        if (low != low) break;
-        low = least(low, number[d]), high = most(high, number[d]);
     }
     // The ends are divided before they are subtracted: their difference may be too large for fp32.
     float scale = without_zero_point(high / LARGEST - low / LARGEST);
@@ -66,9 +74,7 @@ static void store_latent(const float* number, uint8_t* to) {
 static const uint8_t* row_of(const Array& from, int64_t token, int64_t head, int64_t dim, uint8_t* to) {
     const int64_t size = size_of(from.type);
     const uint8_t* row = from.data + (token * from.token + head * from.head) * size;
-    if (from.dim == 1) return row;
-    for (int64_t d = 0; d < dim; d++) memcpy(to + d * size, row + d * from.dim * size, size);
-    return to;
+    return from.dim == 1 ? row : gather_row(row, elements_of(from, dim), to);
 }
 
 static void as_numbers(const Array& from, const uint8_t* row, int64_t dim, float* number) {
@@ -117,7 +123,7 @@ static void store_row(const Array& from, const Pages& pages, int64_t token, int6
     if (whole) {
         memcpy(to, code, row_size * size);
     } else {
-        for (int64_t d = 0; d < row_size; d++) memcpy(to + pages.element(d) * size, code + d * size, size);
+        scatter_row(code, elements_of(pages), to);
     }
 }
 
