@@ -155,12 +155,12 @@ def test_explain_says_why() -> None:
     decision = quire.explain(s.q, s.cache, s.batch)
     assert decision.chosen is not None and decision.chosen.name == "native-shared"
     assert decision.extent.saved_keys == 2 * 8 * 16
-    for options in (Options(window=50), Options(batch_invariant=True)):
-        decision = quire.explain(s.q, s.cache, s.batch, options)
-        assert decision.chosen is not None and decision.chosen.name == "native"
-        (refused,) = [c for c in decision.candidates if c.kernel.name == "native-shared"]
-        assert {r.rule for r in refused.refusals} == {"window" if options.window else "batch_invariant"}
-        quire.attend(s.q, s.cache, s.batch, options)
+    options = Options(window=50)
+    decision = quire.explain(s.q, s.cache, s.batch, options)
+    assert decision.chosen is not None and decision.chosen.name == "native"
+    (refused,) = [c for c in decision.candidates if c.kernel.name == "native-shared"]
+    assert {r.rule for r in refused.refusals} == {"window"}
+    quire.attend(s.q, s.cache, s.batch, options)
     small = case(prefixes=[((0, 1), 0, 2)])
     text = str(quire.explain(small.q, small.cache, small.batch))
     assert "refused: native-shared" in text and "saved_keys: given 32, allowed at least 64" in text
@@ -184,7 +184,7 @@ def test_gpus_share_from_a_number_of_keys_on() -> None:
 
 
 @needs_native
-@pytest.mark.parametrize("feature", [{"window": 50}, {"batch_invariant": True}, {"spans": "causal"}, {"select": "columns"}])
+@pytest.mark.parametrize("feature", [{"window": 50}, {"spans": "causal"}, {"select": "columns"}])
 def test_without_sharing_the_result_is_right(feature: dict[str, Any]) -> None:
     s = case(**feature)
     s.check(*attend(s))

@@ -9,10 +9,11 @@ import torch
 
 import quire
 from quire.contract.call import Call
+from quire.kernels.native import library
 from quire.kernels.native.attend import launcher, shared_launcher
-from support import kernels
 from quire.launch import described
 from quire.platform import Platform
+from support import kernels
 from support.scenario import Scenario, build
 
 pytestmark = pytest.mark.skipif(not kernels.levels(), reason=kernels.NO_LIBRARY)
@@ -43,16 +44,18 @@ def test_prefixes_change_no_bit(name: str) -> None:
     """Also in another number of threads, where units are taken in another order."""
     case: dict[str, Any] = {"page_size": 8, "padding": 1, "prefixes": FORKS, "batch_invariant": True}
     s = build(88, [1, 2, 20, 1, 16, 17], [700, 560, 70, 585, 900, 400], **case, **CASES[name])
-    plain = bits_of(s, shared=False)
+    forks, other = s.batch.prefixes, quire.Prefixes([((1, 0), 0, 40)], seqs=6)
     threads = torch.get_num_threads()
-    try:
-        for count in (1, 2):
-            torch.set_num_threads(count)
-            assert all(torch.equal(a, b) for a, b in zip(bits_of(s, shared=True), plain))
-    finally:
-        torch.set_num_threads(threads)
-    s.batch.prefixes = quire.Prefixes([((1, 0), 0, 40)], seqs=6)
-    assert all(torch.equal(a, b) for a, b in zip(bits_of(s, shared=True), plain)), "other neighbours"
+    for level in kernels.levels():
+        with library.forced(level):
+            plain = bits_of(s, shared=False)
+            try:
+                for s.batch.prefixes, count in ((forks, 1), (forks, 2), (other, 2)):
+                    torch.set_num_threads(count)
+                    assert all(torch.equal(a, b) for a, b in zip(bits_of(s, shared=True), plain)), level
+            finally:
+                torch.set_num_threads(threads)
+                s.batch.prefixes = forks
 
 
 def test_kernels_for_prefixes_take_batch_invariant_calls() -> None:

@@ -92,6 +92,7 @@ LAYERS = {
     "latent, fp8_ds_mla": Layer(kv_heads=1, group=16, head_dim=576, v_in_k=512, page_size=64, format="fp8_ds_mla"),
     "columns": Layer(select=("columns",), batches=40),
     "positions": Layer(select=("positions",), format="e4m3fn", lse=True, batches=40),
+    "batch-invariant, prefixes": Layer(prefixes=True, options={"batch_invariant": True}, batches=40),
     "batch-invariant columns": Layer(select=("columns",), mixed=True, options={"batch_invariant": True}, batches=40),
     "latent, positions": Layer(
         kv_heads=1, group=128, head_dim=576, v_in_k=512, page_size=64, select=("positions",), mixed=True, batches=40

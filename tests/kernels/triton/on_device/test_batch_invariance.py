@@ -138,10 +138,10 @@ SHARING: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", SHARING)
 def test_prefixes_that_are_read_once_change_no_bit(name: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Against the kernel without them, and alone: each sequence's pieces are the same, and are merged in the same order, whether its
-    own are divided among programs or not. A sequence longer than the hint is read by itself."""
-    case: dict[str, Any] = {"page_size": 8, "kv_heads": 1, "padding": 2, "prefixes": FORKS, "batch_invariant": True, "device": device}
-    s = build(86, [1, 2, 3, 1, 3, 1], [300, 290, 70, 218, 333, 137], **case, **SHARING[name])
+    """Against the kernel without them: each sequence's pieces are the same, and are merged in the same order, whether its own are
+    divided among programs or not. A sequence longer than the hint is read by itself."""
+    case: dict[str, Any] = {"page_size": 8, "kv_heads": 1, "padding": 2, "prefixes": FORKS, "batch_invariant": True}
+    s = build(86, [1, 2, 3, 1, 3, 1], [300, 290, 70, 218, 333, 137], device=device, **case, **SHARING[name])
     plain = run("mixed", s, platform=card(device, 3))
     check("mixed", s, *plain)
     for programs, hint in ((1, None), (20, None), (5, 2)):

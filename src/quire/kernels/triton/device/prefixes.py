@@ -5,9 +5,9 @@ The keys of a prefix are divided into parts at multiples of `batch.part_keys`. A
 each continues the one before it. The part of a prefix of level l that begins in interval i has number i + l, so that a sequence's
 parts have different numbers.
 
-In a batch-invariant call parts are the pieces of its keys, and a prefix ends at its last multiple of a piece: each sequence reads the
-keys after that itself. The pieces of a sequence are the same then as without prefixes, with the same products and sums, and they are
-merged in the same order."""
+In a batch-invariant call parts are the pieces of its keys, and a prefix ends at its last multiple of a piece: each sequence reads
+the keys after that itself. The pieces of a sequence are then the same as without prefixes, with the same products and sums, and
+they are merged in the same order."""
 
 from __future__ import annotations
 
@@ -86,9 +86,7 @@ def shared_unit(query, cache, batch, new, features, prefix, nth, head, T: tl.con
         stop = tl.where(absent > 0, low // T.KEYS * T.KEYS, high)
         q, scale = load_queries(query, cache, features, unit, T, C)
         # In a batch-invariant call a part is one piece: that of the state which was not merged yet.
-        state = attend_unit(
-            initial_state(T, C), q, scale, unit, batch, cache, new, features, low // T.KEYS * T.KEYS, stop, T, C
-        )
+        state = attend_unit(initial_state(T, C), q, scale, unit, batch, cache, new, features, low // T.KEYS * T.KEYS, stop, T, C)
         row_sum = tl.where(wrong | (differs > 0) | (absent > 0), float("nan"), state[2])
         store_part(batch, interval + level, unit.token, unit.head, unit.live, state[0], state[1], row_sum, C)
 

@@ -29,7 +29,7 @@ from quire.problem import ANY, Extent, Problem
 LEAST_PART, MOST_PARTS = 256, 64
 """The fewest keys of a part of a prefix, and the most parts of a sequence: parts cost memory and are added to every row."""
 MOST_SHARED = 256 * 2**20
-"""The most bytes of parts of a batch-invariant call, of which each piece is one. If a batch has more, nothing is read once: the bits
+"""The most bytes of parts of a batch-invariant call, where each piece is one. If a batch has more, nothing is read once: the bits
 are the same."""
 
 
