@@ -120,8 +120,8 @@ class Case:
     def _check_latent(self) -> None:
         if self.v_in_k and (self.v_head_dim or self.v_format or self.layout not in ("nhd", "hnd")):
             raise ArgumentError("v_in_k", self.v_in_k, "0 with v_head_dim, v_format or a layout other than nhd and hnd")
-        if not 0 <= self.v_in_k < self.head_dim:
-            raise ArgumentError("v_in_k", self.v_in_k, f"less than head_dim = {self.head_dim}")
+        if not 0 <= self.v_in_k <= self.head_dim:
+            raise ArgumentError("v_in_k", self.v_in_k, f"at most head_dim = {self.head_dim}")
         sizes = (self.head_dim, self.v_in_k, self.scales)
         if self.format == "fp8_ds_mla" and sizes != (576, 512, "none"):
             raise ArgumentError("format", f"fp8_ds_mla with head_dim, v_in_k and scales {sizes}", "it with 576, 512 and none")
