@@ -30,7 +30,8 @@ def drawn(seed: int) -> dict[str, Any]:
     kv_lens = [r.choice([1, r.randint(2, 70), r.randint(2, 300)]) for _ in range(seqs)]
     q_lens = [min(r.choice([0, 1, 1, 2, 5, 20]), n) for n in kv_lens]
     q_lens[0] = max(q_lens[0], 1)
-    head_dim, v_in_k = r.choice([(24, 16), (576, 512), (96, 64), (20, 12), (192, 128), (40, 34), (33, 32), (100, 2)])
+    sizes = [(24, 16), (576, 512), (96, 64), (20, 12), (192, 128), (40, 34), (33, 32), (100, 2), (33, 33), (200, 200)]
+    head_dim, v_in_k = r.choice(sizes)
     format = r.choice([f for f in FORMATS if f != "int4" or not (head_dim % 2 or v_in_k % 2)])
     features: dict[str, Any] = r.choice(
         [{}, {}, {"window": 20}, {"window": (7, 3), "causal": False}, {"spans": "chunks"}, {"mask": True}]
@@ -53,6 +54,19 @@ def drawn(seed: int) -> dict[str, Any]:
 def test_random_calls(seed: int) -> None:
     s = build(seed, **drawn(seed))
     assert [v for v in quire.check(s.q, s.cache, s.batch, s.options, new=s.new) if not v.harmless] == []
+    s.check(*quire.attend(s.q, s.cache, s.batch, s.options, new=s.new, lse=True), factors=s.q.dtype)
+
+
+@pytest.mark.usefixtures("each_kernel")
+@pytest.mark.parametrize("dims, form", [
+    ((1, 1), "full"), ((33, 20), "context"), ((512, 512), "full"), ((576, 40), "full"),
+    ((576, 288), "context"), ((576, 544), "full"), ((576, 576), "full"), ((576, 576), "context"),
+], ids=str)  # fmt: skip
+def test_every_pair_of_sizes(dims: tuple[int, int], form: str) -> None:
+    """A decode whose keys are divided into units, and a prefill, with a window."""
+    case: dict[str, Any] = {"head_dim": dims[0], "v_in_k": dims[1], "kv_heads": 1, "group": 2, "page_size": 16, "window": 120}
+    case |= {"format": "e4m3fn", "q_dtype": "bf16", "scales": "token"} if form == "full" else {"format": "bf16", "q_dtype": "bf16"}
+    s = build(5, [1, 20], [130, 30], form=form, **case)
     s.check(*quire.attend(s.q, s.cache, s.batch, s.options, new=s.new, lse=True), factors=s.q.dtype)
 
 
@@ -124,7 +138,7 @@ def check_write(cache: KVCache, given: Any, k: torch.Tensor, format: str, layout
 @pytest.mark.parametrize("format", FORMATS)
 def test_write(format: str, scales: str, layout: str) -> None:
     """Whole keys, and their parts as they are computed: the same bytes, one scale for both parts."""
-    for dims in ((24, 16), (38, 2)):
+    for dims in ((24, 16), (38, 2), (24, 24)):
         g = torch.Generator().manual_seed(3)
         k = torch.randn(len(SLOTS), 2, dims[0], generator=g).to(torch.float32 if format == "fp32" else torch.bfloat16)
         k[0, 0, : dims[1]] *= 0.01  # the largest element is in the second part, then in the first
@@ -132,7 +146,7 @@ def test_write(format: str, scales: str, layout: str) -> None:
         k[3] = 0.0
         parts = k[..., : dims[1]].contiguous(), k[..., dims[1] :].contiguous()
         strided = k.transpose(0, 1).contiguous().transpose(0, 1), torch.stack((k, k), -1)[..., 0]
-        for given in (k, parts, *strided):
+        for given in (k, *strided) if dims[0] == dims[1] else (k, parts, *strided):
             check_write(pages_of(format, scales, layout, dims=dims), given, k, format, layout)
 
 
@@ -246,10 +260,10 @@ def allocate(**given: Any) -> KVCache:
 
 
 @pytest.mark.parametrize("given, message", [
-    ({"v_in_k": 24}, "v_in_k: given 24; allowed: 1 to 23: less than head_dim = 24"),
+    ({"v_in_k": 25}, "v_in_k: given 25; allowed: at most head_dim = 24"),
     ({"v_in_k": 0}, "v_in_k: given 0"),
     ({"v_in_k": True}, "v_in_k"),
-    ({"v_in_k": 513, "head_dim": 576}, "v_in_k: given 513"),
+    ({"v_in_k": 577, "head_dim": 576}, "v_in_k: given 577; allowed: an int of 1 to 576"),
     ({"head_dim": 577}, "head_dim: given 577; allowed: 1 to 576"),
     ({"head_dim": 513, "v_in_k": None}, "head_dim: given 513; allowed: 1 to 512"),
     ({"v_head_dim": 16}, "v_head_dim: given 16; allowed: None with v_in_k"),
@@ -273,7 +287,7 @@ def test_what_cannot_be_allocated(given: dict[str, Any], message: str) -> None:
 def test_what_cannot_be_wrapped() -> None:
     pages = torch.zeros(4, 4, 1, 24)
     assert KVCache.wrap(pages, layout="nhd", v_in_k=16).v.shape[-1] == 16
-    for given, name in (((pages, pages), "v_pages"), ((pages[:, :, 0],), "k_pages"), ((pages[..., :16],), "v_in_k")):
+    for given, name in (((pages, pages), "v_pages"), ((pages[:, :, 0],), "k_pages"), ((pages[..., :15],), "v_in_k")):
         with pytest.raises(ArgumentError, match=name):
             KVCache.wrap(*given, layout="nhd", v_in_k=16)
     for format in ("nvfp4", "nvfp4_swizzled"):
@@ -287,7 +301,7 @@ def test_what_cannot_be_written_or_attended() -> None:
         Batch(torch.zeros(1, 1).int(), torch.tensor([2]).int(), torch.tensor([0, 2]).int()),
     )
     q, k = torch.randn(2, 3, 24), torch.randn(2, 1, 24)
-    first, rest, rope = k[..., :16], k[..., 16:], quire.Rope(torch.ones(4, 4), torch.zeros(4, 4))
+    first, rest, whole = k[..., :16], k[..., 16:], allocate(v_in_k=24, dtype=torch.float32)
     plain = KVCache.allocate(PagePool(4, 4), kv_heads=1, head_dim=24, v_head_dim=16, dtype=torch.float32)
     refused: list[tuple[type[Exception], str, Any]] = [
         (ArgumentError, "v: given .*V is the first 16 elements of K", lambda: quire.write(k, first, cache, batch)),
@@ -300,8 +314,8 @@ def test_what_cannot_be_written_or_attended() -> None:
         (ContractError, "memory shared with", lambda: quire.write(cache.k[0, :2], None, cache, batch)),
         (ArgumentError, r"new\[1\]", lambda: quire.attend(q, cache, batch, new=(k, first))),
         (ContractError, r"new\[0\]", lambda: quire.attend(q, cache, batch, new=(first, None))),
-        (ContractError, r"\[latent\] rope", lambda: quire.write(k, None, cache, batch, rope=rope)),
-        (ContractError, r"\[latent\] rope", lambda: quire.step(q, k, None, cache, batch, rope=rope)),
+        (ArgumentError, "2 parts.*V is all of K", lambda: quire.write((k, k[..., :0]), None, whole, batch)),
+        (ArgumentError, "k: given .*16.*V is all of K", lambda: quire.write(first, None, whole, batch)),
         (ArgumentError, "v: given nothing", lambda: quire.write(k, None, plain, batch)),
         (ArgumentError, r"new\[1\]", lambda: quire.attend(q, plain, batch, new=(k, None))),
         (ArgumentError, "k", lambda: quire.write((first, rest), first, plain, batch)),

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from quire.batch import Batch
-from quire.cache.format import FORMATS, FP8_TYPES, OCP_FP8
+from quire.cache.format import FLOAT_NAMES, FORMATS, FP8_TYPES, OCP_FP8
 from quire.cache.format import dtype_name as dtype_name
 from quire.cache.groups import GroupPlaces, group_places, split
 from quire.cache.kv_cache import KVCache, PageStrides
@@ -72,6 +72,10 @@ class Extent(NamedTuple):
     def __str__(self) -> str:
         saved = f", {self.saved_keys} reads of keys shared" if self.saved_keys else ""
         return f"{self.mix}, q <= {self.max_q_len}, kv <= {self.max_kv_len}{saved}"
+
+
+MOST_NARROW = 576
+"""The width of the tiles of 512 and 64 elements."""
 
 
 @dataclass(frozen=True)
@@ -234,6 +238,26 @@ class Problem(Traits):
     def group(self) -> int:
         """Query heads per key head."""
         return self.q_heads // self.kv_heads
+
+    @property
+    def float_types(self) -> set[str]:
+        """The types of more than 8 bits of queries, keys and values."""
+        found = {self.q_dtype, *self.formats, self.new_dtype} & set(FLOAT_NAMES)
+        # Elements of a latent have scales in fp32, or are stored in bf16: they do not fit into fp16.
+        return found | ({"bf16"} if any(FORMATS[name].latent for name in self.formats) else set())
+
+    @property
+    def in_fp32(self) -> bool:
+        """Whether a GPU multiplies in fp32: where a type is fp32, and with two different 16-bit types."""
+        return len(self.float_types) > 1 or "fp32" in self.float_types
+
+    @property
+    def is_wide_latent(self) -> bool:
+        """Whether V is a part of K, and the tiles of a key, one of V and one of the others, are together wider than 576."""
+        if not self.v_in_k:
+            return False
+        parts = (self.v_head_dim, self.head_dim - self.v_head_dim)
+        return sum(max(16, power_of_two(dim)) for dim in parts if dim) > MOST_NARROW
 
     @property
     def features(self) -> tuple[str, ...]:

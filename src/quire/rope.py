@@ -52,7 +52,9 @@ class RopeTraits(NamedTuple):
 @dataclass(frozen=True, eq=False)
 class Rope:
     """How a layer rotates queries and keys: a frozen value, validated once and reused in every `quire.step` and `quire.write`.
-    A head is normalised (if there is a norm), then its first `rotary_dim` elements are rotated, in fp32, and rounded once.
+    A head is normalised (if there is a norm), then its first `rotary_dim` elements are rotated, in fp32, and rounded once. With a
+    latent cache (`KVCache.v_in_k`) the first `v_in_k` elements of a key are normalised, and those behind them are rotated, in keys
+    and in queries.
 
     Example:
         >>> import quire
@@ -72,9 +74,9 @@ class Rope:
     sections_interleaved: bool = False
     """Whether the axes of `sections` take turns, frequency by frequency (Qwen3-VL), and do not follow each other (Qwen2-VL)."""
     q_norm: torch.Tensor | None = None
-    """Weights `[head_dim]` of an RMSNorm of each query head before it is rotated, fp32, fp16 or bf16."""
+    """Weights `[head_dim]` of an RMSNorm of each query head before it is rotated, fp32, fp16 or bf16; None with a latent cache."""
     k_norm: torch.Tensor | None = None
-    """The same for each key head."""
+    """The same for each key head; with a latent cache, weights `[v_in_k]` of an RMSNorm of the latent."""
     eps: float = 1e-6
     """Added to the mean of squares in the norms."""
     unit_offset: bool = False
@@ -202,7 +204,7 @@ class Rope:
 
     @property
     def rotary_dim(self) -> int:
-        """How many elements of a head are rotated: the first ones."""
+        """How many elements of a head are rotated: the first ones, or the first ones behind the values of a latent cache."""
         return 2 * self.cos.shape[1]
 
     @property
@@ -238,13 +240,17 @@ class Rope:
         vectors = all(place % 16 == 0 for place in places) and half % 4 == self.cos.stride(0) % 4 == 0
         return RopeTraits(2 * half, self.interleaved, sections, spread, unit_offset=self.unit_offset, vectors=vectors)
 
-    def rotate(self, x: torch.Tensor, positions: torch.Tensor, norm: torch.Tensor | None = None) -> torch.Tensor:
+    def rotate(
+        self, x: torch.Tensor, positions: torch.Tensor, norm: torch.Tensor | None = None, v_in_k: int | None = None
+    ) -> torch.Tensor:
         """Normalises and rotates heads in torch operators, for code that attends in context form and for tests.
 
         Args:
             x: Queries or keys `[tokens, heads, head_dim]`.
             positions: Integers `[tokens]`, with sections `[3, tokens]`. Rows at positions that the tables lack become NaN.
             norm: `q_norm` or `k_norm`, or None.
+            v_in_k: For absorbed queries and whole keys of a latent cache, that of the cache: the first `v_in_k` elements are
+                normalised, if there is a norm, and those behind them are rotated.
 
         Returns:
             fp32 `[tokens, heads, head_dim]`, not rounded to the type of x.
@@ -255,10 +261,11 @@ class Rope:
             >>> rope.rotate(torch.tensor([[[1.0, 2.0, 5.0]]]), torch.tensor([3])).tolist()
             [[[-2.0, 1.0, 5.0]]]
         """
-        x = x.float()
-        if norm is not None:
-            weight = norm.float() + 1 if self.unit_offset else norm.float()
-            x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps) * weight
+        latent, x = x.float().split((v_in_k or 0, x.shape[-1] - (v_in_k or 0)), -1)
+        if norm is not None and v_in_k:
+            latent = self._normalised(latent, norm)
+        elif norm is not None:
+            x = self._normalised(x, norm)
         inside = (positions >= 0) & (positions < self.max_positions)
         at = torch.where(inside, positions, 0).long()
         half = self.rotary_dim // 2
@@ -276,7 +283,20 @@ class Rope:
         else:
             a, b = turned.chunk(2, -1)
             turned = torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
-        return torch.where(inside[:, None, None], torch.cat((turned, rest), -1), torch.nan)
+        return torch.where(inside[:, None, None], torch.cat((latent, turned, rest), -1), torch.nan)
+
+    def _normalised(self, x: torch.Tensor, norm: torch.Tensor) -> torch.Tensor:
+        weight = norm.float() + 1 if self.unit_offset else norm.float()
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps) * weight
+
+    def rotate_rows(
+        self, k: torch.Tensor, v: torch.Tensor, positions: torch.Tensor, v_in_k: int | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """What a write stores, in torch operators: rotated keys and values or, in a latent cache, both parts of rotated keys."""
+        if v_in_k is None:
+            return self.rotate(k, positions, self.k_norm), v
+        both = self.rotate(torch.cat((k, v), -1), positions, self.k_norm, v_in_k)
+        return both[..., :v_in_k], both[..., v_in_k:]
 
     def __getstate__(self) -> dict[str, object]:
         return {name: getattr(self, name) for name in type(self).__dataclass_fields__}

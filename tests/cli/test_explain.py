@@ -407,6 +407,14 @@ def test_rope_is_of_the_write(asked) -> None:
     assert found["problem"]["rope"] is None
     assert write["problem"]["rope"][:2] == [64, True] and write["problem"]["rope"][4:6] == ["bf16", "bf16"]
     assert asked("--operation write --rope --arch h100")["problem"]["rope"][0] == 128
+    latent = asked("--operation write --rope --qk-norm bf16 --head-dim 576 --v-in-k 512 --arch h100")["problem"]["rope"]
+    assert latent[0] == 64 and latent[4:6] == ["none", "bf16"], "what is behind the latent is rotated, and the latent normalised"
+
+
+@pytest.mark.parametrize("sizes", ["--head-dim 576 --v-in-k 576", "--head-dim 576 --v-in-k 40", "--head-dim 33 --v-in-k 20"])
+@pytest.mark.parametrize("arch", ["h100", "gfx942"])
+def test_every_pair_of_latent_sizes_has_a_kernel(asked, arch: str, sizes: str) -> None:
+    assert asked(f"{sizes} --kv-heads 1 --arch {arch}")["chosen"] is not None
 
 
 @pytest.mark.parametrize(
@@ -414,7 +422,12 @@ def test_rope_is_of_the_write(asked) -> None:
     [
         ("--rope", "--rope: given with --operation attend; allowed: --operation write or step"),
         ("--operation write --rope 63", "--rope: given 63; allowed: an even number of at most --head-dim 128"),
-        ("--operation write --rope --like deepseek-v3", "--rope: given with --v-in-k"),
+        (
+            "--operation write --rope 66 --like deepseek-v3",
+            "--rope: given 66; allowed: an even number of at most --head-dim - --v-in",
+        ),
+        ("--head-dim 576 --v-in-k 577", "--v-in-k: given 577 with --head-dim 576; allowed: at most --head-dim, which is at most"),
+        ("--head-dim 577 --v-in-k 512", "--v-in-k: given 512 with --head-dim 577"),
         ("--qk-norm bf16", "--qk-norm: given without --rope; allowed: with --rope"),
         ("--rope-interleaved", "--rope-interleaved: given without --rope"),
         ("--rope --as vllm", "--rope: given with --as vllm; allowed: nothing"),

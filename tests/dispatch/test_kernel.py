@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from quire.dispatch.catalogue import CATALOGUE
+from quire.dispatch.choose import choose
 from quire.dispatch.kernel import (
     AllOf,
     Except,
@@ -97,6 +98,14 @@ REFUSALS: dict[str, tuple[dict[str, Any], dict[str, Any], Any, str, str | None]]
     "page_size": ({"page_size": MultipleOf(16)}, {"page_size": OneOf((32, 64))}, 16, "32 or 64", "set page_size to 32 or 64"),
     "head_dim": ({"head_dim": IntRange(1, 128)}, {"head_dim": IntRange(1, 127)}, 128, "1 to 127", "use a head_dim of 1 to 127"),
     "v_head_dim": ({"v_head_dim": OneOf((128,))}, {"v_head_dim": OneOf((64,))}, 128, "64", "use a v_head_dim of 64"),
+    "latent_dim": ({"latent_dim": IntRange(1, 128)}, {"latent_dim": IntRange(1, 99)}, 128, "1 to 99", "use a head_dim of 1 to 99"),
+    "latent_memory": (
+        {"latent_memory": 100 * 1024},
+        {"latent_memory": 256 * 1024},
+        227 * 1024,
+        f"at least {256 * 1024}",
+        "store the cache in 16 bits, with queries of the same type",
+    ),
     "group": ({"group": IntRange(1, 4)}, {"group": IntRange(5, 16)}, 4, "5 to 16", "use a group (q_heads / kv_heads) of 5 to 16"),
     "max_q_len": ({"max_q_len": 20}, {"max_q_len": 1}, 20, "at most 1", "pass at most 1 new tokens of a sequence in one call"),
     "long_rows": (
@@ -119,13 +128,47 @@ REFUSALS: dict[str, tuple[dict[str, Any], dict[str, Any], Any, str, str | None]]
 }
 
 
+OF_RULE = {
+    "latent_dim": (PROBLEM.replace(v_in_k=True), CPU),
+    "latent_memory": (
+        Problem(q_heads=16, kv_heads=1, head_dim=576, v_head_dim=288, v_in_k=True, page_size=16, q_dtype="fp32"),
+        Platform.named("sm90"),
+    ),
+}
+"""The problem and the platform of rules that others do not apply to."""
+
+
 @pytest.mark.parametrize("rule", REFUSALS)
 def test_every_limit_can_refuse(rule: str) -> None:
     holds, refuses, given, allowed, change = REFUSALS[rule]
-    (finding,) = check_limits(kernel(**holds).limits, LimitQuery(PROBLEM, EXTENT, CPU))
+    problem, platform = OF_RULE.get(rule, (PROBLEM, CPU))
+    (finding,) = check_limits(kernel(**holds).limits, LimitQuery(problem, EXTENT, platform))
     assert finding.rule == rule and finding.holds
-    request = LimitQuery(PROBLEM.replace(lse=rule == "lse"), EXTENT, CPU, capturing=rule == "capturing")
+    request = LimitQuery(problem.replace(lse=rule == "lse"), EXTENT, platform, capturing=rule == "capturing")
     assert check_limits(kernel(**refuses).limits, request) == (LimitResult(rule, given, allowed, False, change),)
+
+
+def test_the_size_of_a_head_is_limited_by_whether_v_is_a_part_of_k() -> None:
+    for v_in_k, limit, other in ((False, "head_dim", "latent_dim"), (True, "latent_dim", "head_dim")):
+        request = LimitQuery(PROBLEM.replace(v_in_k=v_in_k), EXTENT, CPU)
+        (refusal,) = check_limits(kernel(**{limit: IntRange(1, 64)}).limits, request)
+        (other_limit,) = check_limits(kernel(**{other: IntRange(1, 64)}).limits, request)
+        assert (refusal.holds, refusal.given) == (False, 128) and (other_limit.holds, other_limit.given) == (True, None)
+
+
+@pytest.mark.parametrize("head_dim, v_in_k, types, arch, runs", [
+    (576, 288, ("fp32", "fp32"), "sm89", False),
+    (576, 288, ("bf16", "fp16"), "sm89", False),
+    (576, 288, ("fp32", "fp32"), "sm80", True),
+    (576, 288, ("bf16", "bf16"), "sm89", True),
+    (576, 512, ("fp32", "fp32"), "sm89", True),
+    (576, 544, ("fp32", "fp32"), "gfx942", True),
+])  # fmt: skip
+def test_wide_latents_in_fp32_need_memory(head_dim: int, v_in_k: int, types: tuple[str, str], arch: str, runs: bool) -> None:
+    sizes = {"head_dim": head_dim, "v_head_dim": v_in_k, "v_in_k": True, "page_size": 16}
+    problem = Problem(q_heads=16, kv_heads=1, **sizes, q_dtype=types[0], format=types[1])
+    chosen = choose(problem, EXTENT, Platform.named(arch)).chosen
+    assert (chosen is not None and chosen.name.startswith("triton")) == runs
 
 
 def test_those_are_all_the_limits_there_are() -> None:

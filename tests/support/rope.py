@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -37,12 +37,16 @@ class Turn:
     """The type of the norms' weights."""
     eps: float = 0.25
     """So large that a norm without it is wrong."""
+    v_in_k: int | None = None
+    """Of a latent cache: so many elements are normalised, in keys alone, and those behind them are rotated."""
 
     def rope(self, device: str = "cpu") -> Rope:
         weights: list[Any] = [None, None]
         if self.norm is not None:
             g = torch.Generator().manual_seed(3)
-            weights = [(1 + torch.randn(self.head_dim, generator=g)).to(device, self.norm) for _ in range(2)]
+            dims = (self.head_dim,) * 2 if self.v_in_k is None else (self.v_in_k,)
+            weights = [(1 + torch.randn(dim, generator=g)).to(device, self.norm) for dim in dims]
+            weights = weights if self.v_in_k is None else [None, *weights]
         how = {"interleaved": self.interleaved, "eps": self.eps, "q_norm": weights[0], "k_norm": weights[1], **self.fields}
         made = Rope.make(self.head_dim, self.base, self.max_positions, rotary_dim=self.rotary_dim, device=device)
         # In the middle of numbers that are not NaN, so that a read outside of a table is seen; rows have a stride of their own.
@@ -54,13 +58,15 @@ class Turn:
 
     def exact(self, x: torch.Tensor, at: torch.Tensor, norm: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         """x `[tokens, heads, head_dim]` at positions `[tokens]` or `[3, tokens]`, and the error that fp32 may have."""
+        if self.v_in_k is not None:
+            return self._exact_parts(x, at, norm)
         x, loss = x.double().cpu(), 0.0
         if norm is not None:
             weight = norm.double().cpu() + (1 if self.fields.get("unit_offset") else 0)
             x = x / (x.pow(2).mean(-1, keepdim=True) + self.eps).sqrt() * weight
             loss = self.head_dim / 2 + 6  # a sum of squares, under a root; a quotient, a root, two products, the weight's sum
         half = self.rotary_dim // 2
-        axes = torch.tensor(self.axes or [0] * half)
+        axes = torch.tensor(self.axes or [0] * half, dtype=torch.int64)
         place = at.cpu().reshape(-1, at.shape[-1])[axes].T.double()
         angle = place * self.base ** (-torch.arange(half).double() / half)
         first = torch.arange(half) * 2 if self.interleaved else torch.arange(half)
@@ -73,6 +79,13 @@ class Turn:
         sizes[..., first], sizes[..., second] = both, both
         # Two products and a sum of numbers and table entries that were each rounded once.
         return out, (loss + 4) * UNIT * sizes
+
+    def _exact_parts(self, x: torch.Tensor, at: torch.Tensor, norm: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """The same of a latent, which is not rotated, and of what is behind it, which is not normalised."""
+        still = Turn(self.v_in_k, 0, eps=self.eps, fields=self.fields)  # type: ignore[arg-type]
+        turned = replace(self, head_dim=self.head_dim - still.head_dim, v_in_k=None)
+        parts = still.exact(x[..., : self.v_in_k], at, norm), turned.exact(x[..., self.v_in_k :], at, None)
+        return tuple(torch.cat(both, -1) for both in zip(*parts))  # type: ignore[return-value]
 
 
 def rounded(exact: torch.Tensor, error: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -106,15 +119,16 @@ def rows_of(turn: Turn, dtype: torch.dtype, device: str = "cpu") -> tuple[torch.
     return q, k, v.to(device, dtype)
 
 
-def cache_of(head_dim: int, format: str = "fp32", scales: str = "head", device: str = "cpu") -> KVCache:
+def cache_of(head_dim: int, format: str = "fp32", scales: str = "head", device: str = "cpu", v_in_k: int | None = None) -> KVCache:
     how: dict[str, Any] = {}
+    scaled = ("k_scale", "v_scale") if v_in_k is None else ("k_scale",)
     if format in LARGEST:
         shape = {"tensor": (), "head": (KV_HEADS,), "token": (PAGES, PAGE_SIZE, KV_HEADS)}[scales]
         g = torch.Generator().manual_seed(5)
-        how = {name: (16 / LARGEST[format] * (1 + torch.rand(shape, generator=g))).to(device) for name in ("k_scale", "v_scale")}
-    dims = (dim // FORMATS[format].pack for dim in (head_dim, V_DIM))
+        how = {name: (16 / LARGEST[format] * (1 + torch.rand(shape, generator=g))).to(device) for name in scaled}
+    dims = (dim // FORMATS[format].pack for dim in ((head_dim, V_DIM) if v_in_k is None else (head_dim,)))
     pages = (torch.zeros(PAGES, PAGE_SIZE, KV_HEADS, dim, device=device).to(TYPES[format]) for dim in dims)
-    return KVCache.wrap(*pages, layout="nhd", format=format, **how)
+    return KVCache.wrap(*pages, layout="nhd", format=format, v_in_k=v_in_k, **how)
 
 
 def check_keys(
@@ -173,6 +187,16 @@ TURNS = {
         axes=[0, 1, 2, 0, 1, 0, 0, 0], interleaved=True, fields={"sections": (5, 2, 1), "sections_interleaved": True}
     ),
 }
+
+LATENT_TURNS = {
+    "interleaved": Turn(24, 8, interleaved=True, v_in_k=16),
+    "half-split-odd": Turn(33, 12, v_in_k=20),
+    "norm": Turn(24, 8, interleaved=True, v_in_k=16, norm=torch.bfloat16),
+    "unit-offset-odd": Turn(57, 6, v_in_k=39, norm=torch.float32, fields={"unit_offset": True}),
+    "sections": Turn(40, 16, axes=[0, 0, 0, 0, 1, 2, 2, 2], v_in_k=24, fields={"sections": (4, 1, 3)}),
+    "deepseek": Turn(576, 64, interleaved=True, v_in_k=512, norm=torch.bfloat16),
+}
+"""Ways to rotate for latent caches."""
 
 
 def positions_of(turn: Turn, own: torch.Tensor, index: torch.dtype = torch.int64) -> torch.Tensor:

@@ -32,7 +32,7 @@ Scale = float | torch.Tensor | None
 MOST_DIM = 512
 """The largest size of a head of K, and of V."""
 MOST_LATENT = 576
-"""The largest size of a head of K of which V is a part."""
+"""The largest size of a head of K of which V is a part, or all."""
 _made: WeakKeyDictionary[PagePool, int] = WeakKeyDictionary()
 """How many caches were made for each pool."""
 
@@ -268,7 +268,7 @@ class KVCache:
         Args:
             pool: The pool that allocates the pages.
             kv_heads, head_dim, v_head_dim: Sizes; 1 to 512 for the dims. `v_head_dim` defaults to `head_dim`.
-            v_in_k: V is the first `v_in_k` elements of K, 576 at most (multi-head latent attention). Layout nhd or hnd.
+            v_in_k: V is the first `v_in_k` elements of K, or all (latent attention): head_dim up to 576, layout nhd or hnd.
             dtype: The storage type, which determines the format. Default: that of the format, bf16 without one.
             format: The name of the format; required for torch.uint8 and optional otherwise.
             k_format, v_format: The format of K and of V, where it is not `format` or that of `dtype`.
@@ -690,7 +690,7 @@ def _check_sizes(
     for one in formats:
         check_latent_sizes(one, head_dim, v_head_dim if v_in_k else None)
     most, v_name = (MOST_LATENT, "v_in_k") if v_in_k else (MOST_DIM, "v_head_dim")
-    for name, value, limit in (("kv_heads", kv_heads, 2**31 - 1), ("head_dim", head_dim, most), (v_name, v_head_dim, MOST_DIM)):
+    for name, value, limit in (("kv_heads", kv_heads, 2**31 - 1), ("head_dim", head_dim, most), (v_name, v_head_dim, most)):
         if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= limit:
             raise ArgumentError(name, describe(value), f"1 to {limit}")
     if v_in_k:
@@ -704,8 +704,8 @@ def _check_sizes(
 
 def _check_v_in_k(v_in_k: object, order: Layout, **of_v: object) -> None:
     """Raises unless V can be a part of K: nothing that describes V by itself is given, and an element of V is one of K."""
-    if not isinstance(v_in_k, int) or isinstance(v_in_k, bool) or not 1 <= v_in_k <= MOST_DIM:
-        raise ArgumentError("v_in_k", describe(v_in_k), f"an int of 1 to {MOST_DIM}, or None")
+    if not isinstance(v_in_k, int) or isinstance(v_in_k, bool) or not 1 <= v_in_k <= MOST_LATENT:
+        raise ArgumentError("v_in_k", describe(v_in_k), f"an int of 1 to {MOST_LATENT}, or None")
     for name, given in of_v.items():
         if given is not None:
             raise ArgumentError(name, describe(given), "None with v_in_k: V is a part of K")
@@ -734,10 +734,9 @@ def _check_format_of_parts(format: Format) -> None:
 
 
 def _check_parts(v_in_k: int, head_dim: int) -> None:
-    """Raises unless K has elements beside those of V, as many as a kernel takes."""
-    if not max(1, head_dim - MOST_DIM) <= v_in_k < head_dim:
-        allowed = f"{max(1, head_dim - MOST_DIM)} to {head_dim - 1}: less than head_dim = {head_dim}, by at most {MOST_DIM}"
-        raise ArgumentError("v_in_k", v_in_k, allowed)
+    """Raises unless K has the elements of V."""
+    if v_in_k > head_dim:
+        raise ArgumentError("v_in_k", v_in_k, f"at most head_dim = {head_dim}")
 
 
 def _device(given: torch.device | str | None, default: torch.device) -> torch.device:
@@ -784,7 +783,7 @@ def _common_size(
     for pages, name, view, axes, format in parts:
         units = view.shape[4] * view.shape[5]
         dims[name] = dim = format.elements_of(units)
-        most = MOST_LATENT if v_in_k and name == "head_dim" else MOST_DIM
+        most = MOST_LATENT if v_in_k else MOST_DIM
         if not 1 <= dim <= most:
             raise ArgumentError(name, dim, f"1 to {most}")
         if dim % format.unit or format.units_of(dim) != units:

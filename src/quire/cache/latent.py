@@ -20,14 +20,16 @@ def rows_to_write(k: Any, v: Any, cache: Any, rope: object = None) -> tuple[Any,
     if first is None:
         return transformed("k", k, cache), v
     _refuse_values("v", v, first)
-    sizes = f"[tokens, kv_heads, {first}] and [tokens, kv_heads, {cache.head_dim - first}]"
-    if isinstance(k, (tuple, list)):
-        if len(k) != 2:
-            raise ArgumentError("k", f"{len(k)} parts", f"two parts: {sizes}")
-        return k[0], k[1]
+    whole = f"[tokens, kv_heads, {cache.head_dim}]"
+    if first == cache.head_dim:
+        sizes = f"{whole}, a tensor: V is all of K"
+    else:
+        sizes = f"{whole}, or a pair of its parts: [tokens, kv_heads, {first}] and [tokens, kv_heads, {cache.head_dim - first}]"
+        if isinstance(k, (tuple, list)) and len(k) == 2:
+            return k[0], k[1]
     if isinstance(k, torch.Tensor) and k.dim() == 3 and k.shape[2] == cache.head_dim:
         return k[..., :first], k[..., first:]
-    raise ArgumentError("k", describe(k), f"[tokens, kv_heads, {cache.head_dim}], or a pair of its parts: {sizes}")
+    raise ArgumentError("k", f"{len(k)} parts" if isinstance(k, (tuple, list)) else describe(k), sizes)
 
 
 def with_values(new: Any, cache: Any) -> Any:
@@ -54,7 +56,9 @@ def as_read(q: Any, new: Any, cache: Any) -> tuple[Any, Any]:
 
 def as_given(k: Any, v: Any, cache: Any) -> tuple[Any, Any]:
     """The inverse of `rows_to_write`."""
-    return (k, v) if cache.v_in_k is None else ((k, v), None)
+    if cache.v_in_k is None:
+        return k, v
+    return k if cache.v_in_k == cache.head_dim else (k, v), None
 
 
 def _refuse_values(name: str, values: Any, first: int) -> None:

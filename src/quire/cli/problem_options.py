@@ -9,7 +9,7 @@ import torch
 
 from quire.cache.format import FORMATS, dtype_name
 from quire.cache.groups import LAYOUTS_OF_GROUPS, SWIZZLE
-from quire.cache.kv_cache import MOST_DIM, MOST_LATENT
+from quire.cache.kv_cache import MOST_LATENT
 from quire.cache.latent_rows import ROTATED
 from quire.cache.layout import LAYOUTS
 from quire.cli.command import Args, ChoiceOf, Count, Number, OneOfNames, Option, Whole, flag
@@ -129,7 +129,8 @@ def _feature_options(layer: str) -> list[click.Parameter]:
         Option("--rope", group=layer, help="writes rotate the first so many elements of q and k (all)", **_OPTIONAL_DIM),
     )
     found.append(flag("--rope-interleaved", "with --rope: neighbours are rotated, as in GPT-J", layer))
-    found.append(Option("--qk-norm", type=ChoiceOf(NORMS), group=layer, help="with --rope: q and k have a norm; its weights' type"))
+    norm = "with --rope: q and k have a norm (with --v-in-k, the latent); its weights' type"
+    found.append(Option("--qk-norm", type=ChoiceOf(NORMS), group=layer, help=norm))
     found.append(flag("--lse", "the log-sum-exp is returned, too", layer))
     found.append(flag("--non-causal", "queries also see later keys", layer))
     return found
@@ -201,14 +202,14 @@ def rope_of(args: Args) -> Rope | None:
             if given:
                 raise ArgumentError(word, "without --rope", "with --rope")
         return None
-    if args.v_in_k:
-        raise ArgumentError("--rope", "with --v-in-k", "nothing: a part of q and k is rotated before the call")
-    dim = args.rope or args.head_dim
-    if dim % 2 or dim > args.head_dim:
-        raise ArgumentError("--rope", dim, f"an even number of at most --head-dim {args.head_dim}")
-    weight = torch.empty(args.head_dim, dtype=NORMS[args.qk_norm], device="meta") if args.qk_norm else None
-    how: dict[str, Any] = {"interleaved": args.rope_interleaved, "q_norm": weight, "k_norm": weight}
-    return Rope.make(args.head_dim, max_positions=1, rotary_dim=dim, device="meta", **how)
+    behind = args.head_dim - (args.v_in_k or 0)
+    dim = args.rope or behind
+    if dim % 2 or not 0 < dim <= behind:
+        most = f"--head-dim - --v-in-k = {behind}" if args.v_in_k else f"--head-dim {behind}"
+        raise ArgumentError("--rope", dim, f"an even number of at most {most}")
+    weight = torch.empty(args.v_in_k or args.head_dim, dtype=NORMS[args.qk_norm], device="meta") if args.qk_norm else None
+    how: dict[str, Any] = {"interleaved": args.rope_interleaved, "q_norm": None if args.v_in_k else weight, "k_norm": weight}
+    return Rope.make(behind, max_positions=1, rotary_dim=dim, device="meta", **how)
 
 
 def _check_v_in_k(args: Args) -> None:
@@ -220,9 +221,8 @@ def _check_v_in_k(args: Args) -> None:
             raise ArgumentError(word, f"{given} with --v-in-k", "nothing: values are a part of the keys")
     if args.layout not in ("nhd", "hnd"):
         raise ArgumentError("--layout", f"{args.layout} with --v-in-k", "nhd or hnd")
-    most = args.head_dim - MOST_DIM
-    if not max(1, most) <= args.v_in_k < args.head_dim <= MOST_LATENT or args.v_in_k > MOST_DIM:
-        allowed = f"{MOST_DIM} at most, and less than --head-dim by at most {MOST_DIM}; --head-dim at most {MOST_LATENT}"
+    if not args.v_in_k <= args.head_dim <= MOST_LATENT:
+        allowed = f"at most --head-dim, which is at most {MOST_LATENT}"
         raise ArgumentError("--v-in-k", f"{args.v_in_k} with --head-dim {args.head_dim}", allowed)
 
 

@@ -184,11 +184,12 @@ def _write_is_legal(call: Call, device: torch.device) -> bool:
 
 def _rope_is_legal(call: Call, k: torch.Tensor, device: torch.device) -> bool:
     """A rotation of keys, and of queries. The rules decide about a tree mask."""
-    rope, positions, dim = call.rope, call.rope_positions, call.cache.head_dim
-    if type(rope) is not Rope or rope.cos.device != device or call.options.mask is not None or rope.rotary_dim > dim:
+    rope, positions, dim, first = call.rope, call.rope_positions, call.cache.head_dim, call.cache.v_in_k
+    if type(rope) is not Rope or rope.cos.device != device or call.options.mask is not None:
         return False
-    if call.cache.v_in_k is not None:
+    if rope.rotary_dim > dim - (first or 0) or (first is not None and rope.q_norm is not None):
         return False
+    dim = dim if first is None else first
     for weight in (rope.q_norm, rope.k_norm):
         if weight is not None and (weight.size(0), weight.device) != (dim, device):
             return False
@@ -212,7 +213,8 @@ def _turned_queries_are_legal(call: Call, k: torch.Tensor, device: torch.device)
     if type(q) is not _Tensor or (q.layout, q.dim(), q.device, q.dtype) != (_Strided, 3, device, k.dtype):
         return False
     heads = q.size(1)
-    if (q.is_neg(), q.requires_grad, q.size(0), q.size(2), heads > 0) != (False, False, k.size(0), k.size(2), True):
+    shape = (k.size(0), call.cache.head_dim)
+    if (q.is_neg(), q.requires_grad, q.size(0), q.size(2), heads > 0) != (False, False, *shape, True):
         return False
     if heads % k.size(1) or out is None:
         return heads % k.size(1) == 0

@@ -17,21 +17,23 @@ def warn_of_losses(call: Call) -> None:
     if not cache.quantised or call.k is None or call.v is None:
         return
     slots = call.batch.slots_of_tokens(call.k.shape[0], cache.page_size, call.slots)
-    parts = [(stored_keys(call), cache.k_scale, cache.k_format), (call.v, cache.v_scale, cache.v_format)]
+    k, v = stored_rows(call)
+    parts = [(k, cache.k_scale, cache.k_format), (v, cache.v_scale, cache.v_format)]
     if cache.v_in_k is not None:
-        parts = [(torch.cat((call.k, call.v), -1), cache.k_scale, cache.k_format)]
+        parts = [(torch.cat((k, v), -1), cache.k_scale, cache.k_format)]
     for name, (x, scale, format) in zip("kv", parts):
         for message in losses(name, x[slots >= 0], scale, format) if format.scaled else ():
             warnings.warn(message, QuantisationWarning, stacklevel=4)
 
 
-def stored_keys(call: Call) -> torch.Tensor:
-    """The keys that a write stores: rotated, if it rotates them."""
-    assert call.k is not None
+def stored_rows(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
+    """The keys and values, or both parts of keys, that a write stores: rotated, if it rotates them."""
+    assert call.k is not None and call.v is not None
     if call.rope is None:
-        return call.k
+        return call.k, call.v
     tokens, batch, at = call.k.shape[0], call.batch, call.rope_positions
-    return call.rope.rotate(call.k, batch.positions_of_tokens(tokens) if at is None else at, call.rope.k_norm)
+    at = batch.positions_of_tokens(tokens) if at is None else at
+    return call.rope.rotate_rows(call.k, call.v, at, call.cache.v_in_k)
 
 
 def losses(name: str, x: torch.Tensor, scale: torch.Tensor | None, format: Format) -> list[str]:

@@ -196,8 +196,9 @@ CONTRACT: tuple[Rule, ...] = (
         "With `KVCache(v_in_k=n)` the first n elements of a key are its value: there is one tensor of pages, with one format, "
         "and the scales of K are those of V. `write` and `step` take `(k, None)`, with k whole, `[tokens, kv_heads, head_dim]`, or "
         "a pair of its parts, `[tokens, kv_heads, n]` and `[tokens, kv_heads, head_dim - n]` of one type; a scale that `write` "
-        "computes for a token is for both parts. Context form takes `new=(k, None)` with k whole. V given beside K, and `rope`, "
-        "are rejected.",
+        "computes for a token is for both parts. Context form takes `new=(k, None)` with k whole. V given beside K is "
+        "rejected. `rope` rotates the elements behind the first n, of k and of q; `k_norm`, `[n]`, normalises the first n of k; "
+        "`q_norm` is rejected.",
         binds="caller and kernel",
         static=(static.latent,),
         proof="tests/test_mla.py",

@@ -243,14 +243,15 @@ def rotation(call: Call) -> Iterator[Violation]:
     rope, cache, k = call.rope, call.cache, call.k
     if rope is None or not isinstance(k, torch.Tensor) or k.dim() != 3:
         return
-    if rope.rotary_dim > cache.head_dim:
-        yield Violation(
-            "shapes", "rope", f"a rotary_dim of {rope.rotary_dim}", f"at most the head_dim of the cache, {cache.head_dim}"
-        )
+    latent = cache.v_in_k is not None
+    most, whose = cache.head_dim - (cache.v_in_k or 0), "elements of a key behind its value" if latent else "head_dim of the cache"
+    if rope.rotary_dim > most:
+        yield Violation("shapes", "rope", f"a rotary_dim of {rope.rotary_dim}", f"at most the {whose}, {most}")
+    word, size = ("v_in_k", cache.v_in_k) if latent else ("head_dim", cache.head_dim)
     for name in ("q_norm", "k_norm"):
         weight = getattr(rope, name)
-        if weight is not None and weight.shape[0] != cache.head_dim:
-            yield Violation("shapes", f"rope.{name}", describe(weight), f"[head_dim] = {cache.head_dim}")
+        if weight is not None and weight.shape[0] != size:
+            yield Violation("shapes", f"rope.{name}", describe(weight), f"[{word}] = {size}")
     yield from _rope_positions(call, k.shape[0])
     yield from _rotated_queries(call, k)
 
@@ -302,10 +303,9 @@ def _rotated_queries(call: Call, k: torch.Tensor) -> Iterator[Violation]:
 
 def latent(call: Call) -> Iterator[Violation]:
     """What a write of a cache cannot do if V is a part of K."""
-    first = call.cache.v_in_k
-    if first is not None and call.rope is not None:
-        given = f"a rotation, with a cache of which V is the first {first} elements of K"
-        yield Violation("latent", "rope", given, "None: rotate the others of k and q before the call, for example with rope.rotate")
+    if call.cache.v_in_k is not None and call.rope is not None and call.rope.q_norm is not None:
+        allowed = "None: absorbed queries were normalised before they were projected"
+        yield Violation("latent", "rope.q_norm", describe(call.rope.q_norm), allowed)
 
 
 def own_memory(call: Call) -> Iterator[Violation]:

@@ -6,6 +6,9 @@ from quire.cache.format import BYTE_NAMES, QUERY_NAMES
 from quire.dispatch.kernel import IntRange, Kernel
 
 _ANY_HEAD = IntRange(1, 512)
+_ANY_LATENT = IntRange(1, 576)
+_LATENT_MEMORY = 132 * 1024
+"""As compiled: 16 queries and 16 keys of 1024 elements of fp32, and what belongs to them."""
 
 _TRITON = (
     *("sm80", "sm86", "sm87", "sm89", "sm90", "sm100", "sm103", "sm120", "sm121"),
@@ -39,6 +42,8 @@ CATALOGUE: tuple[Kernel, ...] = (
         memory=("aligned",),
         head_dim=_ANY_HEAD,
         v_head_dim=_ANY_HEAD,
+        latent_dim=_ANY_LATENT,
+        latent_memory=_LATENT_MEMORY,
         max_q_len=16,
         shares=8192,
         without=_PLAIN_ALONE,
@@ -56,6 +61,8 @@ CATALOGUE: tuple[Kernel, ...] = (
         memory=("aligned",),
         head_dim=_ANY_HEAD,
         v_head_dim=_ANY_HEAD,
+        latent_dim=_ANY_LATENT,
+        latent_memory=_LATENT_MEMORY,
         long_rows=FEW_ROWS,
     ),
     Kernel(
@@ -99,6 +106,8 @@ CATALOGUE: tuple[Kernel, ...] = (
         q_dtypes=QUERY_NAMES,
         head_dim=_ANY_HEAD,
         v_head_dim=_ANY_HEAD,
+        latent_dim=_ANY_LATENT,
+        latent_memory=_LATENT_MEMORY,
     ),
     Kernel(
         "triton",
@@ -110,6 +119,7 @@ CATALOGUE: tuple[Kernel, ...] = (
         needs=("triton",),
         head_dim=_ANY_HEAD,
         v_head_dim=_ANY_HEAD,
+        latent_dim=_ANY_LATENT,
     ),
     Kernel(
         "triton",
@@ -130,6 +140,7 @@ CATALOGUE: tuple[Kernel, ...] = (
         q_dtypes=QUERY_NAMES,
         head_dim=_ANY_HEAD,
         v_head_dim=_ANY_HEAD,
+        latent_dim=_ANY_LATENT,
         shares=64,
         without=_PLAIN_ALONE,
         capturable=False,
@@ -144,6 +155,7 @@ CATALOGUE: tuple[Kernel, ...] = (
         q_dtypes=QUERY_NAMES,
         head_dim=_ANY_HEAD,
         v_head_dim=_ANY_HEAD,
+        latent_dim=_ANY_LATENT,
         capturable=False,
     ),
     Kernel(
@@ -155,6 +167,7 @@ CATALOGUE: tuple[Kernel, ...] = (
         library=_NATIVE,
         head_dim=_ANY_HEAD,
         v_head_dim=_ANY_HEAD,
+        latent_dim=_ANY_LATENT,
         capturable=False,
     ),
     # The kernels that are always available come last. They read lengths on the host, so a CUDA graph cannot capture them.
@@ -166,6 +179,7 @@ CATALOGUE: tuple[Kernel, ...] = (
         q_dtypes=QUERY_NAMES,
         head_dim=_ANY_HEAD,
         v_head_dim=_ANY_HEAD,
+        latent_dim=_ANY_LATENT,
         capturable=False,
     ),
     Kernel(
@@ -175,6 +189,7 @@ CATALOGUE: tuple[Kernel, ...] = (
         "quire.kernels.torch.write:launcher",
         head_dim=_ANY_HEAD,
         v_head_dim=_ANY_HEAD,
+        latent_dim=_ANY_LATENT,
         capturable=False,
     ),
 )

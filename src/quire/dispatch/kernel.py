@@ -111,6 +111,7 @@ class Limit:
 
     rule: str
     given: Callable[[Any], Any]
+    """None if a call does not have the property."""
     allowed: Allowed
     change: str | None = None
     """What the user can change to satisfy it; None if it depends on the machine."""
@@ -139,7 +140,8 @@ def check_limits(limits: Iterable[Limit], query: Any) -> tuple[LimitResult, ...]
     findings = []
     for limit in limits:
         given = limit.given(query)
-        findings.append(LimitResult(limit.rule, given, str(limit.allowed), given in limit.allowed, limit.change))
+        holds = given is None or given in limit.allowed
+        findings.append(LimitResult(limit.rule, given, str(limit.allowed), holds, limit.change))
     return tuple(findings)
 
 
@@ -232,7 +234,11 @@ class Kernel:
     head_dim: OneOf | MultipleOf | IntRange | None = None
     """Sizes of a head of K."""
     v_head_dim: OneOf | MultipleOf | IntRange | None = None
-    """Sizes of a head of V."""
+    """Sizes of a head of V. This and `head_dim` are of caches in which V is no part of K."""
+    latent_dim: IntRange | None = None
+    """Sizes of a head of K of which V is a part."""
+    latent_memory: int | None = None
+    """The least bytes of shared memory for products in fp32 with keys of which V is a part, in tiles wider than 576."""
     group: OneOf | IntRange | None = None
     """Query heads per KV head."""
     max_q_len: int | None = None
@@ -326,14 +332,19 @@ def _of_catalogue(operation: str, name: str) -> Kernel:
     raise KernelError(f"this version of Quire has no kernel {name!r} for {operation}")
 
 
+def _at_most(most: int | None) -> IntRange | None:
+    return None if most is None else IntRange(None, most)
+
+
+def _at_least(least: int | None) -> IntRange | None:
+    return IntRange(least, None) if least else None
+
+
 def _limits(kernel: Kernel) -> Iterator[Limit]:
     """The limits of a kernel in the order in which an explanation lists them: those of the machine come first."""
 
     def one_of(values: tuple[str, ...] | None) -> OneOf | None:
         return None if values is None else OneOf(values)
-
-    def at_most(most: int | None) -> IntRange | None:
-        return None if most is None else IntRange(None, most)
 
     def all_of(names: tuple[str, ...]) -> AllOf | None:
         return AllOf(names) if names else None
@@ -362,16 +373,23 @@ def _limits(kernel: Kernel) -> Iterator[Limit]:
             "pass contiguous tensors that start at multiples of 16 bytes",
         ),
         ("page_size", attrgetter("problem.page_size"), kernel.page_size, "set page_size to {}"),
-        ("head_dim", _widest_part, kernel.head_dim, "use a head_dim of {}"),
-        ("v_head_dim", attrgetter("problem.v_head_dim"), kernel.v_head_dim, "use a v_head_dim of {}"),
+        ("head_dim", _size_of("head_dim", latent=False), kernel.head_dim, "use a head_dim of {}"),
+        ("v_head_dim", _size_of("v_head_dim", latent=False), kernel.v_head_dim, "use a v_head_dim of {}"),
+        ("latent_dim", _size_of("head_dim", latent=True), kernel.latent_dim, "use a head_dim of {}"),
+        (
+            "latent_memory",
+            _latent_memory,
+            _at_least(kernel.latent_memory),
+            "store the cache in 16 bits, with queries of the same type",
+        ),
         ("group", attrgetter("problem.group"), kernel.group, "use a group (q_heads / kv_heads) of {}"),
-        ("max_q_len", attrgetter("extent.max_q_len"), at_most(kernel.max_q_len), "pass {} new tokens of a sequence in one call"),
-        ("long_rows", _long_rows, at_most(kernel.long_rows), FEWER_ROWS),
-        ("max_kv_len", attrgetter("extent.max_kv_len"), at_most(kernel.max_kv_len), "keep {} tokens in a sequence"),
+        ("max_q_len", attrgetter("extent.max_q_len"), _at_most(kernel.max_q_len), "pass {} new tokens of a sequence in one call"),
+        ("long_rows", _long_rows, _at_most(kernel.long_rows), FEWER_ROWS),
+        ("max_kv_len", attrgetter("extent.max_kv_len"), _at_most(kernel.max_kv_len), "keep {} tokens in a sequence"),
         (
             "saved_keys",
             attrgetter("extent.saved_keys"),
-            IntRange(kernel.shares, None) if kernel.shares else None,
+            _at_least(kernel.shares),
             "pass a batch with prefixes that save {} reads of keys",
         ),
     )
@@ -394,10 +412,16 @@ def _long_rows(query: LimitQuery) -> int:
     return query.extent.tokens * query.problem.q_heads if query.extent.max_q_len > SHORT else 0
 
 
-def _widest_part(query: LimitQuery) -> int:
-    """The size of a head of K or, if V is a part of K, of the larger part: kernels take the parts one by one."""
-    problem = query.problem
-    return max(problem.v_head_dim, problem.head_dim - problem.v_head_dim) if problem.v_in_k else problem.head_dim
+def _size_of(name: str, latent: bool) -> Callable[[LimitQuery], int | None]:
+    """A size of heads that have, or do not have, V as a part of K; None for others."""
+    return lambda query: getattr(query.problem, name) if query.problem.v_in_k is latent else None
+
+
+def _latent_memory(query: LimitQuery) -> int | None:
+    """The memory of an NVIDIA GPU, where a key of a latent cache takes wide tiles that are multiplied in fp32. AMD's have queries
+    in registers."""
+    applies = query.problem.is_wide_latent and query.problem.in_fp32 and query.platform.vendor == "nvidia"
+    return query.platform.program_memory if applies else None
 
 
 def _formats(query: LimitQuery) -> str | tuple[str, str]:

@@ -89,6 +89,18 @@ PLAIN |= {
     "mixed-latent-ds-mla": KernelSample("mixed", new=True, **LATENT | {"format": "fp8_ds_mla"}, problem=OF_K),
     "write-latent-ds-mla": KernelSample("write", **LATENT | {"format": "fp8_ds_mla"}, problem=OF_K),
     "write-latent": KernelSample("write", **LATENT | {"format": "int8"}, scales="token", problem=OF_K),
+    "write-latent-rope": KernelSample(
+        "write", **LATENT, format="e4m3fn", scales="token", problem=OF_K | {"rope": [64, True, [], False, "none", "bf16"]}
+    ),
+    "mixed-latent-all": KernelSample("mixed", **LATENT | {"head_dim": 512}, problem=OF_K),
+}
+# Parts that are together wider than 576.
+WIDE: dict[str, Any] = {"v_in_k": True, "v_head_dim": 544}
+PLAIN |= {f"{kernel}-latent-wide": KernelSample(kernel, **LATENT, problem=WIDE) for kernel in KERNELS}
+PLAIN |= {
+    "write-latent-wide": KernelSample(
+        "write", **LATENT | {"format": "int8"}, scales="token", problem={"v_in_k": True, "v_head_dim": 576}
+    ),
 }
 TREE = {"window": [100, 0], "mask": True, "positions": "int64"}
 PLAIN |= {"audit-window": KernelSample("audit", new=True, index="int64", problem=TREE)}
@@ -161,6 +173,8 @@ CHOICE = {
     "sm80": [
         *EVERY_KERNEL,
         "mixed-latent-invariant",
+        "decode-latent-wide",
+        "write-latent-wide",
         "decode-latent-bf16",
         "mixed-latent-bf16",
         "decode-64-int8",
@@ -194,7 +208,10 @@ CHOICE = {
         "mixed-latent-ds-mla",
         "write-latent-ds-mla",
         "mixed-latent-bf16",
+        "mixed-latent-all",
+        "mixed-latent-wide",
         "write-latent",
+        "write-latent-rope",
         "write-e5m2",
         "write-rope",
         "shared-64-bf16",
@@ -218,6 +235,9 @@ CHOICE = {
         "write-latent-ds-mla",
         "mixed-latent-bf16",
         "mixed-latent-new",
+        "decode-latent-wide",
+        "mixed-latent-wide",
+        "write-latent-rope",
         "write-rope",
         "write-rope-sections",
         "write-nvfp4",

@@ -22,7 +22,7 @@ import quire
 from quire.batch import Batch
 from quire.cache.format import FORMATS
 from quire.cache.kv_cache import KVCache
-from quire.cache.latent import rows_to_write
+from quire.cache.latent import as_given, rows_to_write
 from quire.cache.prefixes import Prefixes
 from quire.cache.select import Select
 from quire.contract.call import Call
@@ -89,6 +89,8 @@ LAYERS = {
     "batch-invariant": Layer(options={"batch_invariant": True}),
     "rope": Layer(rope=True),
     "latent": Layer(kv_heads=1, group=128, head_dim=576, v_in_k=512, page_size=64),
+    "latent, rope": Layer(kv_heads=1, group=128, head_dim=576, v_in_k=512, page_size=64, rope=True, batches=40),
+    "latent, all of K": Layer(kv_heads=1, group=16, head_dim=512, v_in_k=512, page_size=64, batches=40),
     "latent, fp8_ds_mla": Layer(kv_heads=1, group=16, head_dim=576, v_in_k=512, page_size=64, format="fp8_ds_mla"),
     "columns": Layer(select=("columns",), batches=40),
     "positions": Layer(select=("positions",), format="e4m3fn", lse=True, batches=40),
@@ -114,6 +116,7 @@ LAYERS = {
 
 
 ROPE = Rope(torch.empty(64, 64, device="meta"), torch.empty(64, 64, device="meta"), q_norm=torch.empty(128, device="meta"))
+LATENT_ROPE = Rope(torch.empty(64, 32, device="meta"), torch.empty(64, 32, device="meta"), k_norm=torch.empty(512, device="meta"))
 
 
 def nothing(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -243,11 +246,12 @@ class Draws:
             first = layer.v_in_k
             new = None if new is None else (k, k[..., :first])
             parts = nothing(tokens, 1, first, dtype=k.dtype), nothing(tokens, 1, layer.head_dim - first, dtype=k.dtype)
-            k, v = rows_to_write(chance.choice((k, parts)), None, cache)
+            k, v = rows_to_write(chance.choice((k, parts)) if first < layer.head_dim else k, None, cache)
         attend = Call(cache, batch, q, Options(**options), new, out, lse=lse, zero_padding=padded)
         write = Call(cache, batch, k=k, v=v, slots=slots)
         if layer.rope:
-            write.rope, write.q_in, write.q_out = ROPE, q, chance.choice((q, nothing(*q.shape, dtype=q.dtype)))
+            rope = ROPE if layer.v_in_k is None else LATENT_ROPE
+            write.rope, write.q_in, write.q_out = rope, q, chance.choice((q, nothing(*q.shape, dtype=q.dtype)))
             if chance.random() < 0.5:
                 write.rope_positions = nothing(tokens, dtype=chance.choice((torch.int32, torch.int64)))
         return {"attend": attend, "audit": attend, "write": write}
@@ -301,8 +305,7 @@ def test_explain_names_the_kernels_that_are_launched(name: str, arch: str) -> No
         new = (attend.new[0], None) if latent and attend.new is not None else attend.new
         how: dict[str, Any] = {"new": new, "out": attend.out, "lse": False if attend.lse is None else attend.lse}
         how |= {
-            "k": (write.k, write.v) if latent else write.k,
-            "v": None if latent else write.v,
+            **dict(zip("kv", as_given(write.k, write.v, write.cache))),
             "slots": write.given_slots,
             "platform": counting.platform,
         }

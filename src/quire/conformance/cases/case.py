@@ -141,8 +141,8 @@ class Case:
     def _check_latent(self) -> None:
         if self.v_in_k and (self.v_head_dim or self.v_format or self.layout not in ("nhd", "hnd")):
             raise ArgumentError("v_in_k", self.v_in_k, "0 with v_head_dim, v_format or a layout other than nhd and hnd")
-        if not 0 <= self.v_in_k < self.head_dim:
-            raise ArgumentError("v_in_k", self.v_in_k, f"less than head_dim = {self.head_dim}")
+        if not 0 <= self.v_in_k <= self.head_dim:
+            raise ArgumentError("v_in_k", self.v_in_k, f"at most head_dim = {self.head_dim}")
         with_zero = [name for name in self.formats.values() if name in FORMATS and FORMATS[name].zero_point]
         if with_zero and (self.scales != "token" or self.v_in_k):
             given = f"{with_zero[0]} with scales {self.scales} and v_in_k {self.v_in_k}"

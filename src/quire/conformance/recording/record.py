@@ -30,7 +30,7 @@ from quire.conformance.cases.call import selection_of
 from quire.conformance.recording import tensor_file
 from quire.contract.call import Call
 from quire.contract.check import recorded_by, violations
-from quire.contract.quantisation import stored_keys
+from quire.contract.quantisation import stored_rows
 from quire.contract.rule import Violation
 from quire.dispatch.decision import Decision
 from quire.errors import ArgumentError, QuireError
@@ -106,7 +106,7 @@ class Recorder:
             if not self.closed:
                 assert call.k is not None and call.v is not None
                 refuse_capture(call.k)
-                tensors = {"k": stored_keys(call), "v": call.v} | ({} if call.given_slots is None else {"slots": call.given_slots})
+                tensors = dict(zip("kv", stored_rows(call))) | ({} if call.given_slots is None else {"slots": call.given_slots})
                 if call.rope is not None:
                     tensors["rotated"] = torch.ones((), dtype=torch.bool)
                 copies = {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}

@@ -196,7 +196,7 @@ struct Write {
 };
 
 struct Norm {
-    const uint8_t* weight;  // [head_dim]; null without a norm
+    const uint8_t* weight;  // of the elements of a head, or of the first part of a key; null without a norm
     int64_t type;
 };
 
@@ -211,11 +211,14 @@ struct Rope {
     Norm q_norm, k_norm;
     double eps;
     int64_t unit_offset, zero_padding;
+    int64_t first;  // elements of a head before the rotated ones; not 0 if K and V of the write are two parts of a key, V the rotated one
 };
 
 struct RopeWrite {
     Rope rope;
     Write write;
+
+    INLINE int64_t head_dim() const { return write.cache.k.dim + (rope.first ? write.cache.v.dim : 0); }
 };
 
 struct Scales {  // of K or of V

@@ -35,7 +35,7 @@ ATTEND = struct.Struct(f"{_ARRAYS}q 5q {_BATCH}q 3d 11q {2 * _INDEX}q {_SELECT}q
 """The fields of `Attend` before its cache."""
 WRITE = struct.Struct(f"10q {_BATCH}q {_INDEX}q 4q")
 """The fields of `Write` before its cache."""
-ROPE = struct.Struct("6q 4q q 10q q 4q d 2q")
+ROPE = struct.Struct("6q 4q q 10q q 4q d 3q")
 """The fields of `Rope`, which a `RopeWrite` begins with."""
 CACHE = struct.Struct(f"{2 * _PAGES}q 3q")
 CHECK = struct.Struct(f"{_BATCH}q 12q 3q 4q {2 * _INDEX}q {_SELECT}q q {_INDEX}q q 12q 2q")
@@ -93,6 +93,7 @@ def rope_of(call: Any) -> bytes:
         rope.eps,
         rope.unit_offset,
         call.zero_padding and q is not None,
+        call.cache.v_in_k or 0,
     )  # fmt: skip
 
 

@@ -553,7 +553,7 @@ void run(const RopeWrite& call) {
     int64_t rows = call.rope.zero_padding ? write.tokens : live, pieces = (rows + some - 1) / some;
     parallel_for(pieces < 4 ? 1 : write.threads, pieces, level.rope_workspace(call), [&](int64_t i, char* mine) {
         for (int64_t token = i * some; token < std::min(rows, (i + 1) * some); token++) {
-            if (token >= live) fill_zero(call.rope, token, write.cache.k.dim);
+            if (token >= live) fill_zero(call.rope, token, call.head_dim());
             else level.rope_write(call, token, slots[token] < capacity ? slots[token] : -1, positions[token], mine);
         }
     });

@@ -56,29 +56,33 @@ static bool load_turn(const Rope& rope, int64_t token, int64_t position, const R
     return true;
 }
 
+// Multiplies the elements of `buffers.row` by weights and by 1 / the root of their mean square.
+static void normalise(const Rope& rope, int64_t dim, const float* weight, const RopeBuffers& buffers) {
+    float* x = buffers.row;
+    vf squares{};
+    for (int64_t d = 0; d < dim; d += W) squares = fma(load(x + d), load(x + d), squares);
+    float factor = 1.0f / __builtin_sqrtf(sum(squares) / static_cast<float>(dim) + static_cast<float>(rope.eps));
+    for (int64_t d = 0; d < dim; d += W) store(x + d, load(x + d) * factor * load(weight + d));
+}
+
 // Turns `buffers.row` into `buffers.turned`. Without a turn, the position is not in the tables: NaN.
-static void rotate(const Rope& rope, bool has_turn, int64_t dim, const float* weight, const RopeBuffers& buffers) {
-    float *x = buffers.row, *to = buffers.turned;
-    int64_t half = rope.half, rotary = 2 * half;
+static void rotate(const Rope& rope, bool has_turn, int64_t dim, const RopeBuffers& buffers) {
     if (!has_turn) {
-        for (int64_t d = 0; d < dim; d += W) store(to + d, splat(__builtin_nanf("")));
+        for (int64_t d = 0; d < dim; d += W) store(buffers.turned + d, splat(__builtin_nanf("")));
         return;
     }
-    if (weight) {
-        vf squares{};
-        for (int64_t d = 0; d < dim; d += W) squares = fma(load(x + d), load(x + d), squares);
-        float factor = 1.0f / __builtin_sqrtf(sum(squares) / static_cast<float>(dim) + static_cast<float>(rope.eps));
-        for (int64_t d = 0; d < dim; d += W) store(x + d, load(x + d) * factor * load(weight + d));
-    }
+    // The end of the last vector of a part is written again by the next part.
+    for (int64_t d = 0; d < rope.first; d += W) store(buffers.turned + d, load(buffers.row + d));
+    float *x = buffers.row + rope.first, *to = buffers.turned + rope.first;
+    int64_t half = rope.half, rotary = 2 * half;
     auto turn = [&](int64_t d, vf partner) { store(to + d, fma(partner, load(buffers.sine + d), load(x + d) * load(buffers.cosine + d))); };
     if (rope.interleaved) {
         for (int64_t d = 0; d < rotary; d += W) turn(d, swapped<1>(load(x + d), std::make_integer_sequence<int, W>()));
     } else {
-        // The end of the last vector of a part is written again by the next part.
         for (int64_t d = 0; d < half; d += W) turn(d, load(x + half + d));
         for (int64_t d = half; d < rotary; d += W) turn(d, load(x + d - half));
     }
-    for (int64_t d = rotary; d < dim; d += W) store(to + d, load(x + d));
+    for (int64_t d = rotary; d < dim - rope.first; d += W) store(to + d, load(x + d));
 }
 
 static void store_query(const Array& out, int64_t token, int64_t head, int64_t dim, const RopeBuffers& buffers) {
@@ -103,26 +107,33 @@ static void rope_write(const RopeWrite& call, int64_t token, int64_t slot, int64
     const Cache& cache = call.write.cache;
     Workspace workspace{reinterpret_cast<uintptr_t>(base), 0};
     RopeBuffers buffers(workspace);
-    int64_t dim = cache.k.dim;
+    const int64_t dim = call.head_dim(), k_dim = cache.k.dim;
     bool has_turn = load_turn(rope, token, position, buffers);
     load_weight(rope, rope.q_norm, dim, buffers.code, buffers.q_weight);
-    load_weight(rope, rope.k_norm, dim, buffers.code, buffers.k_weight);
-    auto turned = [&](const Array& from, int64_t head, const float* weight) {
+    load_weight(rope, rope.k_norm, k_dim, buffers.code, buffers.k_weight);
+    auto take = [&](const Array& from, int64_t head, int64_t count, float* to) {
         const uint8_t* row = from.data + (token * from.token + head * from.head) * size_of(from.type);
-        as_floats(row, from.type, from.dim, dim, buffers.code, buffers.row);
-        rotate(rope, has_turn, dim, weight, buffers);
+        as_floats(row, from.type, from.dim, count, buffers.code, to);
     };
     for (int64_t head = 0; head < rope.q_heads; head++) {
-        turned(rope.q, head, rope.q_norm.weight ? buffers.q_weight : nullptr);
+        take(rope.q, head, dim, buffers.row);
+        if (rope.q_norm.weight) normalise(rope, dim, buffers.q_weight, buffers);
+        rotate(rope, has_turn, dim, buffers);
         store_query(rope.out, token, head, dim, buffers);
     }
     if (slot < 0) return;
     int64_t page = slot / cache.page_size, offset = slot % cache.page_size;
-    const Array k{reinterpret_cast<uint8_t*>(buffers.turned), 0, 0, 1, FP32};
+    auto turned = [&](int64_t first) { return Array{reinterpret_cast<uint8_t*>(buffers.turned + first), 0, 0, 1, FP32}; };
     for (int64_t head = 0; head < cache.heads; head++) {
-        turned(call.write.k, head, rope.k_norm.weight ? buffers.k_weight : nullptr);
-        store_row(k, cache.k, token, head, page, offset, buffers.number, buffers.code);
-        store_row(call.write.v, cache.v, token, head, page, offset, buffers.number, buffers.code);
+        take(call.write.k, head, k_dim, buffers.row);
+        if (rope.k_norm.weight) normalise(rope, k_dim, buffers.k_weight, buffers);
+        if (rope.first) take(call.write.v, head, cache.v.dim, buffers.row + rope.first);
+        rotate(rope, has_turn, dim, buffers);
+        const float top = call.write.shared_scales ? largest_of(buffers.turned, dim) : 0.0f;
+        const float* known = call.write.shared_scales ? &top : nullptr;
+        store_row(turned(0), cache.k, token, head, page, offset, buffers.number, buffers.code, known);
+        const Array v = rope.first ? turned(rope.first) : call.write.v;
+        store_row(v, cache.v, token, head, page, offset, buffers.number, buffers.code, known);
     }
 }
 

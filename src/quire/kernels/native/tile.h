@@ -337,7 +337,7 @@ static void combine(const Attend& call, const SplitUnit& work) {
     const Sequence s(call, work.seq);
     const float none = -__builtin_inff();
     const int64_t v_dim = call.cache.v.dim;
-    float values[512];
+    float values[MOST_DIM];
     for (int64_t i = 0; i < work.heads * work.rows; i++) {
         auto row_of = [&](int64_t p) { return work.parts[p].at + i / work.rows * work.parts[p].head + i % work.rows * part_stride(call); };
         SoftmaxState have{none, 0.0f};

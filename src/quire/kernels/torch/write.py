@@ -14,17 +14,18 @@ from quire.problem import Problem
 
 
 @torch.no_grad()
-def rotate(call: Any) -> torch.Tensor:
-    """Rotates the queries of a call into `q_out`, and returns the rotated keys, fp32. Nothing is read on the host."""
-    rope, batch, tokens = call.rope, call.batch, call.k.shape[0]
+def rotate(call: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rotates the queries of a call into `q_out`, and returns what is stored, rotated in fp32. Nothing is read on the host."""
+    rope, batch, tokens, first = call.rope, call.batch, call.k.shape[0], call.cache.v_in_k
     at = call.rope_positions
     if at is None:
         at = batch.positions_of_tokens(tokens)
     if call.q_in is not None:
-        q, live = rope.rotate(call.q_in, at, rope.q_norm).to(call.q_out.dtype), torch.arange(tokens, device=at.device)
-        live = (live < batch.q_starts[-1])[:, None, None]
+        q = rope.rotate(call.q_in, at, rope.q_norm, first).to(call.q_out.dtype)
+        live = (torch.arange(tokens, device=at.device) < batch.q_starts[-1])[:, None, None]
         call.q_out.copy_(torch.where(live, q, 0 if call.zero_padding else call.q_out))
-    return rope.rotate(call.k, at, rope.k_norm)
+    rows: tuple[torch.Tensor, torch.Tensor] = rope.rotate_rows(call.k, call.v, at, first)
+    return rows
 
 
 @torch.no_grad()
@@ -61,7 +62,7 @@ def launcher(problem: Problem, platform: Platform) -> Callable[[Any], None]:
     """The function that launches calls of a problem."""
 
     def launch_call(call: Any) -> None:
-        k = call.k if call.rope is None else rotate(call)
-        launch(k, call.v, call.cache, call.batch, call.slots)
+        k, v = (call.k, call.v) if call.rope is None else rotate(call)
+        launch(k, v, call.cache, call.batch, call.slots)
 
     return launch_call

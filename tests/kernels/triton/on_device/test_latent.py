@@ -23,6 +23,9 @@ FEATURES: dict[str, dict[str, Any]] = {
     "plain": {"head_dim": 24, "v_in_k": 16},
     "odd sizes": {"head_dim": 33, "v_in_k": 20, "layout": "hnd", "index": (torch.int64, torch.int32, torch.int32)},
     "small values": {"head_dim": 40, "v_in_k": 2},
+    "all of K": {"head_dim": 24, "v_in_k": 24},
+    "all of K in bytes": {"head_dim": 20, "v_in_k": 20, "format": "e4m3fn", "q_dtype": "bf16", "scales": "token", "layout": "hnd"},
+    "all of new keys": {"head_dim": 33, "v_in_k": 33, "form": "context", "format": "int8", "scales": "token", "group": 3},
     "bf16": {"head_dim": 96, "v_in_k": 64, "format": "bf16", "q_dtype": "bf16", "group": 8},
     "fp8": {"head_dim": 24, "v_in_k": 16, "format": "e4m3fn", "q_dtype": "bf16", "scales": "head"},
     "fp8 queries": {"head_dim": 24, "v_in_k": 16, "format": "e4m3fn", "q_dtype": "e4m3fn", "q_scale": 0.5},
@@ -56,6 +59,13 @@ def test_units_that_are_split(device: str) -> None:
 def test_the_sizes_of_deepseek(device: str) -> None:
     case: dict[str, Any] = {"q_lens": [1, 2], "kv_lens": [40, 20], "kv_heads": 1, "group": 16, "page_size": 64}
     attend("mixed", device, head_dim=576, v_in_k=512, format="bf16", q_dtype="bf16", **case)
+
+
+@pytest.mark.parametrize("form", ["full", "context"])
+@pytest.mark.parametrize("v_in_k", [576, 544, 40])
+def test_parts_wider_than_512(v_in_k: int, form: str, device: str) -> None:
+    case: dict[str, Any] = {"q_lens": [1, 17], "kv_lens": [40, 37], "kv_heads": 1, "group": 3, "page_size": 8, "form": form}
+    attend("mixed", device, head_dim=576, v_in_k=v_in_k, format="e4m3fn", q_dtype="bf16", scales="head", **case)
 
 
 DS_MLA: dict[str, dict[str, Any]] = {
@@ -99,7 +109,7 @@ def test_write_of_fp8_ds_mla(dtype: torch.dtype, layout: str, device: str) -> No
 @pytest.mark.parametrize("scales", ["tensor", "head", "token"])
 @pytest.mark.parametrize("format", FORMATS)
 def test_write(format: str, scales: str, device: str) -> None:
-    for dims in ((24, 16), (38, 2), (40, 34)):
+    for dims in ((24, 16), (38, 2), (40, 34), (24, 24)):
         caches = [cache_of(device, format, scales, *dims) for _ in range(3)]
         g = torch.Generator().manual_seed(7)
         k = (torch.randn(7, 2, dims[0], generator=g) * 2).to(torch.float32 if format == "fp32" else torch.bfloat16)
@@ -109,6 +119,7 @@ def test_write(format: str, scales: str, device: str) -> None:
         slots = torch.tensor([5, -1, 23, 0, 9, 10, 11], device=device)
         whole = k.to(device)
         parts = whole[..., : dims[1]].contiguous(), whole[..., dims[1] :].contiguous()
+        parts = parts if dims[1] < dims[0] else whole
         batch = batch_of(7, device)
         plain.launch(*rows_to_write(whole, None, caches[0]), caches[0], batch, slots)
         write(*rows_to_write(whole, None, caches[1]), caches[1], batch, slots)

@@ -211,8 +211,10 @@ class AttendConstants(NamedTuple):
     K_WIDTH: int
     """The width of a tile of keys: HEAD_DIM rounded up to a power of two, at least 16."""
     V_WIDTH: int
+    V_IN_K: bool
+    """Whether the tile of keys is that of values, too."""
     REST_DIM: int | None
-    """Elements of a key that are not its value, where V is a part of K; None where it is not."""
+    """Elements of a key that are not its value, where V is a part of K; None where there are none."""
     REST_WIDTH: int | None
     PAGE_SIZE: int
     K_STEPS: tuple[int, ...]

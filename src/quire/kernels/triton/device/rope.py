@@ -24,6 +24,7 @@ class Rotation(NamedTuple):
     """32-bit words of a position, 1 or 2; 0 if positions follow from the lengths."""
     q_norm: Pointer
     k_norm: Pointer
+    """If V is a part of K, of the first part of keys."""
     eps: Number
     q: VectorPointer
     q_token: KStride
@@ -35,6 +36,8 @@ class Rotation(NamedTuple):
     out_dim: UnitStride
     zero_padding: Number
     """1 if rows of `out` that belong to no sequence are set to zero."""
+    in_place: Number
+    """1 if `out` is q: then elements that are not rotated stay where they are."""
     k_programs: Number
     """The programs that store keys and values; the others rotate queries."""
 
@@ -117,6 +120,25 @@ def weights(weight, dim, used, R: tl.constexpr):
 
 
 @triton.jit
+def norm_factor(x, rope, DIM: tl.constexpr):
+    """1 / the root of the mean square of heads `x [tokens, width]`, which are zero from DIM on, `[tokens, 1]`."""
+    squares = tl.sum(x * x, 1)
+    mean = tl.div_rn(squares, tl.full(squares.shape, DIM, tl.float32)) + rope.eps
+    return tl.div_rn(tl.full(squares.shape, 1.0, tl.float32), tl.sqrt_rn(mean))[:, None]
+
+
+@triton.jit
+def normalised(x, inside, weight, rope, DIM: tl.constexpr, WIDTH: tl.constexpr, R: tl.constexpr):
+    """Elements `x [tokens, WIDTH]` of heads of which others are rotated, with zeros where nothing is to be loaded. They are NaN
+    where the tables lack a position, as the others are."""
+    x = x.to(tl.float32)
+    if weight is not None:
+        dim = tl.arange(0, WIDTH)
+        x = x * norm_factor(x, rope, DIM) * weights(weight, dim, dim < DIM, R)
+    return tl.where(inside[:, None], x, float("nan"))
+
+
+@triton.jit
 def rotated(x, head, step, rows, weight, rope, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, R: tl.constexpr):
     """Rotates heads `x [tokens, WIDTH]`, which were loaded from `head[:, None]` on, with zeros where nothing is to be loaded."""
     x = x.to(tl.float32)
@@ -124,8 +146,7 @@ def rotated(x, head, step, rows, weight, rope, HEAD_DIM: tl.constexpr, WIDTH: tl
     inside = rows[3]
     factor = 1.0
     if weight is not None:
-        mean = tl.div_rn(tl.sum(x * x, 1), tl.full(inside.shape, HEAD_DIM, tl.float32)) + rope.eps
-        factor = tl.div_rn(tl.full(inside.shape, 1.0, tl.float32), tl.sqrt_rn(mean))[:, None]
+        factor = norm_factor(x, rope, HEAD_DIM)
         x = x * factor * weights(weight, dim, dim < HEAD_DIM, R)
     if R.INTERLEAVED:
         pair = tl.arange(0, WIDTH // 2)

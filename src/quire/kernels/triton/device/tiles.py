@@ -237,7 +237,7 @@ def attend_tiles(
             k_scale, v_scale = _scales(cache, page, unit.kv_head + head_in_tile(T), place, from_pages, C)
             if k_scale is not None:
                 score *= k_scale[None, :]
-        if C.REST_DIM is not None:
+        if C.V_IN_K:
             v = _scaled_values(k, v_scale, C)
         elif EAGER:
             # Converting 8-bit values takes time: it overlaps with the product of the scores.
@@ -255,7 +255,7 @@ def attend_tiles(
         row_max = new_max
 
         # load values
-        if C.REST_DIM is None and not EAGER:
+        if not C.V_IN_K and not EAGER:
             v = _values(cache, new, unit, head, page, token, key, place, from_pages, is_new, v_scale, MASKED, SOURCE, C)
 
         # accumulate
@@ -411,7 +411,7 @@ def _scales(cache, page, head, key, inside, C: tl.constexpr):
     if C.K_SCALE_STEPS is not None:
         at = page * C.K_SCALE_STEPS[0] + slot * C.K_SCALE_STEPS[1] + head * C.K_SCALE_STEPS[2]
         k_scale = _load_scales(cache.k_scale + at, inside, C.K_GROUPS is not None, C.K_FORMAT)
-    if C.REST_DIM is not None:
+    if C.V_IN_K:
         v_scale = k_scale
     elif C.V_SCALE_STEPS is not None:
         at = page * C.V_SCALE_STEPS[0] + slot * C.V_SCALE_STEPS[1] + head * C.V_SCALE_STEPS[2]
@@ -442,4 +442,4 @@ def _load_scales(at, inside, GROUPED: tl.constexpr, FORMAT: tl.constexpr):
 @triton.constexpr_function
 def scales_weights(C):
     """Whether the scales of values multiply the weights, which are fewer than values. fp16 has too few exponents for that."""
-    return (C.V_PACK > 1 or C.REST_DIM is not None) and C.DOT != "fp16"
+    return (C.V_PACK > 1 or C.V_IN_K) and C.DOT != "fp16"

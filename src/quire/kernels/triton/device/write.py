@@ -12,7 +12,7 @@ from quire.kernels.triton.device.features import is_in_shard, keys_before
 from quire.kernels.triton.device.formats import encode, encode_latent, encode_nvfp4, encode_with_zero, has_zero_points
 from quire.kernels.triton.device.groups import group_at
 from quire.kernels.triton.device.latent import is_latent, rest_in, scales_in
-from quire.kernels.triton.device.rope import RopeConstants, rotated, rows_of_tables
+from quire.kernels.triton.device.rope import RopeConstants, normalised, rotated, rows_of_tables
 
 
 class NewTokens(NamedTuple):
@@ -121,17 +121,48 @@ def rotate_queries(tokens, rope, S: tl.constexpr):
     live = is_live(tokens, token)
     _, position = place_of(tokens, token, live)
     rows = rows_of_tables(rope, token, live, position, R)
-    dim = tl.arange(0, S.K_WIDTH)
-    wide = (dim < S.HEAD_DIM)[None, :]
+    padding = (token < tokens.tokens) & (rope.zero_padding != 0) & ~live
     start = rope.q + token.to(tl.int64) * rope.q_token + head * rope.q_head
+    to = rope.out + token.to(tl.int64) * rope.out_token + head * rope.out_head
+    if is_in_parts(S):
+        copy_queries(start, to, rows[3], live, padding, rope, S.HEAD_DIM, S.K_WIDTH)
+        start += S.HEAD_DIM * rope.q_dim
+        to += S.HEAD_DIM * rope.out_dim
+        rotate_heads(start, to, rows, live, padding, None, rope, S.V_DIM, S.V_WIDTH, R)
+    else:
+        rotate_heads(start, to, rows, live, padding, rope.q_norm, rope, S.HEAD_DIM, S.K_WIDTH, R)
+
+
+@triton.jit
+def rotate_heads(
+    start, to, rows, live, padding, weight, rope, DIM: tl.constexpr, WIDTH: tl.constexpr, R: tl.constexpr
+):  # fmt: skip
+    """Rotates DIM elements of queries from `start` on, `[rows]`, into those from `to` on."""
+    dim = tl.arange(0, WIDTH)
+    wide = (dim < DIM)[None, :]
     q = tl.load(start[:, None] + dim[None, :] * rope.q_dim, mask=live[:, None] & wide, other=0.0)
-    q = rotated(q, start, rope.q_dim, rows, rope.q_norm, rope, S.HEAD_DIM, S.K_WIDTH, R)
+    q = rotated(q, start, rope.q_dim, rows, weight, rope, DIM, WIDTH, R)
     q = tl.where(live[:, None], q, 0.0).to(rope.out.dtype.element_ty)
     # In place, other threads may still have to load what is stored here.
     tl.debug_barrier()
-    mask = (live | ((token < tokens.tokens) & (rope.zero_padding != 0)))[:, None] & wide
-    at = token.to(tl.int64)[:, None] * rope.out_token + head[:, None] * rope.out_head + dim[None, :] * rope.out_dim
-    tl.store(rope.out + at, q, mask=mask)
+    tl.store(to[:, None] + dim[None, :] * rope.out_dim, q, mask=(live | padding)[:, None] & wide)
+
+
+@triton.jit
+def copy_queries(start, to, inside, live, padding, rope, DIM: tl.constexpr, WIDTH: tl.constexpr):
+    """Copies elements that are not rotated; NaN where the tables lack a position."""
+    dim = tl.arange(0, WIDTH)
+    wide = (dim < DIM)[None, :]
+    live &= (rope.in_place == 0) | ~inside
+    q = tl.load(start[:, None] + dim[None, :] * rope.q_dim, mask=live[:, None] & wide, other=0.0)
+    q = tl.where((inside | padding)[:, None], q.to(tl.float32), float("nan")).to(rope.out.dtype.element_ty)
+    tl.store(to[:, None] + dim[None, :] * rope.out_dim, q, mask=(live | padding)[:, None] & wide)
+
+
+@triton.constexpr_function
+def is_in_parts(S):
+    """Whether K and V are the two parts of keys, of which the second is rotated."""
+    return S.V_AT != 0
 
 
 @triton.jit
@@ -148,15 +179,22 @@ def write_rows(pages, tokens, rope, S: tl.constexpr):
     mask = live[:, None] & (dim < S.HEAD_DIM)[None, :]
     at = token.to(tl.int64)[:, None] * tokens.k_token + head[:, None] * tokens.k_head + dim[None, :] * tokens.k_dim
     k = tl.load(tokens.k + at, mask=mask, other=0.0)
+    v = None
     if S.ROPE is not None:
         R: tl.constexpr = S.ROPE
-        start = tokens.k + token.to(tl.int64) * tokens.k_token + head * tokens.k_head
         rows = rows_of_tables(rope, token, live, known[1], R)  # type: ignore[index]
-        k = rotated(k, start, tokens.k_dim, rows, rope.k_norm, rope, S.HEAD_DIM, S.K_WIDTH, R)
-    v = None
+        if is_in_parts(S):
+            k = normalised(k, rows[3], rope.k_norm, rope, S.HEAD_DIM, S.K_WIDTH, R)
+            start = tokens.v + token.to(tl.int64) * tokens.v_token + head * tokens.v_head
+            v = values(tokens, token, head, live, S)
+            v = rotated(v, start, tokens.v_dim, rows, None, rope, S.V_DIM, S.V_WIDTH, R)
+        else:
+            start = tokens.k + token.to(tl.int64) * tokens.k_token + head * tokens.k_head
+            k = rotated(k, start, tokens.k_dim, rows, rope.k_norm, rope, S.HEAD_DIM, S.K_WIDTH, R)
     first = None
     if S.SHARED_SCALES:
-        v = values(tokens, token, head, live, S)
+        if v is None:
+            v = values(tokens, token, head, live, S)
         first = k
     if S.K_LARGEST is not None:
         scale = pages.k_scale + page * S.K_SCALE_STEPS[0] + slot * S.K_SCALE_STEPS[1] + head * S.K_SCALE_STEPS[2]
@@ -174,13 +212,14 @@ def write_rows(pages, tokens, rope, S: tl.constexpr):
     at = place[:, None] + ((unit // S.K_DIMS) * S.K_STEPS[4] + (unit % S.K_DIMS) * S.K_STEPS[5])[None, :]
     tl.store(pages.k + at, k.to(pages.k.dtype.element_ty), mask=mask)
 
-    if v is None:
-        v = values(tokens, token, head, live, S)
-    if is_latent(S):
-        dim = tl.arange(0, S.V_WIDTH)
-        tl.store(rest_in(rows_at, dim, S.HEAD_DIM), v.to(tl.bfloat16), mask=live[:, None] & (dim < S.V_DIM)[None, :])
-    else:
-        store_values(pages, v, first, page, head, slot, live, S)
+    if S.V_DIM > 0:
+        if v is None:
+            v = values(tokens, token, head, live, S)
+        if is_latent(S):
+            dim = tl.arange(0, S.V_WIDTH)
+            tl.store(rest_in(rows_at, dim, S.HEAD_DIM), v.to(tl.bfloat16), mask=live[:, None] & (dim < S.V_DIM)[None, :])
+        else:
+            store_values(pages, v, first, page, head, slot, live, S)
 
 
 @triton.jit

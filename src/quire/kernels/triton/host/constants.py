@@ -24,15 +24,12 @@ def dot_type(problem: Problem) -> tuple[str, bool]:
 
     Every format that is stored in bytes, except for latents, fits into fp16 and into bf16, and hardware converts to fp16 faster.
     Two different 16-bit types are multiplied in fp32."""
-    floats = {name for name in (problem.q_dtype, *problem.formats, problem.new_dtype) if name in BYTES}
+    floats = problem.float_types
     in_bytes = all(FORMATS[name].itemsize == 1 for name in problem.formats)
     latent = any(FORMATS[name].latent for name in problem.formats)
-    if latent:
-        # Elements have scales in fp32, or are stored in bf16: they do not fit into fp16.
-        floats.add("bf16")
     if floats == {"bf16"} and in_bytes and not latent and problem.form == "full" and problem.scales != "token":
         return "fp16", True
-    if len(floats) > 1 or "fp32" in floats:
+    if problem.in_fp32:
         return "fp32", False
     return next(iter(floats), "fp16"), False
 
@@ -44,8 +41,9 @@ def has_one_kernel(problem: Problem) -> bool:
 
 
 def parts_of(problem: Problem) -> tuple[int, int | None]:
-    """The elements of a key that are loaded as one tile, and those of a second one: if V is a part of K, V and the others."""
-    return (problem.v_head_dim, problem.head_dim - problem.v_head_dim) if problem.v_in_k else (problem.head_dim, None)
+    """The elements of a key that are loaded as one tile, and those of a second one: if V is a part of K, V and the others, None if
+    there are no others."""
+    return (problem.v_head_dim, problem.head_dim - problem.v_head_dim or None) if problem.v_in_k else (problem.head_dim, None)
 
 
 def width_of(dim: int) -> int:
@@ -100,6 +98,7 @@ def constants_of(problem: Problem, platform: Platform, row: Tuning, short: Trito
         GROUP=problem.group,
         K_WIDTH=k_width,
         V_WIDTH=v_width,
+        V_IN_K=problem.v_in_k,
         REST_DIM=rest,
         REST_WIDTH=None if rest is None else width_of(rest),
         FAR=problem.far,

@@ -14,6 +14,8 @@ QUERIES = 64 * 1024
 IN_REGISTERS = 8 * 1024
 """The same for products in fp32, which no matrix unit computes: each thread has whole rows of its queries in registers. With 64
 rows of 128 NVIDIA's assembler spilled 3 to 7 KB per thread."""
+WIDEST = 1024
+"""The entries for wide latents, which others have no memory for."""
 PIECE = 256
 """Keys of a piece in a batch-invariant call: docs/batch_invariance.md."""
 MAX_DECODE_TOKENS = 16
@@ -33,6 +35,11 @@ def stored_bytes(problem: Problem) -> int:
     return max(2 if problem.batch_invariant else 1, *(FORMATS[name].itemsize for name in problem.formats))
 
 
+def tuned_width(problem: Problem, platform: Platform) -> int:
+    """The width by which an entry of the tuning table is found: that of the widest tile, or WIDEST."""
+    return WIDEST if problem.is_wide_latent else max(*widths_of(problem, platform), width_of(parts_of(problem)[1] or 1))
+
+
 class Tiles:
     """The tiles of a problem on a platform, from an entry of the tuning table."""
 
@@ -44,7 +51,7 @@ class Tiles:
             # The entry for what its batches mostly are.
             kernel = "decode" if selects else "mixed"
         dot, _ = dot_type(problem)
-        width, element = max(*widths_of(problem, platform), width_of(parts_of(problem)[1] or 1)), BYTES[dot]
+        width, element = tuned_width(problem, platform), BYTES[dot]
         self.sizes = width, element, stored_bytes(problem), problem.v_in_k
         """By which the tuning table is read, besides the kernel and the GPU."""
         self.row = row = tuning or tuning_for(kernel, platform.arch, *self.sizes)

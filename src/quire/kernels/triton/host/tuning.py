@@ -14,7 +14,7 @@ class Tuning(NamedTuple):
     arches: tuple[str, ...]
     """Prefixes of architectures; empty for all."""
     width: int
-    """The largest head_dim of K or V, rounded up to a power of two."""
+    """The widest tile of K or V: head_dim rounded up to a power of two. 1024 has parts of K that are together wider than 576."""
     element: int
     """The most bytes of an element of the products."""
     stored: int
@@ -67,8 +67,8 @@ SMALLEST = WorkPerProgram(16, 1)
 """The smallest, as SMALL is for attention."""
 
 TABLE: tuple[Tuning, ...] = (
-    Tuning("decode", ("interpreter",), 512, 4, 4, 16, 32, 1, 0, 0, 0, 1, 1.0, many=6, heads_per_tile=4),
-    Tuning("mixed", ("interpreter",), 512, 4, 4, 16, 32, 1, 32, 32, 1, 1, 1.0),
+    Tuning("decode", ("interpreter",), 1024, 4, 4, 16, 32, 1, 0, 0, 0, 1, 1.0, many=6, heads_per_tile=4),
+    Tuning("mixed", ("interpreter",), 1024, 4, 4, 16, 32, 1, 32, 32, 1, 1, 1.0),
     Tuning("decode", ("sm90",), 128, 2, 1, 16, 32, 3, 0, 0, 0, 1, 8.0),
     Tuning("decode", ("sm90",), 128, 2, 2, 16, 64, 3, 0, 0, 0, 4, 2.0, many=6, heads_per_tile=2),
     # It spills about 200 bytes per thread, and is still the fastest by 10 % and more: docs/performance.md.
@@ -103,6 +103,11 @@ TABLE: tuple[Tuning, ...] = (
     Tuning("mixed", ("gfx",), 512, 2, 2, 16, 16, 1, 32, 16, 1, 16, 1.0, most_rows=32, v_in_k=True),
     Tuning("decode", (), 512, 4, 4, 16, 16, 1, 0, 0, 0, 4, 1.0, most_rows=16, v_in_k=True),
     Tuning("mixed", (), 512, 4, 4, 16, 16, 1, 16, 16, 1, 8, 1.0, most_rows=16, v_in_k=True),
+    # Other latent caches: a part of more than 512 elements, or two parts that take more than those.
+    Tuning("decode", ("gfx9",), 1024, 4, 4, 16, 16, 1, 0, 0, 0, 4, 1.0, most_rows=16, v_in_k=True),
+    Tuning("mixed", ("gfx9",), 1024, 4, 4, 16, 16, 1, 16, 16, 1, 4, 1.0, most_rows=16, v_in_k=True),
+    Tuning("decode", (), 1024, 4, 4, 16, 16, 1, 0, 0, 0, 8, 1.0, most_rows=16, v_in_k=True),
+    Tuning("mixed", (), 1024, 4, 4, 16, 16, 1, 16, 16, 1, 8, 1.0, most_rows=16, v_in_k=True),
     Tuning("decode", (), 512, 4, 4, 16, 16, 1, 0, 0, 0, 4, 2.0),
     Tuning("mixed", (), 512, 4, 4, 16, 16, 1, 32, 16, 1, 8, 1.0),
 )

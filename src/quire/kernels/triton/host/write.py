@@ -17,6 +17,8 @@ from quire.kernels.triton.host.tuning import WRITE, WorkPerProgram
 from quire.platform import Platform
 from quire.problem import Extent, Problem, power_of_two
 
+WRITE_ELEMENTS = 16 * 1024
+"""Elements of heads that one program stores at a time: with more of them, threads spill."""
 ROPE_ELEMENTS = 2048
 """Elements of heads that one program rotates at a time: a thread has about five fp32 numbers for each of its own."""
 
@@ -28,16 +30,16 @@ class WriteLauncher(Launcher):
         super().__init__(problem, platform)
         first, rest = parts_of(problem)
         k_width, rope = power_of_two(first), problem.rope
-        self.rows = work.size if rope is None else max(1, min(work.size, ROPE_ELEMENTS // k_width))
+        self.rows = max(1, min(work.size, (WRITE_ELEMENTS if rope is None else ROPE_ELEMENTS) // k_width))
         of_cache = cache_constants(problem)
-        if rest is not None:
+        if problem.v_in_k:
             # The two parts of keys are written to the pages of K.
-            of_cache |= {"V_DIM": rest} | {f"V_{name}": of_cache[f"K_{name}"] for name in ("STEPS", "SLOTS", "DIMS")}
+            of_cache |= {"V_DIM": rest or 0} | {f"V_{name}": of_cache[f"K_{name}"] for name in ("STEPS", "SLOTS", "DIMS")}
         constants = WriteConstants(
             ROWS=self.rows,
             **of_cache,
             K_WIDTH=k_width,
-            V_WIDTH=power_of_two(of_cache["V_DIM"]),
+            V_WIDTH=power_of_two(max(1, of_cache["V_DIM"])),
             K_LARGEST=largest_of(problem.format),
             V_LARGEST=largest_of(problem.v_format),
             HARDWARE=platform.encodes_fp8,
@@ -103,9 +105,10 @@ def rotation_of(call: Any, at: At, k_programs: int) -> tuple[Any, ...]:
         positions = as_words(positions)
     norms = (None if weight is None else at(weight) for weight in (None if q is None else rope.q_norm, rope.k_norm))
     queries = (None,) * 8 if q is None else (at(q), *q.stride(), at(out), *out.stride())
+    in_place = q is not None and out.data_ptr() == q.data_ptr()
     return (
         *(at(rope.cos), at(rope.sin), rope.cos.stride(0), rope.cos.shape[0], at(positions), axis, step, words),
-        *(*norms, float(rope.eps), *queries, int(call.zero_padding), k_programs),
+        *(*norms, float(rope.eps), *queries, int(call.zero_padding), int(in_place), k_programs),
     )
 
 
