@@ -1,7 +1,7 @@
 """The kernels compiled ahead of time for GPUs that are not present, and limits read from what the compiler made.
 
-By default a choice that reaches every kernel, every row of the table and every GPU; `--full-compile` compiles all of it. Each GPU
-is compiled for in its own subprocess: a compiler that aborts fails the tests of one GPU.
+By default a choice that reaches every kernel, every row of the table and every GPU; `--full-compile` compiles all of it. This is
+done in subprocesses: a compiler that aborts fails the tests of one sample.
 """
 
 from __future__ import annotations
@@ -230,6 +230,9 @@ CHOICE = {
     "gfx1201": ["decode-128-e5m2"],
 }
 
+SUBPROCESSES = (("sm90",), ("gfx942",), ("sm80", "sm89", "sm100"), ("gfx90a", "gfx950", "gfx1100", "gfx1201"))
+"""The GPUs that each subprocess compiles for: to start one takes seconds."""
+
 
 def names_for(arch: str, full: bool) -> list[str]:
     common = [*PLAIN, *SMALL, *FEATURED] if full else list(dict.fromkeys(EVERYWHERE + CHOICE[arch]))
@@ -253,15 +256,18 @@ def may_not_spill(name: str) -> bool:
 def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[str, Any]]:
     """`results(arch)` is what became of every sample there, by name: kernels, or the compiler's complaint."""
 
-    def work(arch: str, names: list[str]) -> list[Any]:
+    full = request.config.getoption("--full-compile")
+
+    def work(arches: tuple[str, ...]) -> list[Any]:
         with pytest.MonkeyPatch.context() as patch:
             patch.delenv("TRITON_INTERPRET", raising=False)
-            return compile_in_subprocess([(arch, SAMPLES[name]) for name in names])
+            return compile_in_subprocess([(arch, SAMPLES[name]) for arch in arches for name in names_for(arch, full)])
 
     def get(arch: str) -> dict[str, Any]:
-        names = names_for(arch, request.config.getoption("--full-compile"))
-        found = once(tmp_path_factory, f"compiled-{arch}", lambda: work(arch, names))
-        return {name: one if isinstance(one, str) else [Compiled(*k) for k in one] for name, one in zip(names, found)}
+        (arches,) = (together for together in SUBPROCESSES if arch in together)
+        found = iter(once(tmp_path_factory, f"compiled-{'-'.join(arches)}", lambda: work(arches)))
+        by_arch = {one: {name: next(found) for name in names_for(one, full)} for one in arches}
+        return {name: one if isinstance(one, str) else [Compiled(*k) for k in one] for name, one in by_arch[arch].items()}
 
     return get
 
