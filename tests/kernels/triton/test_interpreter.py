@@ -52,10 +52,11 @@ def interpreted(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dic
 
 
 def run(files: list[Path], branches: Path) -> dict[str, Any]:
-    command = [sys.executable, "-m", "pytest", "-v", "--tb=short", "-p", "no:cacheprovider", "-p", "no:xdist"]
+    command = [sys.executable, "-m", "pytest", "-v", "--tb=short", "-p", "no:cacheprovider"]
     path = os.pathsep.join(filter(None, (str(ROOT / "src"), os.environ.get("PYTHONPATH"))))
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     environment |= {"TRITON_INTERPRET": "1", "BRANCHES_TAKEN": str(branches), "PYTHONPATH": path}
+    environment |= {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     done = subprocess.run([*command, *map(str, files)], cwd=ROOT, env=environment, capture_output=True, text=True)
     # A process that died left no branches behind; its last line names the test.
     taken = json.loads(branches.read_text()) if branches.exists() else []
