@@ -65,8 +65,8 @@ Run = Callable[..., list[Session]]
 
 @pytest.fixture
 def run(tmp_path: Path) -> Run:
-    """Sessions of pytest, one after the other in one process, in a folder that holds a kernel and nothing else. The plugins of other
-    packages, `autoload`, take most of the time that such a process needs."""
+    """Sessions of pytest, one after the other in one process, in a folder that holds a kernel and nothing else. Other packages'
+    plugins, which a session has with `autoload`, take most of its time."""
 
     def run(*sessions: tuple[str, ...], fault: str = "window-left-off", autoload: bool = False) -> list[Session]:
         (tmp_path / "kernel.py").write_text(KERNEL.replace("FAULT", fault))
