@@ -99,7 +99,8 @@ clean: ## remove the environments and all generated files
 	rm -f $(NATIVE)/*.so
 	find src tests examples -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# setuptools comes first and builds Quire itself: an isolated build would fetch one that constraints.txt does not pin.
+# setuptools comes first and builds Quire itself: an isolated build would fetch one that constraints.txt does not pin. The native
+# kernels are compiled while pip, which uses one core, installs the rest.
 $(READY): pyproject.toml $(CONSTRAINTS)
 	@command -v $(PYTHON) >/dev/null || { echo "make: there is no '$(PYTHON)' here; name another: make PYTHON=python3.12" >&2; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \
@@ -110,7 +111,8 @@ $(READY): pyproject.toml $(CONSTRAINTS)
 	@echo "Installing torch, triton and the tools into $(VENV). This happens once and takes a minute or a few."
 	@$(PYTHON) -m venv --clear $(VENV)
 	@$(PIP) setuptools
-	@$(PIP) --no-build-isolation --editable '.[test,lint,docs]'
+	@$(BIN)/python setup.py -q build_ext --inplace & \
+	  QUIRE_PURE=1 $(PIP) --no-build-isolation --editable '.[test,lint,docs]'; status=$$?; wait $$! && exit $$status
 	@touch $@ $(BUILT)
 
 # The native kernels are built with the package where there is a compiler, and again when their sources change.

@@ -51,7 +51,11 @@ def pytest_runtest_call(item: pytest.Item) -> None:
 
 # A shell starts background jobs with interrupts ignored, and processes that tests start would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
-torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else 2)
+
+# One thread in each worker and in the processes that it starts: threads that have no core of their own spend their time waiting.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ["OMP_NUM_THREADS"] = "1"
+torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 2)))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

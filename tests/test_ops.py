@@ -198,8 +198,10 @@ RUNS = [
 
 @pytest.mark.parametrize("cache, backend, how, steps", RUNS, ids=["-".join(map(str, run)) for run in RUNS])
 @torch.no_grad()
-def test_model_step_compiled(cache: str, backend: str, how: str, steps: int, device: str) -> None:
+def test_model_step_compiled(cache: str, backend: str, how: str, steps: int, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A growing pair of sequences: prefill, a mixed step, decodes. The compiled model keeps its own cache."""
+    if backend == "inductor":
+        monkeypatch.setattr(torch._inductor.config, "compile_threads", 1)  # processes that compile take longer to start
     torch.manual_seed(7)
     how_cached = {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in CACHES[cache].items()}
     options = quire.Options(window=11, sinks=torch.randn(4, device=device))

@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -316,20 +317,38 @@ def test_single_figures_show_progress(monkeypatch: pytest.MonkeyPatch, capsys: p
 # --- completion and examples ------------------------------------------------------------------------------------------------
 
 
-def completed(words: str, kind: str = "plain") -> list[str]:
-    environment = {
-        **os.environ,
-        "_QUIRE_COMPLETE": "bash_complete",
-        "COMP_WORDS": words,
-        "COMP_CWORD": str(len(words.split(" ")) - 1),
-    }
-    done = subprocess.run(PYTHON, env=environment, capture_output=True, text=True)
-    found = [line.partition(",") for line in done.stdout.splitlines() if line]
+def request(words: str) -> dict[str, str]:
+    """The variables by which bash asks for completions."""
+    return {"_QUIRE_COMPLETE": "bash_complete", "COMP_WORDS": words, "COMP_CWORD": str(len(words.split(" ")) - 1)}
+
+
+def answers(printed: str, kind: str = "plain") -> list[str]:
+    found = [line.partition(",") for line in printed.splitlines() if line]
     assert all(one[0] == kind for one in found)
     return [one[2] for one in found]
 
 
-def test_completion_knows_commands_options_and_values() -> None:
+@pytest.fixture
+def completed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., list[str]]:
+    """`completed(words)` are the completions of what was typed."""
+
+    def run(words: str, kind: str = "plain") -> list[str]:
+        for name, value in request(words).items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setattr(sys, "argv", ["quire"])
+        with pytest.raises(SystemExit):
+            main()
+        return answers(capsys.readouterr().out, kind)
+
+    return run
+
+
+def test_a_process_that_completes() -> None:
+    done = subprocess.run(PYTHON, env={**os.environ, **request("quire co")}, capture_output=True, text=True)
+    assert answers(done.stdout) == ["conform", "completion"]
+
+
+def test_completion_knows_commands_options_and_values(completed: Callable[..., list[str]]) -> None:
     assert completed("quire co") == ["conform", "completion"]
     assert completed("quire explain --kv-") == ["--kv-heads", "--kv-dtype"]
     assert completed("quire explain --layout vllm") == ["vllm_x", "vllm_joint"]
@@ -346,12 +365,12 @@ def test_completion_knows_commands_options_and_values() -> None:
         ("quire explain --kv-dtype e4", ["e4m3fn", "e4m3fnuz"]),
     ],
 )
-def test_completion_of_names(words: str, some: list[str]) -> None:
+def test_completion_of_names(words: str, some: list[str], completed: Callable[..., list[str]]) -> None:
     assert completed(words) == some
 
 
 @pytest.mark.parametrize("line", ["check x", "explain x", "conform x", "bench --output x", "bench --from x", "conform --known x"])
-def test_completion_of_files(line: str) -> None:
+def test_completion_of_files(line: str, completed: Callable[..., list[str]]) -> None:
     assert completed(f"quire {line}", kind="file") == ["x"]
 
 

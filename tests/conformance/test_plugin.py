@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -37,85 +39,110 @@ SUPPORTS = {"format": ("fp16",), "q_dtype": ("fp16",), "max_kv_len": range(0, 20
 REFUSES = False
 """
 
-Run = Callable[..., "subprocess.CompletedProcess[str]"]
+# Not `-m pytest`, which would put the folder on the path by itself.
+SESSIONS = """
+import contextlib, io, json, sys, pytest
+sys.path.remove("")
+sessions = []
+for args in json.load(sys.stdin):
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+        code = pytest.main(["-p", "quire.conformance.plugin", "-p", "no:cacheprovider", *args])
+    sessions.append((int(code), said.getvalue()))
+print(json.dumps(sessions))
+"""
+
+
+class Session(NamedTuple):
+    """A session of pytest that ended."""
+
+    code: int
+    said: str
+
+
+Run = Callable[..., list[Session]]
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> Run:
-    """pytest in a folder that holds a kernel and nothing else."""
+    """Sessions of pytest, one after the other in one process, in a folder that holds a kernel and nothing else. Other packages'
+    plugins, which a session has with `autoload`, take most of its time."""
 
-    def run(*args: str, fault: str = "window-left-off") -> subprocess.CompletedProcess[str]:
+    def run(*sessions: tuple[str, ...], fault: str = "window-left-off", autoload: bool = False) -> list[Session]:
         (tmp_path / "kernel.py").write_text(KERNEL.replace("FAULT", fault))
-        # Not `-m pytest`, which would put the folder on the path by itself.
-        pytest_itself = "import sys, pytest; sys.path.remove(''); sys.exit(pytest.main())"
-        command = [sys.executable, "-c", pytest_itself, "-p", "quire.conformance.plugin", "-p", "no:cacheprovider", *args]
         paths = os.pathsep.join((str(Path(quire.__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])))
-        environment = {**os.environ, "PYTHONPATH": paths}
-        return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=900)
+        environment = {**os.environ, "PYTHONPATH": paths} | ({} if autoload else {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"})
+        command = [sys.executable, "-c", SESSIONS]
+        done = subprocess.run(
+            command, input=json.dumps(sessions), cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=900
+        )
+        assert done.returncode == 0, done.stderr
+        return [Session(*session) for session in json.loads(done.stdout)]
 
     return run
 
 
-def counts(done: subprocess.CompletedProcess[str]) -> dict[str, int]:
+def counts(session: Session) -> dict[str, int]:
     """How many tests ended how."""
-    found = re.findall(r"(\d+) (\w+)", done.stdout.strip().splitlines()[-1])
+    found = re.findall(r"(\d+) (\w+)", session.said.strip().splitlines()[-1])
     return {word: int(count) for count, word in found if word in ("passed", "failed", "skipped", "xfailed", "error", "errors")}
 
 
+TARGET = ("--quire-target", "kernel.py:attention")
+
+
 def test_a_fault_is_named(run: Run) -> None:
-    done = run("--quire-target", "kernel.py:attention", "-rA", "-k", "window-needle or decode-needle or tree")
-    assert done.returncode == 1, done.stdout + done.stderr
+    (done,) = run((*TARGET, "-rA", "-k", "window-needle or decode-needle or tree"), autoload=True)
+    assert done.code == 1, done.said
     assert counts(done) == {"failed": 1, "passed": 1, "skipped": 1}
-    assert "window-left-off: the window has one or two keys too many or too few on the left" in done.stdout
-    assert "quire conform kernel.py:attention --case 'window-needle" in done.stdout
-    assert "page_table[" in done.stdout and "^^^" in done.stdout  # the cell at fault is drawn
-    assert "no argument for alibi, mask, positions" in done.stdout
-    assert re.search(r"collected \d+ items / \d+ deselected / 3 selected", done.stdout)
+    assert "window-left-off: the window has one or two keys too many or too few on the left" in done.said
+    assert "quire conform kernel.py:attention --case 'window-needle" in done.said
+    assert "page_table[" in done.said and "^^^" in done.said  # the cell at fault is drawn
+    assert "no argument for alibi, mask, positions" in done.said
+    assert re.search(r"collected \d+ items / \d+ deselected / 3 selected", done.said)
 
 
 def test_a_known_failure_is_expected_and_one_that_passes_fails(run: Run, tmp_path: Path) -> None:
     (tmp_path / "known.txt").write_text("# target case why\n* window-needle it is narrow\nother decode-needle not ours\n")
-    chosen = ("--quire-target", "kernel.py:attention", "--quire-known", "known.txt", "-k", "window-needle or decode-needle", "-rA")
-    done = run(*chosen)
-    assert done.returncode == 0 and counts(done) == {"passed": 1, "xfailed": 1}, done.stdout
-    assert "it is narrow (window-left-off" in done.stdout
-    (tmp_path / "known.txt").write_text("kernel.py:attention decode-needle it was short\n* misspelt why\n")
-    done = run(*chosen[:4], "-k", "decode-needle")
-    assert done.returncode == 1
-    assert "known to fail (it was short), but correct: remove it from known.txt" in done.stdout
-    assert "--quire-known: no case is named misspelt" in done.stdout and "no case is named decode" not in done.stdout
+    (tmp_path / "wrong.txt").write_text("kernel.py:attention decode-needle it was short\n* misspelt why\n")
+    done, wrong = run(
+        (*TARGET, "--quire-known", "known.txt", "-k", "window-needle or decode-needle", "-rA"),
+        (*TARGET, "--quire-known", "wrong.txt", "-k", "decode-needle"),
+    )
+    assert done.code == 0 and counts(done) == {"passed": 1, "xfailed": 1}, done.said
+    assert "it is narrow (window-left-off" in done.said
+    assert wrong.code == 1
+    assert "known to fail (it was short), but correct: remove it from wrong.txt" in wrong.said
+    assert "--quire-known: no case is named misspelt" in wrong.said and "no case is named decode" not in wrong.said
 
 
-@pytest.mark.parametrize(
-    "args, says",
-    [
-        (("--quire-target", "nothing"), "target: given nothing; allowed: cpu"),
-        (("--quire-target", "kernel.py:missing"), "a function that kernel.py has: attention"),
-        (("--quire-target", "cpu", "--quire-level", "hard"), "smoke"),
-    ],
-)
-def test_a_wrong_argument_is_a_usage_error(args: tuple[str, ...], says: str, run: Run) -> None:
-    done = run(*args)
-    assert done.returncode == 4
-    assert says in done.stderr + done.stdout
+def test_a_wrong_argument_is_a_usage_error(run: Run) -> None:
+    wrong = {
+        ("--quire-target", "nothing"): "target: given nothing; allowed: cpu",
+        ("--quire-target", "kernel.py:missing"): "a function that kernel.py has: attention",
+        ("--quire-target", "cpu", "--quire-level", "hard"): "smoke",
+    }
+    for done, says in zip(run(*wrong), wrong.values()):
+        assert done.code == 4
+        assert says in done.said
 
 
 def test_without_a_target_nothing_is_added(run: Run) -> None:
-    done = run()
-    assert done.returncode == 5 and "no tests ran" in done.stdout
+    (done,) = run(())
+    assert done.code == 5 and "no tests ran" in done.said
 
 
 def test_a_crash_in_a_subprocess_is_a_failed_test(run: Run) -> None:
     """A window crashes the subprocess; the session continues."""
-    done = run("--quire-target", "kernel.py:dies", "--quire-subprocess", "-k", "mixed or window-needle or edges")
-    assert counts(done) == {"passed": 2, "failed": 1}, done.stdout + done.stderr
-    assert "crashes: its process died with SIGABRT (at kernel.py:" in done.stdout
+    (done,) = run(("--quire-target", "kernel.py:dies", "--quire-subprocess", "-k", "mixed or window-needle or edges"))
+    assert counts(done) == {"passed": 2, "failed": 1}, done.said
+    assert "crashes: its process died with SIGABRT (at kernel.py:" in done.said
 
 
 def test_other_tests_of_the_session_also_run(run: Run, tmp_path: Path) -> None:
     (tmp_path / "test_own.py").write_text("def test_own(): pass\n")
-    done = run("--quire-target", "kernel:attention", "-k", "own or decode-needle")
-    assert done.returncode == 0 and counts(done) == {"passed": 2}, done.stdout + done.stderr
+    (done,) = run(("--quire-target", "kernel:attention", "-k", "own or decode-needle"))
+    assert done.code == 0 and counts(done) == {"passed": 2}, done.said
 
 
 def test_known_files_are_compared_by_resolved_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 
 from quire.conformance.cases.case import Case
 from quire.conformance.cases.suite import cases_of
 from quire.conformance.faults import CATALOGUE
-from quire.conformance.runner.power import ALWAYS_SHOW, never_exposed, power_of
+from quire.conformance.runner.power import ALWAYS_SHOW, Power, never_exposed, power_of
+from support.once import once
 
 COVER = (
     *("very-far", "hints-low", "fp8-context", "e5m2-tensor", "e4m3fnuz-tensor", "e4m3fn-tokens", "fp8-queries", "scale"),
@@ -19,20 +23,28 @@ COVER = (
 )
 """Cases that, with those of smoke, detect every fault; `quire conform --power --level standard` prints the matrix."""
 CASES = [*cases_of("smoke"), *(case for case in cases_of("standard") if case.name in COVER)]
-FOUND = {}
+
+
+@pytest.fixture(scope="session")
+def power(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Case], Power]:
+    """`power(case)` is what a case detects, whichever worker finds it out."""
+
+    def work(case: Case) -> list[Any]:
+        found = power_of(case)
+        return [found.exposed, found.passed, found.named, found.alarm]
+
+    return lambda case: Power(case, *once(tmp_path_factory, f"power {case.name}", lambda: work(case)))
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_case_detects_faults_without_false_alarm(case: Case) -> None:
-    found = FOUND[case.name] = power_of(case)
+def test_case_detects_faults_without_false_alarm(case: Case, power: Callable[[Case], Power]) -> None:
+    found = power(case)
     assert not found.alarm, "a correct kernel fails"
     assert not found.missed
 
 
-def test_every_fault_is_detected() -> None:
-    if len(FOUND) < len(CASES):
-        pytest.skip("needs the whole file in one process")
-    assert never_exposed(list(FOUND.values())) == []
+def test_every_fault_is_detected(power: Callable[[Case], Power]) -> None:
+    assert never_exposed([power(case) for case in CASES]) == []
 
 
 def test_names_of_the_catalogue_are_unique() -> None:

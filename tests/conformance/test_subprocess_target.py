@@ -15,7 +15,7 @@ from quire.conformance.runner.target import Failure
 from quire.errors import ArgumentError
 
 ADAPTER = """
-import ctypes, os, sys, torch
+import ctypes, os, sys, time, torch
 from quire.conformance.cases.call import KernelCall
 from quire.conformance.faults.injected import compute
 
@@ -33,7 +33,7 @@ def attention(*, q, k_pages, v_pages, page_table, kv_lens, q_starts, out, scale,
     if window[0] == 3:
         sys.exit(7)
     if window[0] == 4:
-        while True: pass  # one line, so that the traceback always shows it
+        while True: time.sleep(1)  # one line, so that the traceback always shows it
     if window[0] == 5:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
     if window[0] == 6 and count > 1:

@@ -8,9 +8,8 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -29,7 +28,26 @@ for source in json.load(sys.stdin):
     answers.append((printed.getvalue(), error))
 print(json.dumps(answers))
 """
-COMMAND = "import sys; from quire.cli import main; sys.argv[0] = 'quire'; sys.exit(main())"
+EACH_COMMAND = """
+import json, multiprocessing, os, sys, tempfile, torch
+
+def run(command, printed):
+    os.dup2(printed.fileno(), 1)
+    sys.argv = command.split()
+    from quire.cli import main
+    sys.exit(main())
+
+# Each in a process of its own; torch, which takes most of the time, is imported once.
+answers = []
+for command in json.load(sys.stdin):
+    with tempfile.TemporaryFile("w+") as printed:
+        process = multiprocessing.get_context("fork").Process(target=run, args=(command, printed))
+        process.start()
+        process.join()
+        printed.seek(0)
+        answers.append((process.exitcode, printed.read()))
+print(json.dumps(answers))
+"""
 
 
 class Part(NamedTuple):
@@ -59,12 +77,17 @@ def same(shown: str | None, printed: str) -> bool:
     return doctest.OutputChecker().check_output(want, got, doctest.ELLIPSIS)
 
 
-def run_session(sources: list[str]) -> list[tuple[str, str | None]]:
+def answers_of(script: str, lines: list[str]) -> tuple[list[Any], str]:
+    """What a script printed about each line, and what it said on standard error."""
     done = subprocess.run(
-        [sys.executable, "-c", SESSION], input=json.dumps(sources), cwd=README.parent, capture_output=True, text=True, timeout=900
+        [sys.executable, "-c", script], input=json.dumps(lines), cwd=README.parent, capture_output=True, text=True, timeout=900
     )
     assert done.returncode == 0, done.stderr
-    return [(printed, error) for printed, error in json.loads(done.stdout)]
+    return json.loads(done.stdout), done.stderr
+
+
+def run_session(sources: list[str]) -> list[tuple[str, str | None]]:
+    return [(printed, error) for printed, error in answers_of(SESSION, sources)[0]]
 
 
 PARTS = parts_of(README.read_text()) if README.exists() else []
@@ -80,6 +103,14 @@ COMMANDS = [
 @pytest.fixture(scope="module")
 def session() -> dict[Part, tuple[str, str | None]]:
     return dict(zip(PYTHON, run_session([part.text for part in PYTHON])))
+
+
+@pytest.fixture(scope="module")
+def commands() -> dict[str, Any]:
+    """How each command ended and what it printed; as `stderr`, what all of them said there."""
+    lines = [command for command, _ in COMMANDS]
+    answers, stderr = answers_of(EACH_COMMAND, lines)
+    return dict(zip(lines, answers)) | {"stderr": stderr}
 
 
 def test_code_comes_early() -> None:
@@ -104,11 +135,11 @@ def without_compiler(shown: str) -> str:
 
 
 @pytest.mark.parametrize("command, output", COMMANDS, ids=[command for command, _ in COMMANDS])
-def test_command(command: str, output: str | None, python: Callable) -> None:
-    done = python("-c", COMMAND, *command.split()[1:])
-    assert done.returncode == 0, done.stderr
+def test_command(command: str, output: str | None, commands: dict[str, Any]) -> None:
+    code, printed = commands[command]
+    assert code == 0, commands["stderr"]
     if output is not None:
-        assert same(output, done.stdout), f"printed:\n{done.stdout}\nshown:\n{output}"
+        assert same(output, printed), f"printed:\n{printed}\nshown:\n{output}"
 
 
 PAGE = """

@@ -167,7 +167,8 @@ def _mend_speed(interpreter: Any) -> None:
 
 def _mend_types(interpreter: Any) -> None:
     """What follows from a type alone is computed once for each type, not for each operation: the attributes of a type of blocks,
-    the shape of its tensors, and numpy's type. The type of a tuple is computed when it is asked for."""
+    the shape of its tensors, numpy's type, and that a tensor or a number is no constexpr. The type of a tuple is computed when it is
+    asked for."""
     import triton.language as tl
 
     block_type, tensor, tuple_ = tl.core.block_type, tl.core.tensor, tl.core.tuple
@@ -207,6 +208,12 @@ def _mend_types(interpreter: Any) -> None:
             numpy_types[name] = plain_numpy(dtype)
         return numpy_types[name]
 
+    plain_unwrap, wraps_nothing = tl.core._unwrap_if_constexpr, frozenset((tensor, bool, int, float, str, type(None)))
+
+    def unwrap(value: Any) -> Any:
+        return value if type(value) in wraps_nothing else plain_unwrap(value)
+
+    tl.core._unwrap_if_constexpr = unwrap
     block_type.__init__, tensor.__init__, tuple_.__init__ = init_block, init_tensor, init_tuple
     tuple_.type = property(type_of_tuple, lambda self, type: vars(self).update(_type=type))
     interpreter._get_np_dtype = get_np_dtype

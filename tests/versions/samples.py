@@ -59,7 +59,7 @@ GLUON = {
 BRIEF = {
     "gluon-small-new": KernelSample("gluon", 64, new=True, lse=True, small=True),
     "gluon-small-e4m3fn": KernelSample("gluon", 64, "e4m3fn", small=True),
-    "shared-small-nvfp4": KernelSample("shared", 64, "nvfp4", small=True),
+    "shared-small": KernelSample("shared", 64, small=True),
     "write-small-nvfp4": KernelSample("write", 64, "nvfp4", small=True),
     "write-small-rope": KernelSample("write", small=True, problem=ROPE_SECTIONS),
     "audit-small": KernelSample("audit", small=True),

@@ -1,7 +1,7 @@
 """The kernels compiled ahead of time for GPUs that are not present, and limits read from what the compiler made.
 
-By default a choice that reaches every kernel, every row of the table and every GPU; `--full-compile` compiles all of it. Each GPU
-is compiled for in its own subprocess: a compiler that aborts fails the tests of one GPU.
+By default a choice that reaches every kernel, every row of the table and every GPU; `--full-compile` compiles all of it. This is
+done in subprocesses: a compiler that aborts fails the tests of one sample.
 """
 
 from __future__ import annotations
@@ -125,8 +125,8 @@ HOPPER |= {
     MANY: KernelSample("decode", seqs=1000),
 }
 """For Hopper alone: no other GPU has these instructions or schedules units dynamically."""
-LATER = ("gluon-64-bf16", "gluon-64-e4m3fn")
-"""Those with the tiles of others."""
+LATER = ("gluon-64-bf16", "gluon-64-e4m3fn", "gluon-small")
+"""Those with the tiles of others, and one that `tests/versions` compiles."""
 SMALL = {f"{kernel}-small": KernelSample(kernel, small=True) for kernel in (*KERNELS, "shared", "write", "audit")}
 SMALL |= {"decode-small-softcap": KernelSample("decode", small=True, problem={"softcap": True})}
 HOPPER |= {"gluon-small": KernelSample("gluon", format="e4m3fn", small=True)}
@@ -167,7 +167,7 @@ SAMPLES = PLAIN | SMALL | FEATURED | HOPPER
 
 EVERYWHERE = ["decode-128-bf16", "mixed-128-bf16"]
 BYTES = [f"{kernel}-128-e4m3fn" for kernel in (*KERNELS, "shared")] + ["write-e4m3fn"]
-EVERY_KERNEL = [*BYTES, "shared-128-bf16", "write-bf16", "audit", *SMALL]
+EVERY_KERNEL = [*BYTES, "shared-128-bf16", "write-bf16", "audit", "decode-small-softcap", "write-small", "audit-small"]
 """For one GPU of each generation that differs most; the others compile the same source."""
 CHOICE = {
     "sm80": [
@@ -200,8 +200,6 @@ CHOICE = {
     "sm90": [
         *EVERY_KERNEL,
         "mixed-128-bf16-invariant",
-        "mixed-128-e4m3fn-invariant",
-        "mixed-latent-invariant",
         "decode-latent-bf16",
         "decode-latent-e4m3fn",
         "decode-latent-ds-mla",
@@ -214,13 +212,11 @@ CHOICE = {
         "write-latent-rope",
         "write-e5m2",
         "write-rope",
-        "shared-64-bf16",
         "shared-128-bf16-new",
         "write-nvfp4",
         "decode-128-bf16-wide",
         "decode-128-e4m3fn-wide",
         "mixed-64-bf16",
-        "mixed-128-bf16-new",
         "mixed-256-e4m3fn",
         "write-int4-zero-points",
         *list(FEATURED)[::2],
@@ -255,6 +251,9 @@ CHOICE = {
     "gfx1201": ["decode-128-e5m2"],
 }
 
+SUBPROCESSES = (("sm90",), ("gfx942",), ("sm80", "sm89", "sm100"), ("gfx90a", "gfx950", "gfx1100", "gfx1201"))
+"""The GPUs that each subprocess compiles for: to start one takes seconds."""
+
 
 def names_for(arch: str, full: bool) -> list[str]:
     common = [*PLAIN, *SMALL, *FEATURED] if full else list(dict.fromkeys(EVERYWHERE + CHOICE[arch]))
@@ -278,15 +277,18 @@ def may_not_spill(name: str) -> bool:
 def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[str, Any]]:
     """`results(arch)` is what became of every sample there, by name: kernels, or the compiler's complaint."""
 
-    def work(arch: str, names: list[str]) -> list[Any]:
+    full = request.config.getoption("--full-compile")
+
+    def work(arches: tuple[str, ...]) -> list[Any]:
         with pytest.MonkeyPatch.context() as patch:
             patch.delenv("TRITON_INTERPRET", raising=False)
-            return compile_in_subprocess([(arch, SAMPLES[name]) for name in names])
+            return compile_in_subprocess([(arch, SAMPLES[name]) for arch in arches for name in names_for(arch, full)])
 
     def get(arch: str) -> dict[str, Any]:
-        names = names_for(arch, request.config.getoption("--full-compile"))
-        found = once(tmp_path_factory, f"compiled-{arch}", lambda: work(arch, names))
-        return {name: one if isinstance(one, str) else [Compiled(*k) for k in one] for name, one in zip(names, found)}
+        (arches,) = (together for together in SUBPROCESSES if arch in together)
+        found = iter(once(tmp_path_factory, f"compiled-{'-'.join(arches)}", lambda: work(arches)))
+        by_arch = {one: {name: next(found) for name in names_for(one, full)} for one in arches}
+        return {name: one if isinstance(one, str) else [Compiled(*k) for k in one] for name, one in by_arch[arch].items()}
 
     return get
 

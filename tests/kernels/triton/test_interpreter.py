@@ -1,6 +1,7 @@
 """The kernels in Triton's interpreter: every test of `on_device`, and every branch taken both ways.
 
-The interpreter is switched on before Triton is imported or not at all: so each file of tests is a process of its own.
+The interpreter is switched on before Triton is imported or not at all: so these tests run in processes of their own. Each runs
+some of the files, because starting it takes seconds.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ from support.branches import CANNOT, Branch, Counting, Taken, branches_of, outco
 from support.once import once  # noqa: E402
 
 ROOT = Path(__file__).parents[3]
-FILES = [path.stem for path in sorted(Path(__file__).parent.glob("on_device/test_*.py"))]
+FILES = sorted(Path(__file__).parent.glob("on_device/test_*.py"))
+PARTS = {f"{part + 1} of 4": FILES[part::4] for part in range(4)}
 
 
 def version(module: Any) -> tuple[int, ...]:
@@ -41,34 +43,37 @@ runs = pytest.mark.skipif(
 
 @pytest.fixture(scope="session")
 def interpreted(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[str, Any]]:
-    """`interpreted(file)` runs a file's tests: how that ended, what it said, and which branches were taken."""
-    return lambda file: once(tmp_path_factory, file, lambda: run(file, tmp_path_factory.mktemp(file) / "branches"))
+    """`interpreted(part)` runs the tests of a part: how that ended, what it said, and which branches were taken."""
+
+    def work(part: str) -> dict[str, Any]:
+        return run(PARTS[part], tmp_path_factory.mktemp("interpreted") / "branches")
+
+    return lambda part: once(tmp_path_factory, f"interpreted {part}", lambda: work(part))
 
 
-def run(file: str, branches: Path) -> dict[str, Any]:
-    command = [sys.executable, "-m", "pytest", "-v", "--tb=short", "-p", "no:cacheprovider", "-p", "no:xdist"]
+def run(files: list[Path], branches: Path) -> dict[str, Any]:
+    command = [sys.executable, "-m", "pytest", "-v", "--tb=short", "-p", "no:cacheprovider"]
     path = os.pathsep.join(filter(None, (str(ROOT / "src"), os.environ.get("PYTHONPATH"))))
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     environment |= {"TRITON_INTERPRET": "1", "BRANCHES_TAKEN": str(branches), "PYTHONPATH": path}
-    done = subprocess.run(
-        [*command, f"tests/kernels/triton/on_device/{file}.py"], cwd=ROOT, env=environment, capture_output=True, text=True
-    )
+    environment |= {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    done = subprocess.run([*command, *map(str, files)], cwd=ROOT, env=environment, capture_output=True, text=True)
     # A process that died left no branches behind; its last line names the test.
     taken = json.loads(branches.read_text()) if branches.exists() else []
     return {"code": done.returncode, "said": done.stdout[-20000:] + done.stderr[-2000:], "taken": taken}
 
 
 @runs
-@pytest.mark.parametrize("file", FILES)
-def test_on_device_tests_pass(file: str, interpreted: Callable[[str], dict[str, Any]], record_property: Callable) -> None:
-    found = interpreted(file)
+@pytest.mark.parametrize("part", PARTS)
+def test_on_device_tests_pass(part: str, interpreted: Callable[[str], dict[str, Any]], record_property: Callable) -> None:
+    found = interpreted(part)
     assert found["code"] == 0, found["said"]
-    record_property(f"in the interpreter, {file}", found["said"].strip().splitlines()[-1].strip("= "))
+    record_property(f"in the interpreter, {part}", found["said"].strip().splitlines()[-1].strip("= "))
 
 
 @runs
 def test_every_branch_is_taken_both_ways(interpreted: Callable[[str], dict[str, Any]], record_property: Callable) -> None:
-    seen = {(tuple(place), outcome) for file in FILES for place, outcome in interpreted(file)["taken"]}
+    seen = {(tuple(place), outcome) for part in PARTS for place, outcome in interpreted(part)["taken"]}
     everything = outcomes(kernel_modules())
     missed = {named(branch, outcome) for branch, outcome in everything if (branch[:3], outcome) not in seen}
     record_property(
