@@ -86,6 +86,12 @@ def cache_constants(problem: Problem, words: bool = False) -> dict[str, Any]:
     return constants
 
 
+def place_of_balance(problem: Problem, long: TritonTile | None) -> str:
+    """Where queries are divided by a power of two, in calls that need it: `AttendConstants.BALANCE`."""
+    here = long is None or problem.memory == "generic" or has_one_kernel(problem) or parts_of(problem)[1] is not None
+    return "here" if here else "before"
+
+
 def constants_of(problem: Problem, platform: Platform, row: Tuning, short: TritonTile, long: TritonTile | None) -> AttendConstants:
     """What a kernel with these tiles is compiled for. In generic memory work is counted in 64 bits: batches with too much work for
     32 bits are launched as generic ones. Kernels of spans and selections count all work in 64 bits: they have no other variant."""
@@ -106,7 +112,7 @@ def constants_of(problem: Problem, platform: Platform, row: Tuning, short: Trito
         HARDWARE=platform.decodes_fp8,
         PER_KEY=problem.scales == "token" or (problem.scales != "none" and problem.form == "context"),
         DOT=dot,
-        BALANCE=None if not balance else "here" if long is None or generic or merged or rest is not None else "before",
+        BALANCE=place_of_balance(problem, long) if balance else None,
         NEGATE=problem.negative_scale,
         CAUSAL={"yes": True, "no": False}.get(problem.causal),
         NEW=problem.form == "context",
