@@ -15,8 +15,8 @@ FAR = 2**30
 BYTES = {"fp16": 2, "bf16": 2, "fp32": 4}
 WGMMA_WIDTH = 64
 """Elements of 16 bits that Hopper's matrix unit takes from one row of shared memory, in its widest arrangement."""
-WORD = 4
-"""Bytes of a word."""
+LEAST_UNITS = 16
+"""Units of a tile's row: a product takes no fewer elements."""
 
 
 def dot_type(problem: Problem) -> tuple[str, bool]:
@@ -61,8 +61,8 @@ def widths_of(problem: Problem, platform: Platform) -> tuple[int, int]:
 
 
 def cache_constants(problem: Problem, words: bool = False) -> dict[str, Any]:
-    """The constants of kernels that follow from the cache alone. With `words`, formats with scales of groups are read in words
-    where strides allow it: eight elements of 4 bits are converted by fewer instructions than four times two."""
+    """The constants of kernels that follow from the cache alone. With `words`, elements of 4 bits are read in units of 2 or 4 bytes
+    where strides allow it: eight elements are converted by fewer instructions than four times two."""
     constants: dict[str, Any] = {
         "KV_HEADS": problem.kv_heads,
         "HEAD_DIM": parts_of(problem)[0],
@@ -74,12 +74,19 @@ def cache_constants(problem: Problem, words: bool = False) -> dict[str, Any]:
     for part, name in zip("kv", problem.formats):
         (steps, slots, dims), format = getattr(problem, f"{part}_pages"), FORMATS[name]
         groups, size = problem.group_places(f"{part}_pages"), 1
-        if words and groups is not None and steps[-1] == 1 and not any(step % WORD for step in steps[:-1]):
-            size = WORD
+        if words and format.pack > 1 and not problem.v_in_k and steps[-1] == 1:
+            dim = problem.head_dim if part == "k" else problem.v_head_dim
+            size = next((size for size in (4, 2) if _has_units(size, (*steps[:-1], dims, dim // format.pack), dim)), 1)
         pages = {"STEPS": (*(step // size for step in steps[:-1]), steps[-1]), "SLOTS": slots, "DIMS": dims // size}
         pages |= {"GROUPS": groups, "FORMAT": format.codec, "PACK": format.pack * size}
         constants |= {f"{part.upper()}_{field}": value for field, value in pages.items()}
     return constants
+
+
+def _has_units(size: int, places: tuple[int, ...], dim: int) -> bool:
+    """Whether elements of 4 bits are read in units of so many bytes: if all strides and lengths allow it, and if enough are in a
+    row for the products."""
+    return width_of(dim) >= 2 * size * LEAST_UNITS and not any(place % size for place in places)
 
 
 def constants_of(problem: Problem, platform: Platform, row: Tuning, short: TritonTile, long: TritonTile | None) -> AttendConstants:
