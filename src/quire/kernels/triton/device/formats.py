@@ -130,8 +130,8 @@ def decode_int4(x, DOT: tl.constexpr, NVIDIA: tl.constexpr):
 @triton.jit
 def int4_of(x, AT: tl.constexpr, DOT: tl.constexpr, NVIDIA: tl.constexpr):
     """The element at bit AT of each unit, as bf16 or fp16."""
-    # Flipping the sign bit of a code adds 8 to it. The code then counts the last bits of a power of two: 1024 in fp16; 2^23 in fp32,
-    # whose upper half is bf16.
+    # Flipping the sign bit of a code adds 8 to it. It then counts the last bits of a power of two: 1024 in fp16; 2^23 in fp32, whose
+    # upper half is bf16.
     BITS: tl.constexpr = x.dtype.primitive_bitwidth
     if NVIDIA and BITS > 8:
         if DOT == "bf16":

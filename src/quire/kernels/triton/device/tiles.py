@@ -26,7 +26,7 @@ LEAST_PART = tl.constexpr(16)
 
 @triton.constexpr_function
 def is_in_one_page(T, C):
-    """Whether all keys of a tile are in one page. Used for latent caches alone, whose threads have the fewest registers to spare."""
+    """Whether all keys of a tile are in one page. For latent caches alone, whose threads have the fewest registers to spare."""
     return T.FEW_ROWS and C.REST_DIM is not None and C.SELECT is None and C.PAGE_SIZE % T.STEP == 0
 
 
@@ -242,9 +242,7 @@ def attend_tiles(
             if SOURCE == "new":
                 k = None
             row = token * new.k_token + head * new.k_head
-            k = _with_new(
-                k, new.k, row, new.k_dim, key < unit.cached, is_new, C.K_WIDTH, C.HEAD_DIM, MASKED, SOURCE, K_PARTS, C
-            )
+            k = _with_new(k, new.k, row, new.k_dim, key < unit.cached, is_new, C.K_WIDTH, C.HEAD_DIM, MASKED, SOURCE, K_PARTS, C)
             if C.REST_DIM is not None:
                 new_rest = _rest_of_new_keys(new, token, head, is_new, MASKED, C)
                 if SOURCE == "both":
@@ -301,9 +299,9 @@ def attend_tiles(
 
 @triton.constexpr_function
 def parts_of_tile(pack, width, T, C):
-    """In how many parts keys or values are multiplied, if a unit of their storage has `pack` elements. The nth elements of all units
-    are a part: they come out of their units together, and putting them in order would take more instructions than the products. Not
-    if V is a part of K, nor for tiles of Hopper's asynchronous matrix instruction, which takes wider operands."""
+    """In how many parts keys or values are multiplied, if a unit of their storage has `pack` elements. The nth elements of all
+    units are a part: they come out of their units together, and putting them in order would take more instructions than the
+    products. Not if V is a part of K, nor for tiles of Hopper's asynchronous matrix instruction, which takes wider operands."""
     return pack if C.REST_DIM is None and T.ROWS < 64 and width >= pack * LEAST_PART.value else 1
 
 

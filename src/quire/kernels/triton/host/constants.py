@@ -108,7 +108,7 @@ def constants_of(problem: Problem, platform: Platform, row: Tuning, short: Trito
         HARDWARE=platform.decodes_fp8,
         PER_KEY=problem.scales == "token" or (problem.scales != "none" and problem.form == "context"),
         DOT=dot,
-        BALANCE=None if not balance else "here" if long is None or generic or rest is not None else "before",
+        BALANCE=None if not balance else "here" if generic or (long is None and rest is None) else "before",
         NEGATE=problem.negative_scale,
         CAUSAL={"yes": True, "no": False}.get(problem.causal),
         NEW=problem.form == "context",
