@@ -121,7 +121,7 @@ def encode_int8(x):
 @triton.jit
 def decode_int4(x, DOT: tl.constexpr, NVIDIA: tl.constexpr):
     BITS: tl.constexpr = x.dtype.primitive_bitwidth
-    parts = ()
+    parts = no_parts()
     for at in tl.static_range(0, BITS, 4):
         parts += (int4_of(x, at, DOT, NVIDIA),)
     return parts
@@ -130,8 +130,8 @@ def decode_int4(x, DOT: tl.constexpr, NVIDIA: tl.constexpr):
 @triton.jit
 def int4_of(x, AT: tl.constexpr, DOT: tl.constexpr, NVIDIA: tl.constexpr):
     """The element at bit AT of each unit, as bf16 or fp16."""
-    # Flipping the sign bit of a code adds 8 to it. It then counts the last bits of a power of two: 1024 in fp16; 2^23 in fp32, whose
-    # upper half is bf16.
+    # Flipping the sign bit of a code adds 8 to it. It then counts the last bits of a power of two: 1024 in fp16; 2^23 in fp32,
+    # whose upper half is bf16.
     BITS: tl.constexpr = x.dtype.primitive_bitwidth
     if NVIDIA and BITS > 8:
         if DOT == "bf16":
@@ -185,6 +185,12 @@ def operands_of(bits, more):
 
 
 @triton.jit
+def no_parts():
+    """The tuple to which parts are added."""
+    return ()
+
+
+@triton.jit
 def parts_of(x, PACK: tl.constexpr):
     """Columns `[rows, dim]` as a tuple of PACK parts `[rows, dim / PACK]`: the first elements of all units of storage, all second
     ones, and so on."""
@@ -193,7 +199,7 @@ def parts_of(x, PACK: tl.constexpr):
     else:
         even, odd = tl.split(tl.reshape(x, [x.shape[0], x.shape[1] // 2, 2]))
         even, odd = parts_of(even, PACK // 2), parts_of(odd, PACK // 2)
-        parts = ()
+        parts = no_parts()
         for nth in tl.static_range(PACK // 2):
             parts += (even[nth], odd[nth])
         return parts
@@ -205,7 +211,7 @@ def whole_of(parts, PACK: tl.constexpr):
     if PACK == 1:
         return parts[0]
     else:
-        even, odd = (), ()
+        even, odd = no_parts(), no_parts()
         for nth in tl.static_range(PACK // 2):
             even += (parts[2 * nth],)
             odd += (parts[2 * nth + 1],)
@@ -236,7 +242,7 @@ def decode_nvfp4(x, groups, HARDWARE: tl.constexpr, NVIDIA: tl.constexpr):
     scale = tl.broadcast_to((decode_e4m3fn(groups, HARDWARE) * 128.0)[:, :, None], [KEYS, UNITS // EACH, EACH])
     scale = tl.reshape(scale, [KEYS, UNITS])
     BITS: tl.constexpr = x.dtype.primitive_bitwidth
-    parts = ()
+    parts = no_parts()
     for at in tl.static_range(0, BITS, 4):
         parts += (e2m1_of(x, scale, at, NVIDIA),)
     return parts

@@ -15,7 +15,7 @@ from quire.kernels.triton.device.features import (
     selected_keys,
     transform_scores,
 )
-from quire.kernels.triton.device.formats import GROUPED_FACTOR, decode, decode_latent, parts_of, whole_of
+from quire.kernels.triton.device.formats import GROUPED_FACTOR, decode, decode_latent, no_parts, parts_of, whole_of
 from quire.kernels.triton.device.groups import load_groups
 from quire.kernels.triton.device.latent import is_latent, load_latent_rest, load_latent_scales
 from quire.kernels.triton.device.partials import empty_softmax, merge_softmax
@@ -286,7 +286,7 @@ def attend_tiles(
         if scales_weights(C) and v_scale is not None:
             weight *= v_scale[None, :]
         weight = to_dot_type(weight, C)
-        sums = ()
+        sums = no_parts()
         for part in tl.static_range(V_PARTS):
             sums += (dot(weight, v[part], acc[part] * rescale[:, None], C),)
         acc = sums
@@ -357,7 +357,7 @@ def _in_dot_type(x, PARTS: tl.constexpr, C: tl.constexpr):
     if PARTS == 1:
         return (to_dot_type(x, C),)
     else:
-        parts = ()
+        parts = no_parts()
         for part in tl.static_range(PARTS):
             parts += (to_dot_type(x[part], C),)
         return parts
@@ -369,7 +369,7 @@ def _with_new(
     PARTS: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """New keys or values as such a tuple; if SOURCE is 'both', `old` ones where they are cached."""
-    parts = ()
+    parts = no_parts()
     for part in tl.static_range(PARTS):
         dim = tl.arange(0, WIDTH // PARTS) * PARTS + part
         at = row + dim[None, :] * step
@@ -461,7 +461,7 @@ def _values(
         if C.V_PACK > 1 and PARTS == 1:
             v = whole_of(v, C.V_PACK)
         if v_scale is not None and not scales_weights(C):
-            scaled = ()
+            scaled = no_parts()
             for part in tl.static_range(PARTS):
                 scaled += ((v if PARTS == 1 else v[part]).to(tl.float32) * v_scale[:, None],)
             v = scaled if PARTS > 1 else scaled[0]
