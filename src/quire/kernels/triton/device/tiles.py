@@ -301,8 +301,10 @@ def attend_tiles(
 def parts_of_tile(pack, width, T, C):
     """In how many parts keys or values are multiplied, if a unit of their storage has `pack` elements. The nth elements of all
     units are a part: they come out of their units together, and putting them in order would take more instructions than the
-    products. Not if V is a part of K, nor for tiles of Hopper's asynchronous matrix instruction, which takes wider operands."""
-    return pack if C.REST_DIM is None and T.ROWS < 64 and width >= pack * LEAST_PART.value else 1
+    products. Not if units are bytes, if V is a part of K, or in tiles of Hopper's asynchronous matrix instruction, which takes
+    wider operands."""
+    in_parts = pack > 2 and C.REST_DIM is None and T.ROWS < 64 and width >= pack * LEAST_PART.value
+    return pack if in_parts else 1
 
 
 @triton.constexpr_function

@@ -60,9 +60,10 @@ def widths_of(problem: Problem, platform: Platform) -> tuple[int, int]:
     return k_width, v_width
 
 
-def cache_constants(problem: Problem, words: bool = False) -> dict[str, Any]:
+def cache_constants(problem: Problem, words: bool = False, few_rows: bool = False) -> dict[str, Any]:
     """The constants of kernels that follow from the cache alone. With `words`, elements of 4 bits are read in units of 2 or 4 bytes
-    where strides allow it: eight elements are converted by fewer instructions than four times two."""
+    where strides allow it: eight elements are converted by fewer instructions than four times two. Without `few_rows`, for kernels
+    with tiles of many rows too, only formats with scales of groups: such tiles put elements in order, and int4 spills more."""
     constants: dict[str, Any] = {
         "KV_HEADS": problem.kv_heads,
         "HEAD_DIM": parts_of(problem)[0],
@@ -74,7 +75,7 @@ def cache_constants(problem: Problem, words: bool = False) -> dict[str, Any]:
     for part, name in zip("kv", problem.formats):
         (steps, slots, dims), format = getattr(problem, f"{part}_pages"), FORMATS[name]
         groups, size = problem.group_places(f"{part}_pages"), 1
-        if words and format.pack > 1 and not problem.v_in_k and steps[-1] == 1:
+        if words and format.pack > 1 and (few_rows or groups is not None) and not problem.v_in_k and steps[-1] == 1:
             dim = problem.head_dim if part == "k" else problem.v_head_dim
             size = next((size for size in (4, 2) if _has_units(size, (*steps[:-1], dims, dim // format.pack), dim)), 1)
         pages = {"STEPS": (*(step // size for step in steps[:-1]), steps[-1]), "SLOTS": slots, "DIMS": dims // size}
@@ -97,7 +98,7 @@ def constants_of(problem: Problem, platform: Platform, row: Tuning, short: Trito
     left, right = problem.window
     q_format, out_format = (name if FORMATS[name].itemsize == 1 else "float" for name in (problem.q_dtype, problem.out_dtype))
     return AttendConstants(
-        **cache_constants(problem, words=not generic),
+        **cache_constants(problem, words=not generic, few_rows=long is None),
         GROUP=problem.group,
         K_WIDTH=k_width,
         V_WIDTH=v_width,
