@@ -199,7 +199,8 @@ def attend_tiles(
         if SOURCE != "new":
             if T.FEW_ROWS:
                 page = next_page
-                next_page = load_tile_pages(batch, unit, first + STEP, end, T, C)
+                next_key = first + STEP if is_in_one_page(T, C) else key + STEP
+                next_page = load_page_ids(batch, unit, next_key, end, C)
             else:
                 page = load_page_ids(batch, unit, key, end, C)
             if CHECK_PAGES:
