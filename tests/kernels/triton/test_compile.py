@@ -44,6 +44,8 @@ PLAIN = {
 }
 PLAIN |= {f"mixed-{width}-bf16-new": KernelSample("mixed", width, new=True) for width in (64, 128)}
 PLAIN |= {f"{kernel}-{width}-fp32": KernelSample(kernel, width, **FP32) for kernel in KERNELS for width in (128, 512)}
+PLAIN |= {"decode-128-int4": KernelSample("decode", format="int4", scales="token")}
+PLAIN |= {"decode-128-nvfp4": KernelSample("decode", format="nvfp4")}
 # Tiles as large as they get: many query heads of one key head, or one shape for all batches.
 MANY_HEADS: dict[str, Any] = {"q_heads": 64, "kv_heads": 1}
 PLAIN |= {f"decode-128-{format}-wide": KernelSample("decode", format=format, **MANY_HEADS) for format in ("bf16", "e4m3fn")}
@@ -80,6 +82,7 @@ PLAIN |= {
     for format in ("bf16", "e4m3fn")
 }
 PLAIN |= {
+    "decode-latent-16-heads": KernelSample("decode", **LATENT | {"q_heads": 16}, problem=OF_K),
     "mixed-latent-fp32": KernelSample("mixed", **LATENT, **FP32, problem=OF_K),
     "mixed-latent-new": KernelSample("mixed", new=True, **LATENT | {"format": "e4m3fn"}, problem=OF_K),
     "mixed-latent-generic": KernelSample("mixed", **LATENT, problem=OF_K | {"memory": "generic"}),
@@ -202,6 +205,9 @@ CHOICE = {
         "mixed-128-bf16-invariant",
         "decode-latent-bf16",
         "decode-latent-e4m3fn",
+        "decode-latent-16-heads",
+        "decode-128-int4",
+        "decode-128-nvfp4",
         "decode-latent-ds-mla",
         "mixed-latent-ds-mla",
         "write-latent-ds-mla",
@@ -426,7 +432,10 @@ def test_hopper_prefill_copies_and_multiplies_asynchronously(results: Callable[[
     )
 
 
-@pytest.mark.parametrize("sample", ["decode-128-bf16", "decode-128-e4m3fn", MANY])
+@pytest.mark.parametrize(
+    "sample",
+    ["decode-128-bf16", "decode-128-e4m3fn", "decode-128-int4", "decode-128-nvfp4", "decode-latent-16-heads", MANY],
+)
 def test_decodes_are_pipelined(sample: str, results: Callable[[str], dict[str, Any]]) -> None:
     """A branch too many before the loop, and the compiler no longer does."""
     assert "cp.async.cg.shared.global" in instructions_of(results("sm90"), sample)

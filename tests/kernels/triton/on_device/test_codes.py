@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from quire.kernels.triton.device.formats import decode, encode
+from quire.kernels.triton.device.formats import decode, encode, whole_of
 from support.launched import platform_at
 from support.scenario import LARGEST, TYPES
 
@@ -42,20 +42,26 @@ def test_every_code_is_decoded(format: str, hardware: bool, device: str) -> None
 
 
 @triton.jit
-def decode_pairs_kernel(out, codes, zero, FORMAT: tl.constexpr, DOT: tl.constexpr):
-    two = decode(tl.load(codes + tl.arange(0, 256)), FORMAT, False, DOT, None, zero)
-    tl.store(out + tl.arange(0, 512), two)
+def decode_units_kernel(
+    out, units, zero, COUNT: tl.constexpr, PACK: tl.constexpr, FORMAT: tl.constexpr, DOT: tl.constexpr, NVIDIA: tl.constexpr
+):  # fmt: skip
+    parts = decode(tl.load(units + tl.arange(0, COUNT)), FORMAT, False, DOT, None, zero, NVIDIA)
+    tl.store(out + tl.arange(0, PACK * COUNT), whole_of(parts, PACK))
 
 
 @pytest.mark.parametrize("dot", ["fp16", "bf16"])
-def test_both_codes_of_every_byte_are_decoded(dot: str, device: str) -> None:
-    codes = torch.arange(256, dtype=torch.uint8, device=device)
-    out = torch.zeros(512, dtype=TYPES[dot], device=device)
-    decode_pairs_kernel[(1,)](out, codes, None, "int4", dot)
-    both = torch.stack((codes.cpu() % 16, codes.cpu() // 16), 1).flatten().float()
+@pytest.mark.parametrize("unit", [torch.uint8, torch.uint16, torch.uint32], ids=str)
+def test_all_codes_of_every_unit_are_decoded(unit: torch.dtype, dot: str, device: str) -> None:
+    first = torch.arange(256, dtype=torch.uint8)
+    codes = torch.cat((first, first * 7 + 3, first.flip(0), first * 13))
+    out = torch.zeros(2 * len(codes), dtype=TYPES[dot], device=device)
+    units, sizes = codes.view(unit).to(device), (len(codes) // unit.itemsize, 2 * unit.itemsize)
+    nvidia = device != "cpu" and torch.version.hip is None
+    decode_units_kernel[(1,)](out, units, None, *sizes, "int4", dot, nvidia)
+    both = torch.stack((codes % 16, codes // 16), 1).flatten().float()
     assert torch.equal(out.cpu().float(), torch.where(both < 8, both, both - 16))
     for zero in (0, 6, 15):
-        decode_pairs_kernel[(1,)](out, codes, zero, "int4_zp", dot)
+        decode_units_kernel[(1,)](out, units, zero, *sizes, "int4_zp", dot, nvidia)
         assert torch.equal(out.cpu().float(), both - zero)
 
 

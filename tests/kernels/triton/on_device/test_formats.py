@@ -43,6 +43,9 @@ def test_eight_bits(format: str, kernel: str, form: str, scales: str, q_dtype: s
     (("nvfp4_swizzled", "nvfp4"), "decode", "full", "token", "bf16", "nhd", (64, 16)),
     (("int8", "nvfp4"), "mixed", "context", "token", "fp32", "nhd", (24, 16)),
     (("bf16", "nvfp4"), "decode", "full", "tensor", "fp16", "hnd", (16, 48)),
+    (("int4", "int4"), "decode", "full", "token", "bf16", "nhd", (128, 96)),
+    (("int4", "nvfp4"), "mixed", "context", "head", "bf16", "hnd", (64, 128)),
+    (("nvfp4", "int4"), "decode", "full", "token", "bf16", "nhd", (112, 64)),
 ])  # fmt: skip
 def test_formats_of_keys_and_values(
     formats: tuple[str, str],

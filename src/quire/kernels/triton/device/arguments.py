@@ -328,6 +328,8 @@ class BalanceConstants(NamedTuple):
     GROUP: int
     HEAD_DIM: int
     K_WIDTH: int
+    REST_DIM: int | None
+    REST_WIDTH: int | None
 
     @classmethod
     def of(cls, constants: AttendConstants) -> BalanceConstants:

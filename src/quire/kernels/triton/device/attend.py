@@ -33,7 +33,7 @@ from quire.kernels.triton.device.schedule import (
     total_work,
     uniform,
 )
-from quire.kernels.triton.device.tiles import attend_tiles, attend_unit, clamp_page_ids, key_in_tile, load_page_ids
+from quire.kernels.triton.device.tiles import attend_tiles, attend_unit, clamp_page_ids, load_tile_pages
 from quire.kernels.triton.device.units import finish, initial_state, load_queries, locate_unit, merged, store
 
 
@@ -129,7 +129,7 @@ def short_sequences(out, workspace, query, cache, batch, new, features, program,
                 if invalid:
                     highest = lowest
                 # Page ids are loaded before queries: keys depend on them, and queries are needed only by the first product.
-                page = load_page_ids(batch, unit, lowest + key_in_tile(T), highest, C)
+                page = load_tile_pages(batch, unit, lowest, highest, T, C)
                 q, scale = load_queries(query, cache, features, unit, T, C)
                 SOURCE: tl.constexpr = "both" if C.NEW else "pages"
                 state = initial_state(T, C)
@@ -182,7 +182,7 @@ def attend_pieces(
         lowest = tl.maximum(lowest, unit.low // T.STEP * T.STEP)
         if invalid:
             highest = lowest
-        page = load_page_ids(batch, unit, lowest + key_in_tile(T), highest, C)
+        page = load_tile_pages(batch, unit, lowest, highest, T, C)
         state = initial_state(T, C)
         if C.SHARED:
             state = after_shared(state, unit, batch, q_len, adds_shared & (nth == 0), C)

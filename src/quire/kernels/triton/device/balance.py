@@ -17,6 +17,18 @@ def balance_kernel(ready, exponents, query, count, ROWS: tl.constexpr, C: tl.con
     head = row % (C.KV_HEADS * C.GROUP)
     inside = (row < count)[:, None] & (dim < C.HEAD_DIM)[None, :]
     at = token[:, None] * query.token + head[:, None] * query.head + dim[None, :] * query.dim
-    q, exponent = balanced(tl.load(query.at + at, mask=inside, other=0.0), None)
-    tl.store(ready + row.to(tl.int64)[:, None] * C.HEAD_DIM + dim[None, :], q, mask=inside)
+    q = tl.load(query.at + at, mask=inside, other=0.0)
+    STEP: tl.constexpr = C.HEAD_DIM if C.REST_DIM is None else C.HEAD_DIM + C.REST_DIM
+    if C.REST_DIM is None:
+        q, exponent = balanced(q, None)
+    else:
+        whole = q
+        rest_dim = C.HEAD_DIM + tl.arange(0, C.REST_WIDTH)
+        inside_rest = (row < count)[:, None] & (rest_dim < STEP)[None, :]
+        at = token[:, None] * query.token + head[:, None] * query.head + rest_dim[None, :] * query.dim
+        rest = tl.load(query.at + at, mask=inside_rest, other=0.0)
+        q, exponent = balanced(whole, rest)
+        rest, _ = balanced(rest, whole)
+        tl.store(ready + row.to(tl.int64)[:, None] * STEP + rest_dim[None, :], rest, mask=inside_rest)
+    tl.store(ready + row.to(tl.int64)[:, None] * STEP + dim[None, :], q, mask=inside)
     tl.store(exponents + row, exponent, mask=row < count)

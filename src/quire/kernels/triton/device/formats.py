@@ -24,10 +24,13 @@ SMALLEST_SCALE = tl.constexpr(SMALLEST)
 
 
 @triton.jit
-def decode(x, FORMAT: tl.constexpr, HARDWARE: tl.constexpr, DOT: tl.constexpr, groups=None, zero=None):
-    """Converts stored elements to a type that products take: bytes become fp16, other types stay. A byte with two elements becomes
-    two columns. `DOT` is the type of the product, to which they may be converted at once. `groups` are the scales of groups, of a
-    format that has them, and `zero` the zero points `[keys, 1]`."""
+def decode(
+    x, FORMAT: tl.constexpr, HARDWARE: tl.constexpr, DOT: tl.constexpr, groups=None, zero=None, NVIDIA: tl.constexpr = False
+):  # fmt: skip
+    """Converts stored elements to a type that products take: bytes become fp16, other types stay. Units of several elements (bytes
+    with two, or 16 or 32 bits with four or eight) become a tuple of parts: the first elements of all units, all second ones, and so
+    on (`parts_of`). `DOT` is the type of the product, to which they may be converted at once. `groups` are the scales of groups, of
+    a format that has them, and `zero` the zero points `[keys, 1]`."""
     if FORMAT == "e4m3fn":
         return decode_e4m3fn(x, HARDWARE)
     elif FORMAT == "e4m3fnuz":
@@ -37,11 +40,11 @@ def decode(x, FORMAT: tl.constexpr, HARDWARE: tl.constexpr, DOT: tl.constexpr, g
     elif FORMAT == "int8":
         return decode_int8(x)
     elif FORMAT == "int4":
-        return decode_int4(x, DOT)
+        return decode_int4(x, DOT, NVIDIA)
     elif FORMAT == "int4_zp":
         return decode_int4_zp(x, zero, DOT)
     elif FORMAT == "nvfp4":
-        return decode_nvfp4(x, groups, HARDWARE)
+        return decode_nvfp4(x, groups, HARDWARE, NVIDIA)
     else:
         return x
 
@@ -120,34 +123,118 @@ def encode_int8(x):
 
 
 @triton.jit
-def decode_int4(x, DOT: tl.constexpr):
-    # Flipping the sign bit of a code adds 8 to it. The low code then counts units, and the high one 16 units, of the last bits of a
-    # power of two: 1024 in fp16; 2^23 in fp32, whose upper half is bf16.
-    if DOT == "bf16":
-        wide = x.to(tl.uint32)
-        low = ((wide & 0xF) ^ 0x4B000008).to(tl.float32, bitcast=True) - 8388616.0
-        high = ((wide & 0xF0) ^ 0x4B000080).to(tl.float32, bitcast=True) * 0.0625 - 524296.0
-        return tl.interleave(upper_half(low), upper_half(high))
+def decode_int4(x, DOT: tl.constexpr, NVIDIA: tl.constexpr):
+    BITS: tl.constexpr = x.dtype.primitive_bitwidth
+    parts = no_parts()
+    for at in tl.static_range(0, BITS, 4):
+        parts += (int4_of(x, at, DOT, NVIDIA),)
+    return parts
+
+
+@triton.jit
+def int4_of(x, AT: tl.constexpr, DOT: tl.constexpr, NVIDIA: tl.constexpr):
+    """The element at bit AT of each unit, as bf16 or fp16."""
+    # Flipping the sign bit of a code adds 8 to it. It then counts the last bits of a power of two: 1024 in fp16; 2^23 in fp32,
+    # whose upper half is bf16.
+    BITS: tl.constexpr = x.dtype.primitive_bitwidth
+    if NVIDIA and BITS > 8:
+        if DOT == "bf16":
+            return tl.inline_asm_elementwise(
+                int4_assembly(BITS, AT, DOT), operands_of(BITS, 0), [x], tl.bfloat16, is_pure=True, pack=2
+            )
+        else:
+            return tl.inline_asm_elementwise(
+                int4_assembly(BITS, AT, DOT), operands_of(BITS, 0), [x], tl.float16, is_pure=True, pack=2
+            )
+    elif DOT == "bf16":
+        code = (x >> AT).to(tl.uint32) & 0xF
+        return upper_half((code ^ 0x4B000008).to(tl.float32, bitcast=True) - 8388616.0)
     else:
-        wide = x.to(tl.uint16)
-        low = ((wide & 0xF) ^ 0x6408).to(tl.float16, bitcast=True) - 1032.0
-        high = ((wide & 0xF0) ^ 0x6480).to(tl.float16, bitcast=True) * 0.0625 - 72.0
-        return tl.interleave(low, high)
+        code = (x >> AT).to(tl.uint16) & 0xF
+        return (code ^ 0x6408).to(tl.float16, bitcast=True) - 1032.0
+
+
+@triton.constexpr_function
+def int4_assembly(bits, at, dot):
+    """PTX for the elements at bit `at` of two units of 16 or 32 bits. Both are in one register from the first instruction on, where
+    the compiler would combine results. In bf16 they count the last bits of 128; in fp16 those at bit 4 count 16 units, so that
+    fewer are shifted."""
+    if dot == "bf16":
+        shift, mask, power, factor, rest, kind = at % 16, 0x000F000F, 0x43084308, 0x3F803F80, 0xC308C308, "bf16x2"
+    elif at % 8 == 0:
+        shift, mask, power, factor, rest, kind = at % 16, 0x000F000F, 0x64086408, 0x3C003C00, 0xE408E408, "f16x2"
+    else:
+        shift, mask, power, factor, rest, kind = at % 16 - 4, 0x00F000F0, 0x64806480, 0x2C002C00, 0xD480D480, "f16x2"
+    return f"""{{
+        .reg .b32 x, factor, rest;
+        {halves_assembly(bits, at)}
+        shr.b32 x, x, {shift};
+        lop3.b32 x, x, {mask}, {power}, 0x6a;
+        mov.b32 factor, {factor};
+        mov.b32 rest, {rest};
+        fma.rn.{kind} $0, x, factor, rest;
+    }}"""
+
+
+@triton.constexpr_function
+def halves_assembly(bits, at):
+    """PTX for a register of the halves of two words in which bit `at` is, or of two units of 16 bits."""
+    return "mov.b32 x, $1;" if bits == 16 else f"prmt.b32 x, $1, $2, {0x7632 if at >= 16 else 0x5410};"
+
+
+@triton.constexpr_function
+def operands_of(bits, more):
+    """The operands of such PTX: a register of results, one or two of units, and `more`."""
+    return ",".join(["=r"] + ["r"] * (bits // 16 + more))
+
+
+@triton.jit
+def no_parts():
+    """The tuple to which parts are added."""
+    return ()
+
+
+@triton.jit
+def parts_of(x, PACK: tl.constexpr):
+    """Columns `[rows, dim]` as a tuple of PACK parts `[rows, dim / PACK]`: the first elements of all units of storage, all second
+    ones, and so on."""
+    if PACK == 1:
+        return (x,)
+    else:
+        even, odd = tl.split(tl.reshape(x, [x.shape[0], x.shape[1] // 2, 2]))
+        even, odd = parts_of(even, PACK // 2), parts_of(odd, PACK // 2)
+        parts = no_parts()
+        for nth in tl.static_range(PACK // 2):
+            parts += (even[nth], odd[nth])
+        return parts
+
+
+@triton.jit
+def whole_of(parts, PACK: tl.constexpr):
+    """The columns of which `parts_of` makes these parts."""
+    if PACK == 1:
+        return parts[0]
+    else:
+        even, odd = no_parts(), no_parts()
+        for nth in tl.static_range(PACK // 2):
+            even += (parts[2 * nth],)
+            odd += (parts[2 * nth + 1],)
+        return tl.interleave(whole_of(even, PACK // 2), whole_of(odd, PACK // 2))
 
 
 @triton.jit
 def decode_int4_zp(x, zero, DOT: tl.constexpr):
     # As `decode_int4`, with codes from 0 on: the power of two and the zero point are subtracted at once.
-    if DOT == "bf16":
-        wide = x.to(tl.uint32)
-        low = ((wide & 0xF) | 0x4B000000).to(tl.float32, bitcast=True) - (zero.to(tl.float32) + 8388608.0)
-        high = ((wide & 0xF0) | 0x4B000000).to(tl.float32, bitcast=True) * 0.0625 - (zero.to(tl.float32) + 524288.0)
-        return tl.interleave(upper_half(low), upper_half(high))
-    else:
-        wide = x.to(tl.uint16)
-        low = ((wide & 0xF) | 0x6400).to(tl.float16, bitcast=True) - (zero.to(tl.float16) + 1024.0)
-        high = ((wide & 0xF0) | 0x6400).to(tl.float16, bitcast=True) * 0.0625 - (zero.to(tl.float16) + 64.0)
-        return tl.interleave(low, high)
+    BITS: tl.constexpr = x.dtype.primitive_bitwidth
+    parts = no_parts()
+    for at in tl.static_range(0, BITS, 4):
+        if DOT == "bf16":
+            code = ((x >> at).to(tl.uint32) & 0xF) | 0x4B000000
+            parts += (upper_half(code.to(tl.float32, bitcast=True) - (zero.to(tl.float32) + 8388608.0)),)
+        else:
+            code = ((x >> at).to(tl.uint16) & 0xF) | 0x6400
+            parts += (code.to(tl.float16, bitcast=True) - (zero.to(tl.float16) + 1024.0),)
+    return parts
 
 
 @triton.constexpr_function
@@ -203,35 +290,48 @@ def pairs_of(codes):
 
 
 @triton.jit
-def decode_nvfp4(x, groups, HARDWARE: tl.constexpr):
-    """Bytes with two elements, or words of 32 bits with eight, as fp16: the value / 2^7 (`GROUPED_FACTOR`), which is exact."""
+def decode_nvfp4(x, groups, HARDWARE: tl.constexpr, NVIDIA: tl.constexpr):
+    """Units as parts in fp16: the value / 2^7 (`GROUPED_FACTOR`), which is exact."""
     # The bits of e2m1 where fp16 keeps them are the value / 2^14. The scale takes as much of that power as it can: 448 * 2^7 is
     # less than the largest number of fp16.
-    EACH: tl.constexpr = x.shape[1] * (8 if x.dtype == tl.uint32 else 2) // groups.shape[1]
-    if x.dtype == tl.uint32:
-        values = tl.join(tl.join(nibbles_of(x, 0), nibbles_of(x, 16)), tl.join(nibbles_of(x, 8), nibbles_of(x, 24)))
-        # [keys, words, half of the pair, pairs' high bit, low bit] in the order of the elements.
-        values = tl.permute(values, (0, 1, 3, 4, 2))
-    else:
-        wide = x.to(tl.uint16)
-        low = (((wide & 0x7) << 9) | ((wide & 0x8) << 12)).to(tl.float16, bitcast=True)
-        high = (((wide & 0x70) << 5) | ((wide & 0x80) << 8)).to(tl.float16, bitcast=True)
-        values = tl.join(low, high)
     KEYS: tl.constexpr = x.shape[0]
-    GROUPS: tl.constexpr = groups.shape[1]
-    scale = (decode_e4m3fn(groups, HARDWARE) * 128.0)[:, :, None]
-    return tl.reshape(tl.reshape(values, [KEYS, GROUPS, EACH]) * scale, [KEYS, GROUPS * EACH])
+    UNITS: tl.constexpr = x.shape[1]
+    EACH: tl.constexpr = UNITS // groups.shape[1]
+    scale = tl.broadcast_to((decode_e4m3fn(groups, HARDWARE) * 128.0)[:, :, None], [KEYS, UNITS // EACH, EACH])
+    scale = tl.reshape(scale, [KEYS, UNITS])
+    BITS: tl.constexpr = x.dtype.primitive_bitwidth
+    parts = no_parts()
+    for at in tl.static_range(0, BITS, 4):
+        parts += (e2m1_of(x, scale, at, NVIDIA),)
+    return parts
 
 
 @triton.jit
-def nibbles_of(words, AT: tl.constexpr):
-    """The two elements of the byte at bit AT of each word, as fp16 in a last axis of two."""
-    # One product puts the low code below bit 16 and the high one below bit 32, with the signs in place.
-    pair = ((words >> AT) & 0xFF) * 0x01001000
-    pair = (pair & 0x80008000) | ((pair >> 3) & 0x0E000E00)
-    low = pair.to(tl.uint16).to(tl.float16, bitcast=True)
-    high = (pair >> 16).to(tl.uint16).to(tl.float16, bitcast=True)
-    return tl.join(low, high)
+def e2m1_of(x, scale, AT: tl.constexpr, NVIDIA: tl.constexpr):
+    """The element at bit AT of each unit, as fp16, times its scale."""
+    BITS: tl.constexpr = x.dtype.primitive_bitwidth
+    if NVIDIA and BITS > 8:
+        return tl.inline_asm_elementwise(
+            e2m1_assembly(BITS, AT), operands_of(BITS, 1), [x, scale], tl.float16, is_pure=True, pack=2
+        )
+    else:
+        code = (x >> AT).to(tl.uint16)
+        return (((code & 0x7) << 9) | ((code & 0x8) << 12)).to(tl.float16, bitcast=True) * scale
+
+
+@triton.constexpr_function
+def e2m1_assembly(bits, at):
+    """PTX for the elements at bit `at` of two units, and their scales, as `int4_assembly`."""
+    shift = 9 - at % 16
+    return f"""{{
+        .reg .b32 x, sign;
+        {halves_assembly(bits, at)}
+        shl.b32 sign, x, {shift + 3};
+        and.b32 sign, sign, 0x80008000;
+        {"shl" if shift > 0 else "shr"}.b32 x, x, {abs(shift)};
+        lop3.b32 x, x, 0x0e000e00, sign, 0xea;
+        mul.rn.f16x2 $0, x, ${bits // 16 + 1};
+    }}"""
 
 
 @triton.jit

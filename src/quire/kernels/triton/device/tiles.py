@@ -15,13 +15,38 @@ from quire.kernels.triton.device.features import (
     selected_keys,
     transform_scores,
 )
-from quire.kernels.triton.device.formats import GROUPED_FACTOR, decode, decode_latent, has_zero_points, without_zero, zero_of
+from quire.kernels.triton.device.formats import (
+    GROUPED_FACTOR,
+    decode,
+    decode_latent,
+    has_zero_points,
+    no_parts,
+    parts_of,
+    whole_of,
+    without_zero,
+    zero_of,
+)
 from quire.kernels.triton.device.groups import load_groups
 from quire.kernels.triton.device.latent import is_latent, load_latent_rest, load_latent_scales
 from quire.kernels.triton.device.partials import empty_softmax, merge_softmax
 
-IN_WORD = tl.constexpr(8)
-"""Elements of 4 bits in a word."""
+LEAST_PART = tl.constexpr(16)
+"""The least elements of a row that a matrix instruction multiplies."""
+
+
+@triton.constexpr_function
+def is_in_one_page(T, C):
+    """Whether all keys of a tile are in one page. For latent caches alone, whose threads have the fewest registers to spare."""
+    return T.FEW_ROWS and C.V_IN_K and C.SELECT is None and C.PAGE_SIZE % T.STEP == 0
+
+
+@triton.jit
+def load_tile_pages(batch, unit, first, end, T: tl.constexpr, C: tl.constexpr):
+    """The page id of each key of the tile that begins at `first`, or that of all of them."""
+    if is_in_one_page(T, C):
+        return load_page_ids(batch, unit, first, end, C)
+    else:
+        return load_page_ids(batch, unit, first + key_in_tile(T), end, C)
 
 
 @triton.jit
@@ -80,9 +105,13 @@ def value_at(page, head, key, dim, C: tl.constexpr):
 
 
 @triton.jit
-def as_words(start):
-    """A pointer to bytes as one to words of 32 bits."""
-    return start.to(tl.pointer_type(tl.uint32), bitcast=True)
+def as_units(start, PACK: tl.constexpr):
+    """A pointer to bytes as one to units of PACK elements of 4 bits; others stay."""
+    if PACK == 8:
+        start = start.to(tl.pointer_type(tl.uint32), bitcast=True)
+    elif PACK == 4:
+        start = start.to(tl.pointer_type(tl.uint16), bitcast=True)
+    return start
 
 
 @triton.jit
@@ -131,6 +160,10 @@ def attend_tiles(
         acc, row_max, row_sum, missing, merged_acc, merged_max, merged_sum = state
     else:
         acc, row_max, row_sum, missing = state
+    K_PARTS: tl.constexpr = parts_of_tile(C.K_PACK, C.K_WIDTH, T, C)
+    V_PARTS: tl.constexpr = parts_of_tile(C.V_PACK, C.V_WIDTH, T, C)
+    queries = parts_of(q[0], K_PARTS)
+    acc = parts_of(acc, V_PARTS)
     STEP: tl.constexpr = T.STEP
     # New tokens need no page id: the pipeline has one stage less. Reading from both sources takes twice the shared memory. With
     # 8-bit pages and new tokens in one loop there is no pipeline: Triton 3.6 made one that gave NaN on an H200, with a tree mask,
@@ -138,7 +171,6 @@ def attend_tiles(
     STAGES: tl.constexpr = T.STAGES if SOURCE == "pages" else 1 if SOURCE == "both" and C.BYTES else max(T.STAGES - 1, 1)
     head = unit.kv_head if T.HEADS_PER_TILE == 1 else (unit.kv_head + head_in_tile(T))[:, None]
     EAGER: tl.constexpr = C.BYTES and not T.FEW_ROWS
-    k_dim = tl.arange(0, C.K_WIDTH)
     k_unit = tl.arange(0, C.K_WIDTH // C.K_PACK)
     K_UNITS: tl.constexpr = C.HEAD_DIM // C.K_PACK
     for first in tl.range(begin, end, STEP, num_stages=STAGES if only_head is None else 1):
@@ -146,8 +178,10 @@ def attend_tiles(
         if C.INVARIANT:
             if first % T.PIECE == 0:
                 # A piece begins. What was not yet merged belongs to the one before.
-                merged_acc, merged_max, merged_sum = merge_softmax(merged_acc, merged_max, merged_sum, acc, row_max, row_sum)
-                acc, row_max, row_sum = empty_softmax(T, C)
+                pieces = whole_of(acc, V_PARTS)
+                merged_acc, merged_max, merged_sum = merge_softmax(merged_acc, merged_max, merged_sum, pieces, row_max, row_sum)
+                pieces, row_max, row_sum = empty_softmax(T, C)
+                acc = parts_of(pieces, V_PARTS)
         key = first + key_in_tile(T)
         # The number from which the slot in a page follows.
         place = key
@@ -175,7 +209,8 @@ def attend_tiles(
         if SOURCE != "new":
             if T.FEW_ROWS:
                 page = next_page
-                next_page = load_page_ids(batch, unit, key + STEP, end, C)
+                next_key = first + STEP if is_in_one_page(T, C) else key + STEP
+                next_page = load_page_ids(batch, unit, next_key, end, C)
             else:
                 page = load_page_ids(batch, unit, key, end, C)
             if CHECK_PAGES:
@@ -186,8 +221,10 @@ def attend_tiles(
                 if C.SELECT is not None:
                     from_pages &= exists
             page = page.to(tl.int64) if C.FAR else page.to(tl.int32)
+            if is_in_one_page(T, C):
+                page = tl.broadcast_to(page, [T.KEYS])
             at = key_at(page[:, None], head, place[:, None], k_unit[None, :], C)
-            start = as_words(cache.k) if C.K_PACK == IN_WORD else cache.k
+            start = as_units(cache.k, C.K_PACK)
             if MASKED:
                 k = tl.load(start + at, mask=from_pages[:, None] & (k_unit < K_UNITS)[None, :], other=0)
             elif C.K_WIDTH != C.HEAD_DIM:
@@ -205,22 +242,19 @@ def attend_tiles(
                 k_rest = to_dot_type(load_latent_rest(rows, from_pages, C.HEAD_DIM, C.REST_DIM, MASKED), C)
             else:
                 zero = _zeros(cache.k_scale, page, head, place, from_pages, C.K_FORMAT, C.K_SCALE_STEPS, C)
-                k = decode(k, tl.constexpr(C.K_FORMAT), C.HARDWARE, tl.constexpr(C.DOT), groups, zero)
-            k = to_dot_type(k, C)
+                k = decode(k, tl.constexpr(C.K_FORMAT), C.HARDWARE, tl.constexpr(C.DOT), groups, zero, tl.constexpr(C.NVIDIA))
+                if C.K_PACK > 1 and K_PARTS == 1:
+                    k = whole_of(k, C.K_PACK)
+            k = _in_dot_type(k, K_PARTS, C)
             if C.REST_DIM is not None and not is_latent(C):
                 k_rest = _rest_of_keys(cache, page, head, place, from_pages, MASKED, C)
         if SOURCE != "pages":
             token = (unit.start + k_position - unit.context).to(tl.int64)[:, None]
             is_new = (inside & (key >= unit.cached))[:, None]
-            at = token * new.k_token + head * new.k_head + k_dim[None, :] * new.k_dim
-            if MASKED or C.K_WIDTH != C.HEAD_DIM:
-                k_new = to_dot_type(tl.load(new.k + at, mask=is_new & (k_dim < C.HEAD_DIM)[None, :], other=0.0), C)
-            else:
-                k_new = to_dot_type(tl.load(new.k + at), C)
-            if SOURCE == "both":
-                k = tl.where((key < unit.cached)[:, None], k, k_new)
-            else:
-                k = k_new
+            if SOURCE == "new":
+                k = None
+            row = token * new.k_token + head * new.k_head
+            k = _with_new(k, new.k, row, new.k_dim, key < unit.cached, is_new, C.K_WIDTH, C.HEAD_DIM, MASKED, SOURCE, K_PARTS, C)
             if C.REST_DIM is not None:
                 new_rest = _rest_of_new_keys(new, token, head, is_new, MASKED, C)
                 if SOURCE == "both":
@@ -229,7 +263,9 @@ def attend_tiles(
                     k_rest = new_rest
 
         # scores
-        score = dot(q[0], tl.trans(k), None, C)
+        score = None
+        for part in tl.static_range(K_PARTS):
+            score = dot(queries[part], tl.trans(k[part]), score, C)
         if C.REST_DIM is not None:
             score = dot(q[1], tl.trans(k_rest), score, C)
         k_scale, v_scale = None, None
@@ -238,10 +274,10 @@ def attend_tiles(
             if k_scale is not None:
                 score *= k_scale[None, :]
         if C.V_IN_K:
-            v = _scaled_values(k, v_scale, C)
+            v = (_scaled_values(k[0], v_scale, C),)
         elif EAGER:
             # Converting 8-bit values takes time: it overlaps with the product of the scores.
-            v = _values(cache, new, unit, head, page, token, key, place, from_pages, is_new, v_scale, MASKED, SOURCE, C)
+            v = _values(cache, new, unit, head, page, token, key, place, from_pages, is_new, v_scale, MASKED, SOURCE, V_PARTS, C)
         score, factor = transform_scores(score, scale, unit, features, key, k_position, C)
         if MASKED:
             score = tl.where(visible, score, float("-inf"))
@@ -256,16 +292,31 @@ def attend_tiles(
 
         # load values
         if not C.V_IN_K and not EAGER:
-            v = _values(cache, new, unit, head, page, token, key, place, from_pages, is_new, v_scale, MASKED, SOURCE, C)
+            v = _values(cache, new, unit, head, page, token, key, place, from_pages, is_new, v_scale, MASKED, SOURCE, V_PARTS, C)
 
         # accumulate
         if scales_weights(C) and v_scale is not None:
             weight *= v_scale[None, :]
-        acc = dot(to_dot_type(weight, C), v, acc * rescale[:, None], C)
+        weight = to_dot_type(weight, C)
+        sums = no_parts()
+        for part in tl.static_range(V_PARTS):
+            sums += (dot(weight, v[part], acc[part] * rescale[:, None], C),)
+        acc = sums
+    acc = whole_of(acc, V_PARTS)
     if C.INVARIANT:
         return acc, row_max, row_sum, missing, merged_acc, merged_max, merged_sum
     else:
         return acc, row_max, row_sum, missing
+
+
+@triton.constexpr_function
+def parts_of_tile(pack, width, T, C):
+    """In how many parts keys or values are multiplied, if a unit of their storage has `pack` elements. The nth elements of all
+    units are a part: they come out of their units together, and putting them in order would take more instructions than the
+    products. Not if units are bytes, if V is a part of K, or in tiles of Hopper's asynchronous matrix instruction, which takes
+    wider operands."""
+    in_parts = pack > 2 and not C.V_IN_K and T.ROWS < 64 and width >= pack * LEAST_PART.value
+    return pack if in_parts else 1
 
 
 @triton.constexpr_function
@@ -315,6 +366,38 @@ def attend_unit(state, q, scale, unit, batch, cache, new, features, begin, end, 
 
 
 @triton.jit
+def _in_dot_type(x, PARTS: tl.constexpr, C: tl.constexpr):
+    """Decoded elements, one tensor or a tuple of parts, as a tuple of parts in the type of the product."""
+    if PARTS == 1:
+        return (to_dot_type(x, C),)
+    else:
+        parts = no_parts()
+        for part in tl.static_range(PARTS):
+            parts += (to_dot_type(x[part], C),)
+        return parts
+
+
+@triton.jit
+def _with_new(
+    old, start, row, step, cached, is_new, WIDTH: tl.constexpr, DIM: tl.constexpr, MASKED: tl.constexpr, SOURCE: tl.constexpr,
+    PARTS: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    """New keys or values as such a tuple; if SOURCE is 'both', `old` ones where they are cached."""
+    parts = no_parts()
+    for part in tl.static_range(PARTS):
+        dim = tl.arange(0, WIDTH // PARTS) * PARTS + part
+        at = row + dim[None, :] * step
+        if MASKED or WIDTH != DIM:
+            x = to_dot_type(tl.load(start + at, mask=is_new & (dim < DIM)[None, :], other=0.0), C)
+        else:
+            x = to_dot_type(tl.load(start + at), C)
+        if SOURCE == "both":
+            x = tl.where(cached[:, None], old[part], x)
+        parts += (x,)
+    return parts
+
+
+@triton.jit
 def _rest_of_keys(cache, page, head, place, from_pages, MASKED: tl.constexpr, C: tl.constexpr):
     """The elements of cached keys that are not their values `[KEYS, REST_WIDTH]`, in the type of the product."""
     unit = tl.arange(0, C.REST_WIDTH // C.K_PACK)
@@ -326,7 +409,10 @@ def _rest_of_keys(cache, page, head, place, from_pages, MASKED: tl.constexpr, C:
         k = tl.load(cache.k + at, mask=(unit < UNITS)[None, :], other=0)
     else:
         k = tl.load(cache.k + at)
-    return to_dot_type(decode(k, tl.constexpr(C.K_FORMAT), C.HARDWARE, tl.constexpr(C.DOT)), C)
+    k = decode(k, tl.constexpr(C.K_FORMAT), C.HARDWARE, tl.constexpr(C.DOT))
+    if C.K_PACK > 1:
+        k = whole_of(k, C.K_PACK)
+    return to_dot_type(k, C)
 
 
 @triton.jit
@@ -364,15 +450,16 @@ def _values(
     v_scale,
     MASKED: tl.constexpr,
     SOURCE: tl.constexpr,
+    PARTS: tl.constexpr,
     C: tl.constexpr,
 ):
-    """The values of a tile `[KEYS, V_WIDTH]`, in the type of the product; zeros where no query sees the key."""
-    dim = tl.arange(0, C.V_WIDTH)
+    """The values of a tile in the type of the product, as a tuple of parts `[KEYS, V_WIDTH / PARTS]`; zeros where no query
+    sees the key."""
     if SOURCE != "new":
         unit_of_dim = tl.arange(0, C.V_WIDTH // C.V_PACK)
         UNITS: tl.constexpr = C.V_DIM // C.V_PACK
         at = value_at(page[:, None], head, place[:, None], unit_of_dim[None, :], C)
-        start = as_words(cache.v) if C.V_PACK == IN_WORD else cache.v
+        start = as_units(cache.v, C.V_PACK)
         if MASKED:
             v = tl.load(start + at, mask=from_pages[:, None] & (unit_of_dim < UNITS)[None, :], other=0)
         elif C.V_WIDTH != C.V_DIM:
@@ -385,20 +472,20 @@ def _values(
             V_PLACES: tl.constexpr = C.V_GROUPS
             groups = load_groups(cache.v, page[:, None], head, at, inner, C.V_WIDTH, C.V_DIM, MASKED, V_PLACES)
         zero = _zeros(cache.v_scale, page, head, place, from_pages, C.V_FORMAT, C.V_SCALE_STEPS, C)
-        v = decode(v, tl.constexpr(C.V_FORMAT), C.HARDWARE, tl.constexpr(C.DOT), groups, zero)
+        v = decode(v, tl.constexpr(C.V_FORMAT), C.HARDWARE, tl.constexpr(C.DOT), groups, zero, tl.constexpr(C.NVIDIA))
+        if C.V_PACK > 1 and PARTS == 1:
+            v = whole_of(v, C.V_PACK)
         if v_scale is not None and not scales_weights(C):
-            v = v.to(tl.float32) * v_scale[:, None]
-        v = to_dot_type(v, C)
+            scaled = no_parts()
+            for part in tl.static_range(PARTS):
+                scaled += ((v if PARTS == 1 else v[part]).to(tl.float32) * v_scale[:, None],)
+            v = scaled if PARTS > 1 else scaled[0]
+        v = _in_dot_type(v, PARTS, C)
     if SOURCE != "pages":
-        at = token * new.v_token + head * new.v_head + dim[None, :] * new.v_dim
-        if MASKED or C.V_WIDTH != C.V_DIM:
-            v_new = to_dot_type(tl.load(new.v + at, mask=is_new & (dim < C.V_DIM)[None, :], other=0.0), C)
-        else:
-            v_new = to_dot_type(tl.load(new.v + at), C)
-        if SOURCE == "both":
-            v = tl.where((key < unit.cached)[:, None], v, v_new)
-        else:
-            v = v_new
+        if SOURCE == "new":
+            v = None
+        row = token * new.v_token + head * new.v_head
+        v = _with_new(v, new.v, row, new.v_dim, key < unit.cached, is_new, C.V_WIDTH, C.V_DIM, MASKED, SOURCE, PARTS, C)
     return v
 
 

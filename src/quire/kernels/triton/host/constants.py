@@ -15,8 +15,8 @@ FAR = 2**30
 BYTES = {"fp16": 2, "bf16": 2, "fp32": 4}
 WGMMA_WIDTH = 64
 """Elements of 16 bits that Hopper's matrix unit takes from one row of shared memory, in its widest arrangement."""
-WORD = 4
-"""Bytes of a word."""
+LEAST_UNITS = 16
+"""Units of a tile's row: a product takes no fewer elements."""
 
 
 def dot_type(problem: Problem) -> tuple[str, bool]:
@@ -64,9 +64,10 @@ def widths_of(problem: Problem, platform: Platform) -> tuple[int, int]:
     return k_width, v_width
 
 
-def cache_constants(problem: Problem, words: bool = False) -> dict[str, Any]:
-    """The constants of kernels that follow from the cache alone. With `words`, formats with scales of groups are read in words
-    where strides allow it: eight elements of 4 bits are converted by fewer instructions than four times two."""
+def cache_constants(problem: Problem, words: bool = False, few_rows: bool = False) -> dict[str, Any]:
+    """The constants of kernels that follow from the cache alone. With `words`, elements of 4 bits are read in units of 2 or 4 bytes
+    where strides allow it: eight elements are converted by fewer instructions than four times two. Without `few_rows`, for kernels
+    with tiles of many rows too, only formats with scales of groups: such tiles put elements in order, and int4 spills more."""
     constants: dict[str, Any] = {
         "KV_HEADS": problem.kv_heads,
         "HEAD_DIM": parts_of(problem)[0],
@@ -78,17 +79,25 @@ def cache_constants(problem: Problem, words: bool = False) -> dict[str, Any]:
     for part, name in zip("kv", problem.formats):
         (steps, slots, dims), format = getattr(problem, f"{part}_pages"), FORMATS[name]
         groups, size = problem.group_places(f"{part}_pages"), 1
-        if words and groups is not None and steps[-1] == 1 and not any(step % WORD for step in steps[:-1]):
-            size = WORD
+        if words and format.pack > 1 and (few_rows or groups is not None) and not problem.v_in_k and steps[-1] == 1:
+            dim = problem.head_dim if part == "k" else problem.v_head_dim
+            size = next((size for size in (4, 2) if _has_units(size, (*steps[:-1], dims, dim // format.pack), dim)), 1)
         pages = {"STEPS": (*(step // size for step in steps[:-1]), steps[-1]), "SLOTS": slots, "DIMS": dims // size}
         pages |= {"GROUPS": groups, "FORMAT": format.codec, "PACK": format.pack * size}
         constants |= {f"{part.upper()}_{field}": value for field, value in pages.items()}
     return constants
 
 
+def _has_units(size: int, places: tuple[int, ...], dim: int) -> bool:
+    """Whether elements of 4 bits are read in units of so many bytes: if all strides and lengths allow it, and if enough are in a
+    row for the products."""
+    return width_of(dim) >= 2 * size * LEAST_UNITS and not any(place % size for place in places)
+
+
 def place_of_balance(problem: Problem, long: TritonTile | None) -> str:
     """Where queries are divided by a power of two, in calls that need it: `AttendConstants.BALANCE`."""
-    here = long is None or problem.memory == "generic" or has_one_kernel(problem) or parts_of(problem)[1] is not None
+    whole_keys = parts_of(problem)[1] is None
+    here = problem.memory == "generic" or has_one_kernel(problem) or (long is None and whole_keys)
     return "here" if here else "before"
 
 
@@ -100,7 +109,7 @@ def constants_of(problem: Problem, platform: Platform, row: Tuning, short: Trito
     left, right = problem.window
     q_format, out_format = (name if FORMATS[name].itemsize == 1 else "float" for name in (problem.q_dtype, problem.out_dtype))
     return AttendConstants(
-        **cache_constants(problem, words=not generic),
+        **cache_constants(problem, words=not generic, few_rows=long is None),
         GROUP=problem.group,
         K_WIDTH=k_width,
         V_WIDTH=v_width,

@@ -31,8 +31,10 @@ def stored_bytes(problem: Problem) -> int:
     if problem.v_in_k and (problem.form == "context" or problem.memory == "generic"):
         # Keys of two sources, or loaded element by element, take more shared memory: as keys of 4 bytes do.
         return 4
-    # One warp, as entries for bytes have, does not hold the two accumulators of a batch-invariant call.
-    return max(2 if problem.batch_invariant else 1, *(FORMATS[name].itemsize for name in problem.formats))
+    # One warp, as entries for bytes have, does not hold the two accumulators of a batch-invariant call. Rows of `fp8_ds_mla` take
+    # more shared memory than other bytes.
+    wide = problem.batch_invariant or any(FORMATS[name].latent for name in problem.formats)
+    return max(2 if wide else 1, *(FORMATS[name].itemsize for name in problem.formats))
 
 
 def tuned_width(problem: Problem, platform: Platform) -> int:
@@ -54,7 +56,8 @@ class Tiles:
         width, element = tuned_width(problem, platform), BYTES[dot]
         self.sizes = width, element, stored_bytes(problem), problem.v_in_k
         """By which the tuning table is read, besides the kernel and the GPU."""
-        self.row = row = tuning or tuning_for(kernel, platform.arch, *self.sizes)
+        group = None if problem.batch_invariant else problem.group
+        self.row = row = tuning or tuning_for(kernel, platform.arch, *self.sizes, group)
         self.problem = problem
         self.most = max(16, min(row.most_rows, (IN_REGISTERS if dot == "fp32" else QUERIES) // (width * element)))
         self.programs = max(1, int((platform.multiprocessors or PROCESSORS) * row.per_multiprocessor))

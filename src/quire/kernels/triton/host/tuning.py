@@ -45,6 +45,8 @@ class Tuning(NamedTuple):
     """The most query rows of a short tile."""
     v_in_k: bool = False
     """Whether the entry is only for caches of which V is a part of K."""
+    group: int | None = None
+    """The most query heads of a key head that the entry is for; None: any number."""
 
 
 SMALL = Tuning("", (), 512, 4, 4, 16, 16, 1, 16, 16, 1, 1, 1.0)
@@ -91,6 +93,10 @@ TABLE: tuple[Tuning, ...] = (
     Tuning("decode", (), 256, 2, 2, 16, 32, 2, 0, 0, 0, 4, 2.0),
     Tuning("mixed", (), 256, 2, 2, 16, 32, 2, 64, 32, 2, 8, 1.0),
     # Latent caches of 512 and 64: tiles that fit into shared memory and spill least, as compiled. No others were measured.
+    # With three stages the next tile is loaded during the products, with two between them: only 64 rows of 16 bits have no memory
+    # for the third.
+    Tuning("decode", ("sm90",), 512, 2, 1, 16, 64, 3, 0, 0, 0, 8, 1.0, v_in_k=True),
+    Tuning("decode", ("sm90",), 512, 2, 2, 16, 32, 3, 0, 0, 0, 4, 2.0, most_rows=32, v_in_k=True, group=32),
     Tuning("decode", ("sm90",), 512, 2, 2, 16, 64, 2, 0, 0, 0, 8, 1.0, v_in_k=True),
     Tuning("mixed", ("sm90",), 512, 2, 2, 16, 64, 2, 64, 64, 2, 8, 1.0, v_in_k=True),
     Tuning("decode", ("sm80", "sm87"), 512, 2, 2, 16, 32, 2, 0, 0, 0, 8, 1.0, v_in_k=True),
@@ -113,10 +119,13 @@ TABLE: tuple[Tuning, ...] = (
 )
 
 
-def tuning_for(kernel: str, arch: str, width: int, element: int, stored: int, v_in_k: bool = False) -> Tuning:
-    """The first entry that fits."""
+def tuning_for(
+    kernel: str, arch: str, width: int, element: int, stored: int, v_in_k: bool = False, group: int | None = None
+) -> Tuning:
+    """The first entry that fits. Without a `group`, one for any."""
     for row in TABLE:
         fits = (not row.arches or arch.startswith(row.arches)) and (v_in_k or not row.v_in_k)
+        fits &= row.group is None or (group is not None and group <= row.group)
         if row.kernel == kernel and fits and width <= row.width and element <= row.element and stored <= row.stored:
             return row
     raise LookupError(f"no row of tuning for {kernel}, {arch}, width {width}, {element} bytes")
