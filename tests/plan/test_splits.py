@@ -110,7 +110,8 @@ def test_context_parallel_time_is_that_of_the_rank_with_the_most_keys() -> None:
 def test_context_parallel_ranks_divide_a_prefill() -> None:
     layer = JOB.layer(LayerKind(1, None))
     whole, part = (layer_time(layer, [(2048, 30720)], JOB.cluster.machine, PageShard(0, ranks)).work for ranks in (1, 4))
-    assert part == pytest.approx(whole / 4, rel=0.05)
+    # The start of a tile is not divided.
+    assert part == pytest.approx(whole / 4, rel=0.08)
 
 
 def test_collectives() -> None:

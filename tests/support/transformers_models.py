@@ -44,7 +44,12 @@ CONFIGS: dict[str, Any] = {
     "gemma3": lambda: transformers.Gemma3TextConfig(**SIZES, **MIXED, query_pre_attn_scalar=16),
     "gpt_oss": lambda: transformers.GptOssConfig(**SIZES, **MIXED, num_local_experts=4, num_experts_per_tok=2),
     "bloom": lambda: transformers.BloomConfig(hidden_size=96, n_layer=3, n_head=6, vocab_size=300),
+    "mpt": lambda: transformers.MptConfig(
+        d_model=96, n_heads=6, n_layers=3, vocab_size=300, attn_config={"clip_qkv": 4.0, "softmax_scale": 0.3}, use_cache=True
+    ),
 }
+OWN_CODE = ("bloom", "mpt")
+"""Models that compute attention in their own code, and that `use_quire` changes."""
 SLIDING = ("mistral", "gemma2", "gemma3", "gpt_oss")
 LAYERS = 3
 
@@ -100,7 +105,7 @@ def model(name: str, implementation: str, seed: int = 0) -> Any:
             parameter.normal_(0, 0.15, generator=numbers)
             if "norm" in label:
                 parameter.add_(1.0)
-    return integration.use_quire(made) if name == "bloom" and implementation == "quire" else made
+    return integration.use_quire(made) if name in OWN_CODE and implementation == "quire" else made
 
 
 def prompts(*lengths: int, seed: int = 1) -> list[list[int]]:

@@ -27,24 +27,22 @@ class Rates(NamedTuple):
     convert_fp8_queries: float
     """The same with 8-bit queries."""
     mixed_read: float
-    """Bytes per second that one multiprocessor reads for short queries beside long ones: two programs of 27 GB/s
-    (docs/experiments.md)."""
+    """Bytes per second that one multiprocessor reads for short queries beside long ones."""
     write_latency: float
     """Seconds of a call of `quire.write` beside the bytes it moves."""
     short_flops: float
-    """The part of the published FLOP/s of the products of short queries, over tiles of at least 16 query rows: that of the kernel
-    `triton-mixed`, because no measured decode is limited by its products."""
+    """The part of the published FLOP/s of the products of short queries, over tiles of at least 16 query rows."""
 
 
 FITTED = Rates(
-    read=0.924,
-    latency=12.7e-6,
+    read=0.932,
+    latency=14.7e-6,
     unit_start=1.05e-6,
-    convert=27.3e9,
-    convert_fp8_queries=29.3e9,
-    mixed_read=54e9,
-    write_latency=4.77e-6,
-    short_flops=0.465,
+    convert=27.7e9,
+    convert_fp8_queries=29.7e9,
+    mixed_read=29.1e9,
+    write_latency=4.89e-6,
+    short_flops=0.327,
 )
 
 
@@ -62,46 +60,35 @@ class LongRates(NamedTuple):
 
 
 LONG_KERNELS: dict[str, LongRates] = {
-    "gluon-mixed": LongRates(128, 128, 0.632, 4.72e-6),
-    "gluon-mixed-bytes": LongRates(128, 128, 0.429, 4.72e-6),
-    "triton-mixed": LongRates(128, 64, 0.465, 4.72e-6),
-    "triton-mixed, 8-bit queries": LongRates(128, 64, 0.3725, 4.72e-6),
+    "gluon-mixed": LongRates(128, 128, 0.694, 6.60e-6),
+    "gluon-mixed-bytes": LongRates(128, 128, 0.495, 6.60e-6),
+    "triton-mixed": LongRates(128, 64, 0.474, 6.60e-6),
+    "triton-mixed, 8-bit queries": LongRates(128, 64, 0.378, 6.60e-6),
 }
-"""By kernel of the catalogue. Only the first has two rows to fit; the start of a tile is assumed to be the same for all."""
+"""By kernel of the catalogue. Only the first has enough rows to fit both; the start of a tile is assumed to be the same for all."""
 
 
-class Derived(NamedTuple):
-    """A loss that was measured only as a ratio to FlashAttention-3, on rows whose sizes were not recorded."""
-
-    ratio: float
-    """FlashAttention-3's time over Quire's."""
-    what: str
-
-
-OF_PLAIN_PREFILL, OF_PLAIN_DECODE = 0.90, 0.98
-"""The same ratio of the plain rows (bf16, head_dim 128), in the same run: prefill, decode."""
-PREFILL_HEADS = {64: Derived(0.79, "head_dim 64"), 96: Derived(0.73, "head_dim 96"), 256: Derived(0.25, "head_dim 256")}
-DECODE_HEADS = {256: Derived(0.89, "head_dim 256")}
-PREFILL_CAPPED = Derived(0.24, CAPPED)
-PREFILL_SMALL_PAGES = Derived(0.74, "pages of 1")
+PREFILL_HEADS = {64: 0.703, 80: 0.777, 96: 0.874, 256: 1.117}
+"""The part of the speed of head_dim 128 that a prefill reaches, by head_dim; one row each. Measured with `gluon-mixed`, and assumed
+for the kernels without rows of their own."""
+PREFILL_HEADS_OF_BYTES = {**PREFILL_HEADS, 64: 0.852, 256: 1.05}
+"""The same of `gluon-mixed-bytes`, where converting takes a part of the time."""
+PREFILL_CAPPED = 0.564
+"""The same for logits that are capped, at head_dim 128."""
+DECODE_HEADS = {256: 0.89 / 0.98}
+"""The part of the bandwidth of head_dim 128 that a decode reaches, from ratios to FlashAttention-3 in one run."""
 
 
-def prefill_losses(layer: LayerShape) -> list[Derived]:
-    """The losses of a prefill that the rows of the fit do not have."""
-    found = [PREFILL_HEADS[dim] for dim in PREFILL_HEADS if dim == layer.head_dim]
-    found += [PREFILL_CAPPED] if CAPPED in layer.features else []
-    return found + ([PREFILL_SMALL_PAGES] if layer.page_size == 1 else [])
-
-
-def prefill_factor(layer: LayerShape) -> float:
-    """The part of a plain prefill's speed. The largest loss counts: losses were measured one at a time."""
-    return min([1.0, *(loss.ratio / OF_PLAIN_PREFILL for loss in prefill_losses(layer))])
+def prefill_factor(kernel: str, layer: LayerShape) -> float:
+    """The part of a plain prefill's speed. The larger loss counts: losses were measured one at a time."""
+    heads = PREFILL_HEADS_OF_BYTES if kernel == "gluon-mixed-bytes" else PREFILL_HEADS
+    of_head = heads.get(layer.head_dim, 1.0)
+    return min(of_head, PREFILL_CAPPED) if CAPPED in layer.features else of_head
 
 
 def decode_factor(layer: LayerShape) -> float:
     """The part of a plain decode's bandwidth."""
-    loss = DECODE_HEADS.get(layer.head_dim)
-    return loss.ratio / OF_PLAIN_DECODE if loss else 1.0
+    return DECODE_HEADS.get(layer.head_dim, 1.0)
 
 
 def long_rates(kernel: str, layer: LayerShape) -> LongRates:
@@ -109,25 +96,20 @@ def long_rates(kernel: str, layer: LayerShape) -> LongRates:
     if kernel == "triton-mixed" and FORMATS[layer.q_format].itemsize == 1:
         kernel = "triton-mixed, 8-bit queries"
     rates = LONG_KERNELS[kernel]
-    return rates._replace(flops=rates.flops * prefill_factor(layer))
+    return rates._replace(flops=rates.flops * prefill_factor(kernel, layer))
 
 
-def unmeasured(layer: LayerShape, decodes: bool, prefills: bool) -> list[str]:
+def unmeasured(layer: LayerShape, decodes: bool) -> list[str]:
     """What the model assumes about a layer, in words."""
     found = []
-    if prefills:
-        for loss in prefill_losses(layer):
-            found.append(
-                f"prefill with {loss.what}: its speed is derived from a ratio to FlashAttention-3 ({loss.ratio:g}, plain prefill "
-                f"{OF_PLAIN_PREFILL:g}), not from a time; FlashAttention-3 is assumed to be as fast as without it"
-            )
     if decodes and layer.head_dim in DECODE_HEADS:
         found.append(f"decode with head_dim {layer.head_dim}: derived from a ratio to FlashAttention-3, not from a time")
-    if layer.head_dim not in (64, 96, 128, 256):
+    if layer.head_dim not in (128, *PREFILL_HEADS):
         found.append(f"head_dim {layer.head_dim} was not measured; the rates of head_dim 128 are assumed")
-    for feature, words in ((SINKS, "sinks were"), (ALIBI, "ALiBi was")):
-        if feature in layer.features:
-            found.append(f"{words} not measured; {'they are' if feature == SINKS else 'it is'} assumed to cost nothing")
+    if SINKS in layer.features and decodes:
+        found.append("decode with sinks was not measured; they are assumed to cost nothing")
+    if ALIBI in layer.features:
+        found.append("ALiBi was not measured; it is assumed to cost nothing")
     if FORMATS[layer.kv_format].itemsize == 1 and layer.kv_format != OCP_FP8.name:
         found.append(f"{layer.kv_format} caches were not measured on a GPU; the rates of {OCP_FP8} are assumed")
     return found

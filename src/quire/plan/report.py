@@ -99,8 +99,7 @@ def assumptions(job: PlanJob) -> list[str]:
     if any(kind.window is not None for kind in job.model.kinds) and not job.whole_cache:
         found.append("layers with a window keep only the pages that the window still sees (--whole-cache: all pages)")
     decodes = any(new <= SHORT for new, _ in job.sequences)
-    prefills = any(new > SHORT for new, _ in job.sequences)
-    notes = (note for kind in job.model.kinds for note in unmeasured(job.layer(kind), decodes, prefills))
+    notes = (note for kind in job.model.kinds for note in unmeasured(job.layer(kind), decodes))
     return [*found, *dict.fromkeys(notes)]
 
 

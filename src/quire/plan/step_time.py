@@ -154,17 +154,20 @@ def _short_times(layer: LayerShape, short: Counter[tuple[int, int]], shard: Page
 def _tile_seconds(
     layer: LayerShape, long: Counter[tuple[int, int]], machine: Machine, shard: PageShard, rates: LongRates
 ) -> Counter[float]:
-    """Seconds of each tile of queries on one multiprocessor, and how many tiles take as long. A tile visits whole tiles of keys."""
+    """Seconds of each tile of queries on one multiprocessor, and how many tiles take as long. The rows of a tile are the query
+    heads of one key head, for as many tokens as there is room for; it visits whole tiles of keys."""
     per_key_tile = rates.rows * rates.keys * 4 * layer.head_dim / (rates.flops * machine.flops / machine.multiprocessors)
+    tokens = max(1, rates.rows // layer.group)
+    tiles_of_token = layer.kv_heads * -(-layer.group // rates.rows)
     found: Counter[float] = Counter()
     for (new, context), times in long.items():
-        first = np.arange(0, new, rates.rows, dtype=np.int64)
-        end = context + np.minimum(first + rates.rows, new)
+        first = np.arange(0, new, tokens, dtype=np.int64)
+        end = context + np.minimum(first + tokens, new)
         begin = np.zeros_like(first) if layer.window is None else np.maximum(context + first + 1 - layer.window, 0)
         keys = end - begin // rates.keys * rates.keys
         visited = np.maximum(-(-keys // (rates.keys * shard.ranks)), 1)
         for tiles, tile_count in zip(*np.unique(visited, return_counts=True)):
-            found[float(tiles) * per_key_tile + rates.tile_start] += int(tile_count) * times * layer.q_heads
+            found[float(tiles) * per_key_tile + rates.tile_start] += int(tile_count) * times * tiles_of_token
     return found
 
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 import transformers
 
-from quire.integrations.transformers import dense, visible_keys
-from support.transformers_models import CONFIGS, LAYERS, SLIDING, generated, launches, model, one_by_one, padded
+from quire.integrations.transformers import alibi, dense, visible_keys
+from support.transformers_models import CONFIGS, LAYERS, OWN_CODE, SLIDING, generated, launches, model, one_by_one, padded
 
 LENGTHS = {"equal": (37, 37, 37), "padded": (37, 12, 30), "alone": (33,)}
 
@@ -48,7 +48,7 @@ HOW: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("how", HOW)
-@pytest.mark.parametrize("name", ["llama", "mistral", "gemma2", "bloom"])
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma2", "bloom", "mpt"])
 def test_ways_to_generate(name: str, how: str) -> None:
     alone = how == "prompt lookup"
     inputs = padded(*LENGTHS["alone" if alone else "padded"])
@@ -86,6 +86,14 @@ def test_a_conversation_continues_from_its_cache(name: str, kind: str) -> None:
     # fp32, three layers: rounding of sums over a few hundred terms of logits this large.
     assert error <= 64 * torch.finfo(torch.float32).eps * results[0].abs().max()
     assert torch.equal(results[0].argmax(-1), results[1].argmax(-1))
+
+
+@pytest.mark.parametrize("name", OWN_CODE)
+def test_slopes_of_other_heads_are_noticed(name: str) -> None:
+    inputs, right = padded(*LENGTHS["padded"]), getattr(alibi, f"_{name}_slopes")
+    expected = generated(model(name, "eager"), inputs)
+    with mock.patch.object(alibi, right.__name__, lambda *given: right(*given).flip(0)):
+        assert generated(model(name, "quire"), inputs) != expected
 
 
 def test_copies_for_a_growing_cache_on_a_gpu_change_nothing() -> None:

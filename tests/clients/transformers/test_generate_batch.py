@@ -11,9 +11,9 @@ from transformers.generation.continuous_batching import PagedAttentionCache
 
 import quire.integrations.transformers as integration
 from quire.integrations.transformers import page_tables
-from support.transformers_models import CONFIGS, LAYERS, SLIDING, WINDOW, batched, launches, model, one_by_one, prompts
+from support.transformers_models import CONFIGS, LAYERS, OWN_CODE, SLIDING, WINDOW, batched, launches, model, one_by_one, prompts
 
-NAMES = [name for name in CONFIGS if name != "bloom"]
+NAMES = [name for name in CONFIGS if name not in OWN_CODE]
 GPT_OSS = "kernels-community/vllm-flash-attn3"
 """The only repository that GPT-OSS accepts here: transformers replaces any other name that contains "flash" by it."""
 

@@ -86,7 +86,7 @@ def test_attention_weights() -> None:
 
 OWN_CODE = {
     "bloom": CONFIGS["bloom"],
-    "mpt": lambda: transformers.MptConfig(d_model=64, n_heads=4, n_layers=2, vocab_size=300),
+    "mpt": CONFIGS["mpt"],
     "codegen": lambda: transformers.CodeGenConfig(n_embd=64, n_layer=2, n_head=4, rotary_dim=8, n_positions=512, vocab_size=300),
 }
 """Models that call no function of `AttentionInterface`."""
@@ -159,11 +159,12 @@ def from_config(config: Any, implementation: str) -> Any:
     return transformers.AutoModelForCausalLM.from_config(config, attn_implementation=implementation).eval()
 
 
+@pytest.mark.parametrize("name", ["bloom", "mpt"])
 @torch.no_grad()
-def test_use_quire_with_the_name_for_continuous_batching() -> None:
+def test_use_quire_with_the_name_for_continuous_batching(name: str) -> None:
     """Its layers need the mask of "quire": without one, they would see the tokens of other requests."""
-    made = use_quire(transformers.AutoModelForCausalLM.from_config(CONFIGS["bloom"](), attn_implementation=FLASH).eval())
-    message = "bloom computes attention in its own code"
+    made = use_quire(transformers.AutoModelForCausalLM.from_config(CONFIGS[name](), attn_implementation=FLASH).eval())
+    message = f"{name} computes attention in its own code"
     with pytest.raises(EngineError, match=message):
         generated(made, padded(12), 2)
     assert all(re.match(message, error) for error in errors_of_batch(made))
@@ -203,19 +204,22 @@ def test_use_quire_of_another_model() -> None:
         use_quire(model("llama", "quire"))
 
 
+@pytest.mark.parametrize("name", ["bloom", "mpt"])
 @torch.no_grad()
-def test_nothing_can_be_computed_with_the_mask() -> None:
-    """A model that is not recognised, and adds the mask to its logits, fails: torch computes nothing with this type."""
-    made = transformers.AutoModelForCausalLM.from_config(CONFIGS["bloom"](), attn_implementation="quire").eval()
+def test_nothing_can_be_computed_with_the_mask(name: str) -> None:
+    """A model that is not recognised, and adds the mask to its logits or fills logits by it, is refused: torch computes
+    nothing with this type, and the mask converts to no other."""
+    made = transformers.AutoModelForCausalLM.from_config(CONFIGS[name](), attn_implementation="quire").eval()
     with mock.patch.object(visible_keys, "require_interface"):
         for length in (1, 2, 3, 12):
-            with pytest.raises(RuntimeError):
+            with pytest.raises(EngineError, match=r"computes with its attention mask.*torch's \w+.*choose another"):
                 made(input_ids=IDS[:, :length])
 
 
+@pytest.mark.parametrize("name", ["bloom", "mpt"])
 @torch.no_grad()
-def test_use_quire_needs_the_implementation() -> None:
-    made = use_quire(transformers.AutoModelForCausalLM.from_config(CONFIGS["bloom"](), attn_implementation="eager").eval())
+def test_use_quire_needs_the_implementation(name: str) -> None:
+    made = use_quire(transformers.AutoModelForCausalLM.from_config(CONFIGS[name](), attn_implementation="eager").eval())
     with pytest.raises(ArgumentError, match="attention_mask"):
         made(input_ids=IDS)
 

@@ -20,10 +20,30 @@ from quire.integrations.engines import EngineError
 
 OPAQUE = torch.float8_e5m2
 """The type of the tensor that a mask becomes. torch refuses arithmetic with it, so a model that computes attention by itself, and
-would add the mask to its logits, fails instead of computing something else."""
+would add the mask to its logits, is refused instead of computing something else."""
 
 NOWHERE = -(2**40)
 """The start of a sequence whose padding is not supported, where that is found out on a device: no page is there."""
+
+
+class VisibleKeysMask(torch.Tensor):
+    """The tensor that carries a `DenseVisibility` through a model. A copy in another type would say nothing, and MPT converts
+    its mask to bool: `to` returns the mask itself."""
+
+    visible_keys: DenseVisibility | None = None
+    """None in what torch makes of the mask, such as a part of it."""
+
+    def to(self, *args: Any, **named: Any) -> VisibleKeysMask:
+        return self
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        try:
+            return super().__torch_function__(function, types, args, kwargs)
+        except RuntimeError as error:
+            what = f"the model computes with its attention mask in its own code (torch's {function.__name__})"
+            raise EngineError(f"{what}: Quire's mask has no values; choose another attn_implementation") from error
+
 
 changed_configs: dict[int, weakref.ref[Any]] = {}
 """By identity: the configs of models that `use_quire` has changed."""
@@ -89,10 +109,10 @@ class DenseVisibility:
             self._batches[token_distance,] = Batch(table, kv, q_starts, max_q_len=self.q_len, max_kv_len=self.keys)
         return self._batches[token_distance,]
 
-    def as_mask(self) -> torch.Tensor:
+    def as_mask(self) -> VisibleKeysMask:
         """A tensor of four axes that carries this object through a model: transformers passes such a mask on as it is."""
-        mask = torch.empty((self.seqs, 1, 1, 3), dtype=OPAQUE, device=self.device)
-        mask.visible_keys = self  # type: ignore[attr-defined]
+        mask = torch.empty((self.seqs, 1, 1, 3), dtype=OPAQUE, device=self.device).as_subclass(VisibleKeysMask)
+        mask.visible_keys = self
         return mask
 
 
@@ -108,8 +128,8 @@ def visible_keys_of(mask: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor,
             allowed = "a mask: without one, causal queries must be one, or as many as keys"
             raise ArgumentError("attention_mask", f"None for {sizes[1]} queries and {sizes[2]} keys", allowed)
         return DenseVisibility(sizes, sizes[2], None, causal, None, q.device)
-    found = getattr(mask, "visible_keys", None)
-    if not isinstance(found, DenseVisibility):
+    found = mask.visible_keys if isinstance(mask, VisibleKeysMask) else None
+    if found is None:
         allowed = "None, or the padding of each sequence as [batch, keys]: Quire takes no mask of queries and keys"
         raise ArgumentError("attention_mask", describe(mask), allowed)
     if found.window == 1 and found.keys < sizes[2]:
@@ -174,8 +194,8 @@ def require_interface(config: Any, *, accept_changed: bool = True) -> None:
     if modeling is None or hasattr(modeling, "ALL_ATTENTION_FUNCTIONS") or changed or config is None:
         return
     what = f"{config.model_type} computes attention in its own code, not through transformers' AttentionInterface"
-    bloom = "for Bloom and generate, use attn_implementation='quire' and call quire.integrations.transformers.use_quire(model)"
-    raise EngineError(f"{what}: {bloom}; for other models choose another attn_implementation")
+    own = "for Bloom or MPT and generate, use attn_implementation='quire' and call quire.integrations.transformers.use_quire(model)"
+    raise EngineError(f"{what}: {own}; for other models choose another attn_implementation")
 
 
 def _meaning(mask_function: Callable[..., Any], size: int | None) -> tuple[bool, int | tuple[int, int] | None]:
