@@ -195,11 +195,9 @@ def attend_pieces(
             result, lse = finish(acc, row_max, row_sum, unit.head, unit.live, features, cache, unit.kv_head, C)
             store(out, unit.token, unit.head, unit.live, result, lse, wrong, tl.arange(0, C.V_WIDTH), C)
         else:
-            acc, row_max, row_sum = state[0], state[1], state[2]
-            if C.SHARED:
-                acc, row_max, row_sum = merged(state, C)
-            row_sum = tl.where(wrong, float("nan"), row_sum)
-            store_partial(workspace, place + nth * rows, 1, rows, acc, row_max, row_sum, T, C)
+            part = merged(state, C) if C.SHARED else state
+            row_sum = tl.where(wrong, float("nan"), part[2])
+            store_partial(workspace, place + nth * rows, 1, rows, part[0], part[1], row_sum, T, C)
 
 
 @triton.jit

@@ -241,7 +241,7 @@ class AttendLauncher(Launcher):
         few, heads, programs = 1, 1, tiles.programs
         if problem.batch_invariant:
             few = min(max_q_len, tiles.short[1, 1].TOKENS)
-        if tiles.all_decode and max_q_len > (tiles.short[1, 1].TOKENS if tiles.one_kernel else 1) and not tiles.by_query:
+        if max_q_len > tiles.most_of_first:
             few = min(power_of_two(max_q_len), MAX_DECODE_TOKENS)
             few = few if (few, 1) in tiles.short else MAX_DECODE_TOKENS
         # Several key heads in a tile only if there are more units than programs: otherwise more units would be split and have to be

@@ -7,7 +7,7 @@ from quire.kernels.triton.device.arguments import TritonTile
 from quire.kernels.triton.host.constants import BYTES, dot_type, has_one_kernel, parts_of, width_of, widths_of
 from quire.kernels.triton.host.tuning import Tuning, tuning_for
 from quire.platform import Platform
-from quire.problem import Problem, power_of_two
+from quire.problem import ANY, Problem, power_of_two
 
 QUERIES = 64 * 1024
 """The most bytes of the queries of a short tile: the shared memory of the smallest GPU."""
@@ -76,6 +76,13 @@ class Tiles:
                 if self.by_query:
                     self.short[few, heads] = self.short[few, heads]._replace(TOKENS=1)
                 heads *= 2
+
+    @property
+    def most_of_first(self) -> int:
+        """The most new tokens of a sequence for which a decode takes the first tile."""
+        if self.by_query or not self.all_decode:
+            return ANY
+        return self.short[1, 1].TOKENS if self.one_kernel else 1
 
     def _token_counts(self) -> tuple[int, ...]:
         """The numbers of new tokens of a sequence for which there are tiles of short sequences."""
