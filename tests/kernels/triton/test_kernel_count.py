@@ -62,7 +62,7 @@ class Layer:
     select: str = ""
     """positions or columns, if batches select keys."""
     mixed: bool = False
-    """Whether only some batches select keys."""
+    """Whether only some batches select keys or have spans."""
     v_in_k: int | None = None
     options: dict[str, Any] = field(default_factory=dict)
     batches: int = BATCHES
@@ -93,7 +93,8 @@ LAYERS = {
     "latent, positions": Layer(
         kv_heads=1, group=128, head_dim=576, v_in_k=512, page_size=64, select="positions", mixed=True, batches=40
     ),
-    # Keys are selected by other kernels: a layer that does so in some batches only has both.
+    # Keys are selected by other kernels, as are those of spans: a layer that does so in some batches only has both.
+    "spans sometimes": Layer(spans=True, mixed=True, head_dim=256, page_size=32, batches=60, most=18),
     "columns sometimes": Layer(select="columns", mixed=True, prefixes=True, batches=40, most=18),
     "latent, prefixes": Layer(kv_heads=1, group=16, head_dim=576, v_in_k=512, page_size=64, prefixes=True, batches=40),
     "latent context form": Layer(kv_heads=1, group=16, head_dim=576, v_in_k=512, context=True, format="e4m3fn", scales="token"),
@@ -156,7 +157,7 @@ class Draws:
             starts = nothing(2 * seqs + 2, dtype=self.index)[::2]
         hint, kv_hint = chance.choice((None, 1, most, tokens)), chance.choice((None, 1, width * self.layer.page_size))
         spans = None
-        if self.layer.spans:
+        if self.layer.spans and not (self.layer.mixed and self.one_in(2)):
             spans = nothing(tokens, 2, dtype=self.index) if not self.one_in(4) else nothing(2, tokens, dtype=self.index).T
         prefixes = None
         if self.layer.prefixes and not self.one_in(3):

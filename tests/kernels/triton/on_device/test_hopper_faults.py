@@ -23,6 +23,9 @@ ROWS: dict[str, Any] = {**BOXES, "page_size": 1}
 WIDE: dict[str, Any] = {**ROWS, "head_dim": 192}
 """One slot of queries, not two."""
 BYTES: dict[str, Any] = {**CASE, "format": "e4m3fn"}
+SPANS: dict[str, Any] = {**BOXES, "spans": [(max(0, i - 40), 75) for i in range(20)] + [(i, 70) for i in range(33)]}
+GAPS: dict[str, Any] = {**BOXES, "page_size": 8, "spans": [(0, 4), (70, 75)] * 10 + [(2, 5), (64, 70), (40, 45)] * 11}
+SHARD: dict[str, Any] = {**BOXES, "shard": (1, 2, 3), "form": "context"}
 REGISTERS: dict[str, Any] = {**BOXES, "head_dim": 36}
 """Heads of a size that cannot be copied asynchronously."""
 
@@ -80,6 +83,10 @@ FAULTS: dict[str, tuple[dict[str, Any], str, str, str, str]] = {
     "copies are left": (ROWS, "produce", "    async_copy.wait_group(0)\n", "", "has not waited for its copies"),
     "the page of another key": (ROWS, "produce", "store_page_ids(buffers, tile + 1, ids, T)", "pass", "wrong|never written"),
     "a box of another page": (BOXES, "copy_boxes", "(i + j) * T.BOX) // C.PAGE_SIZE", "i * T.BOX) // C.PAGE_SIZE", "wrong"),
+    "each half has keys of its own": (SPANS, "unit_of_rows", ", T, C, low, high)", ", T, C)", "wrong|deadlock|middle of a phase"),
+    "keys that no query sees": (GAPS, "addresses", "limits[2] < limits[3]", "limits[2] > limits[3]", "wrong|outside"),
+    "boxes of keys that no query sees": (GAPS, "copy", "in_boxes &= limits[2] == limits[3]", "pass", "wrong|outside"),
+    "new keys of another rank": (SHARD, "addresses", "position_of(batch, key)", "key", "wrong|outside"),
     "a tile is left out": (BOXES, "consume", "some, every, scale", "some + 1, every, scale", r"wrong|reads v\.slots"),
 }  # fmt: skip
 
