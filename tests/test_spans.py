@@ -247,8 +247,18 @@ def test_step_explain_and_write() -> None:
     torch.testing.assert_close(out.double(), want, rtol=1e-5, atol=1e-6)
     decision = quire.explain(q, cache, batch.with_spans(spans), platform=quire.Platform.named("sm90"))
     assert "spans" in str(decision.problem)
-    (gluon,) = [one for one in decision.candidates if one.kernel.name == "gluon-mixed"]
-    assert "do not use spans" in [refusal.change for refusal in gluon.refusals]
+    assert not [refusal for one in decision.candidates for refusal in one.refusals if refusal.rule == "spans"]
+
+
+def test_images_of_long_prompts_take_the_kernel_for_hopper() -> None:
+    """As Gemma 4's layers with a window: heads of 256."""
+    pool = PagePool(pages=64, page_size=32)
+    batch = pool.step({pool.sequence(): 1500}).with_spans(torch.zeros(1500, 2, dtype=torch.int32))
+    for format, dtype, name in (("bf16", torch.bfloat16, "gluon-mixed"), ("e4m3fn", torch.float8_e4m3fn, "gluon-mixed-bytes")):
+        cache = KVCache.allocate(pool, kv_heads=4, head_dim=256, dtype=dtype)
+        q = torch.zeros(1500, 8, 256, dtype=torch.bfloat16)
+        decision = quire.explain(q, cache, batch, platform=quire.Platform.named("sm90"))
+        assert decision.chosen is not None and decision.chosen.name == name, (format, str(decision))
 
 
 def test_compiled() -> None:

@@ -19,6 +19,6 @@ from support import interpreter  # noqa: E402
 
 if __name__ == "__main__":
     interpreter.install()
-    # Not sm90: there Gluon's kernels are preferred, and these have no interpreter.
+    # Not sm90: there Gluon's kernels are preferred, and these run in the emulator of `support.hopper` alone.
     Platform.detect = classmethod(lambda cls, device=None: cls.named("sm100"))  # type: ignore[assignment, method-assign]
     raise SystemExit(main(["conform", *sys.argv[1:], "--device", "cpu"]))

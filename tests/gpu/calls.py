@@ -25,7 +25,7 @@ from support.scenario import TYPES, Scenario
 
 if interpreter.ON:
     interpreter.install()
-    # Not sm90: there Gluon's kernels are preferred, and these have no interpreter.
+    # Not sm90: there Gluon's kernels are preferred, and these run in the emulator of `support.hopper` alone.
     Platform.detect = classmethod(lambda cls, device=None: cls.named("sm100"))  # type: ignore[assignment, method-assign]
 
 DEVICE = "cpu" if interpreter.ON else "cuda"

@@ -23,7 +23,8 @@ from typing import Any
 from xml.etree import ElementTree
 
 ROOT = Path(__file__).parents[2]
-TESTS = ["tests/gpu", "tests/kernels/triton/on_device/test_codes.py"]
+ON_DEVICE = "tests/kernels/triton/on_device"
+TESTS = ["tests/gpu", *(f"{ON_DEVICE}/test_{name}.py" for name in ("codes", "hopper", "hopper_spans"))]
 PROCESSES = 14
 """At most; one core each, two are left to the driver and the system."""
 LIMIT = 480

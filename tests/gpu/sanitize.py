@@ -25,6 +25,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "mixed-fp8": ("triton-mixed", {**ROWS, "format": "e4m3fn", "q_dtype": "bf16", "head_dim": 80, "layout": "vllm_x"}),
     "hopper": ("gluon-mixed", {**ROWS, **BF16}),
     "hopper-bytes": ("gluon-mixed-bytes", {**ROWS, "format": "e4m3fn", "q_dtype": "bf16", "head_dim": 80}),
+    "hopper-spans": ("gluon-mixed", {**ROWS, **BF16, "spans": "images"}),
+    "hopper-shard": ("gluon-mixed", {**ROWS, **BF16, "shard": (1, 2, 3), "form": "context"}),
     "tree-fp32": ("triton-mixed", {**ROWS, "mask": True, "page_size": 5}),
 }
 """Work of the first row is shared out: `combine` runs too."""

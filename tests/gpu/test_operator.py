@@ -27,6 +27,9 @@ FEATURES: dict[str, dict[str, Any]] = {
     "tree": {"mask": True},
     "tree_window_alibi": {"mask": True, "window": 25, "alibi": True},
     "invariant": {"batch_invariant": True, "window": 90, "sinks": True},
+    "images_alibi": {"spans": "images", "alibi": True},
+    "chunks": {"spans": "chunks"},
+    "shard_window": {"shard": (1, 3, 5), "window": 60},
 }
 FORMS = ["full", "context"]
 NUMBERS: dict[str, dict[str, Any]] = {

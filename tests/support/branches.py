@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 
 Place = tuple[str, int, int]
 """Module, line, column."""
+JIT = ("triton.jit", "gluon.jit")
+"""The decorators of functions that Triton compiles."""
 
 
 CANNOT = {
@@ -29,6 +31,13 @@ CANNOT = {
     "formats.encode_e4m3fn: if HARDWARE -> yes": "an instruction of cards: test_fp8_is_encoded_by_hardware_if_possible",
     "formats.encode_e5m2: if HARDWARE -> yes": "an instruction of cards: test_fp8_is_encoded_by_hardware_if_possible",
     "attend.attend_sequences: if LONG is not None -> no": "without long rows there are no further programs",
+    "prefill.prefill_kernel: if C.PDL -> yes": "compiled: griddepcontrol.wait",
+    **{
+        f"prefill.prefill_kernel: if launch {test} FIRST -> {outcome}": "only on cards that launch dependent kernels early"
+        for test in ("==", "!=")
+        for outcome in ("yes", "no")
+    },
+    "producer.take_item: if count > 0 -> no": "a program without work has ended before",
     "write.rope_kernel: if rope.q is not None -> no": "without queries there are no further programs",
 }
 """Outcomes that no run in the interpreter can have, and why. Behind 'compiled:' stands the instruction of a card that is found in
@@ -52,7 +61,7 @@ def branches_of(module: ModuleType) -> list[Branch]:
     """The branches of every function of a module that Triton compiles, in the order of their source."""
     found = []
     for function in ast.parse(inspect.getsource(module)).body:
-        if isinstance(function, ast.FunctionDef) and any(ast.unparse(d) == "triton.jit" for d in function.decorator_list):
+        if isinstance(function, ast.FunctionDef) and any(ast.unparse(d) in JIT for d in function.decorator_list):
             found += [_describe(node, module.__name__, function.name) for node in ast.walk(function) if _is_branch(node)]
     return sorted(found)
 

@@ -18,7 +18,7 @@ import torch
 from support.branches import Counting, Taken
 
 ON = os.environ.get("TRITON_INTERPRET") == "1"
-COUNTED = "quire.kernels.triton."
+COUNTED = ("quire.kernels.triton.", "quire.kernels.gluon.")
 """Modules whose branches are counted."""
 
 _SOFT = {
@@ -43,7 +43,7 @@ def install() -> Taken:
     return taken
 
 
-def _numbers(handle: Any) -> np.ndarray:
+def numbers_of(handle: Any) -> np.ndarray:
     """The values of a tensor, as numpy can compute with them."""
     soft = _SOFT.get(handle.dtype.scalar.name)
     if soft is None:
@@ -72,23 +72,23 @@ def _mend_numbers(interpreter: Any) -> None:
     plain_cast, plain_binary, plain_unary = builder.cast_impl, builder.binary_op, builder.unary_op
 
     def cast_impl(self: Any, src: Any, dst_type: Any) -> Any:
-        return stored(_numbers(src), dst_type) if is_soft(src.dtype, dst_type) else plain_cast(self, src, dst_type)
+        return stored(numbers_of(src), dst_type) if is_soft(src.dtype, dst_type) else plain_cast(self, src, dst_type)
 
     def create_fp_to_fp(self: Any, src: Any, dst_type: Any, rounding_mode: Any) -> Any:
-        return stored(_numbers(src), dst_type)
+        return stored(numbers_of(src), dst_type)
 
     def binary_op(self: Any, lhs: Any, rhs: Any, op: Any) -> Any:
         if not is_soft(lhs.dtype):
             return plain_binary(self, lhs, rhs, op)
-        values = op(_numbers(lhs), _numbers(rhs))
+        values = op(numbers_of(lhs), numbers_of(rhs))
         return handle(values, tl.int1) if values.dtype == np.bool_ else stored(values, lhs.dtype)
 
     def unary_op(self: Any, arg: Any, op: Any) -> Any:
-        return stored(op(_numbers(arg)), arg.dtype) if is_soft(arg.dtype) else plain_unary(self, arg, op)
+        return stored(op(numbers_of(arg)), arg.dtype) if is_soft(arg.dtype) else plain_unary(self, arg, op)
 
     def create_dot(self: Any, a: Any, b: Any, d: Any, input_precision: Any, max_num_imprecise_acc: Any) -> Any:
         # As in a matrix unit, a row does not depend on where it is in the tile: with BLAS, it does.
-        left, right = (np.ascontiguousarray(_numbers(x), dtype=d.data.dtype) for x in (a, b))
+        left, right = (np.ascontiguousarray(numbers_of(x), dtype=d.data.dtype) for x in (a, b))
         return handle(np.einsum("mk,kn->mn", left, right) + d.data, d.dtype.scalar)
 
     for member in (cast_impl, create_fp_to_fp, binary_op, unary_op, create_dot):
@@ -167,8 +167,8 @@ def _mend_speed(interpreter: Any) -> None:
 
 def _mend_types(interpreter: Any) -> None:
     """What follows from a type alone is computed once for each type, not for each operation: the attributes of a type of blocks,
-    the shape of its tensors, numpy's type, and that a tensor or a number is no constexpr. The type of a tuple is computed when it is
-    asked for."""
+    the shape of its tensors, numpy's type, and that a tensor or a number is no constexpr. The type of a tuple is computed when it
+    is asked for."""
     import triton.language as tl
 
     block_type, tensor, tuple_ = tl.core.block_type, tl.core.tensor, tl.core.tuple

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import pytest
 import torch
 
 from quire import Batch, KVCache
@@ -14,13 +15,18 @@ from quire.kernels.triton.host.audit import AuditLauncher
 from quire.kernels.triton.host.constants import dot_type
 from quire.kernels.triton.host.launcher import AttendLauncher
 from quire.kernels.triton.host.shared import SharedLauncher
-from quire.kernels.triton.host.tuning import AUDIT, WRITE, Tuning, WorkPerProgram
+from quire.kernels.triton.host.tuning import AUDIT, SMALL, WRITE, Tuning, WorkPerProgram
 from quire.kernels.triton.host.write import WriteLauncher
 from quire.launch import described
 from quire.platform import INTERPRETER, Platform
 from quire.problem import ANY, Problem
+from support import interpreter
 from support.scenario import TYPES, Scenario, build
 
+needs_hopper = pytest.mark.skipif(
+    not interpreter.ON and torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0),
+    reason="only Hopper has this kernel; in the interpreter it runs in the emulator of `support.hopper`",
+)
 GUARD = 40.0
 """What stands in memory that must stay as it is; every type of output can hold it."""
 
@@ -72,9 +78,15 @@ def prepared(
         zero_padding=zero_padding,
     )
     problem = problem_of(s, out, lse is not None, context_from=context_from, only=only)
+    platform = platform or platform_at(s.q.device)
     if kernel == "shared":
-        return call, SharedLauncher(problem, platform or platform_at(s.q.device))
-    return call, AttendLauncher(kernel, problem, platform or platform_at(s.q.device), tuning)
+        return call, SharedLauncher(problem, platform)
+    if kernel == "gluon":
+        from quire.kernels.gluon.launcher import HopperLauncher
+
+        small = SMALL if tuning is not None else None
+        return call, HopperLauncher(problem, replace(platform, arch="sm90"), tuning, small)
+    return call, AttendLauncher(kernel, problem, platform, tuning)
 
 
 def write(

@@ -53,11 +53,13 @@ GLUON = {
     "gluon-e4m3fn": KernelSample("gluon", format="e4m3fn"),
     "gluon-int8-head": KernelSample("gluon", 80, "int8", scales="head", problem={"sinks": True}),
     "gluon-new": KernelSample("gluon", new=True, index="int64"),
+    "gluon-spans": KernelSample("gluon", 256, problem={"spans": "int32"}),
+    "gluon-shard-e4m3fn": KernelSample("gluon", format="e4m3fn", problem={"shard": True, "spans": "int64"}),
     "gluon-window-softcap-lse": KernelSample("gluon", lse=True, problem={"window": [100, 0], "softcap": True}),
 }
 """For sm90 alone."""
 BRIEF = {
-    "gluon-small-new": KernelSample("gluon", 64, new=True, lse=True, small=True),
+    "gluon-small-new": KernelSample("gluon", 64, new=True, lse=True, small=True, problem={"spans": "int32", "shard": True}),
     "gluon-small-e4m3fn": KernelSample("gluon", 64, "e4m3fn", small=True),
     "shared-small": KernelSample("shared", 64, small=True),
     "write-small-nvfp4": KernelSample("write", 64, "nvfp4", small=True),

@@ -77,7 +77,7 @@ CATALOGUE: tuple[Kernel, ...] = (
         memory=("aligned",),
         head_dim=_HOPPER_HEAD,
         v_head_dim=_HOPPER_HEAD,
-        without=("mask", "batch_invariant", "shard", "spans", "select", "mixed-formats", "v_in_k"),
+        without=("mask", "batch_invariant", "select", "mixed-formats", "v_in_k"),
     ),
     Kernel(
         "gluon-mixed-bytes",
@@ -93,7 +93,7 @@ CATALOGUE: tuple[Kernel, ...] = (
         memory=("aligned",),
         head_dim=_HOPPER_HEAD,
         v_head_dim=_HOPPER_HEAD,
-        without=("mask", "batch_invariant", "context-form", "shard", "spans", "select", "mixed-formats", "v_in_k"),
+        without=("mask", "batch_invariant", "context-form", "select", "mixed-formats", "v_in_k"),
     ),
     Kernel(
         "triton-mixed",

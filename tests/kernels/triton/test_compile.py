@@ -124,6 +124,7 @@ HOPPER |= {
         out_dtype="e4m3fn",
         problem={"window": [100, 0], "alibi": True, "sinks": True, "out_scale": "tensor"},
     ),
+    "gluon-256-spans-shard": KernelSample("gluon", 256, new=True, problem={"spans": "int32", "shard": True}),
     "gluon-far-pages": KernelSample("gluon", q_heads=160, kv_heads=1, problem={"far": True}),
     MANY: KernelSample("decode", seqs=1000),
 }

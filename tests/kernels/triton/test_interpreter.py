@@ -86,9 +86,9 @@ def test_every_branch_is_taken_both_ways(interpreted: Callable[[str], dict[str, 
 
 def kernel_modules() -> list[ModuleType]:
     """The modules with device code."""
-    package = importlib.import_module("quire.kernels.triton.device")
-    names = [m.name for m in pkgutil.iter_modules(package.__path__)]
-    return [m for m in (importlib.import_module(f"{package.__name__}.{name}") for name in names) if branches_of(m)]
+    packages = [importlib.import_module(name) for name in ("quire.kernels.triton.device", "quire.kernels.gluon")]
+    names = [f"{package.__name__}.{m.name}" for package in packages for m in pkgutil.iter_modules(package.__path__)]
+    return [m for m in map(importlib.import_module, names) if branches_of(m)]
 
 
 def named(branch: Branch, outcome: bool) -> str:

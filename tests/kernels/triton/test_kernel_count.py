@@ -103,13 +103,15 @@ LAYERS = {
     "columns sometimes": Layer(select=("columns",), mixed=True),
     "columns sometimes, e4m3fn": Layer(select=("columns",), mixed=True, format="e4m3fn", group=8, lse=True),
     "positions sometimes": Layer(select=("positions",), mixed=True),
-    "spans sometimes": Layer(spans=True, mixed=True),
+    # On Hopper, spans have two kernels of long sequences, too.
+    "spans sometimes": Layer(spans=True, mixed=True, most=14),
+    "spans sometimes, wide heads": Layer(spans=True, mixed=True, head_dim=512),
     "spans sometimes, context form": Layer(spans=True, mixed=True, context=True, format="e4m3fn"),
     "pages from an odd address": Layer(spans=True, select=("columns", "positions"), mixed=True, aligned_pages=False),
     # Each kind of batch has one kernel of its own: several kinds in one layer are more than twelve together.
     "columns and prefixes": Layer(select=("columns",), mixed=True, prefixes=True, most=13),
-    "spans and prefixes": Layer(spans=True, mixed=True, prefixes=True, most=13),
-    "everything": Layer(select=("columns", "positions"), spans=True, mixed=True, prefixes=True, batches=150, most=15),
+    "spans and prefixes": Layer(spans=True, mixed=True, prefixes=True, most=15),
+    "everything": Layer(select=("columns", "positions"), spans=True, mixed=True, prefixes=True, batches=150, most=17),
     "latent, prefixes": Layer(kv_heads=1, group=16, head_dim=576, v_in_k=512, page_size=64, prefixes=True, batches=40),
     "latent context form": Layer(kv_heads=1, group=16, head_dim=576, v_in_k=512, context=True, format="e4m3fn", scales="token"),
 }

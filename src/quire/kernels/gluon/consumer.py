@@ -10,10 +10,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
-from quire.kernels.gluon.ring_buffer import acquire_full, key_tiles_of, load_unit, next_item, release
-from quire.kernels.triton.device.features import has_left_edge, is_visible, per_row, transform_scores
+from quire.kernels.gluon.ring_buffer import acquire_full, is_missing, key_tiles_of, load_unit, next_item, release, unit_of_rows
+from quire.kernels.triton.device.features import has_left_edge, is_visible, per_row, position_of, transform_scores
 from quire.kernels.triton.device.tiles import headroom
-from quire.kernels.triton.device.units import finish, make_unit, store
+from quire.kernels.triton.device.units import finish, store
 
 SWIZZLED = 64
 """Elements of 16 bits in the rows of the swizzled layout of shared memory: parts begin at multiples of it."""
@@ -31,8 +31,10 @@ def consume(out, units, query, cache, batch, features, buffers, count, PART: gl.
     tile = 0
     item = next_item(buffers, nth, T)
     while item < count:
-        head, seq, q_tile, start, q_len, kv_len, invalid = load_unit(units, item, count, T)
-        unit = make_unit(batch, features, seq, start, q_len, kv_len, q_tile, head, index, T, C)
+        head, seq, q_tile, start, q_len, kv_len, flags = load_unit(units, item, count, T)
+        where = (head, seq, q_tile, start, q_len, kv_len)
+        unit = unit_of_rows(units, batch, features, item, count, where, index, T, C)
+        invalid = is_missing(flags, C)
         begin, end, tiles = key_tiles_of(unit, invalid, T)
         scale = scale_of(query, cache, features, unit, C)
         queries = buffers.q.slots.index(nth % T.QUEUE * 2 + PART)
@@ -45,7 +47,7 @@ def consume(out, units, query, cache, batch, features, buffers, count, PART: gl.
         release(buffers.k, tile, T.STAGES)
         row_max = gl.full([HALF], float("-inf"), gl.float32, gl.SliceLayout(1, SCORES))
         row_sum = gl.full([HALF], 0.0, gl.float32, gl.SliceLayout(1, SCORES))
-        weight, row_max, row_sum, _ = softmax_tile(score, row_max, row_sum, scale, unit, features, key, True, C)
+        weight, row_max, row_sum, _ = softmax_tile(score, row_max, row_sum, scale, unit, batch, features, key, True, C)
         acc = ()
         for part in gl.static_range(parts(C.V_DIM, C.V_WIDTH, C.BYTES)):
             acc += (zeros(part, T, C),)  # type: ignore[assignment]
@@ -53,10 +55,10 @@ def consume(out, units, query, cache, batch, features, buffers, count, PART: gl.
 
         state = (weight, acc, row_max, row_sum)
         if has_left_edge(C):
-            state = attend_tiles(state, queries, buffers, tile, key, 1, some, scale, unit, features, True, T, C)
-        state = attend_tiles(state, queries, buffers, tile, key, some, every, scale, unit, features, False, T, C)
+            state = attend_tiles(state, queries, buffers, tile, key, 1, some, scale, unit, batch, features, True, T, C)
+        state = attend_tiles(state, queries, buffers, tile, key, some, every, scale, unit, batch, features, False, T, C)
         weight, acc, row_max, row_sum = attend_tiles(
-            state, queries, buffers, tile, key, every, tiles, scale, unit, features, True, T, C
+            state, queries, buffers, tile, key, every, tiles, scale, unit, batch, features, True, T, C
         )
         release(buffers.q, nth, T.QUEUE)
         tile += tiles
@@ -65,7 +67,7 @@ def consume(out, units, query, cache, batch, features, buffers, count, PART: gl.
 
         for part in gl.static_range(parts(C.V_DIM, C.V_WIDTH, C.BYTES)):
             at = gl.arange(0, HALF, gl.SliceLayout(1, layout_of_part(C.V_DIM, C.V_WIDTH, part, C.BYTES))) + PART * HALF
-            mine = make_unit(batch, features, seq, start, q_len, kv_len, q_tile, head, at, T, C)
+            mine = unit_of_rows(units, batch, features, item, count, where, at, T, C)
             store_part(acc[part], row_max, row_sum, out, mine, features, cache, invalid, part, C)
         nth += 1
         item = next_item(buffers, nth, T)
@@ -98,7 +100,8 @@ def scale_of(query, cache, features, unit, C: gl.constexpr):
 
 @gluon.jit
 def attend_tiles(
-    state, queries, buffers, tile, key, begin, end, scale, unit, features, MASKED: gl.constexpr, T: gl.constexpr, C: gl.constexpr
+    state, queries, buffers, tile, key, begin, end, scale, unit, batch, features,
+    MASKED: gl.constexpr, T: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
     """Key tiles [begin, end) of a unit, begin is at least 1: computes the scores of a tile, and accumulates the tile before it,
     whose weights are in the state."""
@@ -111,7 +114,7 @@ def attend_tiles(
         score = warpgroup_mma_wait(parts(C.V_DIM, C.V_WIDTH, C.BYTES), deps=(scores,))
         release(buffers.k, now, T.STAGES)
         weight, row_max, row_sum, rescale = softmax_tile(
-            score, row_max, row_sum, scale, unit, features, key + i * T.KEYS, MASKED, C
+            score, row_max, row_sum, scale, unit, batch, features, key + i * T.KEYS, MASKED, C
         )
         # These values are needed in the next iteration. The assembler does not move instructions across this wait, as it does
         # across the following one: so the softmax is computed while the matrix unit accumulates.
@@ -203,14 +206,14 @@ def layout_of_part(dim, width, part, halved):
 
 
 @gluon.jit
-def softmax_tile(score, row_max, row_sum, scale, unit, features, key, MASKED: gl.constexpr, C: gl.constexpr):
+def softmax_tile(score, row_max, row_sum, scale, unit, batch, features, key, MASKED: gl.constexpr, C: gl.constexpr):
     """The weights of a tile relative to the new row maxima, the softmax state, and the factor that rescales earlier sums."""
     if C.NEGATE:
         score = -score
-    # There is no shard: keys are positions.
-    score, factor = transform_scores(score, scale, unit, features, key, key, C)
+    k_position = position_of(batch, key)
+    score, factor = transform_scores(score, scale, unit, features, key, k_position, C)
     if MASKED:
-        score = gl.where(is_visible(unit, features, key, key, key >= 0, C), score, float("-inf"))
+        score = gl.where(is_visible(unit, features, key, k_position, key >= 0, C), score, float("-inf"))
     new_max = gl.maximum(row_max, gl.max(score, 1) * factor - headroom(C))
     base = gl.where(new_max == float("-inf"), 0.0, new_max) if MASKED else new_max
     weight = gl.exp2(score * per_row(factor) - base[:, None])

@@ -16,6 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from quire.kernels.gluon.compat import async_load, box_load
 from quire.kernels.gluon.ring_buffer import THREADS, acquire_free, acquire_full, publish, publish_when_copied
+from quire.kernels.triton.device.features import load_span, position_of
 from quire.kernels.triton.device.formats import decode
 from quire.kernels.triton.device.tiles import key_at, to_dot_type, value_at
 
@@ -47,8 +48,9 @@ def make_box(storage, pages, OF: gl.constexpr, T: gl.constexpr, C: gl.constexpr)
 @gluon.jit
 def load(cache, new, batch, unit, limits, pages, boxes, ring, first, tile, OF: gl.constexpr, T: gl.constexpr, C: gl.constexpr):
     """Loads one tile of keys or values into its slot. What cannot be copied asynchronously passes through registers. `limits` are
-    the ends of the keys that are in sight, and of those of them that are in pages. `pages` has the page of each key of two tiles;
-    if it is None, they are looked up here."""
+    the ends of the keys that are in sight, and of those of them that are in pages; with spans also the tokens [first, stop) whose
+    spans leave out keys, if they do, and the tokens of the sequence. `pages` has the page of each key of two tiles; if it is None,
+    they are looked up here."""
     if T.ASYNC_COPIES:
         copy(cache, new, batch, unit, limits, pages, boxes, ring, first, tile, OF, T, C)
     else:
@@ -68,12 +70,25 @@ def copy(cache, new, batch, unit, limits, pages, boxes, ring, first, tile, OF: g
     """Starts to copy one tile of keys or values as they are: in boxes if all of its keys are in pages and in sight, otherwise row
     by row, with zeros where no query sees the key."""
     if T.BOX > 0:
-        if (first >= unit.low) & (first + T.KEYS <= limits[1]):
+        in_boxes = (first >= unit.low) & (first + T.KEYS <= limits[1])
+        if C.SPANS:
+            in_boxes &= limits[2] == limits[3]
+        if in_boxes:
             copy_boxes(batch, unit, boxes, ring, first, tile, OF, T, C)
         else:
             copy_rows(cache, new, batch, unit, limits, pages, ring, first, tile, OF, T, C)
     else:
         copy_rows(cache, new, batch, unit, limits, pages, ring, first, tile, OF, T, C)
+
+
+@gluon.jit
+def is_in_a_span(batch, key, first, stop, kv_len):
+    """Which keys some of the tokens [first, stop) see."""
+    seen = key < 0
+    for token in range(first, stop):
+        begin, end = load_span(batch, token, kv_len, True)
+        seen |= (key >= begin) & (key < end)
+    return seen
 
 
 @gluon.constexpr_function
@@ -177,7 +192,7 @@ def addresses(
     else:
         at = cache.k + key_at(page, unit.kv_head, key, 0, C)
     if C.NEW:
-        token = (unit.start + key - unit.context).to(gl.int64)
+        token = (unit.start + position_of(batch, key) - unit.context).to(gl.int64)
         if OF == VALUES:
             row = new.v + (token * new.v_token + unit.kv_head * new.v_head)
             if step != new.v_dim:
@@ -191,5 +206,8 @@ def addresses(
             # The launcher has checked it. Since Triton 3.8 the compiler does not derive the alignment of a select of two addresses.
             at = gl.multiple_of(at, 16)
     inside = (key >= unit.low) & (key < limits[0])
+    if C.SPANS:
+        if limits[2] < limits[3]:
+            inside &= is_in_a_span(batch, key, limits[2], limits[3], limits[4])
     mask = inside[:, None] if LENGTH == WIDTH else inside[:, None] & (dim < LENGTH)[None, :]
     return at[:, None] + dim[None, :] * step, mask

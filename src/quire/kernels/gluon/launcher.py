@@ -27,6 +27,8 @@ WHOLE_TILE = 40
 FEW_KEYS = 32
 SMALLEST_BOX = 8
 """Rows of a box: those of the pattern in which shared memory is swizzled."""
+PARTS = 32
+"""Programs that list the units of a sequence with spans."""
 LARGEST_STEP = 2**39
 """Elements of 16 bits: strides of a box have 40 bits."""
 ONCE_A_ROW = {"lse", "sinks"}
@@ -85,12 +87,19 @@ class HopperLauncher(AttendLauncher):
         self.make_units = Program(units_kernel, UNITS, (tile, constants), self.units, self.warps)
         self.prefill = Program(prefill_kernel, PREFILL, (tile, constants), self.units, 4)
 
+    @property
+    def generic(self) -> AttendLauncher:
+        """Of spans there is one attention kernel for all batches, which counts work in 64 bits."""
+        return self.decode if self.decode.tiles.one_kernel else super().generic
+
     def _registers(self, staged: bool) -> tuple[int, int]:
         assert self.row.registers is not None
         consumer, features = self.row.registers, set(self.problem.features)
         # What compiles with the fewest spilled registers. Consumers compute features of single scores; in context form the producer
-        # selects between two sources of keys.
-        if features - ONCE_A_ROW - {"context-form"}:
+        # selects between two sources of keys, and with a shard it divides to find the new ones.
+        if "shard" in features:
+            consumer -= 8
+        elif features - ONCE_A_ROW - {"context-form"}:
             consumer += 8
         elif "context-form" in features:
             consumer -= 8
@@ -136,10 +145,13 @@ class HopperLauncher(AttendLauncher):
             ready = (at(halves), *halves.stride(), at(exponents))
         tile, programs = schedule.tile, schedule.programs
         assert self.long is not None
-        out, cache, sequences, new, features = arguments_of(call, at, extent, tile.TOKENS)
+        wide_rows = None if self.decode.constants.WIDE_ROWS is None else 0
+        out, cache, sequences, new, features = arguments_of(call, at, extent, tile.TOKENS, wide_rows=wide_rows)
         unit_list = torch.empty(HEADER.value + FIELDS.value * schedule.long_tiles, dtype=torch.int32, device=q.device)
         units, workers = at(unit_list), max(1, min(self.processors, schedule.long_tiles * self.long.HEADS))
-        yield self.make_units, (extent.seqs, 1, 1), (units, sequences, cache, features), False
+        # With spans the keys of each unit are found and checked: several programs share a sequence.
+        parts = 1 if call.batch.spans is None else max(1, min(PARTS, schedule.long_tiles))
+        yield self.make_units, (extent.seqs, parts, 1), (units, sequences, cache, features), False
         long = (out, units, ready, cache, sequences, new, features)
         # Descriptors of boxes are made on the device, in memory that Triton asks for. It is kept until all launches are issued: a
         # kernel that is launched early would otherwise be given the memory of one that still runs.

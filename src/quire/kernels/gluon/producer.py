@@ -12,7 +12,18 @@ from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_a
 
 from quire.kernels.gluon.compat import async_load
 from quire.kernels.gluon.copies import KEYS, VALUES, convert, copy, load, page_ids
-from quire.kernels.gluon.ring_buffer import acquire_free, key_tiles_of, load_unit, next_item, publish, publish_when_copied, release
+from quire.kernels.gluon.ring_buffer import (
+    acquire_free,
+    is_missing,
+    key_tiles_of,
+    load_unit,
+    next_item,
+    publish,
+    publish_when_copied,
+    release,
+    tokens_around_gaps,
+    unit_of_rows,
+)
 from quire.kernels.triton.device.tiles import within_table
 from quire.kernels.triton.device.units import make_unit
 
@@ -104,12 +115,16 @@ def take_item(units, count):
 def locate(units, batch, features, item, count, T: gl.constexpr, C: gl.constexpr):
     """The unit of a work item, of which only what all rows have in common is used; the limits of its keys, as in `load`; where its
     first tile of keys begins, and their number; and what locates its queries."""
-    head, seq, q_tile, start, q_len, kv_len, invalid = load_unit(units, item, count, T)
+    head, seq, q_tile, start, q_len, kv_len, flags = load_unit(units, item, count, T)
+    where = (head, seq, q_tile, start, q_len, kv_len)
     row = gl.arange(0, T.ROWS, gl.BlockedLayout([1], [32], [4], [0]))
-    unit = make_unit(batch, features, seq, start, q_len, kv_len, q_tile, head, row, T, C)
-    first, end, tiles = key_tiles_of(unit, invalid, T)
+    unit = unit_of_rows(units, batch, features, item, count, where, row, T, C)
+    first, end, tiles = key_tiles_of(unit, is_missing(flags, C), T)
     limits = (end, within_table(batch, gl.minimum(end, unit.cached), C))
-    return unit, limits, first, tiles, (seq, start, q_len, kv_len, q_tile, head)
+    if C.SPANS:
+        token, stop = tokens_around_gaps(batch, flags, q_tile, start, q_len, T)
+        limits += (token, stop, kv_len)  # type: ignore[assignment]
+    return unit, limits, first, tiles, where
 
 
 # The page of each key of a tile is looked up by one thread, a tile ahead, and passed to the others through shared memory. Pages of
@@ -142,7 +157,7 @@ def load_queries(query, batch, features, buffers, where, item, nth, T: gl.conste
         queries = buffers.q.slots.index(nth % T.QUEUE * 2 + half)
         for i in gl.static_range(HALF // ROWS):
             index = gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT)) + (half * HALF + i * ROWS)
-            seq, start, q_len, kv_len, q_tile, head = where
+            head, seq, q_tile, start, q_len, kv_len = where
             mine = make_unit(batch, features, seq, start, q_len, kv_len, q_tile, head, index, T, C)
             at = mine.token.to(gl.int64)[:, None] * query.token + mine.head[:, None] * query.head + dim[None, :] * query.dim
             mask = mine.live[:, None] & (dim < C.HEAD_DIM)[None, :]

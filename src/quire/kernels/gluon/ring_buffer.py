@@ -13,7 +13,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier
 
 from quire.kernels.gluon.compat import barrier
-from quire.kernels.gluon.units import FIELDS, HEADER
+from quire.kernels.gluon.units import FIELDS, GAPS, HEADER, MISSING
+from quire.kernels.triton.device.units import make_unit
 
 CONSUMERS = gl.constexpr(2)
 THREADS = gl.constexpr(128)
@@ -109,6 +110,32 @@ def load_unit(units, item, count, T: gl.constexpr):
     in_head = count // T.HEADS
     at = units + HEADER + item % in_head * FIELDS
     return item // in_head, gl.load(at), gl.load(at + 1), gl.load(at + 2), gl.load(at + 3), gl.load(at + 4), gl.load(at + 5)
+
+
+@gluon.jit
+def unit_of_rows(units, batch, features, item, count, where, index, T: gl.constexpr, C: gl.constexpr):
+    """The unit of a work item, for the query rows `index`. `where` is what `load_unit` returned, without the flags."""
+    head, seq, q_tile, start, q_len, kv_len = where
+    if C.SPANS:
+        at = units + HEADER + item % (count // T.HEADS) * FIELDS
+        low, high = gl.load(at + 6), gl.load(at + 7)
+        return make_unit(batch, features, seq, start, q_len, kv_len, q_tile, head, index, T, C, low, high)
+    else:
+        return make_unit(batch, features, seq, start, q_len, kv_len, q_tile, head, index, T, C)
+
+
+@gluon.jit
+def is_missing(flags, C: gl.constexpr):
+    """Whether a page that a unit needs is missing."""
+    return flags & MISSING if C.SPANS else flags
+
+
+@gluon.jit
+def tokens_around_gaps(batch, flags, q_tile, start, q_len, T: gl.constexpr):
+    """The tokens of a unit whose spans leave out keys; none if they leave out none."""
+    first = start + q_tile * T.TOKENS
+    stop = start + gl.minimum(q_tile * T.TOKENS + T.TOKENS, q_len)
+    return first, gl.where((flags & GAPS) != 0, stop, first)
 
 
 @gluon.jit

@@ -13,12 +13,14 @@ from typing import Any
 import pytest
 import torch
 
-from support import interpreter
+from support import hopper, interpreter
 
 DEVICE = "cpu" if interpreter.ON else "cuda"
 
 if interpreter.ON:
     TAKEN = interpreter.install()
+    hopper.install()
+    torch.set_num_threads(1)  # tensors are small: threads would only wait for each other
 elif not torch.cuda.is_available():
     collect_ignore_glob = ["test_*.py"]
 

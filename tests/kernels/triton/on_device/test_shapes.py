@@ -11,7 +11,7 @@ import torch
 from quire import Batch, KVCache
 from quire.kernels.triton.host.tuning import tuning_for
 from quire.problem import Extent
-from support.launched import attend, card, check, prepared, run
+from support.launched import attend, card, check, needs_hopper, prepared, run
 from support.scenario import build
 
 LENS: dict[str, Any] = {"q_lens": [1, 20, 3], "kv_lens": [5, 40, 70]}
@@ -113,7 +113,7 @@ def test_more_tiles_than_32_bits_count(kernel: str, device: str) -> None:
     check(kernel, s, *run(kernel, s, platform=card(device, 2)))
 
 
-@pytest.mark.parametrize("kernel", ["decode", "mixed"])
+@pytest.mark.parametrize("kernel", ["decode", "mixed", pytest.param("gluon", marks=needs_hopper)])
 def test_pages_beyond_2_to_31_elements(kernel: str, device: str) -> None:
     """Pages far apart, in memory that is never touched in between."""
     s = build(4, [1, 20], [17, 40], format="e4m3fn", q_dtype="bf16", device=device)

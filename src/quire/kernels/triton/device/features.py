@@ -265,10 +265,10 @@ def load_span(batch, token, kv_len, inside):
 def range_of_spans(batch, token, live, kv_len):
     """The bounds of `visible_range`. If no query sees a key, the first is `kv_len` and the second 0."""
     begin, end = load_span(batch, token, kv_len, live)
-    low = tl.min(tl.where(begin < end, begin, kv_len))
-    high = tl.max(tl.where(begin < end, end, 0))
-    all_from = tl.max(tl.where(live, begin, 0))
-    all_to = tl.min(tl.where(live, end, kv_len))
+    low = tl.min(tl.where(begin < end, begin, kv_len), 0)
+    high = tl.max(tl.where(begin < end, end, 0), 0)
+    all_from = tl.max(tl.where(live, begin, 0), 0)
+    all_to = tl.min(tl.where(live, end, kv_len), 0)
     return low, high, all_from, all_to, begin, end
 
 

@@ -57,8 +57,11 @@ def locate_unit(batch, features, seq, q_tile, head, T: tl.constexpr, C: tl.const
 
 
 @triton.jit
-def make_unit(batch, features, seq, start, q_len, kv_len, q_tile, head, index, T: tl.constexpr, C: tl.constexpr):
-    """The same for the query rows `index` of the tile, with the lengths of the sequence given."""
+def make_unit(
+    batch, features, seq, start, q_len, kv_len, q_tile, head, index, T: tl.constexpr, C: tl.constexpr, low=None, high=None
+):  # fmt: skip
+    """The same for the query rows `index` of the tile, with the lengths of the sequence given. If these are not all rows and there
+    are spans, `low` and `high` are those of all rows."""
     context = kv_len - q_len
     member = index * 0
     if T.HEADS_PER_TILE > 1:
@@ -83,9 +86,12 @@ def make_unit(batch, features, seq, start, q_len, kv_len, q_tile, head, index, T
     last = tl.minimum(first + T.TOKENS, q_len) - 1
 
     position = query_position(features, token, context + nth, live)
-    low, high, all_from, all_to, visible_from, visible_to = visible_range(
+    lowest, highest, all_from, all_to, visible_from, visible_to = visible_range(
         batch, seq, context, first, last, position, q_len, kv_len, token, live, C
     )
+    if low is None:
+        low = lowest
+        high = highest
     if C.SPANS:
         low = uniform(low, C)
         high = uniform(high, C)

@@ -94,17 +94,18 @@ def _has_units(size: int, places: tuple[int, ...], dim: int) -> bool:
     return width_of(dim) >= 2 * size * LEAST_UNITS and not any(place % size for place in places)
 
 
-def place_of_balance(problem: Problem, long: TritonTile | None) -> str:
+def place_of_balance(problem: Problem, merged: bool, long: TritonTile | None) -> str:
     """Where queries are divided by a power of two, in calls that need it: `AttendConstants.BALANCE`."""
     whole_keys = parts_of(problem)[1] is None
-    here = problem.memory == "generic" or has_one_kernel(problem) or (long is None and whole_keys)
-    return "here" if here else "before"
+    return "here" if merged or problem.memory == "generic" or (long is None and whole_keys) else "before"
 
 
 def constants_of(problem: Problem, platform: Platform, row: Tuning, short: TritonTile, long: TritonTile | None) -> AttendConstants:
     """What a kernel with these tiles is compiled for. In generic memory work is counted in 64 bits: batches with too much work for
-    32 bits are launched as generic ones. Kernels of spans and selections count all work in 64 bits: they have no other variant."""
-    (dot, balance), generic, merged = dot_type(problem), problem.memory == "generic", has_one_kernel(problem)
+    32 bits are launched as generic ones. Triton's kernels of spans and selections count all work in 64 bits: they have no other
+    variant."""
+    (dot, balance), generic = dot_type(problem), problem.memory == "generic"
+    merged = has_one_kernel(problem) and row.kernel != "gluon"
     (k_width, v_width), (_, rest) = widths_of(problem, platform), parts_of(problem)
     left, right = problem.window
     q_format, out_format = (name if FORMATS[name].itemsize == 1 else "float" for name in (problem.q_dtype, problem.out_dtype))
@@ -121,7 +122,7 @@ def constants_of(problem: Problem, platform: Platform, row: Tuning, short: Trito
         HARDWARE=platform.decodes_fp8,
         PER_KEY=problem.scales == "token" or (problem.scales != "none" and problem.form == "context"),
         DOT=dot,
-        BALANCE=place_of_balance(problem, long) if balance else None,
+        BALANCE=place_of_balance(problem, merged, long) if balance else None,
         NEGATE=problem.negative_scale,
         CAUSAL={"yes": True, "no": False}.get(problem.causal),
         NEW=problem.form == "context",

@@ -46,7 +46,7 @@ class Tiles:
     """The tiles of a problem on a platform, from an entry of the tuning table."""
 
     def __init__(self, kernel: str, problem: Problem, platform: Platform, tuning: Tuning | None = None):
-        self.one_kernel, selects = has_one_kernel(problem), problem.select != "none"
+        self.one_kernel, selects = has_one_kernel(problem) and kernel != "gluon", problem.select != "none"
         self.all_decode = (kernel == "decode" or (self.one_kernel and selects)) and not problem.batch_invariant
         """Whether every sequence is short."""
         if self.one_kernel:
