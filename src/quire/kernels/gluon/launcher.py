@@ -94,15 +94,12 @@ class HopperLauncher(AttendLauncher):
 
     def _registers(self, staged: bool) -> tuple[int, int]:
         assert self.row.registers is not None
-        consumer, features = self.row.registers, set(self.problem.features)
+        features = set(self.problem.features)
         # What compiles with the fewest spilled registers. Consumers compute features of single scores; in context form the producer
         # selects between two sources of keys, and with a shard it divides to find the new ones.
-        if "shard" in features:
-            consumer -= 8
-        elif features - ONCE_A_ROW - {"context-form"}:
-            consumer += 8
-        elif "context-form" in features:
-            consumer -= 8
+        of_scores = features - ONCE_A_ROW - {"context-form"}
+        of_keys = "shard" in features or (not of_scores and "context-form" in features)
+        consumer = self.row.registers + (-8 if of_keys else 8 if of_scores else 0)
         return consumer, REGISTERS_OF_FOUR // 2 - consumer if staged else REGISTERS - 2 * consumer
 
     def _copies(self) -> bool:

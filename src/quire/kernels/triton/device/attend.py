@@ -60,7 +60,8 @@ def attend_sequences(out, workspace, query, cache, batch, new, features, SHORT: 
         if C.WIDE_ROWS is None:
             short_sequences(out, workspace, query, cache, batch, new, features, program, SHORT, C)
         elif batch.wide_rows != 0:
-            short_sequences(out, workspace, query, cache, batch, new, features, program, C.WIDE_ROWS, C)
+            WIDE_ROWS: tl.constexpr = C.WIDE_ROWS
+            short_sequences(out, workspace, query, cache, batch, new, features, program, WIDE_ROWS, C)
         else:
             short_sequences(out, workspace, query, cache, batch, new, features, program, SHORT, C)
         if C.PDL:

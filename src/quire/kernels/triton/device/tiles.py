@@ -241,7 +241,10 @@ def attend_tiles(
                 k = decode_latent(k, load_latent_scales(rows, from_pages, C.HEAD_DIM, MASKED), C.HARDWARE)
                 k_rest = to_dot_type(load_latent_rest(rows, from_pages, C.HEAD_DIM, C.REST_DIM, MASKED), C)
             else:
-                zero = _zeros(cache.k_scale, page, head, place, from_pages, C.K_FORMAT, C.K_SCALE_STEPS, C)
+                zero = None
+                if has_zero_points(tl.constexpr(C.K_FORMAT)):
+                    K_STEPS: tl.constexpr = C.K_SCALE_STEPS
+                    zero = _zeros(cache.k_scale, page, head, place, from_pages, K_STEPS, C)
                 k = decode(k, tl.constexpr(C.K_FORMAT), C.HARDWARE, tl.constexpr(C.DOT), groups, zero, tl.constexpr(C.NVIDIA))
                 if C.K_PACK > 1 and K_PARTS == 1:
                     k = whole_of(k, C.K_PACK)
@@ -471,7 +474,10 @@ def _values(
             at, inner = place[:, None] % C.PAGE_SIZE, from_pages[:, None]
             V_PLACES: tl.constexpr = C.V_GROUPS
             groups = load_groups(cache.v, page[:, None], head, at, inner, C.V_WIDTH, C.V_DIM, MASKED, V_PLACES)
-        zero = _zeros(cache.v_scale, page, head, place, from_pages, C.V_FORMAT, C.V_SCALE_STEPS, C)
+        zero = None
+        if has_zero_points(tl.constexpr(C.V_FORMAT)):
+            V_STEPS: tl.constexpr = C.V_SCALE_STEPS
+            zero = _zeros(cache.v_scale, page, head, place, from_pages, V_STEPS, C)
         v = decode(v, tl.constexpr(C.V_FORMAT), C.HARDWARE, tl.constexpr(C.DOT), groups, zero, tl.constexpr(C.NVIDIA))
         if C.V_PACK > 1 and PARTS == 1:
             v = whole_of(v, C.V_PACK)
@@ -497,23 +503,20 @@ def _scales(cache, page, head, key, inside, C: tl.constexpr):
     k_scale, v_scale = None, None
     if C.K_SCALE_STEPS is not None:
         at = page * C.K_SCALE_STEPS[0] + slot * C.K_SCALE_STEPS[1] + head * C.K_SCALE_STEPS[2]
-        k_scale = _load_scales(cache.k_scale + at, inside, C.K_GROUPS is not None, C.K_FORMAT)
+        k_scale = _load_scales(cache.k_scale + at, inside, C.K_GROUPS is not None, tl.constexpr(C.K_FORMAT))
     if C.V_IN_K:
         v_scale = k_scale
     elif C.V_SCALE_STEPS is not None:
         at = page * C.V_SCALE_STEPS[0] + slot * C.V_SCALE_STEPS[1] + head * C.V_SCALE_STEPS[2]
-        v_scale = _load_scales(cache.v_scale + at, inside, C.V_GROUPS is not None, C.V_FORMAT)
+        v_scale = _load_scales(cache.v_scale + at, inside, C.V_GROUPS is not None, tl.constexpr(C.V_FORMAT))
     return k_scale, v_scale
 
 
 @triton.jit
-def _zeros(scales, page, head, key, inside, FORMAT: tl.constexpr, STEPS: tl.constexpr, C: tl.constexpr):
-    """The zero points of each key or value `[KEYS, 1]`, which are in its scale; None if the format has none."""
-    if has_zero_points(FORMAT):
-        at = page.to(tl.int64)[:, None] * STEPS[0] + (key % C.PAGE_SIZE)[:, None] * STEPS[1] + head * STEPS[2]
-        return zero_of(tl.load(scales + at, mask=inside[:, None], other=0.0))
-    else:
-        return None
+def _zeros(scales, page, head, key, inside, STEPS: tl.constexpr, C: tl.constexpr):
+    """The zero points of each key or value `[KEYS, 1]`, which are in its scale."""
+    at = page.to(tl.int64)[:, None] * STEPS[0] + (key % C.PAGE_SIZE)[:, None] * STEPS[1] + head * STEPS[2]
+    return zero_of(tl.load(scales + at, mask=inside[:, None], other=0.0))
 
 
 @triton.jit

@@ -66,23 +66,22 @@ class Tiles:
         """Whether each query sees keys of its own: then a tile has one token, and every sequence is short."""
         has_long = not selects if self.one_kernel else not (self.all_decode or self.by_query)
         self.long = self._long_tile() if has_long else None
-        self.short: dict[tuple[int, int], TritonTile] = {}
+        self.short = self._short_tiles()
         """All tiles of short sequences, by the most new tokens, a power of two, and by key heads per tile."""
+        always_first = self.by_query or not self.all_decode
+        self.most_of_first = ANY if always_first else self.short[1, 1].TOKENS if self.one_kernel else 1
+        """The most new tokens of a sequence for which a decode takes the first tile."""
+
+    def _short_tiles(self) -> dict[tuple[int, int], TritonTile]:
+        row, problem, short = self.row, self.problem, dict[tuple[int, int], TritonTile]()
         for few in self._token_counts():
             rows = self.most if problem.batch_invariant else max(row.rows, min(self.most, power_of_two(few * problem.group)))
             heads = 1
             while heads <= max(1, min(self.heads_per_tile, rows // (few * problem.group))) and problem.kv_heads % heads == 0:
-                self.short[few, heads] = self._tile(rows, heads, True)
-                if self.by_query:
-                    self.short[few, heads] = self.short[few, heads]._replace(TOKENS=1)
+                tile = self._tile(rows, heads, True)
+                short[few, heads] = tile._replace(TOKENS=1) if self.by_query else tile
                 heads *= 2
-
-    @property
-    def most_of_first(self) -> int:
-        """The most new tokens of a sequence for which a decode takes the first tile."""
-        if self.by_query or not self.all_decode:
-            return ANY
-        return self.short[1, 1].TOKENS if self.one_kernel else 1
+        return short
 
     def _token_counts(self) -> tuple[int, ...]:
         """The numbers of new tokens of a sequence for which there are tiles of short sequences."""
