@@ -73,15 +73,21 @@ class Tiles:
         """The most new tokens of a sequence for which a decode takes the first tile."""
 
     def _short_tiles(self) -> dict[tuple[int, int], TritonTile]:
-        row, problem, short = self.row, self.problem, dict[tuple[int, int], TritonTile]()
+        short, group, kv_heads = dict[tuple[int, int], TritonTile](), self.problem.group, self.problem.kv_heads
         for few in self._token_counts():
-            rows = self.most if problem.batch_invariant else max(row.rows, min(self.most, power_of_two(few * problem.group)))
-            heads = 1
-            while heads <= max(1, min(self.heads_per_tile, rows // (few * problem.group))) and problem.kv_heads % heads == 0:
-                tile = self._tile(rows, heads, True)
-                short[few, heads] = tile._replace(TOKENS=1) if self.by_query else tile
+            rows, heads = self._rows_for(few), 1
+            while heads <= max(1, min(self.heads_per_tile, rows // (few * group))) and kv_heads % heads == 0:
+                short[few, heads] = self._tile(rows, heads, True)
                 heads *= 2
         return short
+
+    def _rows_for(self, few: int) -> int:
+        """The rows of a tile of short sequences with at most so many new tokens."""
+        return (
+            self.most
+            if self.problem.batch_invariant
+            else max(self.row.rows, min(self.most, power_of_two(few * self.problem.group)))
+        )
 
     def _token_counts(self) -> tuple[int, ...]:
         """The numbers of new tokens of a sequence for which there are tiles of short sequences."""
@@ -101,7 +107,8 @@ class Tiles:
     def _tile(self, rows: int, heads: int, few: bool) -> TritonTile:
         row, problem = self.row, self.problem
         piece = PIECE if problem.batch_invariant else 0
-        return TritonTile.of(rows, row.keys, row.stages, few, problem.group, problem.kv_heads, heads, piece)
+        tile = TritonTile.of(rows, row.keys, row.stages, few, problem.group, problem.kv_heads, heads, piece)
+        return tile._replace(TOKENS=1) if self.by_query else tile
 
 
 def _is_plain(problem: Problem) -> bool:
