@@ -50,7 +50,7 @@ def _neighbour(original: Any, self: Any, pages: torch.Tensor, *args: Any, **kw: 
     return original(self, torch.where(pages > 0, pages - 1, pages), *args, **kw)
 
 
-def _cast_without_saturation(self: Format, x: torch.Tensor) -> torch.Tensor:
+def _cast_without_saturation(self: Format, x: torch.Tensor, zero: torch.Tensor | None = None) -> torch.Tensor:
     return (x * 2).to(self.dtype)
 
 

@@ -186,7 +186,7 @@ def test_candidates_start_with_the_current_row_and_are_unique() -> None:
                 assert rows[0] == kind.current(CARD) and len(set(rows)) == len(rows) > 1
 
 
-GIVEN = {"kernel", "arches", "width", "element", "stored", "v_in_k"}
+GIVEN = {"kernel", "arches", "width", "element", "stored", "v_in_k", "group"}
 OF_LONG_ROWS = {"long_rows", "long_keys", "long_stages"}
 LEFT = {"rows", "most_rows", "least", "scan"}
 """The group says the first; the second is for many heads in little shared memory; the third is for batches too small to be timed

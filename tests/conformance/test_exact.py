@@ -41,6 +41,13 @@ def selected_positions(call: KernelCall, seq: int, rows: slice, kv_len: int) -> 
     return at.expand(rows.stop - rows.start, -1, -1)
 
 
+def hadamard_matrix(n: int) -> torch.Tensor:
+    """Sylvester's matrix of ±1 / sqrt(n), float64 `[n, n]`."""
+    if n == 1:
+        return torch.ones(1, 1, dtype=torch.float64)
+    return torch.kron(torch.tensor([[1.0, 1.0], [1.0, -1.0]], dtype=torch.float64) * 0.5**0.5, hadamard_matrix(n // 2))
+
+
 @pytest.mark.parametrize("case", SMALL, ids=lambda case: case.name)
 def test_exact_computation_equals_the_reference(case: Case) -> None:
     call = build(case)
@@ -57,8 +64,11 @@ def test_exact_computation_equals_the_reference(case: Case) -> None:
         if format.latent:
             numbers = ds_mla.decoded(stored)  # not rounded to fp32
         if scale is not None:
-            numbers = numbers * (scale.double()[..., None] if scale.dim() == 3 else scale.double().reshape(-1, 1))
+            factor, zero = format.parts_of(scale[..., None] if scale.dim() == 3 else scale.reshape(-1, 1))
+            numbers = (numbers if zero is None else numbers - zero) * factor.double()
         dense.append(numbers)
+    if call.hadamard:  # The matrix is its own inverse.
+        dense[0] = dense[0] @ hadamard_matrix(case.head_dim)
     starts = call.q_starts.tolist()
     for i, (q_len, kv_len) in enumerate(zip(case.q_lens, case.kv_lens)):
         rows = slice(starts[i], starts[i + 1])

@@ -11,8 +11,8 @@ import pytest
 
 from quire.cli import main
 from quire.conformance.cases.case import Case
+from quire.conformance.diagnosis import attempt
 from quire.conformance.reporting.report import INTERRUPTED, Result
-from quire.conformance.runner import run
 from quire.conformance.runner.find_target import find
 from quire.conformance.runner.jobs import _share, conform_in
 from quire.conformance.runner.run import conform, survive
@@ -91,26 +91,25 @@ def test_results_before_an_interrupt_are_reported(adapter: str, capsys: pytest.C
 
 FULL = """
 import torch
-from quire.conformance.runner import subprocess_target
-from quire.conformance.runner import run
+from quire.conformance.diagnosis import attempt
 
 def no_memory(*arguments):
     raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 4.00 GiB. GPU 0 has other users")
 
-IN.build = no_memory
+attempt.build = no_memory
 
 def attention(*, q, k_pages, v_pages, page_table, kv_lens, q_starts, out, scale, window):
     raise AssertionError("it is not to be called")
 """
 
 
-@pytest.mark.parametrize("where", ["run", "subprocess_target"])
+@pytest.mark.parametrize("where", ["this process", "subprocess"])
 def test_out_of_memory_skips_the_case(where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both if this process and if the target's subprocess has no memory for the tensors of a case."""
-    monkeypatch.setattr(run, "build", run.build)  # undoes what the file does in this process
+    monkeypatch.setattr(attempt, "build", attempt.build)  # undoes what the file does in this process
     file = tmp_path / "kernel.py"
-    file.write_text(FULL.replace("IN", where))
-    if where == "run":
+    file.write_text(FULL)
+    if where == "this process":
         result = survive(CASES[1], find(f"{file}:attention"))
     else:
         with in_subprocess(f"{file}:attention") as target:

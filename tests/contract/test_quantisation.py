@@ -13,6 +13,9 @@ from quire.cache.format import FORMATS, SCALED_NAMES
 from quire.errors import ArgumentError, QuantisationWarning
 
 POOL = quire.PagePool(4, page_size=16)
+GIVEN_SCALES = tuple(name for name in SCALED_NAMES if not FORMATS[name].zero_point)
+"""The formats that can have one scale for all tokens, which some of them may not fit."""
+ZERO_POINTS = tuple(name for name in SCALED_NAMES if FORMATS[name].zero_point)
 
 
 def written(format: str, k: torch.Tensor, **how: Any) -> tuple[quire.KVCache, list[str]]:
@@ -54,7 +57,7 @@ def test_scales_of_values_alone_are_checked() -> None:
         quire.attend(k, cache, batch, quire.Options(batch_invariant=True), new=(k, k))
 
 
-@pytest.mark.parametrize("format", SCALED_NAMES)
+@pytest.mark.parametrize("format", GIVEN_SCALES)
 def test_saturation_is_counted_and_stored_as_the_largest_number(format: str) -> None:
     largest = FORMATS[format].largest
     assert largest is not None
@@ -66,7 +69,7 @@ def test_saturation_is_counted_and_stored_as_the_largest_number(format: str) -> 
     assert stored[0, 1, 0, 3] == largest and stored[0, 2, 1, 5] == -largest
 
 
-@pytest.mark.parametrize("format", SCALED_NAMES)
+@pytest.mark.parametrize("format", GIVEN_SCALES)
 def test_underflow_is_counted_by_token_and_head(format: str) -> None:
     k = torch.ones(3, 2, 64)
     k[1, 1] = 1e-9
@@ -76,10 +79,28 @@ def test_underflow_is_counted_by_token_and_head(format: str) -> None:
     assert not numbers(cache)[0, 1, 1].any()
 
 
-def test_a_scale_for_each_token_loses_nothing() -> None:
+@pytest.mark.parametrize("format", ["int8", *ZERO_POINTS])
+def test_a_scale_for_each_token_loses_nothing(format: str) -> None:
     k = torch.ones(3, 2, 16)
     k[1], k[2] = 1e6, 1e-9
-    assert written("int8", k, scales="token")[1] == []
+    assert written(format, k, scales="token")[1] == []
+
+
+@pytest.mark.parametrize("format", ZERO_POINTS)
+def test_underflow_with_zero_points_is_of_numbers_too_small_for_a_scale(format: str) -> None:
+    """A scale below 16 times the smallest number of fp32 has no bits left besides those of its zero point."""
+    k = torch.ones(3, 2, 16)
+    k[1, 0, ::2] = -1.0  # codes of 0 other than 0
+    k[1, 1] = -1e-44
+    k[2, 0] = 0.0
+    cache, said = written(format, k, scales="token")
+    assert len(said) == 1 and said[0].startswith("underflow: 1 of 6 vectors of k")
+    factor, zero = cache.k_format.parts_of(cache.k_scale)
+    stored = (numbers(cache) - zero[..., None]) * factor[..., None]
+    assert not stored[0, 1, 1].any() and not stored[0, 2, 0].any()
+    # Half a step, and what 15 steps lack because the scale lost up to 16 of its last units to the zero point.
+    bound = (0.5 + 15 * 16 * 2.0**-23) * factor[0, :2, 0, None]
+    assert ((stored[0, :2, 0] - k[:2, 0]).abs() <= bound).all()
 
 
 def test_largest_numbers_and_rows_that_are_not_written_give_no_warning() -> None:
