@@ -26,8 +26,15 @@ CANNOT = {
         for outcome in ("yes", "no")
     },
     "combine.combine_kernel: if C.PDL -> yes": "compiled: griddepcontrol.wait",
-    "schedule.uniform: if C.NVIDIA and (not C.WIDE) -> yes": "compiled: redux.sync",
+    "schedule.uniform: if not C.UNIFORM -> no": "compiled: redux.sync",
+    **{f"schedule.uniform: if x.dtype == tl.int64 -> {outcome}": "only where redux.sync is compiled" for outcome in ("yes", "no")},
     "features.reciprocal: if C.NVIDIA -> yes": "compiled: rcp.approx",
+    "formats.int4_of: if NVIDIA and BITS > 8 -> yes": "instructions of cards: test_int4_is_unpacked",
+    **{
+        f"formats.int4_of: if DOT == 'bf16' -> {outcome}": "instructions of cards: test_int4_is_unpacked"
+        for outcome in ("yes", "no")
+    },
+    "formats.e2m1_of: if NVIDIA and BITS > 8 -> yes": "instructions of cards: test_e2m1_is_unpacked_and_scaled",
     "formats.encode_e4m3fn: if HARDWARE -> yes": "an instruction of cards: test_fp8_is_encoded_by_hardware_if_possible",
     "formats.encode_e5m2: if HARDWARE -> yes": "an instruction of cards: test_fp8_is_encoded_by_hardware_if_possible",
     "attend.attend_sequences: if LONG is not None -> no": "without long rows there are no further programs",

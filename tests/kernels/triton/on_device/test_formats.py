@@ -44,6 +44,7 @@ def test_eight_bits(format: str, kernel: str, form: str, scales: str, q_dtype: s
     (("int8", "nvfp4"), "mixed", "context", "token", "fp32", "nhd", (24, 16)),
     (("bf16", "nvfp4"), "decode", "full", "tensor", "fp16", "hnd", (16, 48)),
     (("int4", "int4"), "decode", "full", "token", "bf16", "nhd", (128, 96)),
+    (("int4", "int4"), "decode", "full", "token", "fp16", "nhd", (64, 128)),
     (("int4", "nvfp4"), "mixed", "context", "head", "bf16", "hnd", (64, 128)),
     (("nvfp4", "int4"), "decode", "full", "token", "bf16", "nhd", (112, 64)),
 ])  # fmt: skip

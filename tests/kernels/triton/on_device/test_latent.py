@@ -28,6 +28,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "all of new keys": {"head_dim": 33, "v_in_k": 33, "form": "context", "format": "int8", "scales": "token", "group": 3},
     "bf16": {"head_dim": 96, "v_in_k": 64, "format": "bf16", "q_dtype": "bf16", "group": 8},
     "fp8": {"head_dim": 24, "v_in_k": 16, "format": "e4m3fn", "q_dtype": "bf16", "scales": "head"},
+    "fp8 select": {"head_dim": 24, "v_in_k": 16, "format": "e4m3fn", "q_dtype": "bf16", "scales": "head", "select": "positions"},
     "fp8 queries": {"head_dim": 24, "v_in_k": 16, "format": "e4m3fn", "q_dtype": "e4m3fn", "q_scale": 0.5},
     "int8 tokens": {"head_dim": 24, "v_in_k": 16, "format": "int8", "q_dtype": "bf16", "scales": "token"},
     "int4 tokens": {"head_dim": 24, "v_in_k": 16, "format": "int4", "q_dtype": "fp16", "scales": "token"},
