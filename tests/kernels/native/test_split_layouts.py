@@ -53,7 +53,8 @@ def test_results_are_those_of_nhd(layout: str, format: str, dim: int, page_size:
     for level in levels():
         with library.forced(level):
             found, plain = (built(name, format, dim, page_size, torch.float32) for name in (layout, "nhd"))
-        # Gathered rows are converted before they are multiplied, so that sums over keys and elements have another order.
+        # Gathered rows are converted before they are multiplied, so that sums over keys and elements have another order:
+        # one rounding for each of them, of numbers below 5.
         most = 0.0 if format == "fp32" else 2.0**-23 * (240 + 128) * 5
         for a, b in zip(found[:-2], plain[:-2], strict=True):
             assert (a - b).abs().max() <= most, level

@@ -298,7 +298,7 @@ class AttendConstants(NamedTuple):
     SHARED: bool = False
     """Whether keys of shared prefixes are read once for all of their sequences."""
     WIDE_ROWS: TritonTile | None = None
-    """Another tile of short sequences, with more rows: of kernels that serve decodes and longer queries alike."""
+    """Another tile of short sequences, with more rows: of kernels that compute both decodes and longer queries."""
 
 
 class CombineConstants(NamedTuple):
